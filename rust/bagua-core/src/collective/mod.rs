@@ -1,0 +1,158 @@
+//! How ranks combine tensors: one trait, one file per implementation.
+//!
+//! `solo` is the one to read first (a group of one rank). `shm` works in memory that all ranks of one host map, `net` over any
+//! mesh of transports, `hier` adds inside hosts first and between hosts then.
+//!
+//! Invariants, quoted by the contract test:
+//!
+//! 1. **Rank order.** Every element is combined as ((x0 + x1) + x2) + …, on whichever rank that happens, so results are bitwise
+//!    equal on all ranks, from run to run, and between `shm` and `net`. Half-precision types accumulate in float32 and round once.
+//! 2. **Avg divides once**, after the sum, by the number of ranks.
+//! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
+//! 4. **Every wait ends**: done, first cause of failure, or deadline.
+
+use crate::error::{Error, Progress, Result};
+use crate::stats::OpStats;
+use crate::sync::Deadline;
+use crate::types::{DType, Fingerprint, ReduceOp};
+use crate::watch::Watch;
+
+/// What accompanies one operation.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// What the operation says of itself to the others. Headers carry it as it is; the methods' own arguments say what to do
+    /// (a stage of `hier` runs a reduce under the fingerprint of the all_reduce that it is part of).
+    pub fingerprint: Fingerprint,
+    /// When it must be done.
+    pub deadline: Deadline,
+    /// What ends its waits.
+    pub watch: &'a Watch,
+    /// Where it counts.
+    pub stats: &'a OpStats,
+    /// Bucket or other label for error texts; may be empty.
+    pub label: &'a str,
+}
+
+impl Call<'_> {
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.fingerprint.dtype
+    }
+
+    /// Looks at the watch and the deadline: the error to return, if the wait must end. `missing` are the group ranks that the
+    /// caller still waits for; one of them having left the group is an error too. Call it after looking once more for what is
+    /// waited for, so that a peer that did its part and left is not blamed.
+    pub fn check(&self, missing: &[usize], done: u64, total: u64) -> Result<()> {
+        self.watch.check().map_err(|e| e.during(self.progress(done, total)))?;
+        if let Some(gone) = missing.iter().find(|rank| self.watch.has_departed(**rank)) {
+            return Err(self.watch.stream_lost(*gone, "it left the group").during(self.progress(done, total)));
+        }
+        if self.deadline.passed() {
+            return Err(self.watch.timed_out(self.deadline.limit(), missing, self.progress(done, total)));
+        }
+        Ok(())
+    }
+
+    /// How far this operation has come.
+    pub fn progress(&self, done: u64, total: u64) -> Progress {
+        Progress { what: self.fingerprint.to_string(), label: self.label.to_owned(), done, total }
+    }
+
+    /// The error for a peer (a group rank) that does something else.
+    pub fn mismatch(&self, peer: usize, theirs: &dyn std::fmt::Display) -> Error {
+        let label = if self.label.is_empty() { String::new() } else { format!(" in {}", self.label) };
+        Error::Mismatch(format!(
+            "rank {} does {}{label}, rank {} does {theirs}",
+            self.watch.world_rank(self.watch.rank()),
+            self.fingerprint,
+            self.watch.world_rank(peer),
+        ))
+    }
+}
+
+/// Where an operation reads and where it writes. n is the number of ranks, c the bytes of one rank's chunk.
+pub enum Io<'a> {
+    /// One buffer for both. Rank r's chunk lies at r * c.
+    InPlace(&'a mut [u8]),
+    /// Two buffers that do not overlap.
+    Split {
+        /// What this rank contributes.
+        src: &'a [u8],
+        /// What this rank gets.
+        dst: &'a mut [u8],
+    },
+}
+
+/// A message of a grouped exchange to a group rank.
+#[derive(Clone, Copy)]
+pub struct Outgoing<'a> {
+    /// Group rank of the receiver; never this rank.
+    pub peer: usize,
+    /// What the message says of itself.
+    pub fingerprint: Fingerprint,
+    /// The bytes.
+    pub data: &'a [u8],
+}
+
+/// A message of a grouped exchange from a group rank.
+pub struct Incoming<'a> {
+    /// Group rank of the sender; never this rank.
+    pub peer: usize,
+    /// What the message must say of itself.
+    pub fingerprint: Fingerprint,
+    /// Where the bytes go; the message must have exactly this length.
+    pub data: &'a mut [u8],
+}
+
+/// The operations of a group of ranks. Sizes were checked by the caller ([`crate::group::Lane`]): implementations may rely on
+/// them and index accordingly. Ranks are ranks of the group that the implementation was built for.
+///
+/// An error leaves the collective unusable: its streams may be in the middle of a message.
+pub trait Collective: Send {
+    /// Short name for reports: "solo", "shm", "net", "hier".
+    fn name(&self) -> &'static str;
+
+    /// This process's rank.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn size(&self) -> usize;
+
+    /// Name of the transport used towards each rank ("self" for this one).
+    fn transports(&self) -> Vec<&'static str>;
+
+    /// Every rank gets the combination of all. `InPlace`: N bytes. `Split`: N and N.
+    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
+
+    /// `root` gets the combination of all. `InPlace`: N bytes, unchanged on the others. `Split`: N and N (`dst` is empty or
+    /// ignored on the others).
+    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()>;
+
+    /// Every rank gets `root`'s bytes.
+    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()>;
+
+    /// Every rank gets every rank's chunk. `InPlace`: n * c, own chunk at r * c. `Split`: c and n * c.
+    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()>;
+
+    /// `root` gets every rank's chunk. `InPlace`: n * c everywhere, own chunk at r * c. `Split`: c and n * c (`dst` is empty or
+    /// ignored on the others).
+    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()>;
+
+    /// Every rank gets its chunk of `root`'s. `InPlace`: n * c everywhere, own chunk lands at r * c. `Split`: n * c (empty or
+    /// ignored on the others) and c.
+    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()>;
+
+    /// Rank r gets the combination of all ranks' chunk r. `InPlace`: n * c, result at r * c, the other chunks are left as they
+    /// were. `Split`: n * c and c.
+    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
+
+    /// Rank r gets chunk r of every rank, in rank order. `InPlace`: n * c. `Split`: n * c and n * c.
+    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()>;
+
+    /// All messages at once, in both directions; several to one peer arrive in the order given. Send, recv and all_to_all_v are
+    /// made of it.
+    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
+
+    /// Returns when every rank has called it.
+    fn barrier(&mut self, call: &Call<'_>) -> Result<()>;
+}

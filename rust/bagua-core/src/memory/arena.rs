@@ -1,0 +1,175 @@
+//! Shared memory that peers on this host map.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::error::{Error, Result};
+
+/// An anonymous shared-memory file and its mapping in this process.
+///
+/// It has no name in any file system, so a killed process leaves nothing behind, and `/dev/shm` is not needed.
+/// The descriptor travels to peers, each of which maps it with [`Arena::from_fd`].
+#[derive(Debug)]
+pub struct Arena {
+    ptr: NonNull<u8>,
+    len: usize,
+    fd: OwnedFd,
+}
+
+// SAFETY: the mapping is plain memory, valid in every thread until drop; shared access goes through atomics, or through
+// the unsafe slice methods, whose callers promise exclusion.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// New zeroed memory of `len` bytes (rounded up to whole pages). `label` shows in `/proc/<pid>/maps`.
+    ///
+    /// # Errors
+    /// `System` when the kernel refuses.
+    pub fn create(label: &str, len: usize) -> Result<Arena> {
+        let len = len.max(1).next_multiple_of(rustix::param::page_size());
+        let failed = |e| Error::system(&format!("shared memory of {len} bytes"), e);
+        let fd = rustix::fs::memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
+        rustix::fs::ftruncate(&fd, len as u64).map_err(failed)?;
+        // A peer that shrank the file could make this process die of SIGBUS: nobody may change its size from here on.
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(failed)?;
+        Arena::map(fd, len)
+    }
+
+    /// Maps the memory that a peer created.
+    ///
+    /// # Errors
+    /// `System` when the descriptor is not shared memory that is sealed against resizing, or cannot be mapped.
+    pub fn from_fd(fd: OwnedFd) -> Result<Arena> {
+        let failed = |e| Error::system("mapping a peer's shared memory", e);
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed)?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(Error::System("a peer's shared memory is not sealed against shrinking".to_owned()));
+        }
+        let len = usize::try_from(rustix::fs::fstat(&fd).map_err(failed)?.st_size).unwrap_or(0);
+        if len == 0 {
+            return Err(Error::System("a peer's shared memory is empty".to_owned()));
+        }
+        Arena::map(fd, len)
+    }
+
+    fn map(fd: OwnedFd, len: usize) -> Result<Arena> {
+        // SAFETY: a fresh mapping at an address that the kernel chooses overlaps nothing.
+        let ptr = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0)
+        };
+        let ptr = ptr.map_err(|e| Error::system(&format!("mapping {len} bytes of shared memory"), e))?;
+        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| Error::System("shared memory mapped at address 0".to_owned()))?;
+        Ok(Arena { ptr, len, fd })
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never true: an arena has at least one page.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The descriptor, to send to a peer.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// The 4-byte atomic at `offset`.
+    ///
+    /// # Panics
+    /// When `offset` is out of bounds or not aligned: layouts are computed once, from the world size.
+    pub fn word(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && offset <= self.len - 4);
+        // SAFETY: in bounds and aligned (checked); the memory lives as long as self; atomics allow shared writes.
+        unsafe { AtomicU32::from_ptr(self.ptr.as_ptr().add(offset).cast()) }
+    }
+
+    /// The 8-byte atomic at `offset`.
+    ///
+    /// # Panics
+    /// As [`Arena::word`].
+    pub fn long(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && offset <= self.len - 8);
+        // SAFETY: as in `word`.
+        unsafe { AtomicU64::from_ptr(self.ptr.as_ptr().add(offset).cast()) }
+    }
+
+    /// The bytes in `range`.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// While the slice lives nobody, in any process, writes to the range.
+    pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: in bounds (checked); no writer by this function's promise.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// The bytes in `range`, to write.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// While the slice lives nobody else, in any process, reads or writes the range.
+    #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the caller's protocol can promise")]
+    pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: in bounds (checked); exclusive by this function's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().add(range.start), range.len()) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: this mapping was made by `map`, and no slice of it outlives self.
+        let unmapped = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn two_mappings_of_one_arena_see_the_same_bytes() {
+        let mine = Arena::create("bagua-test", 10_000).unwrap();
+        let theirs = Arena::from_fd(mine.fd().try_clone_to_owned().unwrap()).unwrap();
+        assert_eq!(mine.len(), theirs.len());
+        mine.word(4).store(7, Ordering::Release);
+        mine.long(8).store(8, Ordering::Release);
+        assert_eq!((theirs.word(4).load(Ordering::Acquire), theirs.long(8).load(Ordering::Acquire)), (7, 8));
+        // SAFETY: one thread, one slice at a time.
+        unsafe { mine.slice_mut(100..103).copy_from_slice(b"abc") };
+        // SAFETY: as above.
+        assert_eq!(unsafe { theirs.slice(100..103) }, b"abc");
+    }
+
+    #[test]
+    fn memory_that_could_shrink_under_us_is_refused() {
+        let fd = rustix::fs::memfd_create("bagua-test", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        assert!(Arena::from_fd(fd).is_err());
+    }
+
+    #[test]
+    #[should_panic]
+    fn a_word_outside_the_arena_is_not_reachable() {
+        let arena = Arena::create("bagua-test", 1).unwrap();
+        arena.word(arena.len());
+    }
+}

@@ -1,0 +1,1 @@
+//! Which bucket goes next: a pure state machine, no clock, no lock, no thread.

@@ -1,0 +1,103 @@
+//! Numbers that travel with the product: counters per kind of operation, cheap enough to be always on.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::types::Kind;
+
+/// Counters of one kind of operation. Bytes and nanoseconds are totals since the group was built.
+#[derive(Debug, Default)]
+pub struct OpStats {
+    /// Operations begun.
+    pub calls: AtomicU64,
+    /// Bytes of the user's tensors.
+    pub payload_bytes: AtomicU64,
+    /// Bytes written to sockets, headers included. Shared memory is not a wire.
+    pub wire_bytes_sent: AtomicU64,
+    /// Bytes read from sockets, headers included.
+    pub wire_bytes_received: AtomicU64,
+    /// Time blocked waiting for peers.
+    pub wait_ns: AtomicU64,
+    /// Time in reduce kernels.
+    pub reduce_ns: AtomicU64,
+    /// Time in codecs.
+    pub encode_ns: AtomicU64,
+}
+
+/// `OpStats` at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[allow(missing_docs)]
+pub struct OpSnapshot {
+    pub calls: u64,
+    pub payload_bytes: u64,
+    pub wire_bytes_sent: u64,
+    pub wire_bytes_received: u64,
+    pub wait_s: f64,
+    pub reduce_s: f64,
+    pub encode_s: f64,
+}
+
+impl OpStats {
+    /// Adds to the time blocked.
+    pub fn add_wait(&self, time: Duration) {
+        self.wait_ns.fetch_add(nanos(time), Relaxed);
+    }
+
+    /// Adds to the time in reduce kernels.
+    pub fn add_reduce(&self, time: Duration) {
+        self.reduce_ns.fetch_add(nanos(time), Relaxed);
+    }
+
+    /// The counters now.
+    pub fn snapshot(&self) -> OpSnapshot {
+        let seconds = |counter: &AtomicU64| counter.load(Relaxed) as f64 * 1e-9;
+        OpSnapshot {
+            calls: self.calls.load(Relaxed),
+            payload_bytes: self.payload_bytes.load(Relaxed),
+            wire_bytes_sent: self.wire_bytes_sent.load(Relaxed),
+            wire_bytes_received: self.wire_bytes_received.load(Relaxed),
+            wait_s: seconds(&self.wait_ns),
+            reduce_s: seconds(&self.reduce_ns),
+            encode_s: seconds(&self.encode_ns),
+        }
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The counters of one group, shared by all its lanes.
+#[derive(Debug, Default)]
+pub struct Stats {
+    ops: [OpStats; Kind::ALL.len()],
+    /// Connections to the listening port that failed the handshake.
+    pub connections_refused: AtomicU64,
+}
+
+impl Stats {
+    /// The counters of one kind.
+    pub fn of(&self, kind: Kind) -> &OpStats {
+        &self.ops[kind as usize - 1]
+    }
+
+    /// Every kind that was used at least once.
+    pub fn snapshot(&self) -> Vec<(Kind, OpSnapshot)> {
+        Kind::ALL.into_iter().map(|kind| (kind, self.of(kind).snapshot())).filter(|(_, op)| op.calls > 0).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_kinds_that_were_used_are_reported() {
+        let stats = Stats::default();
+        stats.of(Kind::Barrier).calls.fetch_add(2, Relaxed);
+        stats.of(Kind::Barrier).add_wait(Duration::from_millis(500));
+        let shown = stats.snapshot();
+        assert_eq!(shown.len(), 1);
+        assert_eq!((shown[0].0, shown[0].1.calls, shown[0].1.wait_s), (Kind::Barrier, 2, 0.5));
+    }
+}

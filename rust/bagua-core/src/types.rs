@@ -1,0 +1,273 @@
+//! The words that every room uses: element types, reduce operations, what a message says of itself.
+
+use crate::error::{Error, Result};
+
+/// Element type of a tensor. The code is what travels in message headers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum DType {
+    /// IEEE 754 binary16.
+    F16 = 0,
+    /// bfloat16: the upper half of a binary32.
+    BF16 = 1,
+    /// IEEE 754 binary32.
+    F32 = 2,
+    /// IEEE 754 binary64.
+    F64 = 3,
+    /// Unsigned byte.
+    U8 = 4,
+    /// Signed byte.
+    I8 = 5,
+    /// Signed 32-bit integer.
+    I32 = 6,
+    /// Signed 64-bit integer.
+    I64 = 7,
+    /// One byte, 0 or 1.
+    Bool = 8,
+}
+
+impl DType {
+    /// Every element type, in the order of the codes.
+    pub const ALL: [DType; 9] = [
+        DType::F16,
+        DType::BF16,
+        DType::F32,
+        DType::F64,
+        DType::U8,
+        DType::I8,
+        DType::I32,
+        DType::I64,
+        DType::Bool,
+    ];
+
+    /// Bytes per element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::U8 | DType::I8 | DType::Bool => 1,
+            DType::F16 | DType::BF16 => 2,
+            DType::F32 | DType::I32 => 4,
+            DType::F64 | DType::I64 => 8,
+        }
+    }
+
+    /// The name that torch and NumPy use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F16 => "float16",
+            DType::BF16 => "bfloat16",
+            DType::F32 => "float32",
+            DType::F64 => "float64",
+            DType::U8 => "uint8",
+            DType::I8 => "int8",
+            DType::I32 => "int32",
+            DType::I64 => "int64",
+            DType::Bool => "bool",
+        }
+    }
+
+    /// True for the floating-point types.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+    }
+
+    /// The type with this code.
+    pub fn from_code(code: u8) -> Option<DType> {
+        DType::ALL.get(usize::from(code)).copied()
+    }
+}
+
+/// How elements of several ranks become one. The numbers are those of the original's `ReduceOp`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum ReduceOp {
+    /// x0 + x1 + …, in rank order.
+    Sum = 0,
+    /// x0 * x1 * …, in rank order.
+    Product = 1,
+    /// The smallest. A NaN in any rank's element gives NaN.
+    Min = 2,
+    /// The largest. A NaN in any rank's element gives NaN.
+    Max = 3,
+    /// Bitwise or; for bool, any.
+    Bor = 7,
+    /// Bitwise and; for bool, all.
+    Band = 8,
+    /// Bitwise exclusive or; for bool, parity.
+    Bxor = 9,
+    /// The sum divided by the number of ranks, once, after the sum.
+    Avg = 10,
+}
+
+impl ReduceOp {
+    /// Every operation.
+    pub const ALL: [ReduceOp; 8] = [
+        ReduceOp::Sum,
+        ReduceOp::Product,
+        ReduceOp::Min,
+        ReduceOp::Max,
+        ReduceOp::Bor,
+        ReduceOp::Band,
+        ReduceOp::Bxor,
+        ReduceOp::Avg,
+    ];
+
+    /// The operation with this number.
+    pub fn from_code(code: u8) -> Option<ReduceOp> {
+        ReduceOp::ALL.into_iter().find(|op| *op as u8 == code)
+    }
+
+    /// Lower-case name, as the Python API spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Product => "product",
+            ReduceOp::Min => "min",
+            ReduceOp::Max => "max",
+            ReduceOp::Bor => "bor",
+            ReduceOp::Band => "band",
+            ReduceOp::Bxor => "bxor",
+            ReduceOp::Avg => "avg",
+        }
+    }
+
+    /// Refuses what has no one meaning: the average of integers or bool, the sum of bool, bits of floats.
+    pub fn check(self, dtype: DType) -> Result<()> {
+        let refused = match self {
+            ReduceOp::Avg => !dtype.is_float(),
+            ReduceOp::Sum => dtype == DType::Bool,
+            ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => dtype.is_float(),
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::Max => false,
+        };
+        if refused {
+            return Err(Error::Type(format!("{} of {} is not defined", self.name(), dtype.name())));
+        }
+        Ok(())
+    }
+}
+
+/// What an operation is. The code is what travels in message headers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[allow(missing_docs)]
+pub enum Kind {
+    AllReduce = 1,
+    Reduce = 2,
+    Broadcast = 3,
+    AllGather = 4,
+    Gather = 5,
+    Scatter = 6,
+    ReduceScatter = 7,
+    AllToAll = 8,
+    AllToAllV = 9,
+    Send = 10,
+    Exchange = 11,
+    Barrier = 12,
+}
+
+impl Kind {
+    /// Every kind, in the order of the codes.
+    pub const ALL: [Kind; 12] = [
+        Kind::AllReduce,
+        Kind::Reduce,
+        Kind::Broadcast,
+        Kind::AllGather,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::AllToAllV,
+        Kind::Send,
+        Kind::Exchange,
+        Kind::Barrier,
+    ];
+
+    /// The kind with this code.
+    pub fn from_code(code: u8) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+
+    /// The field's name for it. `Send` covers both ends of a point-to-point message.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::AllReduce => "all_reduce",
+            Kind::Reduce => "reduce",
+            Kind::Broadcast => "broadcast",
+            Kind::AllGather => "all_gather",
+            Kind::Gather => "gather",
+            Kind::Scatter => "scatter",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::AllToAll => "all_to_all",
+            Kind::AllToAllV => "all_to_all_v",
+            Kind::Send => "send/recv",
+            Kind::Exchange => "exchange",
+            Kind::Barrier => "barrier",
+        }
+    }
+}
+
+/// The first four dimensions of a tensor, for fingerprints and error texts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shape {
+    /// How many dimensions the tensor has (saturating at 255).
+    pub ndim: u8,
+    /// The first four of them, each saturating at `u32::MAX`.
+    pub dims: [u32; 4],
+}
+
+impl Shape {
+    /// The shape of a tensor with these dimensions.
+    pub fn new(dims: &[usize]) -> Shape {
+        let mut first = [0; 4];
+        for (slot, dim) in first.iter_mut().zip(dims) {
+            *slot = u32::try_from(*dim).unwrap_or(u32::MAX);
+        }
+        Shape { ndim: u8::try_from(dims.len()).unwrap_or(u8::MAX), dims: first }
+    }
+
+    /// A vector of `count` elements.
+    pub fn flat(count: usize) -> Shape {
+        Shape::new(&[count])
+    }
+}
+
+/// What an operation says of itself to the other ranks: the part of a message header that must be equal on both sides.
+///
+/// A difference is a [`Error::Mismatch`] on both sides instead of a hang or silent garbage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// Which incarnation of the group: two groups built one after the other never understand each other.
+    pub epoch: u32,
+    /// Which lane of the group: each engine has its own.
+    pub channel: u32,
+    /// What is being done.
+    pub kind: Kind,
+    /// How many operations this lane did before (for `Send`: how many messages this pair exchanged before).
+    pub seq: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Reduce operation, where the kind has one.
+    pub op: Option<ReduceOp>,
+    /// Rank of the group that sends or receives everything, where the kind has one.
+    pub root: Option<u32>,
+    /// Elements of the tensor as the kind counts them; 0 where ranks may differ (`AllToAllV`).
+    pub count: u64,
+    /// Shape of the tensor, where the kind requires equal shapes.
+    pub shape: Shape,
+}
+
+impl std::fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.kind.name())?;
+        match (self.op, self.root) {
+            (Some(op), Some(root)) => write!(f, "({}, root {root})", op.name())?,
+            (Some(op), None) => write!(f, "({})", op.name())?,
+            (None, Some(root)) => write!(f, "(root {root})")?,
+            (None, None) => {}
+        }
+        write!(f, " number {} of {}", self.seq, self.dtype.name())?;
+        let shown = usize::from(self.shape.ndim).min(4);
+        let dims: Vec<String> = self.shape.dims[..shown].iter().map(u32::to_string).collect();
+        let more = if self.shape.ndim > 4 { ", …" } else { "" };
+        write!(f, "[{}{more}], {} elements (channel {}, epoch {})", dims.join(", "), self.count, self.channel, self.epoch)
+    }
+}

@@ -1,0 +1,1 @@
+//! The door between Python and bagua-core.
