@@ -11,6 +11,10 @@
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
 //! 4. **Every wait ends**: done, first cause of failure, or deadline.
 
+mod solo;
+
+pub use solo::Solo;
+
 use crate::error::{Error, Progress, Result};
 use crate::stats::OpStats;
 use crate::sync::Deadline;
