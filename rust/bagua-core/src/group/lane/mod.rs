@@ -6,6 +6,8 @@
 mod check;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_mesh;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
