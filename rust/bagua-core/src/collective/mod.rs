@@ -11,11 +11,15 @@
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
 //! 4. **Every wait ends**: done, first cause of failure, or deadline.
 
+pub mod hier;
 mod net;
 mod solo;
+pub mod shm;
 
+pub use hier::Hier;
 pub use net::Net;
 pub use solo::Solo;
+pub use shm::Shm;
 
 pub use crate::transport::{Call, Incoming, Outgoing};
 
