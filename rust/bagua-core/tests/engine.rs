@@ -1,119 +1,37 @@
 //! The engine from outside: order, errors, and every way in which it ends. The numbers are those of `engine`'s invariants.
 //!
-//! Ranks are threads here. What the buckets' operations do is up to the tests; collectives have a contract test of their own.
+//! Ranks are threads of this process here; the collectives have a contract test of their own.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use bagua_core::bucket::{Bucket, Tensor};
-use bagua_core::collective::{Call, Collective, Incoming, Io, Outgoing};
+use bagua_core::collective::{Collective, Net, Solo};
 use bagua_core::engine::{Channel, Engine, Handle, SharedBucket};
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Lane;
 use bagua_core::memory::Region;
 use bagua_core::op::{CallbackOp, CentralizedOp, NoOp, Op};
 use bagua_core::stats::Stats;
-use bagua_core::types::{DType, ReduceOp};
+use bagua_core::transport::local_mesh;
+use bagua_core::types::DType;
 use bagua_core::watch::Watch;
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
-/// Where the ranks of one lane meet.
-struct Table {
-    ranks: usize,
-    barrier: Barrier,
-    seats: Mutex<Vec<Vec<u8>>>,
-}
-
-impl Table {
-    fn new(ranks: usize) -> Arc<Table> {
-        Arc::new(Table { ranks, barrier: Barrier::new(ranks), seats: Mutex::new(vec![Vec::new(); ranks]) })
-    }
-}
-
-/// A collective of threads that knows one verb: the sum or the average of float32, in place.
-struct Threads {
-    rank: usize,
-    table: Arc<Table>,
-}
-
-impl Threads {
-    fn refuse(&self) -> Result<()> {
-        Err(Error::NotImplemented("threads only add".into()))
-    }
-}
-
-impl Collective for Threads {
-    fn name(&self) -> &'static str {
-        "threads"
-    }
-    fn rank(&self) -> usize {
-        self.rank
-    }
-    fn size(&self) -> usize {
-        self.table.ranks
-    }
-    fn transports(&self) -> Vec<&'static str> {
-        vec!["threads"; self.table.ranks]
-    }
-    fn all_reduce(&mut self, _call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let Io::InPlace(data) = io else { return self.refuse() };
-        self.table.seats.lock().unwrap()[self.rank] = data.to_vec();
-        self.table.barrier.wait();
-        {
-            let seats = self.table.seats.lock().unwrap();
-            for at in (0..data.len()).step_by(4) {
-                let sum: f32 = seats.iter().map(|seat| f32::from_ne_bytes(seat[at..at + 4].try_into().unwrap())).sum();
-                let value = if op == ReduceOp::Avg { sum / seats.len() as f32 } else { sum };
-                data[at..at + 4].copy_from_slice(&value.to_ne_bytes());
-            }
-        }
-        self.table.barrier.wait();
-        Ok(())
-    }
-    fn reduce(&mut self, _: &Call<'_>, _: Io<'_>, _: ReduceOp, _: usize) -> Result<()> {
-        self.refuse()
-    }
-    fn broadcast(&mut self, _: &Call<'_>, _: &mut [u8], _: usize) -> Result<()> {
-        self.refuse()
-    }
-    fn all_gather(&mut self, _: &Call<'_>, _: Io<'_>) -> Result<()> {
-        self.refuse()
-    }
-    fn gather(&mut self, _: &Call<'_>, _: Io<'_>, _: usize) -> Result<()> {
-        self.refuse()
-    }
-    fn scatter(&mut self, _: &Call<'_>, _: Io<'_>, _: usize) -> Result<()> {
-        self.refuse()
-    }
-    fn reduce_scatter(&mut self, _: &Call<'_>, _: Io<'_>, _: ReduceOp) -> Result<()> {
-        self.refuse()
-    }
-    fn all_to_all(&mut self, _: &Call<'_>, _: Io<'_>) -> Result<()> {
-        self.refuse()
-    }
-    fn exchange(&mut self, _: &Call<'_>, _: &[Outgoing<'_>], _: &mut [Incoming<'_>]) -> Result<()> {
-        self.refuse()
-    }
-    fn barrier(&mut self, _: &Call<'_>) -> Result<()> {
-        self.refuse()
-    }
-}
-
-fn lane(watch: &Arc<Watch>, table: &Arc<Table>) -> Lane {
-    let collective = Box::new(Threads { rank: watch.rank(), table: table.clone() });
-    Lane::new(collective, watch.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60))
+fn lane(watch: &Arc<Watch>, collective: impl Collective + 'static) -> Lane {
+    Lane::new(Box::new(collective), watch.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60))
 }
 
 fn alone() -> (Engine, Arc<Watch>) {
     let watch = Watch::local(0, 1);
-    (Engine::over(lane(&watch, &Table::new(1)), watch.clone(), "model").unwrap(), watch)
+    (Engine::over(lane(&watch, Solo::new()), watch.clone(), "model").unwrap(), watch)
 }
 
 fn channel() -> (Channel, Arc<Watch>) {
     let watch = Watch::local(0, 1);
-    (Channel::over(lane(&watch, &Table::new(1)), watch.clone(), "world"), watch)
+    (Channel::over(lane(&watch, Solo::new()), watch.clone(), "world"), watch)
 }
 
 /// Memory that outlives every engine of this process: its address and a region on it.
@@ -396,12 +314,12 @@ fn dropping_an_idle_engine_harms_no_group() {
 #[test]
 fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
     for ranks in [2, 3] {
-        let tables = [Table::new(ranks), Table::new(ranks)];
         std::thread::scope(|scope| {
-            for rank in 0..ranks {
+            for (rank, meshes) in local_mesh(ranks).into_iter().zip(local_mesh(ranks)).enumerate() {
                 let watch = Watch::local(rank, ranks);
-                for (model, table) in tables.iter().enumerate() {
-                    let engine = Engine::over(lane(&watch, table), watch.clone(), &format!("{model}")).unwrap();
+                for (model, mesh) in [meshes.0, meshes.1].into_iter().enumerate() {
+                    let engine =
+                        Engine::over(lane(&watch, Net::new(mesh)), watch.clone(), &format!("{model}")).unwrap();
                     scope.spawn(move || {
                         let own = rank as f32;
                         let ((first, a), (second, b)) = (memory(&[1.0 + own, 10.0 + 10.0 * own]), memory(&[own]));
@@ -428,13 +346,11 @@ fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
 
 #[test]
 fn neighbours_are_averaged_in_place_and_padding_goes_with_them() {
-    let table = Table::new(2);
     std::thread::scope(|scope| {
-        for rank in 0..2 {
-            let table = &table;
+        for (rank, mesh) in local_mesh(2).into_iter().enumerate() {
             scope.spawn(move || {
                 let watch = Watch::local(rank, 2);
-                let engine = Engine::over(lane(&watch, table), watch.clone(), "model").unwrap();
+                let engine = Engine::over(lane(&watch, Net::new(mesh)), watch.clone(), "model").unwrap();
                 let (address, _) = memory(&[rank as f32, 4.0 * rank as f32, 1.0]);
                 // SAFETY: the three elements of memory that lives for ever, one region each.
                 let part = |at: usize| unsafe { Region::new((address + 4 * at) as *mut u8, 1, DType::F32).unwrap() };

@@ -4,19 +4,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bagua_core::bucket::{Bucket, Tensor};
+use bagua_core::collective::Solo;
 use bagua_core::engine::{Engine, SharedBucket};
 use bagua_core::error::Error;
-use bagua_core::group::{Config, Pending};
+use bagua_core::group::Lane;
 use bagua_core::memory::Region;
 use bagua_core::op::NoOp;
+use bagua_core::stats::Stats;
 use bagua_core::types::DType;
+use bagua_core::watch::Watch;
 
 #[test]
 fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on() {
-    let pending = Pending::bind(Config::new(0, 1)).unwrap();
-    let addresses = [pending.address().to_vec()];
-    let group = pending.connect(&addresses).unwrap();
-    let engine = Engine::new(&group, "model").unwrap();
+    let watch = Watch::local(0, 1);
+    let stats = Arc::new(Stats::default());
+    let lane = Lane::new(Box::new(Solo::new()), watch.clone(), stats, 0, 0, Duration::from_secs(60));
+    let engine = Engine::over(lane, watch, "model").unwrap();
     let mut value = [1.0f32];
     // SAFETY: `value` outlives the engine and is not touched meanwhile.
     let region = unsafe { Region::new(value.as_mut_ptr().cast(), 1, DType::F32).unwrap() };
