@@ -23,31 +23,17 @@ pub struct Bucket {}
 #[expect(unused_variables, reason = "signatures first")]
 impl Bucket {
     /// A bucket of these tensors, all of one dtype; empty lists, repeated names and mixed dtypes are refused by name.
-    pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> {
-        unimplemented!()
-    }
+    pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> { unimplemented!() }
     /// Its name.
-    pub fn name(&self) -> &str {
-        unimplemented!()
-    }
+    pub fn name(&self) -> &str { unimplemented!() }
     /// Element type.
-    pub fn dtype(&self) -> DType {
-        unimplemented!()
-    }
+    pub fn dtype(&self) -> DType { unimplemented!() }
     /// Bytes of all tensors, padding included.
-    pub fn bytes(&self) -> usize {
-        unimplemented!()
-    }
+    pub fn bytes(&self) -> usize { unimplemented!() }
     /// Adds an operation; they run in the order in which they were added.
-    pub fn append(&self, op: Arc<dyn Op>) {
-        unimplemented!()
-    }
+    pub fn append(&self, op: Arc<dyn Op>) { unimplemented!() }
     /// Removes all operations.
-    pub fn clear_ops(&self) {
-        unimplemented!()
-    }
+    pub fn clear_ops(&self) { unimplemented!() }
     /// Names of the operations.
-    pub fn ops(&self) -> Vec<String> {
-        unimplemented!()
-    }
+    pub fn ops(&self) -> Vec<String> { unimplemented!() }
 }
