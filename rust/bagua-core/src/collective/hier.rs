@@ -218,3 +218,203 @@ impl Collective for Hier {
         self.intra.barrier(call)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::collective::Net;
+    use crate::collective::shm::{Shm, segment_len, spare_links};
+    use crate::error::Error;
+    use crate::memory::Arena;
+    use crate::stats::OpStats;
+    use crate::sync::Deadline;
+    use crate::transport::{Mesh, local_mesh};
+    use crate::types::{DType, Fingerprint, Kind, Shape};
+    use crate::watch::Watch;
+
+    /// One `Hier` per rank, hosts as segments, networks as streams between threads.
+    fn hiers(hosts: &[&[usize]]) -> Vec<Hier> {
+        let world = hosts.iter().map(|host| host.len()).sum();
+        let mut flats: Vec<Option<Mesh>> = local_mesh(world).into_iter().map(Some).collect();
+        let mut ranks: Vec<(usize, Hier)> = Vec::new();
+        for (host, leaders) in hosts.iter().zip(local_mesh(hosts.len())) {
+            let arena = Arc::new(Arena::create("bagua-test", segment_len(host.len())).unwrap());
+            let mut leaders = Some(leaders);
+            for (index, rank) in host.iter().enumerate() {
+                let intra = Box::new(Shm::new(Arc::clone(&arena), index, host.to_vec()).unwrap());
+                let inter = leaders.take().map(|mesh| Box::new(Net::new(mesh)) as Box<dyn Collective>);
+                let flat = Net::new(flats[*rank].take().unwrap());
+                ranks.push((*rank, Hier::new(intra, inter, flat, hosts.iter().map(|host| host.to_vec()).collect())));
+            }
+        }
+        ranks.sort_by_key(|(rank, _)| *rank);
+        ranks.into_iter().map(|(_, hier)| hier).collect()
+    }
+
+    /// Runs `act` as every rank; a collective lives until all are done.
+    fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &Watch) -> T + Sync) -> Vec<T> {
+        let mut hiers = hiers(hosts);
+        let world = hiers.len();
+        std::thread::scope(|scope| {
+            let act = &act;
+            let start = |(rank, hier)| scope.spawn(move || act(rank, hier, &Watch::local(rank, world)));
+            let threads: Vec<_> = hiers.iter_mut().enumerate().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    fn print(kind: Kind, seq: u64, count: usize) -> Fingerprint {
+        let (dtype, count64) = (DType::F32, count as u64);
+        Fingerprint {
+            epoch: 1,
+            channel: 0,
+            kind,
+            seq,
+            dtype,
+            op: None,
+            root: None,
+            count: count64,
+            shape: Shape::flat(count),
+        }
+    }
+
+    fn with<T>(watch: &Watch, fingerprint: Fingerprint, run: impl FnOnce(&Call<'_>) -> T) -> T {
+        within(60_000, watch, fingerprint, run)
+    }
+
+    fn within<T>(millis: u64, watch: &Watch, fingerprint: Fingerprint, run: impl FnOnce(&Call<'_>) -> T) -> T {
+        let deadline = Deadline::after(Duration::from_millis(millis));
+        run(&Call { fingerprint, deadline, watch, stats: &OpStats::default(), label: "" })
+    }
+
+    /// Whole numbers, so that every order of adding gives the same.
+    fn values(rank: usize, count: usize) -> Vec<f32> {
+        (0..count).map(|at| ((at * 13 + rank * 7) % 64) as f32).collect()
+    }
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    const WORLDS: [&[&[usize]]; 5] =
+        [&[&[0, 1], &[2, 3]], &[&[0, 2], &[1, 3, 4]], &[&[0], &[1, 2]], &[&[0], &[1]], &[&[0, 1, 2]]];
+    const COUNTS: [usize; 4] = [0, 7, 20_000, 300_001];
+
+    #[test]
+    fn reductions_in_stages_equal_the_sum_over_all_hosts() {
+        for hosts in WORLDS {
+            on_all(hosts, |rank, hier, watch| {
+                let n = hier.size();
+                for (seq, count) in COUNTS.into_iter().enumerate() {
+                    let sum: Vec<f32> =
+                        (0..count).map(|at| (0..n).map(|r| ((at * 13 + r * 7) % 64) as f32).sum()).collect();
+                    let mean: Vec<f32> = sum.iter().map(|sum| sum / n as f32).collect();
+                    for (op, expected) in [(ReduceOp::Sum, bytes(&sum)), (ReduceOp::Avg, bytes(&mean))] {
+                        let src = bytes(&values(rank, count));
+                        let mut data = src.clone();
+                        let all_reduce = print(Kind::AllReduce, seq as u64, count);
+                        with(watch, all_reduce, |call| hier.all_reduce(call, Io::InPlace(&mut data), op)).unwrap();
+                        assert!(data == expected, "all_reduce of {count} in place over {hosts:?}");
+                        let mut dst = vec![1; src.len()];
+                        with(watch, all_reduce, |call| {
+                            hier.all_reduce(call, Io::Split { src: &src, dst: &mut dst }, op)
+                        })
+                        .unwrap();
+                        assert!(dst == expected, "all_reduce of {count} over {hosts:?}");
+                        for root in 0..n {
+                            let reduce =
+                                Fingerprint { root: Some(root as u32), ..print(Kind::Reduce, seq as u64, count) };
+                            let mut data = src.clone();
+                            with(watch, reduce, |call| hier.reduce(call, Io::InPlace(&mut data), op, root)).unwrap();
+                            assert!(
+                                data == *if rank == root { &expected } else { &src },
+                                "reduce to {root} over {hosts:?}"
+                            );
+                        }
+                        let mut dst = vec![1; if rank == n - 1 { src.len() } else { 0 }];
+                        let reduce = print(Kind::Reduce, seq as u64, count);
+                        with(watch, reduce, |call| {
+                            hier.reduce(call, Io::Split { src: &src, dst: &mut dst }, op, n - 1)
+                        })
+                        .unwrap();
+                        assert!(rank != n - 1 || dst == expected);
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn every_rank_can_be_the_root_of_a_broadcast() {
+        for hosts in WORLDS {
+            on_all(hosts, |rank, hier, watch| {
+                for (seq, count) in COUNTS.into_iter().enumerate() {
+                    for root in 0..hier.size() {
+                        let mut data = bytes(&values(rank, count));
+                        let say = Fingerprint { root: Some(root as u32), ..print(Kind::Broadcast, seq as u64, count) };
+                        with(watch, say, |call| hier.broadcast(call, &mut data, root)).unwrap();
+                        assert!(data == bytes(&values(root, count)), "from {root} over {hosts:?}");
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn no_rank_passes_a_barrier_before_the_last_has_come() {
+        use std::sync::atomic::{AtomicUsize, Ordering};
+        let come = AtomicUsize::new(0);
+        on_all(WORLDS[1], |_, hier, watch| {
+            for round in 1..=50 {
+                come.fetch_add(1, Ordering::SeqCst);
+                with(watch, print(Kind::Barrier, round as u64, 0), |call| hier.barrier(call)).unwrap();
+                assert!(come.load(Ordering::SeqCst) >= round * hier.size());
+            }
+        });
+    }
+
+    #[test]
+    fn a_difference_between_hosts_is_seen_by_the_leaders() {
+        let outcomes = on_all(WORLDS[0], |rank, hier, watch| {
+            let count = if rank < 2 { 100 } else { 200 };
+            let mut data = bytes(&values(rank, count));
+            let say = print(Kind::AllReduce, 0, count);
+            // A group's control plane would tell the others; here those who wait for their leader run into a short deadline.
+            within(300, watch, say, |call| hier.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum))
+        });
+        for leader in [0, 2] {
+            assert!(matches!(outcomes[leader], Err(Error::Mismatch(_))), "{:?}", outcomes[leader]);
+        }
+    }
+
+    #[test]
+    fn a_segment_carries_streams_of_its_own_beside_the_collective() {
+        let arena = Arc::new(Arena::create("bagua-test", segment_len(2)).unwrap());
+        std::thread::scope(|scope| {
+            for index in 0..2 {
+                let arena = Arc::clone(&arena);
+                scope.spawn(move || {
+                    let mut shm = Shm::new(Arc::clone(&arena), index, vec![0, 1]).unwrap();
+                    let (links, bell) = spare_links(&arena, index, 2);
+                    let mut flat = Net::new(Mesh::new(index, vec![0, 1], links, Some(bell)));
+                    let watch = Watch::local(index, 2);
+                    for round in 0..20 {
+                        for collective in [&mut shm as &mut dyn Collective, &mut flat] {
+                            let mut data = bytes(&values(index, 50_000));
+                            let say = print(Kind::AllReduce, round, 50_000);
+                            with(&watch, say, |call| {
+                                collective.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Max)
+                            })
+                            .unwrap();
+                            let both = values(0, 50_000).into_iter().zip(values(1, 50_000));
+                            assert!(data == bytes(&both.map(|(left, right)| left.max(right)).collect::<Vec<_>>()));
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

@@ -9,9 +9,10 @@ use super::control::Control;
 use super::handshake::digest;
 use super::lane::Lane;
 use super::lanes::Builder;
-use super::{TransportChoice, lock};
+use super::lock;
 use crate::error::{Error, Result};
 use crate::stats::Stats;
+use crate::sync::Deadline;
 use crate::watch::Watch;
 
 /// What a rank's waits end with after it left.
@@ -122,7 +123,8 @@ impl Group {
         control.plane.home.check()?;
         watch.check()?;
         let channel = channels.fetch_add(1, Ordering::Relaxed);
-        let builder = Builder { control, watch, group: *id, channel, hosts };
+        let deadline = Deadline::after(control.plane.config.connect_timeout);
+        let builder = Builder { control, watch, group: *id, channel, hosts, deadline };
         let collective = builder.build().map_err(|error| watch.fail(error))?;
         Ok(Lane::new(collective, Arc::clone(watch), Arc::clone(stats), *epoch, channel, self.timeout()))
     }

@@ -51,15 +51,22 @@ pub fn ring_links(
 ) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
     assert!(index < ranks && offset.is_multiple_of(LINE) && offset + rings_len(ranks) <= arena.len());
     let capacity = capacity(ranks);
-    let bell = |rank: usize| Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BELL }));
+    let bell =
+        |rank: usize| Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BELL }));
     // The ring from `from` to `to` has number from * (ranks - 1) + to, the writer itself not counted.
     let ring = |from: usize, to: usize| {
         let number = from * (ranks - 1) + if to > from { to - 1 } else { to };
-        Ring { arena: Arc::clone(arena), offset: offset + ranks * BELL + number * (DATA + capacity), capacity, count: 0 }
+        Ring {
+            arena: Arc::clone(arena),
+            offset: offset + ranks * BELL + number * (DATA + capacity),
+            capacity,
+            count: 0,
+        }
     };
     let link = |peer: usize| -> Option<Box<dyn Transport>> {
         (peer != index).then(|| {
-            Box::new(ShmLink { out: ring(index, peer), into: ring(peer, index), bell: bell(peer) }) as Box<dyn Transport>
+            Box::new(ShmLink { out: ring(index, peer), into: ring(peer, index), bell: bell(peer) })
+                as Box<dyn Transport>
         })
     };
     ((0..ranks).map(link).collect(), bell(index))

@@ -90,7 +90,14 @@ impl Shm {
     }
 
     /// all_reduce (no root) and reduce.
-    fn reduce_to(&mut self, call: &Call<'_>, verb: Kind, mut io: Io<'_>, op: ReduceOp, root: Option<usize>) -> Result<()> {
+    fn reduce_to(
+        &mut self,
+        call: &Call<'_>,
+        verb: Kind,
+        mut io: Io<'_>,
+        op: ReduceOp,
+        root: Option<usize>,
+    ) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let total = io.input().len();
         let gets = root.is_none_or(|root| root == me);
@@ -126,15 +133,19 @@ impl Shm {
                 match (out, into) {
                     // The result of two pieces ago leaves the window and the new piece enters, block by block.
                     (Some(out), Some(into)) if cut.range(out).len() == cut.range(into).len() => {
-                        shares(into).for_each(|share| turn_over(segment, buffer, &mut io, share, Some(start(out)), Some(start(into))));
+                        shares(into).for_each(|share| {
+                            turn_over(segment, buffer, &mut io, share, Some(start(out)), Some(start(into)))
+                        });
                     }
                     // The last piece may be shorter. Then shares begin elsewhere, and all must have left before any enters.
                     _ => {
-                        for out in out {
-                            shares(out).for_each(|share| turn_over(segment, buffer, &mut io, share, Some(start(out)), None));
+                        if let Some(out) = out {
+                            shares(out)
+                                .for_each(|share| turn_over(segment, buffer, &mut io, share, Some(start(out)), None));
                         }
-                        for into in into {
-                            shares(into).for_each(|share| turn_over(segment, buffer, &mut io, share, None, Some(start(into))));
+                        if let Some(into) = into {
+                            shares(into)
+                                .for_each(|share| turn_over(segment, buffer, &mut io, share, None, Some(start(into))));
                         }
                     }
                 }
@@ -167,7 +178,8 @@ impl Shm {
                         combine_into(call, op, inputs, me, &mut io, local.clone(), local.clone());
                         for rank in (0..ranks).filter(|rank| root.is_none() && *rank != me) {
                             // SAFETY: as above; the inputs are no longer used.
-                            unsafe { segment.write(rank, buffer, mine.clone()) }.copy_from_slice(&io.output()[local.clone()]);
+                            unsafe { segment.write(rank, buffer, mine.clone()) }
+                                .copy_from_slice(&io.output()[local.clone()]);
                         }
                     }
                 }
@@ -462,7 +474,14 @@ fn combine_into<'a>(
 
 /// Copies a share of the own window to the tensor, where `out` is the beginning of its piece there, and then fills it from the
 /// tensor, where `into` is the beginning of the new piece.
-fn turn_over(segment: &Segment, buffer: Buffer, io: &mut Io<'_>, share: Range<usize>, out: Option<usize>, into: Option<usize>) {
+fn turn_over(
+    segment: &Segment,
+    buffer: Buffer,
+    io: &mut Io<'_>,
+    share: Range<usize>,
+    out: Option<usize>,
+    into: Option<usize>,
+) {
     let mut start = share.start;
     while start < share.end {
         let block = start..(start + BLOCK).min(share.end);

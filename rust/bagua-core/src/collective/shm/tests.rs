@@ -20,11 +20,28 @@ struct Rank {
 }
 
 impl Rank {
-    fn print(&mut self, kind: Kind, dtype: DType, op: Option<ReduceOp>, root: Option<usize>, bytes: usize) -> Fingerprint {
+    fn print(
+        &mut self,
+        kind: Kind,
+        dtype: DType,
+        op: Option<ReduceOp>,
+        root: Option<usize>,
+        bytes: usize,
+    ) -> Fingerprint {
         self.seq += 1;
         let count = bytes / dtype.size();
         let root = root.map(|root| root as u32);
-        Fingerprint { epoch: 1, channel: 2, kind, seq: self.seq, dtype, op, root, count: count as u64, shape: Shape::flat(count) }
+        Fingerprint {
+            epoch: 1,
+            channel: 2,
+            kind,
+            seq: self.seq,
+            dtype,
+            op,
+            root,
+            count: count as u64,
+            shape: Shape::flat(count),
+        }
     }
 
     fn with<T>(&mut self, fingerprint: Fingerprint, run: impl FnOnce(&mut Shm, &Call<'_>) -> T) -> T {
@@ -70,7 +87,8 @@ impl Dice {
 
 /// What `rank` holds at the beginning of operation `seed`: numbers that fit every element type and whose sums round.
 fn data(rank: usize, seed: u64, dtype: DType, bytes: usize) -> Vec<u8> {
-    let mut dice = Dice((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (rank as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03));
+    let mut dice =
+        Dice((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (rank as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03));
     let first = dice.roll(1 << 20);
     let number = |at: usize| ((at * 7919 + first) % 2003) as f64 / 61.0 - 9.0;
     let values = 0..bytes / dtype.size();
@@ -146,7 +164,11 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
         let chunks = !matches!(verb, Kind::AllReduce | Kind::Reduce | Kind::Barrier);
         let data = &mut buffer[1..1 + if chunks { whole } else { input.len() }];
         let gathers = matches!(verb, Kind::AllGather | Kind::Gather);
-        if gathers { data[at(me)].copy_from_slice(&input) } else { data.copy_from_slice(&input) }
+        if gathers {
+            data[at(me)].copy_from_slice(&input)
+        } else {
+            data.copy_from_slice(&input)
+        }
         let before = data.to_vec();
         rank.with(print, |shm, call| run(shm, call, Io::InPlace(data))).unwrap();
         if matches!(verb, Kind::Scatter | Kind::ReduceScatter) {
@@ -294,7 +316,10 @@ fn ranks_that_disagree_all_hear_what_each_was_doing() {
         });
         for (index, outcome) in outcomes.into_iter().enumerate() {
             let Err(Error::Mismatch(text)) = outcome else { panic!("rank {index}: {outcome:?}") };
-            assert!(text.contains("rank 1 does") && text.contains("rank 0 does") || text.contains("rank 2 does"), "{text}");
+            assert!(
+                text.contains("rank 1 does") && text.contains("rank 0 does") || text.contains("rank 2 does"),
+                "{text}"
+            );
         }
     }
 }
