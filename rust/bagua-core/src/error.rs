@@ -36,7 +36,7 @@ pub enum Error {
         /// World rank that noticed first.
         noticed_by: usize,
         /// What the rank that raises this was doing, when it was doing something.
-        progress: Option<Progress>,
+        progress: Option<Box<Progress>>,
     },
     /// An operation's own deadline passed.
     #[error("timed out after {:.1} s waiting for {} (noticed by rank {noticed_by}{})", .after.as_secs_f64(), ranks(.missing), during(.progress))]
@@ -48,7 +48,7 @@ pub enum Error {
         /// World rank whose deadline passed.
         noticed_by: usize,
         /// What it was doing.
-        progress: Option<Progress>,
+        progress: Option<Box<Progress>>,
     },
     /// Another rank reported an exception.
     #[error("rank {rank} on {host} raised {kind}: {message}")]
@@ -87,7 +87,7 @@ impl Error {
     #[must_use]
     pub fn during(mut self, now: Progress) -> Error {
         if let Error::PeerLost { progress, .. } | Error::Timeout { progress, .. } = &mut self {
-            progress.get_or_insert(now);
+            progress.get_or_insert_with(|| Box::new(now));
         }
         self
     }
@@ -103,8 +103,8 @@ impl Error {
     }
 }
 
-fn during(progress: &Option<Progress>) -> String {
-    match progress {
+fn during(progress: &Option<Box<Progress>>) -> String {
+    match progress.as_deref() {
         None => String::new(),
         Some(Progress { what, label, done, total }) => {
             let label = if label.is_empty() { String::new() } else { format!(" in {label}") };

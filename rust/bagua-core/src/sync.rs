@@ -43,7 +43,7 @@ impl Deadline {
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
     let timeout = futex::Timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(timeout.subsec_nanos()).into(),
+        tv_nsec: timeout.subsec_nanos().into(),
     };
     // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
@@ -139,7 +139,10 @@ mod tests {
     fn a_sleeper_is_woken_by_another_thread() {
         let bell = Doorbell::local();
         let seen = bell.rings();
-        let ringer = { let bell = bell.clone(); std::thread::spawn(move || bell.ring()) };
+        let ringer = {
+            let bell = bell.clone();
+            std::thread::spawn(move || bell.ring())
+        };
         while bell.rings() == seen {
             bell.wait(seen, Duration::from_secs(60));
         }

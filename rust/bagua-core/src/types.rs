@@ -28,17 +28,8 @@ pub enum DType {
 
 impl DType {
     /// Every element type, in the order of the codes.
-    pub const ALL: [DType; 9] = [
-        DType::F16,
-        DType::BF16,
-        DType::F32,
-        DType::F64,
-        DType::U8,
-        DType::I8,
-        DType::I32,
-        DType::I64,
-        DType::Bool,
-    ];
+    pub const ALL: [DType; 9] =
+        [DType::F16, DType::BF16, DType::F32, DType::F64, DType::U8, DType::I8, DType::I32, DType::I64, DType::Bool];
 
     /// Bytes per element.
     pub const fn size(self) -> usize {
@@ -268,6 +259,13 @@ impl std::fmt::Display for Fingerprint {
         let shown = usize::from(self.shape.ndim).min(4);
         let dims: Vec<String> = self.shape.dims[..shown].iter().map(u32::to_string).collect();
         let more = if self.shape.ndim > 4 { ", …" } else { "" };
-        write!(f, "[{}{more}], {} elements (channel {}, epoch {})", dims.join(", "), self.count, self.channel, self.epoch)
+        write!(
+            f,
+            "[{}{more}], {} elements (channel {}, epoch {})",
+            dims.join(", "),
+            self.count,
+            self.channel,
+            self.epoch
+        )
     }
 }

@@ -154,7 +154,7 @@ impl Watch {
             after,
             missing: missing.iter().map(|rank| self.world_ranks[*rank]).collect(),
             noticed_by: self.world_ranks[self.rank],
-            progress: Some(progress),
+            progress: Some(Box::new(progress)),
         }
     }
 

@@ -140,8 +140,7 @@ impl Site<'_> {
                 return Err(self.timed_out(&building, missing));
             }
             let slice: Duration = SLICE.min(self.deadline.left());
-            building =
-                self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
+            building = self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -153,7 +152,7 @@ impl Site<'_> {
         let what = format!("connecting to {}", each.collect::<Vec<_>>().join("; "));
         let progress = Progress { what, label: String::new(), done: 0, total: 0 };
         let (after, noticed_by) = (self.deadline.limit(), self.plane.config.rank);
-        Error::Timeout { after, missing, noticed_by, progress: Some(progress) }
+        Error::Timeout { after, missing, noticed_by, progress: Some(Box::new(progress)) }
     }
 }
 

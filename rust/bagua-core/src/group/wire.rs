@@ -205,17 +205,19 @@ pub(super) async fn read_frame(from: &mut (impl AsyncRead + Unpin), limit: usize
     Ok(body)
 }
 
-fn put_progress(out: &mut Writer, progress: &Option<Progress>) {
-    match progress {
+fn put_progress(out: &mut Writer, progress: &Option<Box<Progress>>) {
+    match progress.as_deref() {
         None => _ = out.u8(0),
         Some(Progress { what, label, done, total }) => _ = out.u8(1).text(what).text(label).u64(*done).u64(*total),
     }
 }
 
-fn get_progress(from: &mut Reader<'_>) -> Result<Option<Progress>, Garbled> {
+fn get_progress(from: &mut Reader<'_>) -> Result<Option<Box<Progress>>, Garbled> {
     Ok(match from.u8()? {
         0 => None,
-        1 => Some(Progress { what: from.text()?, label: from.text()?, done: from.u64()?, total: from.u64()? }),
+        1 => {
+            Some(Box::new(Progress { what: from.text()?, label: from.text()?, done: from.u64()?, total: from.u64()? }))
+        }
         _ => return Err(Garbled("neither yes nor no")),
     })
 }
@@ -265,9 +267,7 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
             let missing = (0..count).map(|_| from.rank()).collect::<Result<_, _>>()?;
             Error::Timeout { after, missing, noticed_by: from.rank()?, progress: get_progress(from)? }
         }
-        3 => {
-            Error::PeerRaised { rank: from.rank()?, host: from.text()?, kind: from.text()?, message: from.text()? }
-        }
+        3 => Error::PeerRaised { rank: from.rank()?, host: from.text()?, kind: from.text()?, message: from.text()? },
         4 => Error::Mismatch(from.text()?),
         5 => Error::Aborted(from.text()?),
         6 => Error::Value(from.text()?),
@@ -288,9 +288,11 @@ mod tests {
         any::<u32>().prop_map(|rank| rank as usize)
     }
 
-    fn progress() -> impl Strategy<Value = Option<Progress>> {
+    fn progress() -> impl Strategy<Value = Option<Box<Progress>>> {
         let some = (any::<String>(), any::<String>(), any::<u64>(), any::<u64>());
-        proptest::option::of(some.prop_map(|(what, label, done, total)| Progress { what, label, done, total }))
+        proptest::option::of(
+            some.prop_map(|(what, label, done, total)| Box::new(Progress { what, label, done, total })),
+        )
     }
 
     fn error() -> impl Strategy<Value = Error> {
@@ -347,20 +349,21 @@ mod tests {
     #[test]
     fn the_longest_error_fits_a_frame() {
         let long = "é".repeat(FRAME_LIMIT);
-        let progress = Some(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 });
+        let progress = Some(Box::new(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 }));
         let cause = Error::PeerLost { rank: 1, host: long.clone(), reason: long, noticed_by: 2, progress };
         let frame = Message::Fail { group: 1, cause }.frame();
         assert!(frame.len() <= FRAME_LIMIT + 4);
         assert!(Message::parse(&frame[4..]).is_ok());
         let missing = (0..100_000).collect();
-        let progress = Some(Progress { what: "é".repeat(FRAME_LIMIT), ..Progress::default() });
+        let progress = Some(Box::new(Progress { what: "é".repeat(FRAME_LIMIT), ..Progress::default() }));
         let cause = Error::Timeout { after: Duration::MAX, missing, noticed_by: 0, progress };
         assert!(Message::Fail { group: 1, cause }.frame().len() <= FRAME_LIMIT + 4);
     }
 
     #[test]
     fn every_message_arrives_unchanged() {
-        let all = [Message::Heartbeat, Message::Row(vec![true, false, true]), Message::Bye { group: 7 }, Message::Heard];
+        let all =
+            [Message::Heartbeat, Message::Row(vec![true, false, true]), Message::Bye { group: 7 }, Message::Heard];
         for message in all {
             assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
         }

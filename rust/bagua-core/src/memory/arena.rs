@@ -65,7 +65,8 @@ impl Arena {
             rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0)
         };
         let ptr = ptr.map_err(|e| Error::system(&format!("mapping {len} bytes of shared memory"), e))?;
-        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| Error::System("shared memory mapped at address 0".to_owned()))?;
+        let ptr =
+            NonNull::new(ptr.cast()).ok_or_else(|| Error::System("shared memory mapped at address 0".to_owned()))?;
         Ok(Arena { ptr, len, fd })
     }
 
@@ -124,7 +125,10 @@ impl Arena {
     ///
     /// # Safety
     /// While the slice lives nobody else, in any process, reads or writes the range.
-    #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the caller's protocol can promise")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "exclusion is across processes, which only the caller's protocol can promise"
+    )]
     pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (checked); exclusive by this function's promise.

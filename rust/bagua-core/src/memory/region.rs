@@ -34,7 +34,10 @@ impl Region {
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
         let fits = count.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
         if !fits {
-            return Err(Error::Value(format!("a tensor of {count} {} elements does not fit the address space", dtype.name())));
+            return Err(Error::Value(format!(
+                "a tensor of {count} {} elements does not fit the address space",
+                dtype.name()
+            )));
         }
         let ptr = match NonNull::new(ptr) {
             Some(ptr) => ptr,

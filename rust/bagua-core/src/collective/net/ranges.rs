@@ -46,7 +46,7 @@ mod tests {
     #[test]
     fn shares_are_even_and_cover_everything_even_beyond_two_to_the_31_elements() {
         for count in [0, 1, 7, 1023, (1 << 31) + 5, (3 << 31) + 1, usize::MAX / 8, usize::MAX] {
-            for ranks in [1, 2, 3, 33, 1 << 20] {
+            for ranks in [1usize, 2, 3, 33, 1 << 20] {
                 let mut end = 0;
                 for rank in (0..ranks).take(40).chain(ranks.saturating_sub(40)..ranks) {
                     let range = share(count, ranks, rank);

@@ -355,7 +355,7 @@ impl Lane {
             // What this rank was doing is told even when the first cause came from elsewhere and knows nothing of it.
             let progress = match &error {
                 Error::PeerLost { progress: Some(progress), .. } | Error::Timeout { progress: Some(progress), .. } => {
-                    progress.clone()
+                    progress.as_ref().clone()
                 }
                 _ => call.progress(0, payload as u64),
             };
