@@ -5,7 +5,8 @@ use half::{bf16, f16};
 
 /// A number that does not depend on the machine or the run.
 pub fn noise(rank: usize, index: usize) -> u64 {
-    let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (index as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
+    let mut x =
+        (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (index as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
     x = (x ^ x >> 31).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ x >> 29
 }

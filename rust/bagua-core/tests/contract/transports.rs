@@ -56,7 +56,7 @@ fn bytes_arrive_in_order_both_ways_at_once(ends: Ends) {
     let stream = |end: usize| (0..TOTAL).map(move |i| noise(end, i) as u8).collect::<Vec<u8>>();
     let run = |me: usize, mut end: Box<dyn Transport>, bell: Doorbell| {
         let (out, expected) = (stream(me), stream(1 - me));
-        let (mut sent, mut got, mut turn) = (0, Vec::new(), 0);
+        let (mut sent, mut got, mut turn) = (0, Vec::<u8>::new(), 0);
         while sent < TOTAL || got.len() < TOTAL {
             turn += 1;
             let rings = bell.rings();
@@ -106,7 +106,7 @@ fn what_was_sent_before_the_peer_went_can_be_received_and_then_it_is_broken(ends
     let [(mut left, _), (mut right, bell)] = ends();
     assert_eq!(left.send(&[1, 2], &[3, 4]), Ok(4));
     drop(left);
-    let mut got = Vec::new();
+    let mut got: Vec<u8> = Vec::new();
     let broken = loop {
         let rings = bell.rings();
         let mut into = [0; 3];

@@ -67,12 +67,8 @@ impl Rank {
 
 /// A world of ranks, none of which has done anything yet.
 pub fn world(ranks: Ranks, size: usize) -> Vec<Rank> {
-    let with_watch = |(rank, collective)| Rank {
-        collective,
-        watch: Watch::local(rank, size),
-        stats: Stats::default(),
-        seq: 0,
-    };
+    let with_watch =
+        |(rank, collective)| Rank { collective, watch: Watch::local(rank, size), stats: Stats::default(), seq: 0 };
     ranks(size).into_iter().enumerate().map(with_watch).collect()
 }
 
