@@ -177,11 +177,10 @@ pub fn live() {
 
 /// A world in which the ranks of `processes` are processes and the others are threads of this one, all at `heartbeat`.
 pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration) -> (Vec<Group>, Vec<Process>) {
-    let mut others: Vec<Process> =
-        processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
-    let own = (0..size).filter(|rank| !processes.contains(rank)).map(|rank| {
-        Pending::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap()
-    });
+    let mut others: Vec<Process> = processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
+    let own = (0..size)
+        .filter(|rank| !processes.contains(rank))
+        .map(|rank| Pending::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap());
     let own: Vec<Pending> = own.collect();
     let mut known = own.iter().map(|pending| pending.address().to_vec()).collect::<Vec<_>>().into_iter();
     let mut told = others.iter_mut().map(Process::address).collect::<Vec<_>>().into_iter();
