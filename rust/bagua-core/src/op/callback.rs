@@ -5,10 +5,12 @@ use crate::error::{Error, Result};
 use crate::group::Lane;
 use crate::memory::Region;
 
+type Callback = Box<dyn Fn(&str) -> Result<()> + Send + Sync>;
+
 /// Calls a function on the communication thread. What the function returns as an error reaches the next call of the engine and,
 /// through the group, the other ranks.
 pub struct CallbackOp {
-    callback: Box<dyn Fn(&str) -> Result<()> + Send + Sync>,
+    callback: Callback,
 }
 
 impl CallbackOp {

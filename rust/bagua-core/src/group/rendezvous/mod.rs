@@ -43,6 +43,6 @@ fn check(rank: usize, world_size: usize) -> Result<()> {
 
 /// The error for a deadline that passed.
 fn late(after: Duration, missing: Vec<usize>, noticed_by: usize, what: String) -> Error {
-    let progress = Some(Progress { what, ..Progress::default() });
+    let progress = Some(Box::new(Progress { what, ..Progress::default() }));
     Error::Timeout { after, missing, noticed_by, progress }
 }

@@ -245,7 +245,7 @@ impl Mesh {
             // In a mixed mesh one nap in two is for the bell.
             Some(bell) if rung && (!mixed || drive.naps.is_multiple_of(2)) => bell.wait(rings, timeout),
             _ => {
-                let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(timeout.subsec_nanos()).into() };
+                let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
                 // Ready, timed out or interrupted: the caller looks again in any case.
                 let _ = poll(&mut descriptors, Some(&timeout));
             }
