@@ -17,7 +17,7 @@ pub fn input(dtype: DType, op: ReduceOp, rank: usize, count: usize) -> Vec<u8> {
     for index in 0..count {
         let random = noise(rank, index);
         let small = match op {
-            ReduceOp::Product => 1 + i64::from(random % 8 == 0 && rank < 6),
+            ReduceOp::Product => 1 + i64::from(random.is_multiple_of(8) && rank < 6),
             ReduceOp::Sum | ReduceOp::Avg => (random % 4) as i64,
             ReduceOp::Min | ReduceOp::Max => (random % 100) as i64,
             ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => (random % 128) as i64,

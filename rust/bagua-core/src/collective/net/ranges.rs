@@ -47,12 +47,9 @@ mod tests {
     fn shares_are_even_and_cover_everything_even_beyond_two_to_the_31_elements() {
         for count in [0, 1, 7, 1023, (1 << 31) + 5, (3 << 31) + 1, usize::MAX / 8, usize::MAX] {
             for ranks in [1usize, 2, 3, 33, 1 << 20] {
-                let mut end = 0;
                 for rank in (0..ranks).take(40).chain(ranks.saturating_sub(40)..ranks) {
                     let range = share(count, ranks, rank);
-                    if rank > 0 {
-                        end = share(count, ranks, rank - 1).end;
-                    }
+                    let end = rank.checked_sub(1).map_or(0, |before| share(count, ranks, before).end);
                     assert_eq!(range.start, end, "{count} over {ranks}");
                     assert!(range.len() == count / ranks || range.len() == longest_share(count, ranks));
                 }
