@@ -52,12 +52,13 @@ fn data(rank: usize, dtype: DType, bytes: usize) -> Vec<u8> {
         DType::F64 => values.flat_map(|at| number(at).to_le_bytes()).collect(),
         DType::F16 => values.flat_map(|at| half::f16::from_f64(number(at)).to_le_bytes()).collect(),
         DType::BF16 => values.flat_map(|at| half::bf16::from_f64(number(at)).to_le_bytes()).collect(),
-        DType::Bool => values.map(|at| u8::from((at * 31 + rank) % 3 == 0)).collect(),
+        DType::Bool => values.map(|at| u8::from((at * 31 + rank).is_multiple_of(3))).collect(),
         DType::U8 | DType::I8 | DType::I32 | DType::I64 => (0..bytes).map(|at| (at * 31 + rank * 17) as u8).collect(),
     }
 }
 
 /// The part of an arena from `offset`.
+#[expect(clippy::mut_from_ref, reason = "as the method that it calls")]
 fn part(arena: &SharedArena, offset: usize, len: usize) -> &mut [u8] {
     // SAFETY: every test uses one slice of a part at a time.
     let whole = unsafe { arena.bytes_mut() };

@@ -5,9 +5,10 @@
 
 use std::ops::Range;
 
+use super::others;
+use super::pieces::Timer;
 use super::run::{Offer, Spot};
 use super::segment::ALIGN;
-use super::{Timer, others};
 use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::memory::{Finder, SharedArena};
