@@ -45,7 +45,9 @@ def needed(path: str | Path) -> list[str]:
 
 
 #: What every Linux with glibc has: its own libraries, the loader, and the compiler's run-time library.
-SYSTEM_LIBRARIES = frozenset({"libc", "libm", "libdl", "libpthread", "librt", "libutil", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"})
+SYSTEM_LIBRARIES = frozenset(
+    {"libc", "libm", "libdl", "libpthread", "librt", "libutil", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
+)
 
 
 def foreign(libraries: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import elf
 
-#: The wheel holds no CUDA kernels and no libraries of others; one that passes this has taken something along by mistake.
+#: The wheel holds no CUDA kernels and no libraries of others; a larger one has taken something along by mistake.
 LIMIT_MIB = 6
 #: A job of two ranks on a loaded machine.
 DEADLINE_S = 120
@@ -55,7 +55,11 @@ def audit(wheel: Path) -> list[str]:
         extensions = [name for name in names if name.endswith(".so")]
         if extensions != ["bagua/_bagua.abi3.so"]:
             problems.append(f"{wheel.name}: its extensions are {extensions}, not bagua/_bagua.abi3.so alone")
-        problems += [f"{wheel.name}: lacks {name}" for name in ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi") if name not in names]
+        problems += [
+            f"{wheel.name}: lacks {name}"
+            for name in ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi")
+            if name not in names
+        ]
         if not any(name.endswith("LICENSE") for name in names):
             problems.append(f"{wheel.name}: lacks the licence")
         with tempfile.TemporaryDirectory() as folder:
@@ -88,9 +92,9 @@ def smoke(wheel: Path) -> list[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                code = -1
                 problems.append(f"rank {rank} was not done after {DEADLINE_S} s")
-            if code > 0:
+                continue
+            if code != 0:
                 problems.append(f"rank {rank} exited with {code}")
         return problems
 
