@@ -1,6 +1,7 @@
 //! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bagua_core::bucket;
@@ -8,7 +9,7 @@ use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::op::{CallbackOp, CentralizedOp};
-use bagua_core::types::Shape;
+use bagua_core::types::{DType, Shape};
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
@@ -54,13 +55,16 @@ impl Handle {
 /// Raises ValueError for an empty list or a repeated name, TypeError for mixed element types.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Bucket {
-    core: Arc<bucket::Bucket>,
+    core: core::SharedBucket,
+    /// Names of its tensors.
+    tensors: Vec<String>,
 }
 
 #[pymethods]
 impl Bucket {
     #[new]
     fn new(py: Python<'_>, name: &str, tensors: Vec<(String, usize, usize, u8, bool)>) -> PyResult<Bucket> {
+        let names = tensors.iter().map(|(name, ..)| name.clone()).collect();
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
                 let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
@@ -69,7 +73,7 @@ impl Bucket {
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
         };
         let bucket = build().map_err(|e| errors::raise(py, e))?;
-        Ok(Bucket { core: Arc::new(bucket) })
+        Ok(Bucket { core: core::SharedBucket::new(bucket), tensors: names })
     }
 
     /// Its name.
@@ -92,8 +96,15 @@ impl Bucket {
 
     /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` and `scattergather` are wishes about the route.
     #[pyo3(signature = (average, hierarchical, scattergather))]
-    fn append_centralized(&self, average: bool, hierarchical: bool, scattergather: bool) {
-        self.core.append(Arc::new(CentralizedOp::new(average, hierarchical, scattergather)));
+    fn append_centralized(
+        &self,
+        py: Python<'_>,
+        average: bool,
+        hierarchical: bool,
+        scattergather: bool,
+    ) -> PyResult<()> {
+        let op = CentralizedOp::new(average, hierarchical, scattergather);
+        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
     }
 
     /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
@@ -104,22 +115,21 @@ impl Bucket {
             let text = format!("{} is not callable", function.bind(py).repr()?);
             return Err(errors::raise(py, Error::Type(text)));
         }
-        self.core.append(Arc::new(CallbackOp::new(move |bucket| {
+        let op = CallbackOp::new(move |bucket| {
             let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
-        })));
-        Ok(())
+        });
+        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
     }
 
-    /// Removes all operations.
-    fn clear_ops(&self, py: Python<'_>) {
-        // Removed without the GIL: the communication thread may hold the bucket's lock while it waits for the GIL.
-        py.detach(|| self.core.clear_ops());
+    /// Removes all operations. Raises ValueError while the bucket is being communicated.
+    fn clear_ops(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.clear_ops().map_err(|e| errors::raise(py, e))
     }
 
     /// Names of the operations, in the order in which they run.
-    fn ops(&self, py: Python<'_>) -> Vec<String> {
-        py.detach(|| self.core.ops())
+    fn ops(&self) -> Vec<&'static str> {
+        self.core.ops()
     }
 }
 
@@ -134,11 +144,17 @@ fn told(py: Python<'_>, raised: &PyErr) -> Error {
 pub struct Engine {
     core: Kept<Arc<core::Engine>>,
     group: Group,
+    /// Element type of each registered tensor, for `mark_ready` with an address. Never locked while waiting.
+    dtypes: Mutex<HashMap<String, DType>>,
 }
 
 impl Engine {
     pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: Kept::new(Arc::new(core)), group }
+        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+    }
+
+    fn dtypes(&self) -> MutexGuard<'_, HashMap<String, DType>> {
+        self.dtypes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn go(
@@ -170,27 +186,28 @@ impl Engine {
     ///
     /// Raises ValueError for a tensor name, or the memory of a tensor, that appears twice.
     fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<()> {
-        let buckets: Vec<_> = buckets.iter().map(|bucket| bucket.get().core.clone()).collect();
-        waiting::blocking(py, &self.group, || self.core.register(buckets))
+        let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
+        let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
+        waiting::blocking(py, &self.group, || self.core.register(cores))?;
+        *self.dtypes() = buckets
+            .iter()
+            .flat_map(|bucket| bucket.tensors.iter().map(|name| (name.clone(), bucket.core.dtype())))
+            .collect();
+        Ok(())
     }
 
     /// A tensor's values are final for this step. `address` and `count` say where it is now, if it moved.
     ///
     /// Raises ValueError for an unknown name or one that was marked already, and what went wrong on the communication thread.
-    #[pyo3(signature = (name, address=None, count=None, dtype=None))]
-    fn mark_ready(
-        &self,
-        py: Python<'_>,
-        name: &str,
-        address: Option<usize>,
-        count: Option<usize>,
-        dtype: Option<u8>,
-    ) -> PyResult<()> {
+    #[pyo3(signature = (name, address=None, count=None))]
+    fn mark_ready(&self, py: Python<'_>, name: &str, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
         let mark = || -> Result<()> {
-            let region = match (address, count, dtype) {
-                (None, None, None) => None,
-                (Some(address), Some(count), Some(code)) => Some(tensor::on_loan(address, count, tensor::dtype(code)?)?),
-                _ => return Err(Error::Value("a tensor that moved needs its address, count and dtype".to_owned())),
+            let region = match (address, count, self.dtypes().get(name)) {
+                (None, None, _) => None,
+                (Some(address), Some(count), Some(dtype)) => Some(tensor::on_loan(address, count, *dtype)?),
+                // The core says that it does not know the name.
+                (Some(_), Some(_), None) => None,
+                _ => return Err(Error::Value("a tensor that moved needs both its address and its count".to_owned())),
             };
             self.core.mark_ready(name, region)
         };

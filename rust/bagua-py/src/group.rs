@@ -163,7 +163,14 @@ impl Communicator {
     }
 
     /// Operands for a verb whose buffers have `src_parts` and `dst_parts` chunks of `count` elements.
-    fn operands(&self, src: Option<usize>, dst: usize, count: usize, code: u8, parts: (usize, usize)) -> Result<Operands> {
+    fn operands(
+        &self,
+        src: Option<usize>,
+        dst: usize,
+        count: usize,
+        code: u8,
+        parts: (usize, usize),
+    ) -> Result<Operands> {
         let dtype = tensor::dtype(code)?;
         let src = src.map(|address| tensor::chunks_on_loan(address, count, parts.0, dtype)).transpose()?;
         Operands::new(src, tensor::chunks_on_loan(dst, count, parts.1, dtype)?)

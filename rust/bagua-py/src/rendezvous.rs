@@ -31,9 +31,8 @@ pub fn rendezvous_tcp(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses = waiting::aside(py, move || {
-        group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout)
-    })?;
+    let addresses =
+        waiting::aside(py, move || group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout))?;
     Ok(blobs(py, addresses))
 }
 
@@ -51,8 +50,7 @@ pub fn rendezvous_file(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses =
-        waiting::aside(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
+    let addresses = waiting::aside(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
     Ok(blobs(py, addresses))
 }
 

@@ -67,7 +67,10 @@ pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
         let failed = |e: std::io::Error| Error::system("listening for interrupts", e);
         let (mouth, hearing) = UnixStream::pair().map_err(failed)?;
         mouth.set_nonblocking(true).map_err(failed)?;
-        std::thread::Builder::new().name("bagua-interrupts".to_owned()).spawn(move || listen(hearing)).map_err(failed)?;
+        std::thread::Builder::new()
+            .name("bagua-interrupts".to_owned())
+            .spawn(move || listen(hearing))
+            .map_err(failed)?;
         ear.main = Some((std::thread::current().id(), here));
         Ok(ear.mouth.insert(mouth).as_raw_fd())
     };
