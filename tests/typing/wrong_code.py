@@ -6,5 +6,5 @@ import bagua
 
 bagua.init(rank="0")  # expect: arg-type
 bagua.init(nprocs=2)  # expect: call-arg
-bagua.all_reduce("text", op=3)  # expect: arg-type
+bagua.all_reduce("text", op="sum", out=1, async_op="yes")  # expect: call-overload
 bagua.no_such_name()  # expect: attr-defined

@@ -95,17 +95,14 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
 
 
 def test_every_environment_variable_that_is_read_is_documented() -> None:
-    read = set(re.findall(r"[\"'](BAGUA_[A-Z_]+)[\"']", (ROOT / "python" / "bagua" / "config.py").read_text()))
+    sources = [path.read_text() for path in (ROOT / "python" / "bagua").rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r"[\"'](BAGUA_[A-Z_]+)[\"']", source)}
     documented = set(re.findall(r"`(BAGUA_[A-Z_]+)`", (ROOT / "docs" / "configuration.md").read_text()))
     assert read == documented
 
 
 def test_every_error_class_is_documented() -> None:
-    classes = {
-        name
-        for name, value in vars(bagua.errors).items()
-        if isinstance(value, type) and issubclass(value, bagua.BaguaError)
-    }
+    classes = {name for name in bagua.errors.__all__ if issubclass(getattr(bagua.errors, name), bagua.BaguaError)}
     documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "errors.md").read_text()))
     assert classes - documented == set()
 
