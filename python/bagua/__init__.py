@@ -1,6 +1,7 @@
 """Bagua: communication for data-parallel training, for any framework.
 
-The verbs here work on the default group, on NumPy arrays, DLPack tensors in host memory, or anything with the buffer protocol:
+The verbs here work on the default group, on NumPy arrays, DLPack tensors in host memory, or anything with the buffer
+protocol:
 
     import numpy as np
     import bagua

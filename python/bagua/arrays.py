@@ -69,7 +69,7 @@ class Memory:
     @property
     def shape(self) -> tuple[int, ...]:
         """Dimensions."""
-        return self.array.shape
+        return tuple(self.array.shape)
 
     @property
     def dtype_name(self) -> str:
@@ -113,7 +113,7 @@ def empty_like(memory: Memory, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if memory.array.dtype.name == "bfloat16":
         return np.empty(shape, memory.array.dtype)
     try:
-        import ml_dtypes
+        import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise TypeError("NumPy has no bfloat16 without the package ml_dtypes: give out=") from None
     return np.empty(shape, ml_dtypes.bfloat16)

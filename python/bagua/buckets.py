@@ -27,8 +27,8 @@ __all__ = ["Bucket", "Engine"]
 class Bucket:
     """Named arrays of one element type that travel together.
 
-    The arrays must be writable and contiguous; the bucket keeps them alive. ValueError for an empty bucket, TypeError for mixed
-    element types.
+    The arrays must be writable and contiguous; the bucket keeps them alive. ValueError for an empty bucket, TypeError
+    for mixed element types.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
@@ -39,7 +39,8 @@ class Bucket:
                 raise ValueError(f"tensor '{tensor}' is in bucket '{name}' twice")
             self._memory[tensor] = memory_of(array, f"tensor '{tensor}'").to_write(f"tensor '{tensor}'")
         self._raw = engine.Bucket(
-            name, [(tensor, memory.address, memory.count, memory.dtype, False) for tensor, memory in self._memory.items()]
+            name,
+            [(tensor, memory.address, memory.count, memory.dtype, False) for tensor, memory in self._memory.items()],
         )
 
     @property
@@ -70,7 +71,8 @@ class Bucket:
     def append_callback(self, function: Callable[[str], object]) -> Bucket:
         """Adds a call of `function(bucket name)` on the communication thread. Returns the bucket.
 
-        An exception in it fails the engine, here and on the other ranks. It is the only operation that waits for the GIL.
+        An exception in it fails the engine, here and on the other ranks. It is the only operation that waits for the
+        GIL.
         """
         self._raw.append_callback(function)
         return self
@@ -83,15 +85,17 @@ class Bucket:
         memory = memory_of(array, f"tensor '{tensor}'").to_write(f"tensor '{tensor}'")
         before = self._memory[tensor]
         if memory.dtype != before.dtype:
-            raise TypeError(f"tensor '{tensor}' has become {memory.dtype_name}; it was registered as {before.dtype_name}")
+            raise TypeError(
+                f"tensor '{tensor}' has become {memory.dtype_name}; it was registered as {before.dtype_name}"
+            )
         return memory
 
 
 class Engine:
     """One strictly ordered queue of buckets with a communication thread of its own.
 
-    Every rank of the group (the default one when None) makes its engines in the same order. A context manager: leaving it shuts
-    the engine down.
+    Every rank of the group (the default one when None) makes its engines in the same order. A context manager: leaving
+    it shuts the engine down.
     """
 
     def __init__(self, name: str = "engine", *, group: groups.Group | None = None) -> None:
@@ -110,7 +114,8 @@ class Engine:
         self.shutdown()
 
     def register(self, buckets: Iterable[Bucket]) -> None:
-        """Waits for what is pending, then replaces the buckets. Their order is that of communication, the same on all ranks.
+        """Waits for what is pending, then replaces the buckets. Their order is that of communication, the same on
+        all ranks.
 
         ValueError for an array, or its name, that appears twice.
         """
@@ -122,8 +127,9 @@ class Engine:
     def mark_ready(self, tensor: str, array: Array | None = None) -> None:
         """The array's values are final for this step; nobody may touch it until `wait` returns.
 
-        `array` replaces the one that was registered (same size and type) when the values are somewhere else now. ValueError for
-        an unknown name, or one that was marked already; else what went wrong on the communication thread.
+        `array` replaces the one that was registered (same size and type) when the values are somewhere else now.
+        ValueError for an unknown name, or one that was marked already; else what went wrong on the communication
+        thread.
         """
         bucket = self._buckets.get(tensor)
         if array is None or bucket is None:
@@ -141,8 +147,8 @@ class Engine:
     def wait(self, timeout: float | None = None) -> int:
         """Waits until every bucket that is complete was communicated, and returns how many were.
 
-        `timeout` is in seconds. ValueError names the arrays that are missing of a bucket that is partly ready; BaguaTimeoutError
-        leaves the buckets running.
+        `timeout` is in seconds. ValueError names the arrays that are missing of a bucket that is partly ready;
+        BaguaTimeoutError leaves the buckets running.
         """
         return self._raw.wait(timeout)
 

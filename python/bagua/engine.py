@@ -1,7 +1,7 @@
 """The Rust core, by address: the only file that imports the extension.
 
-What is here speaks in addresses, element counts and codes, and trusts its caller to keep memory alive and in place; `bagua.group`
-and `bagua.torch_api` are the callers that do.
+What is here speaks in addresses, element counts and codes, and trusts its caller to keep memory alive and in place;
+`bagua.group` and `bagua.torch_api` are the callers that do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What can go wrong between ranks, as a caller would tell it apart.
 
-Bad arguments are `ValueError`, `TypeError` or `NotImplementedError`, raised before anything is sent. Everything here is raised
-afterwards, and leaves the group unusable: `bagua.shutdown()` works, and a new group can be built in the same process.
-Ranks in these errors are ranks of the world.
+Bad arguments are `ValueError`, `TypeError` or `NotImplementedError`, raised before anything is sent. Everything here
+is raised afterwards, and leaves the group unusable: `bagua.shutdown()` works, and a new group can be built in the same
+process. Ranks in these errors are ranks of the world.
 """
 
 from __future__ import annotations
@@ -89,7 +89,13 @@ class BaguaTimeoutError(_DuringError, TimeoutError):
     noticed_by: int
 
     def __init__(
-        self, text: str = "", *, missing: tuple[int, ...] = (), after: float = 0.0, noticed_by: int = -1, **progress: Any
+        self,
+        text: str = "",
+        *,
+        missing: tuple[int, ...] = (),
+        after: float = 0.0,
+        noticed_by: int = -1,
+        **progress: Any,
     ) -> None:
         super().__init__(text, **progress)
         self.missing = tuple(missing)

@@ -1,4 +1,5 @@
-"""How a rank ends: uncaught exceptions are told to the peers, the interpreter's exit leaves the groups, Ctrl-C ends waits.
+"""How a rank ends: uncaught exceptions are told to the peers, the interpreter's exit leaves the groups, Ctrl-C ends
+waits.
 
 Nothing of this happens in a forked child, whose groups are its parent's.
 """
@@ -74,7 +75,9 @@ def tell(kind: type[BaseException], error: BaseException) -> None:
 
 
 def _listen() -> None:
-    """Lets the core hear Ctrl-C while the main thread is in a blocking verb, unless somebody else uses the wakeup descriptor."""
+    """Lets the core hear Ctrl-C while the main thread is in a blocking verb, unless somebody else uses the
+    wakeup descriptor.
+    """
     if threading.current_thread() is not threading.main_thread() or (_home and _home != os.getpid()):
         return
     descriptor = engine.listen_for_interrupts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,6 +33,9 @@ def _on_default(verb: Callable[Concatenate[Any, P], R]) -> Callable[P, R]:
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
         return verb(group.default(required=True), *args, **kwargs)
 
+    signature = inspect.signature(verb)
+    without_self = signature.replace(parameters=list(signature.parameters.values())[1:])
+    setattr(function, "__signature__", without_self)  # noqa: B010 - type checkers know no such attribute
     return function
 
 

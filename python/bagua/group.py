@@ -83,7 +83,8 @@ class Group(Verbs):
     def new_group(self, ranks: Sequence[int]) -> Group | None:
         """The group of some members; None when this rank is not among them.
 
-        Only the members need to call it, in the same order for the same ranks. The new group numbers them in ascending order.
+        Only the members need to call it, in the same order for the same ranks. The new group numbers them in ascending
+        order.
         """
         chosen = sorted(self._rank(rank, "ranks") for rank in ranks)
         if not chosen or len(set(chosen)) != len(chosen):
@@ -147,10 +148,11 @@ def join(
 ) -> Group:
     """Builds a group with whatever the caller has to spread addresses.
 
-    `spread` gets this rank's opaque address (a few hundred bytes) and returns every rank's, by rank. `towards` is a host and a
-    port in whose direction the peers are: this rank listens on the interface of that route; None listens on loopback, or on the
-    default route when other hosts take part as far as `local_world_size` tells. `timeout` is in seconds, for joining and as the
-    default of operations. `secret` proves to the others that this rank belongs to the job.
+    `spread` gets this rank's opaque address (a few hundred bytes) and returns every rank's, by rank. `towards` is a
+    host and a port in whose direction the peers are: this rank listens on the interface of that route; None listens on
+    loopback, or on the default route when other hosts take part as far as `local_world_size` tells. `timeout` is in
+    seconds, for joining and as the default of operations. `secret` proves to the others that this rank belongs to the
+    job.
     """
     chosen = config.settings(timeout=timeout, secret=secret)
     exits.install(shutdown)

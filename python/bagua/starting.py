@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from bagua import config, engine, group
@@ -14,7 +14,8 @@ __all__ = ["init"]
 
 Spread = Callable[[bytes], Sequence[bytes]]
 
-# How often this process joined through its launcher's store, so that a second group does not read the first one's addresses.
+# How often this process joined through its launcher's store, so that a second group does not read the first one's
+# addresses.
 _joined = 0
 
 
@@ -30,15 +31,16 @@ def init(
 ) -> group.Group:
     """Joins this process to the others and makes the group the default one.
 
-    `rank` and `world_size` default to RANK and WORLD_SIZE, and to a world of one without them. `init_method` says how the ranks
-    find each other: "env://" by MASTER_ADDR and MASTER_PORT, "tcp://host:port" by a small server that rank 0 runs there,
-    "file://path" by files on a file system that all of them see (a new path for each group). `secret` (BAGUA_JOB_SECRET) must be
-    equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining, and the default of every operation.
+    `rank` and `world_size` default to RANK and WORLD_SIZE, and to a world of one without them. `init_method` says how
+    the ranks find each other: "env://" by MASTER_ADDR and MASTER_PORT, "tcp://host:port" by a small server that rank 0
+    runs there, "file://path" by files on a file system that all of them see (a new path for each group). `secret`
+    (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining, and the
+    default of every operation.
 
     Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
-    Raises ValueError for arguments that cannot be used, BaguaTimeoutError naming the ranks that did not come, BaguaError when
-    there is a default group already.
+    Raises ValueError for arguments that cannot be used, BaguaTimeoutError naming the ranks that did not come,
+    BaguaError when there is a default group already.
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
@@ -98,9 +100,12 @@ def _agent_store(host: str, port: int, place: config.Place, timeout: float) -> S
     prefix = f"bagua/{config.attempt()}/{_joined}"
 
     def by_store(address: bytes) -> list[bytes]:
-        from torch.distributed import TCPStore
+        import torch.distributed
 
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+        # Typed as if it took text only; it takes and returns bytes.
+        store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined, unused-ignore]
+            host, port, is_master=False, timeout=timedelta(seconds=timeout)
+        )
         store.set(f"{prefix}/{place.rank}", address)
         # Blocks until the key is there, at most as long as the store was told.
         return [bytes(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]

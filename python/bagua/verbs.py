@@ -1,8 +1,8 @@
 """The verbs of a group, on arrays.
 
-Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is writable and
-contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True` it returns a `Handle`
-instead; until that is done, nobody may touch the arrays.
+Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is
+writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
+it returns a `Handle` instead; until that is done, nobody may touch the arrays.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ class Handle(Generic[T]):
 
 def op_code(op: Op) -> int:
     """The number of a reduce operation, by name or number. ValueError names the ones that exist."""
-    if isinstance(op, str):
-        code = engine.OPS.get(op.lower())
-    else:
-        code = int(op) if int(op) in engine.OPS.values() else None
-    if code is None:
+    code = engine.OPS.get(op.lower(), -1) if isinstance(op, str) else int(op)
+    if code not in engine.OPS.values():
         raise ValueError(f"op={op!r} is none of {', '.join(engine.OPS)}")
     return code
 
@@ -98,7 +95,13 @@ class Verbs:
     ) -> Any: ...
     @overload
     def all_reduce(
-        self, x: Array, op: Op = "sum", *, out: Array | None = None, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
     ) -> Handle[Any]: ...
     def all_reduce(
         self,
@@ -160,7 +163,9 @@ class Verbs:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """As `all_reduce`, but only rank `dst` gets the result; the other ranks' arrays stay as they are, and they get None."""
+        """As `all_reduce`, but only rank `dst` gets the result; the other ranks' arrays stay as they are, and
+        they get None.
+        """
         code, root = op_code(op), self._rank(dst, "dst")
         if self.rank == root:
             src, target, result = self._pair(x, out)
@@ -194,7 +199,13 @@ class Verbs:
     ) -> Any: ...
     @overload
     def reduce_scatter(
-        self, x: Array, op: Op = "sum", *, out: Array | None = None, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
     ) -> Handle[Any]: ...
     def reduce_scatter(
         self,
@@ -291,7 +302,9 @@ class Verbs:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None, and their `out` is not used."""
+        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None, and
+        their `out` is not used.
+        """
         root = self._rank(dst, "dst")
         src = memory_of(x).to_read()
         target: Memory | None = None
@@ -351,7 +364,9 @@ class Verbs:
                 raise ValueError(f"scatter: rank {root} is the source and needs an array")
             source = memory_of(x).to_read()
             if not source.shape or source.shape[0] != self.size:
-                raise ValueError(f"scatter: the first dimension of shape {source.shape} is not the number of ranks, {self.size}")
+                raise ValueError(
+                    f"scatter: the first dimension of shape {source.shape} is not the number of ranks, {self.size}"
+                )
             target, result = _target(source, out, source.shape[1:])
         elif out is None:
             raise ValueError(f"scatter: rank {self.rank} is not the source and needs out=")
@@ -415,7 +430,9 @@ class Verbs:
     def all_to_all(
         self, x: Array, *, out: Array | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
-        """Rank r gets the r-th part of every rank's array, in rank order; the first dimension is divided among the ranks."""
+        """Rank r gets the r-th part of every rank's array, in rank order; the first dimension is divided among
+        the ranks.
+        """
         src, dst, result = self._pair(x, out)
         self._part(dst, "all_to_all")
         raw = self._communicator.all_to_all(
@@ -432,9 +449,7 @@ class Verbs:
     # --- one rank to one rank -----------------------------------------------------------------------------------------
 
     @overload
-    def send(
-        self, x: Array, dst: int, *, async_op: Literal[False] = False, timeout: float | None = None
-    ) -> None: ...
+    def send(self, x: Array, dst: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
     @overload
     def send(self, x: Array, dst: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
     def send(self, x: Array, dst: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -455,7 +470,13 @@ class Verbs:
         sender = self._peer(src, "src")
         dst = _here(memory_of(x))
         raw = self._communicator.recv(
-            dst.address, dst.count, dst.dtype, sender, timeout=timeout, async_op=async_op, keep=dst if async_op else None
+            dst.address,
+            dst.count,
+            dst.dtype,
+            sender,
+            timeout=timeout,
+            async_op=async_op,
+            keep=dst if async_op else None,
         )
         return _outcome(raw, x, dst)
 
@@ -491,7 +512,9 @@ class Verbs:
     def _part(self, memory: Memory, verb: str) -> tuple[int, ...]:
         """The shape of one rank's part of `memory`."""
         if not memory.shape or memory.shape[0] % self.size:
-            raise ValueError(f"{verb}: the first dimension of shape {memory.shape} cannot be divided among {self.size} ranks")
+            raise ValueError(
+                f"{verb}: the first dimension of shape {memory.shape} cannot be divided among {self.size} ranks"
+            )
         return (memory.shape[0] // self.size, *memory.shape[1:])
 
     def _is_own_part(self, part: Memory, whole: Memory) -> bool:

@@ -13,13 +13,11 @@
 
 pub mod hier;
 mod net;
-mod solo;
 pub mod shm;
 mod solo;
 
 pub use hier::Hier;
 pub use net::Net;
-pub use solo::Solo;
 pub use shm::Shm;
 pub use solo::Solo;
 
