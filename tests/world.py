@@ -145,7 +145,9 @@ class World:
                 for late in ranks:
                     if late.poll() is None:
                         late.send_signal(signal.SIGABRT)
-                return codes + [None if late.wait(10) == -signal.SIGABRT else late.returncode for late in ranks[len(codes) :]]
+                return codes + [
+                    None if late.wait(10) == -signal.SIGABRT else late.returncode for late in ranks[len(codes) :]
+                ]
         return codes
 
     def _check(self, folder: str, ranks: list[subprocess.Popen[bytes]], codes: list[int | None]) -> None:

@@ -10,6 +10,20 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias, final, overload
 
+__all__ = [
+    "Bucket",
+    "Communicator",
+    "Engine",
+    "Handle",
+    "Pending",
+    "listen_for_interrupts",
+    "local_address_towards",
+    "present",
+    "rendezvous_file",
+    "rendezvous_tcp",
+    "version",
+]
+
 _Shape: TypeAlias = Sequence[int] | None
 # (peer, address, count)
 _Message: TypeAlias = tuple[int, int, int]
