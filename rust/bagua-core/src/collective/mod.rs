@@ -11,9 +11,15 @@
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
 //! 4. **Every wait ends**: done, first cause of failure, or deadline.
 
+pub mod hier;
 mod net;
+pub mod shm;
+mod solo;
 
+pub use hier::Hier;
 pub use net::Net;
+pub use shm::Shm;
+pub use solo::Solo;
 
 pub use crate::transport::{Call, Incoming, Outgoing};
 

@@ -1,6 +1,6 @@
 //! Element types: how one lies in memory, and what it accumulates in.
 
-use half::{bf16, f16};
+use half::f16;
 
 use super::kernel::BLOCK;
 #[cfg(target_arch = "x86_64")]
@@ -88,7 +88,7 @@ element!(F16, WideF16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_con
     f16::from_f32_const(acc).to_ne_bytes()
 });
 
-/// Rounds to nearest even. A NaN keeps its sign and upper bits and becomes quiet, as [`bf16::from_f32`] does; this one has no
+/// Rounds to nearest even. A NaN keeps its sign and upper bits and becomes quiet, as `half::bf16::from_f32` does; this one has no
 /// branch, so that loops over it vectorise.
 #[inline(always)]
 fn bf16_bits(value: f32) -> u16 {
@@ -105,7 +105,7 @@ fn bf16_rounds_as_the_half_crate_does_at_every_upper_half_and_its_ties() {
     for upper in 0..=u32::from(u16::MAX) {
         for lower in [0x0000, 0x0001, 0x7fff, 0x8000, 0x8001, 0xffff] {
             let value = f32::from_bits(upper << 16 | lower);
-            assert_eq!(bf16_bits(value), bf16::from_f32(value).to_bits(), "{:#010x}", value.to_bits());
+            assert_eq!(bf16_bits(value), half::bf16::from_f32(value).to_bits(), "{:#010x}", value.to_bits());
         }
     }
 }

@@ -7,6 +7,7 @@ mod call;
 pub mod frame;
 mod local;
 mod mesh;
+pub mod shm;
 mod tcp;
 
 pub use call::{Call, Incoming, Outgoing};

@@ -143,15 +143,26 @@ impl Collective for Net {
         let real = |place: usize| (place + root) % n;
         let parent = place.checked_ilog2().map(|top| real(place - (1 << top)));
         let lowest = place.checked_ilog2().map_or(0, |top| top + 1);
-        let children: Vec<usize> =
-            (lowest..usize::BITS).map_while(|bit| 1usize.checked_shl(bit)?.checked_add(place).filter(|v| *v < n)).map(real).collect();
+        let children: Vec<usize> = (lowest..usize::BITS)
+            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(place).filter(|v| *v < n))
+            .map(real)
+            .collect();
         let pieces = self.pieces(data.len(), 1);
         for step in 0..=pieces.steps {
-            let (before, rest) = data.split_at_mut(pieces.range(step, data.len()).start);
-            let arriving = &mut rest[..pieces.range(step, before.len() + rest.len()).len()];
+            let range = pieces.range(step, data.len());
+            let (before, rest) = data.split_at_mut(range.start);
+            let arriving = &mut rest[..range.len()];
             let arrived = &before[step.saturating_sub(1).saturating_mul(pieces.each).min(before.len())..];
-            let sends: Vec<_> = children.iter().filter(|_| step > 0).map(|peer| Outgoing { peer: *peer, fingerprint, data: arrived }).collect();
-            let mut recvs: Vec<_> = parent.filter(|_| step < pieces.steps).map(|peer| Incoming { peer, fingerprint, data: arriving }).into_iter().collect();
+            let sends: Vec<_> = children
+                .iter()
+                .filter(|_| step > 0)
+                .map(|peer| Outgoing { peer: *peer, fingerprint, data: arrived })
+                .collect();
+            let mut recvs: Vec<_> = parent
+                .filter(|_| step < pieces.steps)
+                .map(|peer| Incoming { peer, fingerprint, data: arriving })
+                .into_iter()
+                .collect();
             let at = Step { part: 0, before: before.len() as u64, total: 0 };
             self.mesh.exchange_step(call, at, &sends, &mut recvs)?;
         }
@@ -240,8 +251,10 @@ impl Collective for Net {
                 let mut parts = split(dst, n);
                 let sends: Vec<_> =
                     self.peers().map(|peer| Outgoing { peer, fingerprint, data: &src[chunk(peer)] }).collect();
-                let mut recvs: Vec<_> =
-                    self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
+                let mut recvs: Vec<_> = self
+                    .peers()
+                    .map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) })
+                    .collect();
                 self.mesh.exchange(call, &sends, &mut recvs)
             }
             Io::InPlace(data) => {

@@ -21,12 +21,18 @@ fn fold(call: &Call<'_>, op: ReduceOp, slots: &[&mut [u8]], rank: usize, own: Op
 
 impl Net {
     /// Root, or every rank where there is none, gets all tensors whole and combines them.
-    pub(super) fn reduce_direct(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: Option<usize>) -> Result<()> {
+    pub(super) fn reduce_direct(
+        &mut self,
+        call: &Call<'_>,
+        io: Io<'_>,
+        op: ReduceOp,
+        root: Option<usize>,
+    ) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = call.fingerprint;
         let size = call.dtype().size();
         let combines = root.is_none_or(|root| root == rank);
-        let (src, mut dst) = match io {
+        let (src, dst) = match io {
             Io::InPlace(data) if combines => (None, data),
             Io::InPlace(data) => (Some(&*data), &mut [][..]),
             Io::Split { src, dst } => (Some(src), dst),
@@ -59,7 +65,6 @@ impl Net {
                 fold(call, op, &landing, rank, own, &mut dst[range]);
             } else {
                 before += range.len() as u64;
-                dst = &mut [];
             }
         }
         Ok(())
@@ -67,13 +72,19 @@ impl Net {
 
     /// Each rank combines its share of the elements and sends the result to root, or to all where there is none. While the
     /// results of one piece travel, so do the inputs of the next.
-    pub(super) fn reduce_shares(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: Option<usize>) -> Result<()> {
+    pub(super) fn reduce_shares(
+        &mut self,
+        call: &Call<'_>,
+        io: Io<'_>,
+        op: ReduceOp,
+        root: Option<usize>,
+    ) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = call.fingerprint;
         let size = call.dtype().size();
         let gets = |peer: usize| root.is_none_or(|root| root == peer);
         // Where to read, where to write; one buffer when `src` is `None`. A rank that gets nothing combines in its own slot.
-        let (src, mut dst) = match io {
+        let (src, dst) = match io {
             Io::InPlace(data) if gets(rank) => (None, data),
             Io::InPlace(data) => (Some(&*data), &mut [][..]),
             Io::Split { src, .. } if !gets(rank) => (Some(src), &mut [][..]),
@@ -105,7 +116,8 @@ impl Net {
                 // Cuts every share into (what was combined last, what is to be combined now): disjoint, also in one buffer.
                 let mut rest = &mut *dst;
                 for owner in 0..n {
-                    let mine = rest.split_off_mut(..share(count, n, owner).len() * size).expect("shares cover the tensor");
+                    let mine =
+                        rest.split_off_mut(..share(count, n, owner).len() * size).expect("shares cover the tensor");
                     let start = share(count, n, owner).start * size;
                     let now = piece(owner, step);
                     let (done, coming) = mine.split_at_mut(now.start - start);
@@ -116,7 +128,7 @@ impl Net {
                         None => &coming[..now.len()],
                     });
                 }
-                own_result = std::mem::take(&mut results[rank]);
+                own_result = &*std::mem::take(&mut results[rank]);
             } else if let Some(src) = src {
                 inputs.extend((0..n).map(|owner| &src[piece(owner, step)]));
             }

@@ -97,12 +97,7 @@ impl Mesh {
     /// # Errors
     /// The first cause of the watch; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. `Value`, with the streams
     /// intact, for a message to or from this rank itself.
-    pub fn exchange(
-        &mut self,
-        call: &Call<'_>,
-        sends: &[Outgoing<'_>],
-        recvs: &mut [Incoming<'_>],
-    ) -> Result<()> {
+    pub fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.exchange_step(call, Step::default(), sends, recvs)
     }
 
