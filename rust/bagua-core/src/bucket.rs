@@ -1,15 +1,16 @@
-//! Tensors that travel together.
+//! Tensors that travel together, and what is done to them. Plain data: the lock around it belongs to the engine.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::op::Op;
 use crate::types::DType;
 
 /// A named tensor of a bucket.
 pub struct Tensor {
-    /// Unique in its engine.
+    /// Unique in its engine, unless it is padding.
     pub name: String,
     /// Its memory.
     pub region: Region,
@@ -17,23 +18,225 @@ pub struct Tensor {
     pub padding: bool,
 }
 
-/// See the module. Its operations can be changed while it is not in flight.
-pub struct Bucket {}
+/// A bucket that is being communicated, apart from the bucket itself: see [`Bucket::lend`].
+pub struct Loan {
+    /// The tensors' memory, in order.
+    pub regions: Vec<Region>,
+    /// What to do with it, in order.
+    pub ops: Vec<Arc<dyn Op>>,
+}
 
-#[expect(unused_variables, reason = "signatures first")]
+/// What a tensor is, without its memory.
+struct Described {
+    name: String,
+    padding: bool,
+    count: usize,
+}
+
+/// See the module. Tensors and operations can be changed while it is not lent out.
+pub struct Bucket {
+    name: String,
+    dtype: DType,
+    tensors: Vec<Described>,
+    /// One per tensor, in order. `None` while lent out.
+    regions: Option<Vec<Region>>,
+    ops: Vec<Arc<dyn Op>>,
+}
+
 impl Bucket {
     /// A bucket of these tensors, all of one dtype; empty lists, repeated names and mixed dtypes are refused by name.
-    pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> { unimplemented!() }
+    pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> {
+        let Some(first) = tensors.first() else {
+            return Err(Error::Value(format!("bucket '{name}' has no tensors")));
+        };
+        let dtype = first.region.dtype();
+        let mut names = HashSet::new();
+        for tensor in &tensors {
+            if tensor.region.dtype() != dtype {
+                return Err(Error::Type(format!(
+                    "bucket '{name}': tensor '{}' is {} but '{}' is {}",
+                    tensor.name,
+                    tensor.region.dtype().name(),
+                    first.name,
+                    dtype.name()
+                )));
+            }
+            if !tensor.padding && !names.insert(tensor.name.as_str()) {
+                return Err(Error::Value(format!("bucket '{name}' has two tensors named '{}'", tensor.name)));
+            }
+        }
+        let (tensors, regions) = tensors
+            .into_iter()
+            .map(|Tensor { name, region, padding }| (Described { name, padding, count: region.count() }, region))
+            .unzip();
+        Ok(Bucket { name: name.to_owned(), dtype, tensors, regions: Some(regions), ops: Vec::new() })
+    }
+
     /// Its name.
-    pub fn name(&self) -> &str { unimplemented!() }
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Element type.
-    pub fn dtype(&self) -> DType { unimplemented!() }
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// Bytes of all tensors, padding included.
-    pub fn bytes(&self) -> usize { unimplemented!() }
-    /// Adds an operation; they run in the order in which they were added.
-    pub fn append(&self, op: Arc<dyn Op>) { unimplemented!() }
+    pub fn bytes(&self) -> usize {
+        self.tensors.iter().map(|tensor| tensor.count * self.dtype.size()).sum()
+    }
+
+    /// Name of each tensor, and whether it is padding.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, bool)> {
+        self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.padding))
+    }
+
+    /// The tensors' memory, unless it is lent out.
+    pub fn regions(&self) -> Option<&[Region]> {
+        self.regions.as_deref()
+    }
+
+    /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
+    pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
+        self.at_home()?;
+        op.check(self.dtype).map_err(|error| match error {
+            Error::Type(text) => Error::Type(format!("bucket '{}': {text}", self.name)),
+            other => other,
+        })?;
+        self.ops.push(op);
+        Ok(())
+    }
+
     /// Removes all operations.
-    pub fn clear_ops(&self) { unimplemented!() }
+    pub fn clear_ops(&mut self) -> Result<()> {
+        self.at_home()?;
+        self.ops.clear();
+        Ok(())
+    }
+
     /// Names of the operations.
-    pub fn ops(&self) -> Vec<String> { unimplemented!() }
+    pub fn ops(&self) -> Vec<&'static str> {
+        self.ops.iter().map(|op| op.name()).collect()
+    }
+
+    /// Gives a tensor other memory, of the same count and dtype.
+    pub fn replace(&mut self, tensor: usize, region: Region) -> Result<()> {
+        self.at_home()?;
+        let described = &self.tensors[tensor];
+        if (region.count(), region.dtype()) != (described.count, self.dtype) {
+            return Err(Error::Value(format!(
+                "tensor '{}' has {} elements of {}, its new memory has {} of {}",
+                described.name,
+                described.count,
+                self.dtype.name(),
+                region.count(),
+                region.dtype().name()
+            )));
+        }
+        if let Some(regions) = &mut self.regions {
+            regions[tensor] = region;
+        }
+        Ok(())
+    }
+
+    /// Hands out the memory for as long as it is being communicated. Until [`Bucket::restore`] nothing can be changed.
+    pub fn lend(&mut self) -> Result<Loan> {
+        match self.regions.take() {
+            Some(regions) => Ok(Loan { regions, ops: self.ops.clone() }),
+            None => Err(self.in_flight()),
+        }
+    }
+
+    /// Takes back what `lend` handed out.
+    pub fn restore(&mut self, regions: Vec<Region>) {
+        debug_assert_eq!(regions.len(), self.tensors.len());
+        self.regions = Some(regions);
+    }
+
+    /// Ok unless it is lent out.
+    pub fn at_home(&self) -> Result<()> {
+        if self.regions.is_some() { Ok(()) } else { Err(self.in_flight()) }
+    }
+
+    fn in_flight(&self) -> Error {
+        Error::Value(format!("bucket '{}' is still being communicated; wait() first", self.name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(unsafe_code)]
+
+    use super::*;
+    use crate::op::{CentralizedOp, NoOp};
+
+    fn tensor(name: &str, dtype: DType, memory: &mut [u8]) -> Tensor {
+        // SAFETY: every test keeps its array alive and untouched while it uses the bucket.
+        let region = unsafe { Region::new(memory.as_mut_ptr(), memory.len() / dtype.size(), dtype).unwrap() };
+        Tensor { name: name.to_owned(), region, padding: false }
+    }
+
+    fn empty(name: &str) -> Tensor {
+        // SAFETY: no elements, never read.
+        let region = unsafe { Region::new(std::ptr::null_mut(), 0, DType::F32).unwrap() };
+        Tensor { name: name.to_owned(), region, padding: false }
+    }
+
+    #[test]
+    fn what_cannot_be_a_bucket_is_refused_by_name() {
+        let (mut a, mut b) = ([0u8; 8], [0u8; 8]);
+        let mixed = vec![tensor("a", DType::F32, &mut a), tensor("b", DType::F16, &mut b)];
+        let error = Bucket::new("first", mixed).err().unwrap();
+        assert!(matches!(error, Error::Type(_)));
+        assert_eq!(error.to_string(), "bucket 'first': tensor 'b' is float16 but 'a' is float32");
+        let twice = vec![tensor("a", DType::F32, &mut a), tensor("a", DType::F32, &mut b)];
+        assert_eq!(Bucket::new("x", twice).err().unwrap().to_string(), "bucket 'x' has two tensors named 'a'");
+        assert_eq!(Bucket::new("x", vec![]).err().unwrap().to_string(), "bucket 'x' has no tensors");
+    }
+
+    #[test]
+    fn several_tensors_without_elements_are_fine() {
+        let mut a = [0u8; 8];
+        let bucket = Bucket::new("x", vec![empty("e"), tensor("a", DType::F32, &mut a), empty("f")]).unwrap();
+        assert_eq!((bucket.bytes(), bucket.tensors().count()), (8, 3));
+        assert_eq!(Bucket::new("x", vec![empty("e"), empty("f")]).unwrap().bytes(), 0);
+    }
+
+    #[test]
+    fn memory_can_move_but_not_change_its_size_or_type() {
+        let (mut a, mut b) = ([0u8; 8], [0u8; 16]);
+        let mut bucket = Bucket::new("x", vec![tensor("a", DType::F32, &mut a)]).unwrap();
+        let moved = tensor("", DType::F32, &mut b[..8]).region;
+        let address = moved.address();
+        bucket.replace(0, moved).unwrap();
+        assert_eq!(bucket.regions().unwrap()[0].address(), address);
+        let error = bucket.replace(0, tensor("", DType::F32, &mut b).region).unwrap_err();
+        assert_eq!(error.to_string(), "tensor 'a' has 2 elements of float32, its new memory has 4 of float32");
+        assert!(bucket.replace(0, tensor("", DType::I32, &mut b[..8]).region).is_err());
+    }
+
+    #[test]
+    fn a_bucket_that_is_lent_out_cannot_be_changed_or_lent_again() {
+        let mut a = [0u8; 8];
+        let mut bucket = Bucket::new("x", vec![tensor("a", DType::F32, &mut a)]).unwrap();
+        bucket.append(Arc::new(NoOp)).unwrap();
+        let loan = bucket.lend().unwrap();
+        assert_eq!((loan.regions.len(), loan.ops.len()), (1, 1));
+        assert!(bucket.lend().err().unwrap().to_string().contains("'x' is still being communicated"));
+        assert!(bucket.append(Arc::new(NoOp)).is_err() && bucket.clear_ops().is_err());
+        bucket.restore(loan.regions);
+        bucket.clear_ops().unwrap();
+        assert!(bucket.ops().is_empty());
+    }
+
+    #[test]
+    fn the_average_of_integers_is_refused_when_the_operation_is_added() {
+        let mut a = [0u8; 8];
+        let mut bucket = Bucket::new("counts", vec![tensor("a", DType::I32, &mut a)]).unwrap();
+        let error = bucket.append(Arc::new(CentralizedOp::new(true, false, false))).unwrap_err();
+        assert_eq!(error, Error::Type("bucket 'counts': avg of int32 is not defined".into()));
+        bucket.append(Arc::new(CentralizedOp::new(false, false, false))).unwrap();
+        assert_eq!(bucket.ops(), ["centralized"]);
+    }
 }

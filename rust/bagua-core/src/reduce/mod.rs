@@ -1,18 +1,60 @@
 //! Element-wise kernels: how the elements of several ranks become one.
+//!
+//! `kernel` is the one to read first: the loop, written once over an `element` type (how it lies in memory, what it
+//! accumulates in) and an `op`. `dispatch` joins a dtype and an operation to its loop. `simd` compiles the same loop for wider
+//! registers and adds the one conversion that compilers cannot vectorise; which of the two runs is decided per call from what
+//! the processor has.
+//!
+//! Results do not depend on that choice: nothing is reassociated and no multiply-add is fused. The one freedom is the bit
+//! pattern of a NaN that arithmetic produced from two NaNs.
+
+mod dispatch;
+mod element;
+mod kernel;
+mod op;
+#[cfg(target_arch = "x86_64")]
+mod simd;
+#[cfg(test)]
+mod tests;
 
 use crate::types::{DType, ReduceOp};
+
+/// Which compilation of the kernels runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Level {
+    /// What every processor of the target has.
+    Portable,
+    /// 256-bit registers and the half-precision conversions of x86-64 processors since 2013.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(simd::Avx2),
+}
+
+impl Level {
+    /// The widest that this processor has. The detection is cached by the standard library.
+    fn best() -> Level {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(token) = simd::Avx2::new() {
+            return Level::Avx2(token);
+        }
+        Level::Portable
+    }
+}
 
 /// `out = inputs[0] op inputs[1] op …`, element by element, strictly in the order given; where `inputs[i]` is `None`, the i-th
 /// input is what `out` holds (at most one may be `None`). f16 and bf16 accumulate in float32 and round once at the end. `Avg`
 /// divides the sum by `inputs.len()`. All slices have the same length, a multiple of the element size; alignment is not
 /// required. `op.check(dtype)` was asked before.
+///
+/// # Panics
+/// When there is no input, when lengths differ, or when `op.check(dtype)` would have refused.
 pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
-    let _ = (dtype, op, inputs, out);
-    unimplemented!("kernels")
+    dispatch::combine(Level::best(), dtype, op, inputs, out);
 }
 
 /// Divides every element of a float tensor by `divisor` (the second half of `Avg` when the sum was made in stages).
+///
+/// # Panics
+/// When `dtype` is not a float type, or the length is not a multiple of its size.
 pub fn divide(dtype: DType, data: &mut [u8], divisor: usize) {
-    let _ = (dtype, data, divisor);
-    unimplemented!("kernels")
+    dispatch::divide(Level::best(), dtype, data, divisor);
 }

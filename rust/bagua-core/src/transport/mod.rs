@@ -3,6 +3,18 @@
 //! A [`Transport`] is the seam: one file per implementation, `local` to read first, one contract test for all.
 //! [`Mesh`] owns one transport per peer, frames messages, checks fingerprints, and drives many transfers at once.
 
+mod call;
+pub mod frame;
+mod local;
+mod mesh;
+pub mod shm;
+mod tcp;
+
+pub use call::{Call, Incoming, Outgoing};
+pub use local::{Local, local_mesh};
+pub use mesh::{Mesh, Step};
+pub use tcp::Tcp;
+
 use std::os::fd::BorrowedFd;
 
 /// A transport that cannot go on: the peer closed it, or the system refused. The text says how.

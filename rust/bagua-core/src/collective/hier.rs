@@ -1,0 +1,420 @@
+//! Collectives in stages: inside each host first, between the hosts' leaders then.
+//!
+//! The leader of a host is its first rank. all_reduce, reduce, broadcast and barrier go in stages; for the others stages would
+//! move the same bytes more often, so they go over one flat mesh with the best link per pair.
+//!
+//! Sums are made inside hosts first, so results equal those of the flat collectives within rounding, and themselves bit for bit.
+//! Every stage runs under the fingerprint of the whole operation. A difference between hosts is seen by the leaders; the ranks
+//! behind them hear it as the group's first cause.
+//!
+//! Large tensors go chunk by chunk, so that what a stage holds in between stays bounded. Overlapping the stages of different
+//! chunks is the next thing to try where hosts are joined by a slow network.
+
+use std::ops::Range;
+
+use super::{Call, Collective, Incoming, Io, Outgoing};
+use crate::error::Result;
+use crate::reduce::divide;
+use crate::types::ReduceOp;
+
+/// Bytes that go through all stages at a time: a few times what the stages themselves cut into pieces.
+const CHUNK: usize = 1 << 20;
+
+/// Stages over other collectives.
+pub struct Hier {
+    /// The ranks of this host, by their index on it.
+    intra: Box<dyn Collective>,
+    /// The leaders, by the index of their host. Only on leaders.
+    inter: Option<Box<dyn Collective>>,
+    /// All ranks of the group.
+    flat: Box<dyn Collective>,
+    /// Group ranks of each host.
+    hosts: Vec<Vec<usize>>,
+    /// Where a leader gathers what it may not write to its tensor.
+    scratch: Vec<u8>,
+}
+
+impl Hier {
+    /// `hosts` are the group ranks of each host, ascending, hosts by their first rank. `intra` spans this rank's host, `inter` the
+    /// hosts' first ranks (on those only), `flat` (a [`super::Net`]) the group.
+    ///
+    /// # Panics
+    /// When the parts do not fit together: they are built in one place, from one list of hosts.
+    pub fn new(
+        intra: Box<dyn Collective>,
+        inter: Option<Box<dyn Collective>>,
+        flat: impl Collective + 'static,
+        hosts: Vec<Vec<usize>>,
+    ) -> Hier {
+        let here = hosts.iter().position(|host| host.contains(&flat.rank()));
+        let here = here.expect("this rank is on one of the hosts");
+        assert_eq!((intra.size(), hosts[here][intra.rank()]), (hosts[here].len(), flat.rank()));
+        assert_eq!(hosts.iter().map(Vec::len).sum::<usize>(), flat.size());
+        assert_eq!(inter.is_some(), intra.rank() == LEADER);
+        assert!(inter.as_ref().is_none_or(|inter| (inter.size(), inter.rank()) == (hosts.len(), here)));
+        Hier { intra, inter, flat: Box::new(flat), hosts, scratch: Vec::new() }
+    }
+
+    /// Index of a rank's host, and of the rank on it.
+    fn place(&self, rank: usize) -> (usize, usize) {
+        let on = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
+        let found = self.hosts.iter().enumerate().find_map(|(host, members)| on(members).map(|local| (host, local)));
+        found.expect("every rank of the group is on one of the hosts")
+    }
+
+    /// Moves one piece from `from` to `to`, both on this host; nothing for other ranks.
+    fn hand(&mut self, call: &Call<'_>, data: &mut [u8], from: usize, to: usize) -> Result<()> {
+        let fingerprint = call.fingerprint;
+        if from == to {
+            Ok(())
+        } else if self.intra.rank() == from {
+            self.intra.exchange(call, &[Outgoing { peer: to, fingerprint, data }], &mut [])
+        } else if self.intra.rank() == to {
+            self.intra.exchange(call, &[], &mut [Incoming { peer: from, fingerprint, data }])
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// Index of a leader on its host.
+const LEADER: usize = 0;
+
+/// The pieces of a tensor; one empty piece when it is empty, so that fingerprints are compared all the same.
+fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len.div_ceil(CHUNK).max(1)).map(move |at| at * CHUNK..((at + 1) * CHUNK).min(len))
+}
+
+/// What is added up in the stages: an average is divided once, after the last of them.
+fn staged(op: ReduceOp) -> ReduceOp {
+    if op == ReduceOp::Avg { ReduceOp::Sum } else { op }
+}
+
+impl Collective for Hier {
+    fn name(&self) -> &'static str {
+        "hier"
+    }
+
+    fn rank(&self) -> usize {
+        self.flat.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.flat.size()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        self.flat.transports()
+    }
+
+    fn all_reduce(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let len = match &io {
+            Io::InPlace(data) => data.len(),
+            Io::Split { src, .. } => src.len(),
+        };
+        for range in chunks(len) {
+            let part = match &mut io {
+                Io::InPlace(data) => Io::InPlace(&mut data[range.clone()]),
+                Io::Split { src, dst } => Io::Split { src: &src[range.clone()], dst: &mut dst[range.clone()] },
+            };
+            self.intra.reduce(call, part, staged(op), LEADER)?;
+            let out = match &mut io {
+                Io::InPlace(data) => &mut data[range],
+                Io::Split { dst, .. } => &mut dst[range],
+            };
+            if let Some(inter) = &mut self.inter {
+                inter.all_reduce(call, Io::InPlace(out), staged(op))?;
+                if op == ReduceOp::Avg {
+                    divide(call.dtype(), out, self.flat.size());
+                }
+            }
+            self.intra.broadcast(call, out, LEADER)?;
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        let (root_host, root_local) = self.place(root);
+        let (my_host, _) = self.place(self.rank());
+        let len = match &io {
+            Io::InPlace(data) => data.len(),
+            Io::Split { src, .. } => src.len(),
+        };
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.resize(len.min(CHUNK), 0);
+        for range in chunks(len) {
+            let sum = &mut scratch[..range.len()];
+            let src = match &io {
+                Io::InPlace(data) => &data[range.clone()],
+                Io::Split { src, .. } => &src[range.clone()],
+            };
+            self.intra.reduce(call, Io::Split { src, dst: sum }, staged(op), LEADER)?;
+            if let Some(inter) = &mut self.inter {
+                inter.reduce(call, Io::InPlace(sum), staged(op), root_host)?;
+            }
+            if my_host == root_host {
+                self.hand(call, sum, LEADER, root_local)?;
+            }
+            if self.rank() == root {
+                let out = match &mut io {
+                    Io::InPlace(data) => &mut data[range],
+                    Io::Split { dst, .. } => &mut dst[range],
+                };
+                out.copy_from_slice(sum);
+                if op == ReduceOp::Avg {
+                    divide(call.dtype(), out, self.size());
+                }
+            }
+        }
+        self.scratch = scratch;
+        Ok(())
+    }
+
+    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        let (root_host, root_local) = self.place(root);
+        let (my_host, _) = self.place(self.rank());
+        for range in chunks(data.len()) {
+            let part = &mut data[range];
+            if my_host == root_host {
+                self.hand(call, part, root_local, LEADER)?;
+            }
+            if let Some(inter) = &mut self.inter {
+                inter.broadcast(call, part, root_host)?;
+            }
+            self.intra.broadcast(call, part, LEADER)?;
+        }
+        Ok(())
+    }
+
+    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        self.flat.all_gather(call, io)
+    }
+
+    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.flat.gather(call, io, root)
+    }
+
+    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.flat.scatter(call, io, root)
+    }
+
+    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.flat.reduce_scatter(call, io, op)
+    }
+
+    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        self.flat.all_to_all(call, io)
+    }
+
+    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.flat.exchange(call, sends, recvs)
+    }
+
+    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
+        self.intra.barrier(call)?;
+        if let Some(inter) = &mut self.inter {
+            inter.barrier(call)?;
+        }
+        self.intra.barrier(call)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::collective::Net;
+    use crate::collective::shm::{Shm, segment_len, spare_links};
+    use crate::error::Error;
+    use crate::memory::Arena;
+    use crate::stats::OpStats;
+    use crate::sync::Deadline;
+    use crate::transport::{Mesh, local_mesh};
+    use crate::types::{DType, Fingerprint, Kind, Shape};
+    use crate::watch::Watch;
+
+    /// One `Hier` per rank, hosts as segments, networks as streams between threads.
+    fn hiers(hosts: &[&[usize]]) -> Vec<Hier> {
+        let world = hosts.iter().map(|host| host.len()).sum();
+        let mut flats: Vec<Option<Mesh>> = local_mesh(world).into_iter().map(Some).collect();
+        let mut ranks: Vec<(usize, Hier)> = Vec::new();
+        for (host, leaders) in hosts.iter().zip(local_mesh(hosts.len())) {
+            let arena = Arc::new(Arena::create("bagua-test", segment_len(host.len())).unwrap());
+            let mut leaders = Some(leaders);
+            for (index, rank) in host.iter().enumerate() {
+                let intra = Box::new(Shm::new(Arc::clone(&arena), index, host.to_vec()).unwrap());
+                let inter = leaders.take().map(|mesh| Box::new(Net::new(mesh)) as Box<dyn Collective>);
+                let flat = Net::new(flats[*rank].take().unwrap());
+                ranks.push((*rank, Hier::new(intra, inter, flat, hosts.iter().map(|host| host.to_vec()).collect())));
+            }
+        }
+        ranks.sort_by_key(|(rank, _)| *rank);
+        ranks.into_iter().map(|(_, hier)| hier).collect()
+    }
+
+    /// Runs `act` as every rank; a collective lives until all are done.
+    fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &Watch) -> T + Sync) -> Vec<T> {
+        let mut hiers = hiers(hosts);
+        let world = hiers.len();
+        std::thread::scope(|scope| {
+            let act = &act;
+            let start = |(rank, hier)| scope.spawn(move || act(rank, hier, &Watch::local(rank, world)));
+            let threads: Vec<_> = hiers.iter_mut().enumerate().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    fn print(kind: Kind, seq: u64, count: usize) -> Fingerprint {
+        let (dtype, count64) = (DType::F32, count as u64);
+        Fingerprint {
+            epoch: 1,
+            channel: 0,
+            kind,
+            seq,
+            dtype,
+            op: None,
+            root: None,
+            count: count64,
+            shape: Shape::flat(count),
+        }
+    }
+
+    fn with<T>(watch: &Watch, fingerprint: Fingerprint, run: impl FnOnce(&Call<'_>) -> T) -> T {
+        within(60_000, watch, fingerprint, run)
+    }
+
+    fn within<T>(millis: u64, watch: &Watch, fingerprint: Fingerprint, run: impl FnOnce(&Call<'_>) -> T) -> T {
+        let deadline = Deadline::after(Duration::from_millis(millis));
+        run(&Call { fingerprint, deadline, watch, stats: &OpStats::default(), label: "" })
+    }
+
+    /// Whole numbers, so that every order of adding gives the same.
+    fn values(rank: usize, count: usize) -> Vec<f32> {
+        (0..count).map(|at| ((at * 13 + rank * 7) % 64) as f32).collect()
+    }
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    const WORLDS: [&[&[usize]]; 5] =
+        [&[&[0, 1], &[2, 3]], &[&[0, 2], &[1, 3, 4]], &[&[0], &[1, 2]], &[&[0], &[1]], &[&[0, 1, 2]]];
+    const COUNTS: [usize; 4] = [0, 7, 20_000, 300_001];
+
+    #[test]
+    fn reductions_in_stages_equal_the_sum_over_all_hosts() {
+        for hosts in WORLDS {
+            on_all(hosts, |rank, hier, watch| {
+                let n = hier.size();
+                for (seq, count) in COUNTS.into_iter().enumerate() {
+                    let sum: Vec<f32> =
+                        (0..count).map(|at| (0..n).map(|r| ((at * 13 + r * 7) % 64) as f32).sum()).collect();
+                    let mean: Vec<f32> = sum.iter().map(|sum| sum / n as f32).collect();
+                    for (op, expected) in [(ReduceOp::Sum, bytes(&sum)), (ReduceOp::Avg, bytes(&mean))] {
+                        let src = bytes(&values(rank, count));
+                        let mut data = src.clone();
+                        let all_reduce = print(Kind::AllReduce, seq as u64, count);
+                        with(watch, all_reduce, |call| hier.all_reduce(call, Io::InPlace(&mut data), op)).unwrap();
+                        assert!(data == expected, "all_reduce of {count} in place over {hosts:?}");
+                        let mut dst = vec![1; src.len()];
+                        with(watch, all_reduce, |call| {
+                            hier.all_reduce(call, Io::Split { src: &src, dst: &mut dst }, op)
+                        })
+                        .unwrap();
+                        assert!(dst == expected, "all_reduce of {count} over {hosts:?}");
+                        for root in 0..n {
+                            let reduce =
+                                Fingerprint { root: Some(root as u32), ..print(Kind::Reduce, seq as u64, count) };
+                            let mut data = src.clone();
+                            with(watch, reduce, |call| hier.reduce(call, Io::InPlace(&mut data), op, root)).unwrap();
+                            assert!(
+                                data == *if rank == root { &expected } else { &src },
+                                "reduce to {root} over {hosts:?}"
+                            );
+                        }
+                        let mut dst = vec![1; if rank == n - 1 { src.len() } else { 0 }];
+                        let reduce = print(Kind::Reduce, seq as u64, count);
+                        with(watch, reduce, |call| {
+                            hier.reduce(call, Io::Split { src: &src, dst: &mut dst }, op, n - 1)
+                        })
+                        .unwrap();
+                        assert!(rank != n - 1 || dst == expected);
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn every_rank_can_be_the_root_of_a_broadcast() {
+        for hosts in WORLDS {
+            on_all(hosts, |rank, hier, watch| {
+                for (seq, count) in COUNTS.into_iter().enumerate() {
+                    for root in 0..hier.size() {
+                        let mut data = bytes(&values(rank, count));
+                        let say = Fingerprint { root: Some(root as u32), ..print(Kind::Broadcast, seq as u64, count) };
+                        with(watch, say, |call| hier.broadcast(call, &mut data, root)).unwrap();
+                        assert!(data == bytes(&values(root, count)), "from {root} over {hosts:?}");
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn no_rank_passes_a_barrier_before_the_last_has_come() {
+        use std::sync::atomic::{AtomicUsize, Ordering};
+        let come = AtomicUsize::new(0);
+        on_all(WORLDS[1], |_, hier, watch| {
+            for round in 1..=50 {
+                come.fetch_add(1, Ordering::SeqCst);
+                with(watch, print(Kind::Barrier, round as u64, 0), |call| hier.barrier(call)).unwrap();
+                assert!(come.load(Ordering::SeqCst) >= round * hier.size());
+            }
+        });
+    }
+
+    #[test]
+    fn a_difference_between_hosts_is_seen_by_the_leaders() {
+        let outcomes = on_all(WORLDS[0], |rank, hier, watch| {
+            let count = if rank < 2 { 100 } else { 200 };
+            let mut data = bytes(&values(rank, count));
+            let say = print(Kind::AllReduce, 0, count);
+            // A group's control plane would tell the others; here those who wait for their leader run into a short deadline.
+            within(300, watch, say, |call| hier.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum))
+        });
+        for leader in [0, 2] {
+            assert!(matches!(outcomes[leader], Err(Error::Mismatch(_))), "{:?}", outcomes[leader]);
+        }
+    }
+
+    #[test]
+    fn a_segment_carries_streams_of_its_own_beside_the_collective() {
+        let arena = Arc::new(Arena::create("bagua-test", segment_len(2)).unwrap());
+        std::thread::scope(|scope| {
+            for index in 0..2 {
+                let arena = Arc::clone(&arena);
+                scope.spawn(move || {
+                    let mut shm = Shm::new(Arc::clone(&arena), index, vec![0, 1]).unwrap();
+                    let (links, bell) = spare_links(&arena, index, 2);
+                    let mut flat = Net::new(Mesh::new(index, vec![0, 1], links, Some(bell)));
+                    let watch = Watch::local(index, 2);
+                    for round in 0..20 {
+                        for collective in [&mut shm as &mut dyn Collective, &mut flat] {
+                            let mut data = bytes(&values(index, 50_000));
+                            let say = print(Kind::AllReduce, round, 50_000);
+                            with(&watch, say, |call| {
+                                collective.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Max)
+                            })
+                            .unwrap();
+                            let both = values(0, 50_000).into_iter().zip(values(1, 50_000));
+                            assert!(data == bytes(&both.map(|(left, right)| left.max(right)).collect::<Vec<_>>()));
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,297 @@
+//! Collectives over any mesh of streams: direct, in rank order, in pieces of bounded size.
+//!
+//! | verb | when | how |
+//! |---|---|---|
+//! | all_reduce | at most [`SMALL`] bytes and [`FEW`] ranks | every rank gets all tensors and combines them itself: one round |
+//! | | otherwise | each rank combines its share of the elements and sends the result to all; pieces overlap |
+//! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
+//! | | otherwise | each rank combines its share and sends the result to root; pieces overlap |
+//! | broadcast | at most [`STAR`] ranks | root sends to all |
+//! | | otherwise | binomial tree; pieces overlap |
+//! | reduce_scatter, all_gather, gather, scatter, all_to_all | always | direct |
+//! | barrier | always | an empty message between every pair |
+//!
+//! Whichever is chosen, an element is combined on one rank (or on all, alike) from all ranks' values in rank order, so the
+//! choice never shows in the result. In the symmetric verbs every pair of ranks exchanges a header at least once, hence both
+//! sides of a disagreement see it; a ring or a recursive doubling would carry the same bytes, or fewer messages, but would
+//! combine in another order or leave pairs that never meet.
+
+mod ranges;
+mod reductions;
+
+use super::{Call, Collective, Incoming, Io, Outgoing};
+use crate::error::Result;
+use crate::transport::{Mesh, Step};
+use crate::types::ReduceOp;
+use ranges::Pieces;
+
+/// Bytes up to which the number of rounds costs more than the bytes.
+const SMALL: usize = 16 << 10;
+
+/// Ranks up to which everybody sends a small tensor to everybody.
+const FEW: usize = 8;
+
+/// Ranks up to which a broadcast goes straight from root to all.
+const STAR: usize = 4;
+
+/// Bytes that wait for their turn, for all peers together, and the least and the most of one piece of one peer.
+const STAGING: usize = 16 << 20;
+const PIECE: (usize, usize) = (64 << 10, 1 << 20);
+
+/// Collectives over a [`Mesh`].
+pub struct Net {
+    mesh: Mesh,
+    /// Memory for what peers send and what is not yet combined, kept from call to call: a slot per rank.
+    staging: Vec<u8>,
+}
+
+impl Net {
+    /// The collectives of the mesh's ranks.
+    pub fn new(mesh: Mesh) -> Net {
+        Net { mesh, staging: Vec::new() }
+    }
+
+    /// Cuts runs of which the longest has `longest` elements of `size` bytes.
+    fn pieces(&self, longest: usize, size: usize) -> Pieces {
+        let bytes = (STAGING / self.size()).clamp(PIECE.0, PIECE.1);
+        Pieces::new(longest, bytes / size)
+    }
+
+    /// Peers in the order in which messages to them are begun.
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, size) = (self.rank(), self.size());
+        (1..size).map(move |distance| (rank + distance) % size)
+    }
+}
+
+/// A staging area of one slot of `slot` bytes per rank.
+fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
+    let needed = ranks.checked_mul(slot).expect("slots are bounded by PIECE and SMALL");
+    if staging.len() < needed {
+        staging.resize(needed, 0);
+    }
+    let mut rest = &mut staging[..needed];
+    (0..ranks).map(|_| rest.split_off_mut(..slot).expect("there is a slot for every rank")).collect()
+}
+
+/// Every rank's chunk of a buffer of `ranks` equal ones.
+fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize> + use<> {
+    let each = data.len() / ranks;
+    move |rank| rank * each..(rank + 1) * each
+}
+
+/// Splits a buffer of equal chunks into them.
+fn split(data: &mut [u8], ranks: usize) -> Vec<&mut [u8]> {
+    let each = data.len() / ranks;
+    let mut rest = data;
+    (0..ranks).map(|_| rest.split_off_mut(..each).expect("the buffer has a chunk for every rank")).collect()
+}
+
+impl Collective for Net {
+    fn name(&self) -> &'static str {
+        "net"
+    }
+
+    fn rank(&self) -> usize {
+        self.mesh.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.mesh.size()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        self.mesh.names()
+    }
+
+    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let bytes = match &io {
+            Io::InPlace(data) => data.len(),
+            Io::Split { src, .. } => src.len(),
+        };
+        if bytes <= SMALL && self.size() <= FEW {
+            self.reduce_direct(call, io, op, None)
+        } else {
+            self.reduce_shares(call, io, op, None)
+        }
+    }
+
+    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        let bytes = match &io {
+            Io::InPlace(data) => data.len(),
+            Io::Split { src, .. } => src.len(),
+        };
+        if bytes <= SMALL || self.size() <= 2 {
+            self.reduce_direct(call, io, op, Some(root))
+        } else {
+            self.reduce_shares(call, io, op, Some(root))
+        }
+    }
+
+    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = call.fingerprint;
+        if n <= STAR {
+            if rank == root {
+                let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data }).collect();
+                return self.mesh.exchange(call, &sends, &mut []);
+            }
+            return self.mesh.exchange(call, &[], &mut [Incoming { peer: root, fingerprint, data }]);
+        }
+        // Ranks renumbered so that root is 0: the parent of v is v without its highest bit, the children are v with a higher one.
+        let place = (rank + n - root) % n;
+        let real = |place: usize| (place + root) % n;
+        let parent = place.checked_ilog2().map(|top| real(place - (1 << top)));
+        let lowest = place.checked_ilog2().map_or(0, |top| top + 1);
+        let children: Vec<usize> = (lowest..usize::BITS)
+            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(place).filter(|v| *v < n))
+            .map(real)
+            .collect();
+        let pieces = self.pieces(data.len(), 1);
+        for step in 0..=pieces.steps {
+            let range = pieces.range(step, data.len());
+            let (before, rest) = data.split_at_mut(range.start);
+            let arriving = &mut rest[..range.len()];
+            let arrived = &before[step.saturating_sub(1).saturating_mul(pieces.each).min(before.len())..];
+            let sends: Vec<_> = children
+                .iter()
+                .filter(|_| step > 0)
+                .map(|peer| Outgoing { peer: *peer, fingerprint, data: arrived })
+                .collect();
+            let mut recvs: Vec<_> = parent
+                .filter(|_| step < pieces.steps)
+                .map(|peer| Incoming { peer, fingerprint, data: arriving })
+                .into_iter()
+                .collect();
+            let at = Step { part: 0, before: before.len() as u64, total: 0 };
+            self.mesh.exchange_step(call, at, &sends, &mut recvs)?;
+        }
+        Ok(())
+    }
+
+    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = call.fingerprint;
+        let (own, mut parts) = match io {
+            Io::InPlace(data) => {
+                let mut parts = split(data, n);
+                (&*std::mem::take(&mut parts[rank]), parts)
+            }
+            Io::Split { src, dst } => {
+                let mut parts = split(dst, n);
+                parts[rank].copy_from_slice(src);
+                (src, parts)
+            }
+        };
+        let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
+        let mut recvs: Vec<_> =
+            self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
+        self.mesh.exchange(call, &sends, &mut recvs)
+    }
+
+    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = call.fingerprint;
+        if rank != root {
+            let data = match &io {
+                Io::InPlace(data) => &data[chunks(data, n)(rank)],
+                Io::Split { src, .. } => src,
+            };
+            return self.mesh.exchange(call, &[Outgoing { peer: root, fingerprint, data }], &mut []);
+        }
+        let mut parts = match io {
+            Io::InPlace(data) => split(data, n),
+            Io::Split { src, dst } => {
+                let mut parts = split(dst, n);
+                parts[rank].copy_from_slice(src);
+                parts
+            }
+        };
+        let mut recvs: Vec<_> =
+            self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
+        self.mesh.exchange(call, &[], &mut recvs)
+    }
+
+    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = call.fingerprint;
+        if rank != root {
+            let data = match io {
+                Io::InPlace(data) => {
+                    let own = chunks(data, n)(rank);
+                    &mut data[own]
+                }
+                Io::Split { dst, .. } => dst,
+            };
+            return self.mesh.exchange(call, &[], &mut [Incoming { peer: root, fingerprint, data }]);
+        }
+        let all = match io {
+            Io::InPlace(data) => &*data,
+            Io::Split { src, dst } => {
+                dst.copy_from_slice(&src[chunks(src, n)(rank)]);
+                src
+            }
+        };
+        let chunk = chunks(all, n);
+        let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: &all[chunk(peer)] }).collect();
+        self.mesh.exchange(call, &sends, &mut [])
+    }
+
+    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.reduce_chunks(call, io, op)
+    }
+
+    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = call.fingerprint;
+        match io {
+            Io::Split { src, dst } => {
+                let chunk = chunks(src, n);
+                dst[chunk(rank)].copy_from_slice(&src[chunk(rank)]);
+                let mut parts = split(dst, n);
+                let sends: Vec<_> =
+                    self.peers().map(|peer| Outgoing { peer, fingerprint, data: &src[chunk(peer)] }).collect();
+                let mut recvs: Vec<_> = self
+                    .peers()
+                    .map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) })
+                    .collect();
+                self.mesh.exchange(call, &sends, &mut recvs)
+            }
+            Io::InPlace(data) => {
+                let total = data.len() as u64 - data.len() as u64 / n as u64;
+                let mut parts = split(data, n);
+                let each = parts[rank].len();
+                let pieces = self.pieces(each, 1);
+                let mut before = 0;
+                for step in 0..pieces.steps {
+                    let range = pieces.range(step, each);
+                    let mut copies = slots(&mut self.staging, n, range.len());
+                    for (copy, part) in copies.iter_mut().zip(&parts) {
+                        copy.copy_from_slice(&part[range.clone()]);
+                    }
+                    let peers = (1..n).map(|distance| (rank + distance) % n);
+                    let sends: Vec<_> =
+                        peers.map(|peer| Outgoing { peer, fingerprint, data: &*copies[peer] }).collect();
+                    let others = parts.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
+                    let mut recvs: Vec<_> = others
+                        .map(|(peer, part)| Incoming { peer, fingerprint, data: &mut part[range.clone()] })
+                        .collect();
+                    self.mesh.exchange_step(call, Step { part: step as u32, before, total }, &sends, &mut recvs)?;
+                    before += (range.len() * (n - 1)) as u64;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.mesh.exchange(call, sends, recvs)
+    }
+
+    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
+        let fingerprint = call.fingerprint;
+        let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: &[] }).collect();
+        let mut recvs: Vec<_> = self.peers().map(|peer| Incoming { peer, fingerprint, data: &mut [] }).collect();
+        self.mesh.exchange(call, &sends, &mut recvs)
+    }
+}

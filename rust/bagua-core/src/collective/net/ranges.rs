@@ -1,0 +1,81 @@
+//! Who reduces which elements, and in which pieces. Pure arithmetic, in elements; nothing here can overflow while the count
+//! of elements itself fits a `usize`.
+
+use std::ops::Range;
+
+/// The elements of `count` that are rank `rank`'s share: as even as possible, the remainder spread over the first ranks.
+pub fn share(count: usize, ranks: usize, rank: usize) -> Range<usize> {
+    let (each, rest) = (count / ranks, count % ranks);
+    let start = rank * each + rank.min(rest);
+    start..start + each + usize::from(rank < rest)
+}
+
+/// The longest share.
+pub fn longest_share(count: usize, ranks: usize) -> usize {
+    count.div_ceil(ranks)
+}
+
+/// A run of elements cut into pieces of nearly one length, at most a limit. Ranks whose runs differ by an element cut with the
+/// pieces of the longest run, so that all take the same number of steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pieces {
+    /// How many; at least one, so that an empty tensor's headers are exchanged too.
+    pub steps: usize,
+    /// Elements of each but the last.
+    pub each: usize,
+}
+
+impl Pieces {
+    /// Cuts `longest` elements into pieces of at most `limit`.
+    pub fn new(longest: usize, limit: usize) -> Pieces {
+        let steps = longest.div_ceil(limit.max(1)).max(1);
+        Pieces { steps, each: longest.div_ceil(steps) }
+    }
+
+    /// Piece `step` of a run of `len` elements; empty beyond its end.
+    pub fn range(&self, step: usize, len: usize) -> Range<usize> {
+        let start = step.saturating_mul(self.each).min(len);
+        start..start.saturating_add(self.each).min(len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_even_and_cover_everything_even_beyond_two_to_the_31_elements() {
+        for count in [0, 1, 7, 1023, (1 << 31) + 5, (3 << 31) + 1, usize::MAX / 8, usize::MAX] {
+            for ranks in [1, 2, 3, 33, 1 << 20] {
+                let mut end = 0;
+                for rank in (0..ranks).take(40).chain(ranks.saturating_sub(40)..ranks) {
+                    let range = share(count, ranks, rank);
+                    if rank > 0 {
+                        end = share(count, ranks, rank - 1).end;
+                    }
+                    assert_eq!(range.start, end, "{count} over {ranks}");
+                    assert!(range.len() == count / ranks || range.len() == longest_share(count, ranks));
+                }
+                assert_eq!(share(count, ranks, ranks - 1).end, count);
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_cover_a_run_within_the_limit_and_end_empty() {
+        for (longest, limit) in [(0, 4), (1, 4), (4, 4), (5, 4), ((3 << 31) + 1, 1 << 30), (usize::MAX, 1 << 62)] {
+            let pieces = Pieces::new(longest, limit);
+            assert!(pieces.steps >= 1 && pieces.each <= limit);
+            for len in [longest, longest.saturating_sub(1)] {
+                let mut end = 0;
+                for step in 0..pieces.steps {
+                    let range = pieces.range(step, len);
+                    assert!(range.start == end && range.len() <= limit);
+                    end = range.end;
+                }
+                assert_eq!(end, len);
+                assert!(pieces.range(pieces.steps, len).is_empty());
+            }
+        }
+    }
+}

@@ -1,0 +1,527 @@
+//! Collectives in memory that all ranks of one host map.
+//!
+//! Tensors are ordinary memory; what the others need of them goes through the segment in cache-sized pieces, and results are
+//! combined straight into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `stage` compares
+//! what the ranks are doing, and this file holds one pattern per operation: what to fill, what to take.
+//!
+//! all_reduce of a tensor that does not fit a slot is the one pattern that is more than that. Each rank reduces one share of
+//! every piece from all windows and its own tensor, into its own tensor and into the peers' windows, from where they copy it in
+//! the same pass that fills the window for the piece after next. So both sides read *and* write every shared line: rewriting a
+//! line that the peer has only read was measured at 7 to 9 GB/s, one that the peer has written too at 69 GB/s. Slots with a
+//! separate result area and `process_vm_readv` were 1 to 4 times slower.
+
+#![allow(unsafe_code)]
+
+mod run;
+mod segment;
+mod stage;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::{Call, Collective, Incoming, Io, Outgoing};
+use crate::error::{Error, Result};
+use crate::memory::Arena;
+use crate::reduce::combine;
+use crate::sync::Doorbell;
+use crate::transport::shm::ring_links;
+use crate::transport::{Mesh, Transport};
+use crate::types::{Kind, ReduceOp};
+
+pub use segment::segment_len;
+
+use run::{Route, Runner, Turn};
+use segment::{ALIGN, Buffer, SLOT, Segment};
+use stage::Stage;
+
+/// Kernels on less than this are not timed: reading the clock twice would cost as much.
+const TIMED: usize = 16 << 10;
+/// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
+const EARLY: usize = 32 << 10;
+
+/// The ranks of one host, or some of them, in shared memory.
+pub struct Shm {
+    runner: Runner,
+    /// Streams to the same ranks, for messages between two of them.
+    mesh: Mesh,
+    /// The error after which the ranks are no longer in step.
+    broken: Option<Error>,
+}
+
+impl Shm {
+    /// Rank `index` of this host, whose ranks have the group ranks `members`. The segment has [`segment_len`] bytes, which
+    /// were zeroed before the first rank came, and serves one `Shm` per rank, once.
+    ///
+    /// # Errors
+    /// `System` when the segment is too short.
+    pub fn new(arena: Arc<Arena>, index: usize, members: Vec<usize>) -> Result<Shm> {
+        let segment = Segment::new(arena, index, members.len())?;
+        let (links, bell) = ring_links(segment.arena(), segment.own_rings(), index, members.len());
+        let mesh = Mesh::new(index, members.clone(), links, Some(bell));
+        Ok(Shm { runner: Runner::new(segment, members), mesh, broken: None })
+    }
+
+    fn index(&self) -> usize {
+        self.runner.segment.index
+    }
+
+    fn ranks(&self) -> usize {
+        self.runner.segment.ranks
+    }
+
+    fn run(
+        &mut self,
+        call: &Call<'_>,
+        (verb, bytes): (Kind, usize),
+        route: Route,
+        collect: bool,
+        turn: impl FnMut(&Segment, Turn, Buffer),
+    ) -> Result<()> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
+        let outcome = self.runner.run(call, &stage, route, collect, turn);
+        self.broken = outcome.as_ref().err().cloned();
+        outcome
+    }
+
+    /// all_reduce (no root) and reduce.
+    fn reduce_to(
+        &mut self,
+        call: &Call<'_>,
+        verb: Kind,
+        mut io: Io<'_>,
+        op: ReduceOp,
+        root: Option<usize>,
+    ) -> Result<()> {
+        let (me, ranks) = (self.index(), self.ranks());
+        let total = io.input().len();
+        let gets = root.is_none_or(|root| root == me);
+        if total == 0 {
+            return self.run(call, (verb, 0), Route::Nothing, false, |_, _, _| {});
+        }
+        if total <= small(ranks) {
+            return self.run(call, (verb, total), Route::Slots, false, |segment, turn, buffer| match turn {
+                Turn::Fill(_) => {
+                    // SAFETY: S2, and S1 for who read this slot last.
+                    unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
+                }
+                Turn::Take(_) if gets => {
+                    // SAFETY: S2: slots are left alone once everybody has arrived, and S1 until this rank's next operation.
+                    let inputs = inputs(ranks, |rank| unsafe { segment.read(rank, buffer, 0..total) });
+                    combine_into(call, op, inputs, me, &mut io, 0..total, 0..total);
+                }
+                Turn::Take(_) => {}
+            });
+        }
+        let cut = Cut::new(total, self.runner.segment.window());
+        let share = |piece: usize, rank: usize| {
+            let len = cut.range(piece).len();
+            let each = len.div_ceil(ranks).next_multiple_of(ALIGN);
+            (each * rank).min(len)..(each * (rank + 1)).min(len)
+        };
+        self.run(call, (verb, total), Route::Windows(cut.pieces), gets, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) => {
+                let out = piece.checked_sub(2).filter(|_| gets);
+                let into = (piece < cut.pieces).then_some(piece);
+                let shares = |piece: usize| (0..ranks).filter(|rank| *rank != me).map(move |rank| share(piece, rank));
+                let start = |piece: usize| cut.range(piece).start;
+                match (out, into) {
+                    // The result of two pieces ago leaves the window and the new piece enters, block by block.
+                    (Some(out), Some(into)) if cut.range(out).len() == cut.range(into).len() => {
+                        shares(into).for_each(|share| {
+                            turn_over(segment, buffer, &mut io, share, Some(start(out)), Some(start(into)))
+                        });
+                    }
+                    // The last piece may be shorter. Then shares begin elsewhere, and all must have left before any enters.
+                    _ => {
+                        if let Some(out) = out {
+                            shares(out)
+                                .for_each(|share| turn_over(segment, buffer, &mut io, share, Some(start(out)), None));
+                        }
+                        if let Some(into) = into {
+                            shares(into)
+                                .for_each(|share| turn_over(segment, buffer, &mut io, share, None, Some(start(into))));
+                        }
+                    }
+                }
+            }
+            Turn::Take(piece) => {
+                let mine = share(piece, me);
+                let local = shifted(mine.clone(), cut.range(piece).start);
+                match root {
+                    Some(root) if root != me => {
+                        let timer = Timer::start(call, mine.len());
+                        let mut inputs: Vec<Option<&[u8]>> = Vec::with_capacity(ranks);
+                        for rank in 0..ranks {
+                            inputs.push(match rank {
+                                _ if rank == root => None,
+                                _ if rank == me => Some(&io.input()[local.clone()]),
+                                // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
+                                _ => Some(unsafe { segment.read(rank, buffer, mine.clone()) }),
+                            });
+                        }
+                        // SAFETY: as above; the root's window is not among the inputs.
+                        let out = unsafe { segment.write(root, buffer, mine) };
+                        combine(call.dtype(), op, &inputs, out);
+                        timer.stop();
+                    }
+                    _ => {
+                        let inputs = inputs(ranks, |rank| {
+                            // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
+                            unsafe { segment.read(rank, buffer, mine.clone()) }
+                        });
+                        combine_into(call, op, inputs, me, &mut io, local.clone(), local.clone());
+                        for rank in (0..ranks).filter(|rank| root.is_none() && *rank != me) {
+                            // SAFETY: as above; the inputs are no longer used.
+                            unsafe { segment.write(rank, buffer, mine.clone()) }
+                                .copy_from_slice(&io.output()[local.clone()]);
+                        }
+                    }
+                }
+            }
+        })
+    }
+
+    /// all_gather (no root) and gather.
+    fn gather_to(&mut self, call: &Call<'_>, verb: Kind, mut io: Io<'_>, root: Option<usize>) -> Result<()> {
+        let (me, ranks) = (self.index(), self.ranks());
+        let gets = root.is_none_or(|root| root == me);
+        let (chunk, own) = match &io {
+            Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
+            Io::Split { src, .. } => (src.len(), 0),
+        };
+        let (route, cut) = self.route(chunk, chunk, self.runner.segment.window());
+        self.run(call, (verb, chunk), route, false, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) if piece < cut.pieces && root != Some(me) => {
+                let range = cut.range(piece);
+                // SAFETY: S2 or W2.
+                let out = unsafe { segment.write(me, buffer, 0..range.len()) };
+                out.copy_from_slice(&io.input()[shifted(range, own)]);
+            }
+            Turn::Take(piece) if gets => {
+                let range = cut.range(piece);
+                io.keep_own(shifted(range.clone(), own), me * chunk + range.start);
+                for rank in others(me, ranks) {
+                    // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
+                    let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
+                    io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
+                }
+            }
+            Turn::Fill(_) | Turn::Take(_) => {}
+        })
+    }
+
+    /// How `chunk` bytes per rank travel, when `slot` bytes would lie in a slot and `part` bytes of a chunk in a window.
+    fn route(&self, chunk: usize, slot: usize, part: usize) -> (Route, Cut) {
+        if chunk == 0 {
+            (Route::Nothing, Cut { total: 0, each: 1, pieces: 0 })
+        } else if slot <= SLOT {
+            (Route::Slots, Cut { total: chunk, each: chunk, pieces: 1 })
+        } else {
+            let cut = Cut::new(chunk, part);
+            (Route::Windows(cut.pieces), cut)
+        }
+    }
+
+    /// How a chunk for each rank travels, and where in the buffer they begin.
+    fn route_for_each(&self, chunk: usize) -> (Route, Cut, usize) {
+        let ranks = self.ranks();
+        let part = self.runner.segment.window() / ranks / ALIGN * ALIGN;
+        let (route, cut) = self.route(chunk, chunk.saturating_mul(ranks), part);
+        (route, cut, if route == Route::Slots { chunk } else { part })
+    }
+}
+
+impl Collective for Shm {
+    fn name(&self) -> &'static str {
+        "shm"
+    }
+
+    fn rank(&self) -> usize {
+        self.index()
+    }
+
+    fn size(&self) -> usize {
+        self.ranks()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
+    }
+
+    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.reduce_to(call, Kind::AllReduce, io, op, None)
+    }
+
+    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        self.reduce_to(call, Kind::Reduce, io, op, Some(root))
+    }
+
+    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        let me = self.index();
+        let total = data.len();
+        let part = (total / 4).clamp(EARLY, self.runner.segment.window());
+        let (route, cut) = self.route(total, total, part / ALIGN * ALIGN);
+        self.run(call, (Kind::Broadcast, total), route, false, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) if piece < cut.pieces && me == root => {
+                let range = cut.range(piece);
+                // SAFETY: S2 or W2.
+                unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
+            }
+            Turn::Take(piece) if me != root => {
+                let range = cut.range(piece);
+                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                let from = unsafe { segment.read(root, buffer, 0..range.len()) };
+                data[range].copy_from_slice(from);
+            }
+            Turn::Fill(_) | Turn::Take(_) => {}
+        })
+    }
+
+    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        self.gather_to(call, Kind::AllGather, io, None)
+    }
+
+    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.gather_to(call, Kind::Gather, io, Some(root))
+    }
+
+    fn scatter(&mut self, call: &Call<'_>, mut io: Io<'_>, root: usize) -> Result<()> {
+        let (me, ranks) = (self.index(), self.ranks());
+        let (chunk, home) = match &io {
+            Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
+            Io::Split { dst, .. } => (dst.len(), 0),
+        };
+        let (route, cut, stride) = self.route_for_each(chunk);
+        self.run(call, (Kind::Scatter, chunk), route, false, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) if piece < cut.pieces && me == root => {
+                let range = cut.range(piece);
+                for rank in (0..ranks).filter(|rank| *rank != me) {
+                    // SAFETY: S2 or W2.
+                    let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
+                    out.copy_from_slice(&io.input()[shifted(range.clone(), rank * chunk)]);
+                }
+                io.keep_own(shifted(range.clone(), me * chunk), home + range.start);
+            }
+            Turn::Take(piece) if me != root => {
+                let range = cut.range(piece);
+                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
+                io.output()[shifted(range, home)].copy_from_slice(from);
+            }
+            Turn::Fill(_) | Turn::Take(_) => {}
+        })
+    }
+
+    fn reduce_scatter(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let (me, ranks) = (self.index(), self.ranks());
+        let chunk = io.input().len() / ranks;
+        let home = if matches!(io, Io::InPlace(_)) { me * chunk } else { 0 };
+        let (route, cut, stride) = self.route_for_each(chunk);
+        self.run(call, (Kind::ReduceScatter, chunk), route, false, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) if piece < cut.pieces => {
+                fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
+            }
+            Turn::Fill(_) => {}
+            Turn::Take(piece) => {
+                let range = cut.range(piece);
+                let inputs = inputs(ranks, |rank| {
+                    // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
+                    unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
+                });
+                let from = shifted(range.clone(), me * chunk);
+                combine_into(call, op, inputs, me, &mut io, from, shifted(range, home));
+            }
+        })
+    }
+
+    fn all_to_all(&mut self, call: &Call<'_>, mut io: Io<'_>) -> Result<()> {
+        let (me, ranks) = (self.index(), self.ranks());
+        let chunk = io.input().len() / ranks;
+        let (route, cut, stride) = self.route_for_each(chunk);
+        self.run(call, (Kind::AllToAll, chunk), route, false, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) if piece < cut.pieces => {
+                fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
+            }
+            Turn::Fill(_) => {}
+            Turn::Take(piece) => {
+                let range = cut.range(piece);
+                let own = shifted(range.clone(), me * chunk);
+                io.keep_own(own.clone(), own.start);
+                for rank in others(me, ranks) {
+                    // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
+                    let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
+                    io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
+                }
+            }
+        })
+    }
+
+    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        let outcome = self.mesh.exchange(call, sends, recvs);
+        self.broken = outcome.as_ref().err().cloned();
+        outcome
+    }
+
+    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
+        self.run(call, (Kind::Barrier, 0), Route::Nothing, false, |_, _, _| {})
+    }
+}
+
+/// Streams over the second set of rings of a lane's segment, for a group that connects the ranks of one host by streams beside
+/// the `Shm` on the same segment. Rank `index` of `ranks` asks once.
+pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
+    ring_links(arena, segment::spare_rings(ranks), index, ranks)
+}
+
+/// Copy out and refill alternate after this many bytes: well within the first-level cache.
+const BLOCK: usize = 4 << 10;
+
+/// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
+fn small(ranks: usize) -> usize {
+    (4 * SLOT / ranks).clamp(2 << 10, SLOT)
+}
+
+/// The peers of `me`, beginning with its neighbour, so that not all ranks pull at the same memory first.
+fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
+    (1..ranks).map(move |step| (me + step) % ranks)
+}
+
+fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
+}
+
+/// A tensor or chunk cut into pieces.
+#[derive(Clone, Copy)]
+struct Cut {
+    total: usize,
+    /// Bytes of every piece but the last, which may be shorter.
+    each: usize,
+    pieces: usize,
+}
+
+impl Cut {
+    /// Pieces of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
+    fn new(total: usize, most: usize) -> Cut {
+        let each = total.div_ceil(total.div_ceil(most)).next_multiple_of(ALIGN);
+        Cut { total, each, pieces: total.div_ceil(each) }
+    }
+
+    fn range(&self, piece: usize) -> Range<usize> {
+        piece * self.each..((piece + 1) * self.each).min(self.total)
+    }
+}
+
+impl Io<'_> {
+    fn input(&self) -> &[u8] {
+        match self {
+            Io::InPlace(data) => data,
+            Io::Split { src, .. } => src,
+        }
+    }
+
+    fn output(&mut self) -> &mut [u8] {
+        match self {
+            Io::InPlace(data) => data,
+            Io::Split { dst, .. } => dst,
+        }
+    }
+
+    /// Copies what a rank sends to itself, unless it is there already.
+    fn keep_own(&mut self, from: Range<usize>, to: usize) {
+        if let Io::Split { src, dst } = self {
+            dst[to..to + from.len()].copy_from_slice(&src[from]);
+        }
+    }
+}
+
+/// What each rank contributes, in rank order.
+fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<Option<&'a [u8]>> {
+    (0..ranks).map(|rank| Some(read(rank))).collect()
+}
+
+/// Combines the others' contributions and this rank's own, `from` of its input, into `to` of its output.
+fn combine_into<'a>(
+    call: &Call<'_>,
+    op: ReduceOp,
+    mut inputs: Vec<Option<&'a [u8]>>,
+    me: usize,
+    io: &'a mut Io<'_>,
+    from: Range<usize>,
+    to: Range<usize>,
+) {
+    let timer = Timer::start(call, to.len());
+    match io {
+        Io::InPlace(data) => {
+            inputs[me] = None;
+            combine(call.dtype(), op, &inputs, &mut data[to]);
+        }
+        Io::Split { src, dst } => {
+            inputs[me] = Some(&src[from]);
+            combine(call.dtype(), op, &inputs, &mut dst[to]);
+        }
+    }
+    timer.stop();
+}
+
+/// Copies a share of the own window to the tensor, where `out` is the beginning of its piece there, and then fills it from the
+/// tensor, where `into` is the beginning of the new piece.
+fn turn_over(
+    segment: &Segment,
+    buffer: Buffer,
+    io: &mut Io<'_>,
+    share: Range<usize>,
+    out: Option<usize>,
+    into: Option<usize>,
+) {
+    let mut start = share.start;
+    while start < share.end {
+        let block = start..(start + BLOCK).min(share.end);
+        if let Some(out) = out {
+            // SAFETY: W2; the peer that wrote the result here did so when it took that piece.
+            let window = unsafe { segment.read(segment.index, buffer, block.clone()) };
+            io.output()[shifted(block.clone(), out)].copy_from_slice(window);
+        }
+        if let Some(into) = into {
+            // SAFETY: W2; the slice above is no longer used.
+            let window = unsafe { segment.write(segment.index, buffer, block.clone()) };
+            window.copy_from_slice(&io.input()[shifted(block.clone(), into)]);
+        }
+        start = block.end;
+    }
+}
+
+/// Writes this piece of every other rank's chunk into the own buffer.
+fn fill_for_each(segment: &Segment, buffer: Buffer, input: &[u8], range: Range<usize>, chunk: usize, stride: usize) {
+    for rank in others(segment.index, segment.ranks) {
+        // SAFETY: S2 or W2.
+        let out = unsafe { segment.write(segment.index, buffer, shifted(0..range.len(), rank * stride)) };
+        out.copy_from_slice(&input[shifted(range.clone(), rank * chunk)]);
+    }
+}
+
+/// Counts the time of a kernel, where it is worth it.
+struct Timer<'a> {
+    call: &'a Call<'a>,
+    begun: Option<Instant>,
+}
+
+impl<'a> Timer<'a> {
+    fn start(call: &'a Call<'a>, bytes: usize) -> Timer<'a> {
+        Timer { call, begun: (bytes >= TIMED).then(Instant::now) }
+    }
+
+    fn stop(self) {
+        if let Some(begun) = self.begun {
+            self.call.stats.add_reduce(begun.elapsed());
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! The protocol by which the ranks of one host take turns in shared memory.
+//!
+//! Every rank counts its **arrivals** in a word that only it increases. Ranks that make the same calls arrive equally often, so
+//! "everybody has come to where I am" is "every counter has reached mine". Facts, numbered because the `unsafe` blocks quote them:
+//!
+//! - **S1.** The first thing that an operation does is: publish its fingerprint, fill, arrive, wait for all. So a rank that has
+//!   passed this in operation k knows that all others have finished operation k - 1, and nobody can be two operations ahead. What
+//!   is doubled by the parity of the operation (fingerprints, slots) is never overwritten while a slow peer may read it.
+//! - **S2.** A rank's slot is written by that rank only, before the operation's first arrival.
+//! - **W1.** Piece p lies in the windows of parity p % 2. A rank fills its own window with piece p before its arrival number p
+//!   of the operation (counting from 0), and takes piece p between waiting for everybody's arrival number p and its own next one.
+//! - **W2.** So while a rank fills its window for piece p + 1, all have taken piece p - 1 from it: nobody else touches it.
+//! - **W3.** An operation may end while peers still take its last piece. The next one that uses windows waits for them first.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::segment::{Buffer, Segment};
+use super::stage::Stage;
+use crate::collective::Call;
+use crate::error::Result;
+use crate::sync::{SLICE, futex_wait, futex_wake};
+
+/// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
+/// computing thread of this process may want the core.
+const SPIN: Duration = Duration::from_micros(50);
+/// How often a rank without a core of its own lets others run before it sleeps.
+const YIELDS: usize = 3;
+
+/// In an arrival word: somebody sleeps on it. The count is in the bits above.
+const SLEEPERS: u32 = 1;
+/// Counts have 31 bits and wrap; ranks are never half the circle apart.
+const COUNT: u32 = u32::MAX >> 1;
+
+/// What the two ends of a piece are asked to do. Pieces count from 0.
+pub(super) enum Turn {
+    /// Write into this rank's own buffer what the others need of this piece, if there is such a piece. Comes for one piece
+    /// beyond the last as well, where a pattern may have to empty what it filled two pieces ago.
+    Fill(usize),
+    /// Use what all ranks wrote of this piece.
+    Take(usize),
+}
+
+/// Where an operation's pieces travel.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Route {
+    /// Nothing travels: a synchronisation only.
+    Nothing,
+    /// One piece, in slots.
+    Slots,
+    /// This many pieces, at least one, in windows.
+    Windows(usize),
+}
+
+/// One rank's state in the protocol.
+pub(super) struct Runner {
+    pub(super) segment: Segment,
+    /// Group rank of each rank on this host, for errors.
+    pub(super) members: Vec<usize>,
+    /// Own arrivals so far, modulo 2^31.
+    arrivals: u32,
+    /// The count at which all have let go of this rank's windows.
+    windows_free: u32,
+    /// Parity of the number of operations so far.
+    parity: usize,
+    /// Every rank of this host can have a core of its own.
+    spins: bool,
+}
+
+impl Runner {
+    pub(super) fn new(segment: Segment, members: Vec<usize>) -> Runner {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = segment.ranks <= cores;
+        Runner { segment, members, arrivals: 0, windows_free: 0, parity: 0, spins }
+    }
+
+    /// The buffer of a piece. To be asked by turns while [`Runner::run`] runs.
+    fn buffer(route: Route, parity: usize, piece: usize) -> Buffer {
+        match route {
+            Route::Windows(_) => Buffer::Window(piece % 2),
+            Route::Nothing | Route::Slots => Buffer::Slot(parity),
+        }
+    }
+
+    /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
+    /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
+    pub(super) fn run(
+        &mut self,
+        call: &Call<'_>,
+        stage: &Stage,
+        route: Route,
+        collect: bool,
+        mut turn: impl FnMut(&Segment, Turn, Buffer),
+    ) -> Result<()> {
+        let total = stage.bytes;
+        let pieces = match route {
+            Route::Nothing => 0,
+            Route::Slots => 1,
+            Route::Windows(pieces) => pieces,
+        };
+        let windows = matches!(route, Route::Windows(_));
+        self.parity ^= 1;
+        let parity = self.parity;
+        stage.publish(&self.segment, parity);
+        if windows {
+            self.wait_for(call, self.windows_free, 0, total)?;
+        }
+        if pieces > 0 {
+            turn(&self.segment, Turn::Fill(0), Self::buffer(route, parity, 0));
+        }
+        self.arrive();
+        self.wait_for(call, self.arrivals, 0, total)?;
+        for peer in (0..self.segment.ranks).filter(|peer| *peer != self.segment.index) {
+            if let Err(theirs) = stage.compare(&self.segment, peer, parity) {
+                return Err(call.mismatch(self.members[peer], &theirs));
+            }
+        }
+        for piece in 0..pieces {
+            if piece > 0 {
+                self.wait_for(call, self.arrivals, part(total, piece, pieces), total)?;
+            }
+            if windows {
+                turn(&self.segment, Turn::Fill(piece + 1), Self::buffer(route, parity, piece + 1));
+            }
+            turn(&self.segment, Turn::Take(piece), Self::buffer(route, parity, piece));
+            if windows {
+                self.arrive();
+            }
+        }
+        if windows {
+            self.windows_free = self.arrivals;
+            if collect {
+                self.wait_for(call, self.arrivals, total, total)?;
+                turn(&self.segment, Turn::Fill(pieces + 1), Self::buffer(route, parity, pieces + 1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the others that this rank has come one step further.
+    fn arrive(&mut self) {
+        self.arrivals = self.arrivals.wrapping_add(1) & COUNT;
+        let word = self.segment.arrived(self.segment.index);
+        // Release: what was written before is seen by whoever sees the count. The swap takes the sleepers' mark with it.
+        if word.swap(self.arrivals << 1, Ordering::AcqRel) & SLEEPERS != 0 {
+            futex_wake(word);
+        }
+    }
+
+    fn has_come(&self, peer: usize, target: u32) -> bool {
+        let count = self.segment.arrived(peer).load(Ordering::Acquire) >> 1;
+        count.wrapping_sub(target) & COUNT <= COUNT / 2
+    }
+
+    /// Returns when every rank's count has reached `target`.
+    #[inline]
+    fn wait_for(&self, call: &Call<'_>, target: u32, done: u64, total: u64) -> Result<()> {
+        let (ranks, index) = (self.segment.ranks, self.segment.index);
+        // Beginning with the neighbour: not all ranks should pull at the same line first.
+        let mut peer = index + 1;
+        for _ in 1..ranks {
+            if peer >= ranks {
+                peer = 0;
+            }
+            if !self.has_come(peer, target) {
+                let begun = Instant::now();
+                let outcome = self.wait_for_one(call, peer, target, done, total);
+                call.stats.add_wait(begun.elapsed());
+                outcome?;
+            }
+            peer += 1;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn wait_for_one(&self, call: &Call<'_>, peer: usize, target: u32, done: u64, total: u64) -> Result<()> {
+        if self.spins {
+            let begun = Instant::now();
+            while begun.elapsed() < SPIN {
+                for _ in 0..32 {
+                    if self.has_come(peer, target) {
+                        return Ok(());
+                    }
+                    std::hint::spin_loop();
+                }
+            }
+        } else {
+            for _ in 0..YIELDS {
+                std::thread::yield_now();
+                if self.has_come(peer, target) {
+                    return Ok(());
+                }
+            }
+        }
+        let word = self.segment.arrived(peer);
+        loop {
+            let closed = self.segment.closed(peer).load(Ordering::Acquire) != 0;
+            if self.has_come(peer, target) {
+                return Ok(());
+            }
+            if closed {
+                let lost = call.watch.stream_lost(self.members[peer], "its shared memory was closed");
+                return Err(lost.during(call.progress(done, total)));
+            }
+            let missing = self.missing(target);
+            if let Err(error) = call.check(&missing, done, total) {
+                // It may have come, and left, while the watch was asked.
+                return if self.has_come(peer, target) { Ok(()) } else { Err(error) };
+            }
+            let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
+            if !self.has_come(peer, target) {
+                futex_wait(word, seen, SLICE.min(call.deadline.left().max(Duration::from_micros(100))));
+            }
+        }
+    }
+
+    /// Group ranks whose count has not reached `target`.
+    fn missing(&self, target: u32) -> Vec<usize> {
+        let absent = |peer: &usize| *peer != self.segment.index && !self.has_come(*peer, target);
+        (0..self.segment.ranks).filter(absent).map(|peer| self.members[peer]).collect()
+    }
+
+    /// Begins counting shortly before the counter wraps, on every rank alike.
+    #[cfg(test)]
+    pub(super) fn wind_forward(&mut self) {
+        self.arrivals = COUNT - 5;
+        self.windows_free = self.arrivals;
+        self.segment.arrived(self.segment.index).store(self.arrivals << 1, Ordering::Release);
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        self.segment.closed(self.segment.index).store(1, Ordering::Release);
+        futex_wake(self.segment.arrived(self.segment.index));
+    }
+}
+
+/// The share of `total` that `piece` of `pieces` is; u128 because total * piece may not fit.
+fn part(total: u64, piece: usize, pieces: usize) -> u64 {
+    u64::try_from(u128::from(total) * piece as u128 / pieces as u128).unwrap_or(total)
+}

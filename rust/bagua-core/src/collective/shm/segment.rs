@@ -1,0 +1,160 @@
+//! Where everything lies in the segment that the ranks of one host share.
+//!
+//! Per rank, one after the other: a control block, two slots, two windows. Behind them two sets of byte rings: one for the
+//! messages of [`super::Shm`] itself, one for whoever connects the same ranks by streams as well.
+//!
+//! Who may touch what, and when, is the protocol of [`super::run`]; this file only knows offsets.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use crate::error::{Error, Result};
+use crate::memory::Arena;
+use crate::transport::shm::rings_len;
+
+/// Two cache lines: the hardware fetches lines in pairs.
+const LINE: usize = 128;
+/// Bytes of a control block: the arrival word, the closed word, two fingerprints, each on lines of its own.
+const CONTROL: usize = 4 * LINE;
+/// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
+pub(super) const SLOT: usize = 16 << 10;
+/// Pieces of a window that belong to different ranks begin on lines of their own.
+pub(super) const ALIGN: usize = 64;
+/// Words of a fingerprint.
+pub(super) const WORDS: usize = 8;
+
+/// Bytes of a window. Measured: 256 KiB with two ranks, twice that with four ranks on two cores.
+const fn window_len(ranks: usize) -> usize {
+    if ranks <= 2 { 256 << 10 } else { 512 << 10 }
+}
+
+const fn rank_len(ranks: usize) -> usize {
+    CONTROL + 2 * SLOT + 2 * window_len(ranks)
+}
+
+/// Bytes of shared memory that one lane of `ranks` ranks on one host needs. Most of it is never touched.
+pub const fn segment_len(ranks: usize) -> usize {
+    ranks * rank_len(ranks) + 2 * rings_len(ranks)
+}
+
+/// Which of the two buffers that a rank writes for the others.
+#[derive(Clone, Copy)]
+pub(super) enum Buffer {
+    /// The slot for operations with this parity.
+    Slot(usize),
+    /// The window for pieces with this parity.
+    Window(usize),
+}
+
+/// The mapped segment, seen by one rank.
+pub(super) struct Segment {
+    arena: Arc<Arena>,
+    /// This rank, on this host.
+    pub(super) index: usize,
+    /// Ranks on this host.
+    pub(super) ranks: usize,
+}
+
+impl Segment {
+    pub(super) fn new(arena: Arc<Arena>, index: usize, ranks: usize) -> Result<Segment> {
+        if index >= ranks || arena.len() < segment_len(ranks) {
+            return Err(Error::System(format!(
+                "a shared segment of {} bytes for rank {index} of {ranks}, which needs {}",
+                arena.len(),
+                segment_len(ranks)
+            )));
+        }
+        Ok(Segment { arena, index, ranks })
+    }
+
+    pub(super) fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// Bytes of one window.
+    pub(super) fn window(&self) -> usize {
+        window_len(self.ranks)
+    }
+
+    /// How far a rank has come.
+    pub(super) fn arrived(&self, rank: usize) -> &AtomicU32 {
+        self.arena.word(rank * rank_len(self.ranks))
+    }
+
+    /// Not 0 when a rank has let go of the segment.
+    pub(super) fn closed(&self, rank: usize) -> &AtomicU32 {
+        self.arena.word(rank * rank_len(self.ranks) + LINE)
+    }
+
+    /// A word of the fingerprint of a rank's operation with this parity.
+    pub(super) fn fingerprint(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
+        self.arena.long(rank * rank_len(self.ranks) + (2 + parity) * LINE + 8 * word)
+    }
+
+    fn place(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> Range<usize> {
+        let (begin, len) = match buffer {
+            Buffer::Slot(parity) => (CONTROL + parity * SLOT, SLOT),
+            Buffer::Window(parity) => (CONTROL + 2 * SLOT + parity * self.window(), self.window()),
+        };
+        assert!(rank < self.ranks && range.start <= range.end && range.end <= len);
+        let begin = begin + rank * rank_len(self.ranks);
+        begin + range.start..begin + range.end
+    }
+
+    /// Bytes of a rank's buffer.
+    ///
+    /// # Safety
+    /// No rank writes to the range before this rank next arrives, and the slice does not outlive that moment.
+    pub(super) unsafe fn read(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> &[u8] {
+        // SAFETY: by this function's promise.
+        unsafe { self.arena.slice(self.place(rank, buffer, range)) }
+    }
+
+    /// Bytes of a rank's buffer, to write.
+    ///
+    /// # Safety
+    /// No other rank reads or writes the range before this rank next arrives, the slice does not outlive that moment, and this
+    /// rank holds no other slice of the range.
+    #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the protocol can promise")]
+    pub(super) unsafe fn write(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> &mut [u8] {
+        // SAFETY: by this function's promise.
+        unsafe { self.arena.slice_mut(self.place(rank, buffer, range)) }
+    }
+
+    /// Where the streams of [`super::Shm`] begin.
+    pub(super) fn own_rings(&self) -> usize {
+        own_rings(self.ranks)
+    }
+}
+
+fn own_rings(ranks: usize) -> usize {
+    (ranks * rank_len(ranks)).next_multiple_of(LINE)
+}
+
+/// Where the second set of streams begins.
+pub(super) fn spare_rings(ranks: usize) -> usize {
+    own_rings(ranks) + rings_len(ranks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_stays_within_a_megabyte_and_some_per_rank_beside_its_rings() {
+        for ranks in 1..=64 {
+            assert!(rank_len(ranks) <= (1 << 20) + (64 << 10));
+            assert!(spare_rings(ranks) + rings_len(ranks) <= segment_len(ranks));
+            assert_eq!(rank_len(ranks) % LINE, 0);
+        }
+    }
+
+    #[test]
+    fn a_segment_that_is_too_short_is_refused() {
+        let arena = Arc::new(Arena::create("bagua-test", segment_len(2)).unwrap());
+        assert!(Segment::new(Arc::clone(&arena), 1, 2).is_ok());
+        assert!(Segment::new(Arc::clone(&arena), 2, 2).is_err());
+        assert!(Segment::new(arena, 0, 3).is_err());
+    }
+}

@@ -1,0 +1,116 @@
+//! What a rank publishes of an operation before it arrives, and how the others read it.
+
+use std::sync::atomic::Ordering;
+
+use super::segment::{Segment, WORDS};
+use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
+
+/// One call of a method of [`super::Shm`]: the operation's fingerprint, and what this part of it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stage {
+    pub(super) fingerprint: Fingerprint,
+    /// The method. Differs from the fingerprint's kind in a stage of `hier`.
+    pub(super) verb: Kind,
+    /// Bytes that the method was given, counted in the same way on every rank.
+    pub(super) bytes: u64,
+}
+
+/// Stands for "none" where a code is expected.
+const NONE: u64 = 0xff;
+
+impl Stage {
+    fn words(&self) -> [u64; WORDS] {
+        let it = &self.fingerprint;
+        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        [
+            pair(it.epoch, it.channel),
+            it.kind as u64
+                | (it.dtype as u64) << 8
+                | it.op.map_or(NONE, |op| op as u64) << 16
+                | u64::from(it.root.is_some()) << 24
+                | u64::from(it.root.unwrap_or(0)) << 32,
+            it.seq,
+            it.count,
+            pair(it.shape.dims[0], it.shape.dims[1]),
+            pair(it.shape.dims[2], it.shape.dims[3]),
+            u64::from(it.shape.ndim) | (self.verb as u64) << 8,
+            self.bytes,
+        ]
+    }
+
+    fn from_words(words: [u64; WORDS]) -> Option<Stage> {
+        let byte = |word: usize, at: u32| (words[word] >> (8 * at)) as u8;
+        let low = |word: usize| words[word] as u32;
+        let high = |word: usize| (words[word] >> 32) as u32;
+        let op = match byte(1, 2) {
+            0xff => None,
+            code => Some(ReduceOp::from_code(code)?),
+        };
+        let fingerprint = Fingerprint {
+            epoch: low(0),
+            channel: high(0),
+            kind: Kind::from_code(byte(1, 0))?,
+            seq: words[2],
+            dtype: DType::from_code(byte(1, 1))?,
+            op,
+            root: (byte(1, 3) != 0).then(|| high(1)),
+            count: words[3],
+            shape: Shape { ndim: byte(6, 0), dims: [low(4), high(4), low(5), high(5)] },
+        };
+        Some(Stage { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
+    }
+
+    /// Writes it where the others look for it. They do so after this rank's next arrival, which orders the two.
+    pub(super) fn publish(&self, segment: &Segment, parity: usize) {
+        for (at, word) in self.words().into_iter().enumerate() {
+            segment.fingerprint(segment.index, parity, at).store(word, Ordering::Relaxed);
+        }
+    }
+
+    /// Ok when `peer` published the same, otherwise what it does, in words.
+    pub(super) fn compare(&self, segment: &Segment, peer: usize, parity: usize) -> Result<(), String> {
+        let mut theirs = [0; WORDS];
+        for (at, word) in theirs.iter_mut().enumerate() {
+            *word = segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
+        }
+        if theirs == self.words() {
+            return Ok(());
+        }
+        Err(match Stage::from_words(theirs) {
+            None => "something that makes no sense".to_owned(),
+            Some(stage) if stage.fingerprint != self.fingerprint => stage.fingerprint.to_string(),
+            Some(stage) => format!("{}, in it {} of {} bytes", stage.fingerprint, stage.verb.name(), stage.bytes),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_field_survives_the_way_through_shared_memory() {
+        let plain = Stage {
+            fingerprint: Fingerprint {
+                epoch: 0xfeed_beef,
+                channel: 7,
+                kind: Kind::Reduce,
+                seq: u64::MAX - 1,
+                dtype: DType::I64,
+                op: Some(ReduceOp::Avg),
+                root: Some(u32::MAX),
+                count: 3 << 40,
+                shape: Shape { ndim: 255, dims: [1, 2, 3, u32::MAX] },
+            },
+            verb: Kind::Broadcast,
+            bytes: 1 << 50,
+        };
+        let bare = Stage { fingerprint: Fingerprint { op: None, root: None, ..plain.fingerprint }, ..plain };
+        let other_root = Stage { fingerprint: Fingerprint { root: Some(0), ..bare.fingerprint }, ..plain };
+        for stage in [plain, bare, other_root] {
+            assert_eq!(Stage::from_words(stage.words()), Some(stage));
+        }
+        assert_ne!(bare.words(), other_root.words());
+        assert_eq!(Stage::from_words([0; WORDS]), None);
+    }
+}

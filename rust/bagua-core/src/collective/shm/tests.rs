@@ -1,0 +1,353 @@
+//! Ranks are threads here, each with a mapping of its own, as processes have.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::stats::OpStats;
+use crate::sync::Deadline;
+use crate::types::{DType, Fingerprint, Shape};
+use crate::watch::Watch;
+
+/// What a thread needs to be a rank.
+struct Rank {
+    shm: Shm,
+    watch: Arc<Watch>,
+    stats: OpStats,
+    seq: u64,
+    limit: Duration,
+}
+
+impl Rank {
+    fn print(
+        &mut self,
+        kind: Kind,
+        dtype: DType,
+        op: Option<ReduceOp>,
+        root: Option<usize>,
+        bytes: usize,
+    ) -> Fingerprint {
+        self.seq += 1;
+        let count = bytes / dtype.size();
+        let root = root.map(|root| root as u32);
+        Fingerprint {
+            epoch: 1,
+            channel: 2,
+            kind,
+            seq: self.seq,
+            dtype,
+            op,
+            root,
+            count: count as u64,
+            shape: Shape::flat(count),
+        }
+    }
+
+    fn with<T>(&mut self, fingerprint: Fingerprint, run: impl FnOnce(&mut Shm, &Call<'_>) -> T) -> T {
+        let deadline = Deadline::after(self.limit);
+        let call = Call { fingerprint, deadline, watch: &self.watch, stats: &self.stats, label: "" };
+        run(&mut self.shm, &call)
+    }
+}
+
+fn ranks_of(n: usize) -> Vec<Rank> {
+    let arena = Arena::create("bagua-test", segment_len(n)).unwrap();
+    let one = |index: usize| {
+        let fd: OwnedFd = arena.fd().try_clone_to_owned().unwrap();
+        let mut shm = Shm::new(Arc::new(Arena::from_fd(fd).unwrap()), index, (0..n).collect()).unwrap();
+        shm.runner.wind_forward();
+        let limit = Duration::from_secs(60);
+        Rank { shm, watch: Watch::local(index, n), stats: OpStats::default(), seq: 0, limit }
+    };
+    (0..n).map(one).collect()
+}
+
+/// Runs `act` as every rank of `n`, and returns what they return.
+fn on_all<T: Send>(n: usize, act: impl Fn(usize, Rank) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let act = &act;
+        let start = |(index, rank)| scope.spawn(move || act(index, rank));
+        let threads: Vec<_> = ranks_of(n).into_iter().enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The same numbers on every rank.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % below
+    }
+}
+
+/// What `rank` holds at the beginning of operation `seed`: numbers that fit every element type and whose sums round.
+fn data(rank: usize, seed: u64, dtype: DType, bytes: usize) -> Vec<u8> {
+    let mut dice =
+        Dice((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (rank as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03));
+    let first = dice.roll(1 << 20);
+    let number = |at: usize| ((at * 7919 + first) % 2003) as f64 / 61.0 - 9.0;
+    let values = 0..bytes / dtype.size();
+    match dtype {
+        DType::F32 => values.flat_map(|at| (number(at) as f32).to_le_bytes()).collect(),
+        DType::F64 => values.flat_map(|at| number(at).to_le_bytes()).collect(),
+        DType::BF16 => values.flat_map(|at| half::bf16::from_f64(number(at)).to_le_bytes()).collect(),
+        _ => (0..bytes).map(|at| (at * 31 + first) as u8).collect(),
+    }
+}
+
+/// The combination of all ranks' bytes in `range`.
+fn combined(n: usize, seed: u64, dtype: DType, op: ReduceOp, bytes: usize, range: std::ops::Range<usize>) -> Vec<u8> {
+    let all: Vec<Vec<u8>> = (0..n).map(|rank| data(rank, seed, dtype, bytes)).collect();
+    let mut out = vec![0; range.len()];
+    combine(dtype, op, &all.iter().map(|one| Some(&one[range.clone()])).collect::<Vec<_>>(), &mut out);
+    out
+}
+
+/// Runs one operation of every verb's kind in place or out of place and compares all bytes.
+fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, root: usize, split: bool) {
+    let (me, n) = (rank.shm.rank(), rank.shm.size());
+    let chunk = chunk / dtype.size() * dtype.size();
+    let seed = rank.seq;
+    let whole = n * chunk;
+    let at = |r: usize| r * chunk..(r + 1) * chunk;
+    let joined = || (0..n).flat_map(|r| data(r, seed, dtype, chunk)).collect::<Vec<u8>>();
+    // Input, length of the output of a Split call, place of the chunk in an InPlace call, and what must come out of both.
+    let (input, out_len): (Vec<u8>, usize) = match verb {
+        Kind::AllReduce | Kind::Reduce | Kind::Broadcast => (data(me, seed, dtype, chunk), chunk),
+        Kind::AllGather | Kind::Gather => (data(me, seed, dtype, chunk), whole),
+        Kind::Scatter | Kind::ReduceScatter => (data(me, seed, dtype, whole), chunk),
+        Kind::AllToAll => (data(me, seed, dtype, whole), whole),
+        _ => (Vec::new(), 0),
+    };
+    let expected: Option<Vec<u8>> = match verb {
+        Kind::AllReduce => Some(combined(n, seed, dtype, op, chunk, 0..chunk)),
+        Kind::Reduce => (me == root).then(|| combined(n, seed, dtype, op, chunk, 0..chunk)),
+        Kind::Broadcast => Some(data(root, seed, dtype, chunk)),
+        Kind::AllGather => Some(joined()),
+        Kind::Gather => (me == root).then(joined),
+        Kind::Scatter => Some(data(root, seed, dtype, whole)[at(me)].to_vec()),
+        Kind::ReduceScatter => Some(combined(n, seed, dtype, op, whole, at(me))),
+        Kind::AllToAll => Some((0..n).flat_map(|r| data(r, seed, dtype, whole)[at(me)].to_vec()).collect()),
+        _ => None,
+    };
+    let print = rank.print(verb, dtype, Some(op), Some(root), chunk);
+    // One byte off any alignment.
+    let mut buffer = vec![0xee; 1 + whole.max(chunk)];
+    let shown: Vec<u8>;
+    let run = |shm: &mut Shm, call: &Call<'_>, io: Io<'_>| match verb {
+        Kind::AllReduce => shm.all_reduce(call, io, op),
+        Kind::Reduce => shm.reduce(call, io, op, root),
+        Kind::AllGather => shm.all_gather(call, io),
+        Kind::Gather => shm.gather(call, io, root),
+        Kind::Scatter => shm.scatter(call, io, root),
+        Kind::ReduceScatter => shm.reduce_scatter(call, io, op),
+        Kind::AllToAll => shm.all_to_all(call, io),
+        _ => shm.barrier(call),
+    };
+    if verb == Kind::Broadcast {
+        let data = &mut buffer[1..1 + chunk];
+        data.copy_from_slice(&input);
+        rank.with(print, |shm, call| shm.broadcast(call, data, root)).unwrap();
+        shown = data.to_vec();
+    } else if split {
+        let ignored = matches!(verb, Kind::Reduce | Kind::Gather) && me != root;
+        let dst = &mut buffer[1..1 + if ignored { 0 } else { out_len }];
+        let src = if verb == Kind::Scatter && me != root { &[][..] } else { &input[..] };
+        rank.with(print, |shm, call| run(shm, call, Io::Split { src, dst })).unwrap();
+        shown = dst.to_vec();
+    } else {
+        let chunks = !matches!(verb, Kind::AllReduce | Kind::Reduce | Kind::Barrier);
+        let data = &mut buffer[1..1 + if chunks { whole } else { input.len() }];
+        let gathers = matches!(verb, Kind::AllGather | Kind::Gather);
+        if gathers {
+            data[at(me)].copy_from_slice(&input)
+        } else {
+            data.copy_from_slice(&input)
+        }
+        let before = data.to_vec();
+        rank.with(print, |shm, call| run(shm, call, Io::InPlace(data))).unwrap();
+        if matches!(verb, Kind::Scatter | Kind::ReduceScatter) {
+            let others = |it: &[u8]| [&it[..at(me).start], &it[at(me).end..]].concat();
+            assert!(others(data) == others(&before), "{verb:?}: chunks of others changed");
+            shown = data[at(me)].to_vec();
+        } else {
+            assert!(expected.is_some() || *data == before[..], "{verb:?}: a rank that gets nothing was changed");
+            shown = data.to_vec();
+        }
+    }
+    if let Some(expected) = expected {
+        assert!(shown == expected, "{verb:?} of {chunk} bytes of {} on rank {me} of {n}, split {split}", dtype.name());
+    }
+}
+
+const VERBS: [Kind; 9] = [
+    Kind::AllReduce,
+    Kind::Reduce,
+    Kind::Broadcast,
+    Kind::AllGather,
+    Kind::Gather,
+    Kind::Scatter,
+    Kind::ReduceScatter,
+    Kind::AllToAll,
+    Kind::Barrier,
+];
+
+#[test]
+fn every_verb_gives_the_combination_in_rank_order_at_every_size() {
+    for n in [1, 2, 3, 4, 5, 8] {
+        on_all(n, |_, mut rank| {
+            for bytes in [0, 4, 28, 4092, SLOT, SLOT + 4, 300_004, 1_100_012, 1_800_000] {
+                for verb in VERBS {
+                    let op = if bytes % 8 == 0 { ReduceOp::Sum } else { ReduceOp::Avg };
+                    let root = (bytes / 4 + 1) % n;
+                    // All chunks of the large ones would only repeat what three ranks show.
+                    let bytes = if n > 3 { bytes / 3 } else { bytes };
+                    one(&mut rank, verb, DType::F32, op, bytes, root, bytes % 3 == 0);
+                    one(&mut rank, verb, DType::F32, op, bytes, root, bytes % 3 != 0);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn every_operation_of_every_type_that_has_it_is_served() {
+    on_all(3, |_, mut rank| {
+        for dtype in [DType::F32, DType::F64, DType::BF16, DType::U8, DType::I8] {
+            for op in ReduceOp::ALL.into_iter().filter(|op| op.check(dtype).is_ok()) {
+                one(&mut rank, Kind::AllReduce, dtype, op, 1000, 0, true);
+                one(&mut rank, Kind::AllReduce, dtype, op, 700_008, 0, false);
+            }
+        }
+    });
+}
+
+#[test]
+fn ten_thousand_operations_of_random_verbs_and_sizes_stay_in_step() {
+    on_all(4, |_, mut rank| {
+        let mut dice = Dice(20_240_601);
+        for _ in 0..10_000 {
+            let verb = VERBS[dice.roll(VERBS.len())];
+            let most = match dice.roll(200) {
+                0 => 900 << 10,
+                1..=10 => 60 << 10,
+                _ => 1500,
+            };
+            let (bytes, root, split) = (dice.roll(most), dice.roll(4), dice.roll(2) == 0);
+            one(&mut rank, verb, DType::F32, ReduceOp::Sum, bytes, root, split);
+        }
+    });
+}
+
+#[test]
+fn late_rank_gets_a_timeout_that_names_it() {
+    let outcomes = on_all(3, |index, mut rank| {
+        if index == 1 {
+            return Ok(rank);
+        }
+        rank.limit = Duration::from_millis(150);
+        let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
+        rank.with(print, |shm, call| shm.barrier(call)).map(|()| rank)
+    });
+    for (index, outcome) in outcomes.into_iter().enumerate().filter(|(index, _)| *index != 1) {
+        match outcome.err() {
+            Some(Error::Timeout { missing, noticed_by, .. }) => assert_eq!((missing, noticed_by), (vec![1], index)),
+            other => panic!("rank {index}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn rank_that_closes_its_memory_ends_the_waits_of_all_others_in_a_second() {
+    let outcomes = on_all(3, |index, mut rank| {
+        let mut values = vec![0; 1 << 20];
+        for round in 0.. {
+            if index == 2 && round == 3 {
+                break;
+            }
+            let print = rank.print(Kind::AllReduce, DType::F32, Some(ReduceOp::Sum), None, values.len());
+            let begun = Instant::now();
+            let outcome = rank.with(print, |shm, call| shm.all_reduce(call, Io::InPlace(&mut values), ReduceOp::Sum));
+            if let Err(error) = outcome {
+                return Some((error, begun.elapsed()));
+            }
+        }
+        None
+    });
+    for outcome in &outcomes[..2] {
+        let (error, took) = outcome.as_ref().unwrap();
+        assert!(matches!(error, Error::PeerLost { rank: 2 | 0 | 1, .. }), "{error}");
+        assert!(*took < Duration::from_secs(1), "{took:?}");
+    }
+    assert!(outcomes[..2].iter().flatten().any(|(error, _)| matches!(error, Error::PeerLost { rank: 2, .. })));
+}
+
+#[test]
+fn rank_that_did_its_part_and_left_is_not_blamed() {
+    for _ in 0..50 {
+        on_all(2, |_, mut rank| {
+            let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
+            rank.with(print, |shm, call| shm.barrier(call)).unwrap();
+        });
+    }
+}
+
+#[test]
+fn ranks_that_disagree_all_hear_what_each_was_doing() {
+    for difference in 0..4 {
+        let outcomes = on_all(3, |index, mut rank| {
+            one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1 << 20, 0, false);
+            let odd = index == 1;
+            let bytes = if odd && difference == 0 { 2048 } else { 1 << 20 };
+            let dtype = if odd && difference == 1 { DType::F64 } else { DType::F32 };
+            let kind = if odd && difference == 2 { Kind::Broadcast } else { Kind::AllReduce };
+            let op = if odd && difference == 3 { ReduceOp::Max } else { ReduceOp::Sum };
+            let mut values = vec![0; bytes];
+            let print = rank.print(kind, dtype, Some(op), None, bytes);
+            rank.with(print, |shm, call| match kind {
+                Kind::Broadcast => shm.broadcast(call, &mut values, 0),
+                _ => shm.all_reduce(call, Io::InPlace(&mut values), op),
+            })
+        });
+        for (index, outcome) in outcomes.into_iter().enumerate() {
+            let Err(Error::Mismatch(text)) = outcome else { panic!("rank {index}: {outcome:?}") };
+            assert!(
+                text.contains("rank 1 does") && text.contains("rank 0 does") || text.contains("rank 2 does"),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn abort_ends_a_wait_with_its_cause() {
+    on_all(2, |index, mut rank| {
+        if index == 0 {
+            let cause = rank.watch.fail(Error::Aborted("enough".to_owned()));
+            let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
+            assert_eq!(rank.with(print, |shm, call| shm.barrier(call)), Err(cause));
+        }
+        rank
+    });
+}
+
+#[test]
+fn messages_between_two_ranks_go_both_ways_at_once() {
+    on_all(3, |index, mut rank| {
+        let (next, before) = ((index + 1) % 3, (index + 2) % 3);
+        for bytes in [0, 5, 1_000_003] {
+            let print = Fingerprint { seq: 0, ..rank.print(Kind::Exchange, DType::U8, None, None, bytes) };
+            let sent = data(index, 1, DType::U8, bytes);
+            let mut got = vec![0; bytes];
+            let sends = [Outgoing { peer: next, fingerprint: print, data: &sent }];
+            let mut recvs = [Incoming { peer: before, fingerprint: print, data: &mut got }];
+            rank.with(print, |shm, call| shm.exchange(call, &sends, &mut recvs)).unwrap();
+            assert!(got == data(before, 1, DType::U8, bytes));
+        }
+    });
+}

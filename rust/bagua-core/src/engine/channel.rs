@@ -1,0 +1,354 @@
+//! A lane with a queue of jobs and a communication thread that starts with the first of them.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::handle::{Handle, forked};
+use crate::error::{Error, Result};
+use crate::group::Lane;
+use crate::watch::Watch;
+
+/// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// How long it may then still take. Waits of a lane see a poisoned group within [`crate::sync::SLICE`]; only a callback that does
+/// not return takes longer, and its thread is left behind rather than hang the process.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A job for a communication thread.
+pub type Job = Box<dyn FnOnce(&mut Lane) -> Result<()> + Send + 'static>;
+
+/// See the module.
+pub struct Channel {
+    shared: Arc<Shared>,
+    /// The thread, from the first `submit` to `shutdown`.
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    /// For error texts and the thread's name.
+    name: String,
+    /// The process that may use this: threads do not survive a fork.
+    process: u32,
+    watch: Arc<Watch>,
+    /// Held for one job at a time, by the thread or by `run`.
+    lane: Mutex<Lane>,
+    /// Jobs submitted and not finished; changed under `queue`, read without it on `run`'s fast path.
+    pending: AtomicUsize,
+    /// Mirror of `!queue.failed.is_empty()`, for the same reason.
+    failures: AtomicBool,
+    /// Set by `shutdown`; a bucket job looks at it between its operations.
+    stopping: Arc<AtomicBool>,
+    queue: Mutex<Queue>,
+    /// Wakes the thread.
+    work: Condvar,
+    /// Wakes those who wait for jobs to finish.
+    settled: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Entry>,
+    /// Jobs submitted so far.
+    submitted: u64,
+    /// Jobs finished so far; they finish in the order of submission.
+    finished: u64,
+    /// What the thread is doing.
+    running: Option<String>,
+    /// Handles of jobs that failed and that nobody was seen to wait for.
+    failed: Vec<Handle>,
+}
+
+struct Entry {
+    what: String,
+    /// Any error of this job poisons the group, even one that nothing was sent for.
+    fatal: bool,
+    job: Job,
+    handle: Handle,
+}
+
+impl Channel {
+    /// A channel over a lane. `watch` is the lane's group's.
+    pub fn over(lane: Lane, watch: Arc<Watch>, name: &str) -> Channel {
+        Channel {
+            shared: Arc::new(Shared {
+                name: name.to_owned(),
+                process: std::process::id(),
+                watch,
+                lane: Mutex::new(lane),
+                pending: AtomicUsize::new(0),
+                failures: AtomicBool::new(false),
+                stopping: Arc::new(AtomicBool::new(false)),
+                queue: Mutex::new(Queue::default()),
+                work: Condvar::new(),
+                settled: Condvar::new(),
+            }),
+            thread: Mutex::new(None),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// The group's state of failure.
+    pub fn watch(&self) -> &Watch {
+        &self.shared.watch
+    }
+
+    /// World rank of this process.
+    pub(super) fn world_rank(&self) -> usize {
+        self.shared.watch.world_rank(self.shared.watch.rank())
+    }
+
+    pub(super) fn stopping(&self) -> Arc<AtomicBool> {
+        self.shared.stopping.clone()
+    }
+
+    /// Ok, or why no further call can succeed. Takes no lock.
+    pub fn check(&self) -> Result<()> {
+        self.check_process()?;
+        self.shared.watch.check()?;
+        if self.shared.stopping.load(Ordering::Acquire) {
+            return Err(self.shared.aborted());
+        }
+        Ok(())
+    }
+
+    /// Runs a job on this thread, after everything that was submitted before.
+    ///
+    /// While nothing is pending this is one lock and no thread change. An error of an earlier job that nobody can see any more,
+    /// because its handle is gone, is returned here instead, and the job does not run.
+    pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
+        self.check()?;
+        if self.shared.pending.load(Ordering::Acquire) > 0 {
+            let mut queue = self.shared.queue();
+            let ticket = queue.submitted;
+            while queue.finished < ticket {
+                queue = self.shared.settled.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            }
+            self.shared.take_lost_error(&mut queue)?;
+            drop(queue);
+            self.check()?;
+        } else if self.shared.failures.load(Ordering::Acquire) {
+            self.shared.take_lost_error(&mut self.shared.queue())?;
+        }
+        let mut lane = self.shared.lane();
+        self.shared.guarded(false, || job(&mut lane))
+    }
+
+    /// Hands a job to the communication thread. `what` says what it is, for error texts.
+    pub fn submit(&self, what: &str, job: Job) -> Result<Handle> {
+        self.enqueue(what, false, job)
+    }
+
+    /// As `submit`, for a job whose every error poisons the group.
+    pub(super) fn submit_fatal(&self, what: &str, job: Job) -> Result<Handle> {
+        self.enqueue(what, true, job)
+    }
+
+    fn enqueue(&self, what: &str, fatal: bool, job: Job) -> Result<Handle> {
+        self.check()?;
+        self.start()?;
+        let mut queue = self.shared.queue();
+        self.shared.take_lost_error(&mut queue)?;
+        // Again, now under the lock: `shutdown` empties the queue once.
+        if self.shared.stopping.load(Ordering::Acquire) {
+            return Err(self.shared.aborted());
+        }
+        let handle = Handle::pending(self.world_rank());
+        queue.jobs.push_back(Entry { what: what.to_owned(), fatal, job, handle: handle.clone() });
+        queue.submitted += 1;
+        self.shared.pending.fetch_add(1, Ordering::Release);
+        drop(queue);
+        self.shared.work.notify_one();
+        Ok(handle)
+    }
+
+    /// Starts the thread if it does not run yet.
+    pub(super) fn start(&self) -> Result<()> {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() && !self.shared.stopping.load(Ordering::Acquire) {
+            let shared = self.shared.clone();
+            let name = format!("bagua-{}", self.shared.name.replace('\0', ""));
+            let spawned = std::thread::Builder::new().name(name).spawn(move || shared.work());
+            *thread = Some(spawned.map_err(|error| Error::system("cannot start a communication thread", error))?);
+        }
+        Ok(())
+    }
+
+    /// Ends the thread: what is queued fails with `Aborted`. What is running may end by itself for a second; then the group is
+    /// poisoned with `Aborted`, which ends every wait of a lane. A callback that still does not return keeps its thread, which
+    /// is left behind. Idempotent; drop does the same. Waits: call it without the GIL.
+    pub fn shutdown(&self) {
+        if self.is_foreign() {
+            // The thread is the parent's; so are the streams that dropping the lane would close.
+            if let Ok(mut thread) = self.thread.try_lock() {
+                std::mem::forget(thread.take());
+            }
+            return;
+        }
+        let mut queue = self.shared.queue();
+        self.shared.stopping.store(true, Ordering::Release);
+        let dropped: Vec<Entry> = queue.jobs.drain(..).collect();
+        drop(queue);
+        self.shared.work.notify_all();
+        for entry in dropped {
+            let Entry { job, handle, .. } = entry;
+            // First the job, so that the memory it holds is back when the waiter wakes.
+            drop(job);
+            handle.finish(Err(self.shared.watch.cause().unwrap_or_else(|| self.shared.aborted())));
+            let mut queue = self.shared.queue();
+            queue.finished += 1;
+            self.shared.pending.fetch_sub(1, Ordering::Release);
+        }
+        self.shared.settled.notify_all();
+        let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        if thread.thread().id() == std::thread::current().id() {
+            // A job ended its own channel; the thread ends when the job returns.
+            return;
+        }
+        if let Some(what) = self.shared.still_running(GRACE) {
+            let text = format!("{} was shut down while {what} was running", self.shared.name);
+            // The waiter of that job gets the cause from the lane.
+            let _ = self.shared.watch.fail(Error::Aborted(text));
+            if self.shared.still_running(PATIENCE).is_some() {
+                return;
+            }
+        }
+        // The thread catches the panics of jobs, and there is nothing to do about one of its own here.
+        let _ = thread.join();
+    }
+
+    /// Ok unless this is a forked child.
+    pub(super) fn check_process(&self) -> Result<()> {
+        if self.is_foreign() { Err(forked()) } else { Ok(()) }
+    }
+
+    fn is_foreign(&self) -> bool {
+        self.shared.process != std::process::id()
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        self.shutdown();
+        if self.is_foreign() {
+            std::mem::forget(self.shared.clone());
+        }
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // No code that can panic runs under this lock.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lane(&self) -> MutexGuard<'_, Lane> {
+        // A job's panic poisons the group, which says more than a poisoned lock.
+        self.lane.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn aborted(&self) -> Error {
+        Error::Aborted(format!("{} was shut down", self.name))
+    }
+
+    /// The thread.
+    fn work(&self) {
+        let mut queue = self.queue();
+        loop {
+            let Some(Entry { what, fatal, job, handle }) = queue.jobs.pop_front() else {
+                if self.stopping.load(Ordering::Acquire) {
+                    return;
+                }
+                queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            queue.running = Some(what);
+            drop(queue);
+            let result = {
+                let mut lane = self.lane();
+                self.watch.check().and_then(|()| self.guarded(fatal, || job(&mut lane)))
+            };
+            let failed = result.is_err();
+            handle.finish(result);
+            queue = self.queue();
+            queue.running = None;
+            queue.finished += 1;
+            queue.failed.retain(|handle| !handle.was_seen());
+            if failed {
+                queue.failed.push(handle);
+            }
+            self.failures.store(!queue.failed.is_empty(), Ordering::Release);
+            self.pending.fetch_sub(1, Ordering::Release);
+            self.settled.notify_all();
+        }
+    }
+
+    /// Runs a job's body; a panic and every error that a peer may be waiting on poison the group.
+    fn guarded<T>(&self, fatal: bool, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        let error = match catch_unwind(AssertUnwindSafe(body)) {
+            Ok(Ok(value)) => return Ok(value),
+            Ok(Err(error)) => error,
+            Err(panic) => {
+                return Err(self.watch.fail(Error::System(format!(
+                    "an operation of {} panicked: {}",
+                    self.name,
+                    text_of(&*panic)
+                ))));
+            }
+        };
+        let harmless = error.is_argument() && !fatal || matches!(error, Error::Aborted(_));
+        if harmless {
+            return Err(error);
+        }
+        let first = self.watch.fail(error.clone());
+        // The lane's own copy of the first cause also says what was being done.
+        let same = std::mem::discriminant(&first) == std::mem::discriminant(&error);
+        Err(if same { error } else { first })
+    }
+
+    /// Returns, as an error, the first failure whose handle is gone unseen.
+    fn take_lost_error(&self, queue: &mut Queue) -> Result<()> {
+        if queue.failed.is_empty() {
+            return Ok(());
+        }
+        let mut lost = None;
+        queue.failed.retain(|handle| match handle.lost_error() {
+            Some(error) => {
+                lost.get_or_insert(error);
+                false
+            }
+            None => !handle.was_seen(),
+        });
+        self.failures.store(!queue.failed.is_empty(), Ordering::Release);
+        lost.map_or(Ok(()), Err)
+    }
+
+    /// Waits until the thread is idle, at most `limit`; what it is doing, if it is not.
+    fn still_running(&self, limit: Duration) -> Option<String> {
+        let start = Instant::now();
+        let mut queue = self.queue();
+        while queue.running.is_some() {
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            queue = self.settled.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        queue.running.clone()
+    }
+}
+
+/// What a panic said.
+fn text_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no text".to_owned())
+}

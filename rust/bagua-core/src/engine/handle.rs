@@ -1,0 +1,107 @@
+//! The outcome of a job, now or later.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
+/// the time from the communication thread where cores are few.
+const SPIN: Duration = Duration::from_micros(20);
+
+/// The outcome of a job, now or later. Cheap to clone; every clone gets the same result.
+#[derive(Clone)]
+pub struct Handle {
+    outcome: Arc<Outcome>,
+}
+
+struct Outcome {
+    /// Set once, by the thread that ran or dropped the job.
+    result: Mutex<Option<Result<()>>>,
+    /// Mirror of `result.is_some()` for the spin.
+    done: AtomicBool,
+    /// Somebody has seen the result, so an error in it need not reach the next call.
+    seen: AtomicBool,
+    /// Wakes the waiters.
+    ready: Condvar,
+    /// World rank for error texts.
+    rank: usize,
+    /// The process whose thread will set the result.
+    process: u32,
+}
+
+impl Handle {
+    /// A job that is not done. `rank` is the world rank that a timeout names.
+    pub(super) fn pending(rank: usize) -> Handle {
+        Handle {
+            outcome: Arc::new(Outcome {
+                result: Mutex::new(None),
+                done: AtomicBool::new(false),
+                seen: AtomicBool::new(false),
+                ready: Condvar::new(),
+                rank,
+                process: std::process::id(),
+            }),
+        }
+    }
+
+    /// Waits until the job is done, at most `timeout` (`None`: until its own deadline ends it). `Timeout` leaves the job running.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+        let start = Instant::now();
+        while !self.is_completed() && start.elapsed() < SPIN.min(timeout.unwrap_or(SPIN)) {
+            std::hint::spin_loop();
+        }
+        if !self.is_completed() && self.outcome.process != std::process::id() {
+            return Err(forked());
+        }
+        let mut result = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(result) = &*result {
+                self.outcome.seen.store(true, Ordering::Release);
+                return result.clone();
+            }
+            result = match timeout {
+                None => self.outcome.ready.wait(result).unwrap_or_else(PoisonError::into_inner),
+                Some(limit) => {
+                    let left = limit.saturating_sub(start.elapsed());
+                    if left.is_zero() {
+                        let noticed_by = self.outcome.rank;
+                        return Err(Error::Timeout { after: limit, missing: vec![], noticed_by, progress: None });
+                    }
+                    self.outcome.ready.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// True when it is done, well or not.
+    pub fn is_completed(&self) -> bool {
+        self.outcome.done.load(Ordering::Acquire)
+    }
+
+    /// Sets the result and wakes everybody. Called once.
+    pub(super) fn finish(&self, result: Result<()>) {
+        *self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        self.outcome.done.store(true, Ordering::Release);
+        self.outcome.ready.notify_all();
+    }
+
+    /// The error that nobody saw and, because this is the last handle of the job, nobody can see any more.
+    pub(super) fn lost_error(&self) -> Option<Error> {
+        if Arc::strong_count(&self.outcome) > 1 || self.outcome.seen.load(Ordering::Acquire) {
+            return None;
+        }
+        self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner).clone()?.err()
+    }
+
+    /// True when there is nothing to keep it for: it was seen.
+    pub(super) fn was_seen(&self) -> bool {
+        self.outcome.seen.load(Ordering::Acquire)
+    }
+}
+
+/// What every call in a forked child gets.
+pub(super) fn forked() -> Error {
+    Error::System("this process was forked from the one that built the group; build a group of its own".into())
+}

@@ -1,0 +1,243 @@
+//! One strictly ordered queue of buckets.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::channel::{Channel, Job};
+use super::handle::Handle;
+use super::shared::{Flight, SharedBucket};
+use crate::error::{Error, Result};
+use crate::group::{Group, Lane};
+use crate::memory::Region;
+use crate::op::Op;
+use crate::schedule::Schedule;
+use crate::watch::Watch;
+
+/// One strictly ordered queue of buckets with a lane and a communication thread of its own.
+pub struct Engine {
+    /// First field, so that the lane goes before the group does.
+    channel: Channel,
+    /// Keeps the group as long as the engine. `None` over a bare lane.
+    _group: Option<Group>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    schedule: Schedule,
+    buckets: Vec<SharedBucket>,
+    /// Which buckets went since the last `wait`.
+    went: Vec<bool>,
+    /// Outcomes of the buckets that went and that no `wait` has reported, in order.
+    pending: Vec<Handle>,
+}
+
+impl Engine {
+    /// Opens a lane and starts the thread. Collective.
+    pub fn new(group: &Group, name: &str) -> Result<Engine> {
+        let mut engine = Engine::over(group.lane()?, group.watch().clone(), name)?;
+        engine._group = Some(group.clone());
+        Ok(engine)
+    }
+
+    /// An engine over a lane of a group with this watch: for groups that are not made of processes, as in tests and benchmarks.
+    pub fn over(lane: Lane, watch: Arc<Watch>, name: &str) -> Result<Engine> {
+        let channel = Channel::over(lane, watch, &format!("engine '{name}'"));
+        channel.start()?;
+        Ok(Engine { channel, _group: None, state: Mutex::new(State::default()) })
+    }
+
+    /// Waits for what is pending, then replaces the buckets. The order is the order of communication and must be equal on all
+    /// ranks. Marks of an incomplete step are forgotten. Refuses a tensor name, or the memory of a non-empty tensor, that
+    /// appears twice, naming both places; then everything stays as it was.
+    pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
+        self.channel.check()?;
+        self.settle(None)?;
+        let schedule = schedule_of(&buckets)?;
+        check_memory(&buckets)?;
+        let mut state = self.state();
+        *state =
+            State { schedule, went: vec![false; buckets.len()], buckets, pending: std::mem::take(&mut state.pending) };
+        Ok(())
+    }
+
+    /// A tensor's values are final for this step. `region` replaces its memory (same count and dtype) when it moved.
+    /// An unknown name, or a tensor marked twice before its bucket was communicated, is an error. Never waits for communication.
+    pub fn mark_ready(&self, tensor: &str, region: Option<Region>) -> Result<()> {
+        self.channel.check()?;
+        let mut state = self.state();
+        let place = state.schedule.check(tensor)?;
+        {
+            let mut bucket = state.buckets[place.bucket].lock();
+            bucket
+                .at_home()
+                .map_err(|error| Error::Value(format!("tensor '{tensor}' was marked ready, but {error}")))?;
+            if let Some(region) = region {
+                bucket.replace(place.tensor, region)?;
+            }
+        }
+        for bucket in state.schedule.mark_ready(tensor)? {
+            // The lock on the state is held, so that two threads' buckets cannot overtake each other.
+            if let Err(error) = self.dispatch(&mut state, bucket) {
+                state.schedule.reset();
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn dispatch(&self, state: &mut State, bucket: usize) -> Result<()> {
+        let (flight, ops) = state.buckets[bucket].take_off()?;
+        let what = format!("bucket '{}'", flight.name());
+        let stopping = self.channel.stopping();
+        let job: Job = Box::new(move |lane| fly(flight, &ops, &stopping, lane));
+        state.pending.push(self.channel.submit_fatal(&what, job)?);
+        state.went[bucket] = true;
+        Ok(())
+    }
+
+    /// Waits until every scheduled bucket is done, and returns how many were. A bucket that is partly ready is an error that
+    /// names the tensors that are missing, and starts afresh. The first error of the step is raised here.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<usize> {
+        self.channel.check_process()?;
+        // Not `check`: after an error the buckets' own outcomes come first, and they hold the same cause.
+        let done = self.settle(timeout)?;
+        self.channel.check()?;
+        let mut state = self.state();
+        let missing: Vec<String> = state.schedule.blocking().into_iter().map(quoted).collect();
+        if state.pending.is_empty() {
+            state.went.fill(false);
+        }
+        if missing.is_empty() {
+            return Ok(done);
+        }
+        state.schedule.reset();
+        let verb = if missing.len() == 1 { "tensor was" } else { "tensors were" };
+        Err(Error::Value(format!(
+            "{}: the step is incomplete, {} {verb} not marked ready: {}",
+            self.channel.name(),
+            missing.len(),
+            missing.join(", ")
+        )))
+    }
+
+    /// Waits for the buckets that went so far, and returns how many those were, or the first error among them.
+    fn settle(&self, timeout: Option<Duration>) -> Result<usize> {
+        let pending = self.state().pending.clone();
+        let start = Instant::now();
+        let mut first = None;
+        for handle in &pending {
+            let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+            let Err(error) = handle.wait(left) else { continue };
+            if !handle.is_completed() {
+                return Err(match error {
+                    Error::Timeout { missing, noticed_by, progress, .. } => {
+                        let after = timeout.unwrap_or_default();
+                        Error::Timeout { after, missing, noticed_by, progress }
+                    }
+                    other => other,
+                });
+            }
+            first.get_or_insert(error);
+        }
+        let mut state = self.state();
+        // Another thread may have waited for some of the same, and marked more.
+        let before = state.pending.len();
+        state.pending.retain(|handle| !handle.is_completed());
+        let done = before - state.pending.len();
+        match first {
+            None => Ok(done),
+            Some(error) => {
+                state.schedule.reset();
+                state.went.fill(false);
+                Err(error)
+            }
+        }
+    }
+
+    /// Names of the tensors that are not ready yet, of buckets that were not communicated since the last `wait`.
+    pub fn unready(&self) -> Vec<String> {
+        let state = self.state();
+        let waiting = (0..state.buckets.len()).filter(|bucket| !state.went[*bucket]);
+        waiting.flat_map(|bucket| state.schedule.missing_in(bucket)).map(str::to_owned).collect()
+    }
+
+    /// Runs a job on the communication thread, in order with the buckets.
+    pub fn submit(&self, job: Job) -> Result<Handle> {
+        self.channel.submit("an asynchronous operation", job)
+    }
+
+    /// Runs a job on this thread, after every bucket that went before.
+    pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
+        self.channel.run(job)
+    }
+
+    /// Ends the thread: what is queued fails with `Aborted`, what is running ends soon. Idempotent; drop does the same. See
+    /// [`Channel::shutdown`].
+    pub fn shutdown(&self) {
+        self.channel.shutdown();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs a bucket's operations, in order.
+fn fly(mut flight: Flight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lane: &mut Lane) -> Result<()> {
+    let name = flight.name().to_owned();
+    for op in ops {
+        if stopping.load(Ordering::Acquire) {
+            return Err(Error::Aborted(format!("the engine was shut down before '{}' of bucket '{name}'", op.name())));
+        }
+        op.run(&name, &mut flight.regions, lane)?;
+    }
+    Ok(())
+}
+
+fn schedule_of(buckets: &[SharedBucket]) -> Result<Schedule> {
+    let mut owners = std::collections::HashMap::new();
+    let mut names = HashSet::new();
+    let mut layout = Vec::with_capacity(buckets.len());
+    for shared in buckets {
+        if !names.insert(shared.name()) {
+            return Err(Error::Value(format!("two buckets are named '{}'", shared.name())));
+        }
+        let bucket = shared.lock();
+        bucket.at_home()?;
+        for (name, _) in bucket.tensors().filter(|(_, padding)| !padding) {
+            if let Some(other) = owners.insert(name.to_owned(), shared.name()) {
+                return Err(Error::Value(format!(
+                    "tensor '{name}' is in bucket '{other}' and in bucket '{}'",
+                    shared.name()
+                )));
+            }
+        }
+        layout.push(bucket.tensors().map(|(name, padding)| (name.to_owned(), padding)).collect());
+    }
+    Schedule::new(layout)
+}
+
+/// Refuses two tensors that share a byte: the ranks' results would depend on which bucket came last.
+fn check_memory(buckets: &[SharedBucket]) -> Result<()> {
+    let mut spans = Vec::new();
+    for shared in buckets {
+        let bucket = shared.lock();
+        let regions = bucket.regions().unwrap_or_default();
+        for ((name, _), region) in bucket.tensors().zip(regions).filter(|(_, region)| !region.is_empty()) {
+            let place = format!("'{name}' of bucket '{}'", bucket.name());
+            spans.push((region.address(), region.address() + region.len(), place));
+        }
+    }
+    spans.sort();
+    match spans.windows(2).find(|pair| pair[1].0 < pair[0].1) {
+        None => Ok(()),
+        Some(pair) => Err(Error::Value(format!("tensors {} and {} share memory", pair[0].2, pair[1].2))),
+    }
+}
+
+fn quoted(name: &str) -> String {
+    format!("'{name}'")
+}

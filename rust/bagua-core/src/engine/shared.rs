@@ -1,0 +1,91 @@
+//! A bucket that its owner and a communication thread share.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::bucket::Bucket;
+use crate::error::Result;
+use crate::memory::Region;
+use crate::op::Op;
+use crate::types::DType;
+
+/// A [`Bucket`] behind a lock that is held for moments only: while the bucket is communicated, its memory is lent out and the
+/// lock is free. Cheap to clone; all clones are one bucket.
+#[derive(Clone)]
+pub struct SharedBucket {
+    name: Arc<str>,
+    dtype: DType,
+    bytes: usize,
+    bucket: Arc<Mutex<Bucket>>,
+}
+
+impl SharedBucket {
+    /// Shares a bucket.
+    pub fn new(bucket: Bucket) -> SharedBucket {
+        SharedBucket {
+            name: bucket.name().into(),
+            dtype: bucket.dtype(),
+            bytes: bucket.bytes(),
+            bucket: Arc::new(Mutex::new(bucket)),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Bytes of all tensors, padding included.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// See [`Bucket::append`].
+    pub fn append(&self, op: Arc<dyn Op>) -> Result<()> {
+        self.lock().append(op)
+    }
+
+    /// See [`Bucket::clear_ops`].
+    pub fn clear_ops(&self) -> Result<()> {
+        self.lock().clear_ops()
+    }
+
+    /// Names of the operations.
+    pub fn ops(&self) -> Vec<&'static str> {
+        self.lock().ops()
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Bucket> {
+        // Nothing in Bucket panics half-way through a change.
+        self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the bucket's memory and operations for one communication.
+    pub(super) fn take_off(&self) -> Result<(Flight, Vec<Arc<dyn Op>>)> {
+        let loan = self.lock().lend()?;
+        Ok((Flight { bucket: self.clone(), regions: loan.regions }, loan.ops))
+    }
+}
+
+/// The memory of a bucket that is being communicated. Goes back when it is dropped, so that neither an error, nor a panic, nor a
+/// job that never ran can lose it.
+pub(super) struct Flight {
+    bucket: SharedBucket,
+    pub(super) regions: Vec<Region>,
+}
+
+impl Flight {
+    pub(super) fn name(&self) -> &str {
+        self.bucket.name()
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        self.bucket.lock().restore(std::mem::take(&mut self.regions));
+    }
+}

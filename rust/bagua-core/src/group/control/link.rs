@@ -1,0 +1,113 @@
+//! A living control connection: what is read from it, what is written to it, and when its peer is declared lost.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncWriteExt, WriteHalf};
+use tokio::sync::mpsc;
+
+use super::super::line::{Line, Socket};
+use super::super::lock;
+use super::super::wire::{FRAME_LIMIT, Message, read_frame};
+use super::{ALIVE, Plane};
+
+/// Reads from a peer until the connection ends; a second task writes.
+pub(super) async fn converse(plane: Arc<Plane>, rank: usize, line: Line, frames: mpsc::UnboundedReceiver<Vec<u8>>) {
+    let near = line.is_unix();
+    let Line { mark: _mark, socket } = line;
+    let (mut reader, writer) = tokio::io::split(socket);
+    tokio::spawn(write(writer, frames));
+    let how = loop {
+        let body = match read_frame(&mut reader, FRAME_LIMIT).await {
+            Ok(body) => body,
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => break format!("it spoke nonsense: {error}"),
+            Err(error) => {
+                let place = if near { " on this host" } else { "" };
+                let detail = match error.kind() {
+                    std::io::ErrorKind::UnexpectedEof => "end of stream".to_owned(),
+                    _ => error.to_string(),
+                };
+                break format!("its process died{place} or its connection broke ({detail})");
+            }
+        };
+        match Message::parse(&body) {
+            Ok(message) => {
+                if let Err(how) = hear(&plane, rank, message) {
+                    break how;
+                }
+            }
+            Err(garbled) => break format!("it spoke nonsense: {garbled}"),
+        }
+    };
+    plane.lost(rank, &how);
+    settle(&plane, rank);
+}
+
+async fn write(mut writer: WriteHalf<Socket>, mut frames: mpsc::UnboundedReceiver<Vec<u8>>) {
+    while let Some(frame) = frames.recv().await {
+        // The reader notices what is wrong with a connection, and says so.
+        if writer.write_all(&frame).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn settle(plane: &Plane, rank: usize) {
+    if let Some(peer) = plane.peer(rank) {
+        peer.settled.store(true, Ordering::Release);
+        plane.settled.notify_one();
+    }
+}
+
+/// Acts on a message; the error is what is wrong with it.
+fn hear(plane: &Plane, rank: usize, message: Message) -> Result<(), String> {
+    let Some(peer) = plane.peer(rank) else { return Ok(()) };
+    if let Some(heard) = lock(&peer.heard).as_mut() {
+        *heard = Instant::now();
+    }
+    match message {
+        Message::Heartbeat => {}
+        Message::Row(row) if row.len() == plane.config.world_size => {
+            *lock(&peer.heard) = Some(Instant::now());
+            lock(&plane.building).rows.insert(rank, row);
+            plane.built.notify_all();
+        }
+        Message::Row(_) => return Err("it spoke nonsense: a row of another length".to_owned()),
+        Message::Fail { group, cause } => plane.told(rank, group, cause),
+        Message::Bye { group } => plane.bid_farewell(rank, group),
+        Message::Heard => settle(plane, rank),
+    }
+    Ok(())
+}
+
+/// Says that this rank lives, and looks who does not, until the thread ends.
+pub(super) async fn heartbeat(plane: Arc<Plane>) {
+    let timeout = plane.config.heartbeat_timeout;
+    let period = (timeout / 5).clamp(Duration::from_millis(1), Duration::from_secs(1));
+    let frame = Message::Heartbeat.frame();
+    let mut last = Instant::now();
+    loop {
+        let now = Instant::now();
+        // This process was stopped, or starved of the processor: what the peers said meanwhile was not heard.
+        let was_away = now.duration_since(last) > timeout / 2;
+        last = now;
+        for (rank, peer) in plane.all_peers() {
+            if peer.state.load(Ordering::Acquire) != ALIVE {
+                continue;
+            }
+            let _ = peer.outbox.send(frame.clone());
+            let mut heard = lock(&peer.heard);
+            let Some(at) = heard.as_mut() else { continue };
+            if was_away {
+                *at = now;
+            }
+            let silent = now.saturating_duration_since(*at) > timeout;
+            drop(heard);
+            if silent {
+                plane.lost(rank, &format!("no heartbeat for {:.1} s", timeout.as_secs_f64()));
+            }
+        }
+        tokio::time::sleep(period).await;
+    }
+}

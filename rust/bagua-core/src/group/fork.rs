@@ -1,0 +1,131 @@
+//! What a forked child must not touch: our descriptors are closed in it, and everything else in it knows that it is a copy.
+//!
+//! A child of `fork` (a data-loading worker, usually) holds copies of all descriptors. As long as it lives, the sockets of a
+//! dead parent would stay open, and nobody would notice the death. So a `pthread_atfork` handler closes the copies. It may
+//! only do what a signal handler may: it walks a fixed table of atomics and calls `fstat` and `close`. The owners of those
+//! descriptors in the child must then never be dropped ([`Home`] tells them), or they would close a number that the child has
+//! given to another file by then.
+//!
+//! Between the birth of a descriptor and its registration there are a few instructions in which a fork is not caught.
+
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+use crate::error::{Error, Result};
+
+/// Descriptors that can be registered at once. A rank holds a few per peer and lane.
+const SLOTS: usize = 8192;
+
+/// Nothing here.
+const FREE: RawFd = -1;
+
+/// Being filled in.
+const CLAIMED: RawFd = -2;
+
+/// One registered descriptor. The inode tells whether the number still means the same socket.
+struct Slot {
+    fd: AtomicI32,
+    inode: AtomicU64,
+}
+
+static TABLE: [Slot; SLOTS] = [const { Slot { fd: AtomicI32::new(FREE), inode: AtomicU64::new(0) } }; SLOTS];
+
+/// How many forks lie between the first process and this one.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+
+/// Inode of an open descriptor.
+fn inode(fd: RawFd) -> Option<u64> {
+    let mut stat = MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: fstat writes a whole stat into memory of that size, or fails; any number is allowed as a descriptor.
+    if unsafe { libc::fstat(fd, stat.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    // SAFETY: fstat succeeded and filled it in.
+    Some(unsafe { stat.assume_init() }.st_ino)
+}
+
+/// Runs in the child, before `fork` returns there.
+extern "C" fn in_the_child() {
+    GENERATION.fetch_add(1, Ordering::SeqCst);
+    for slot in &TABLE {
+        let fd = slot.fd.swap(FREE, Ordering::SeqCst);
+        if fd >= 0 && inode(fd) == Some(slot.inode.load(Ordering::SeqCst)) {
+            // SAFETY: the number still means the socket that was registered, and its owner in this child never touches it again.
+            unsafe { libc::close(fd) };
+        }
+    }
+}
+
+/// The process that built something, as opposed to its forked children.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Home(u64);
+
+impl Home {
+    /// This process. Arms the handler.
+    pub(super) fn here() -> Result<Home> {
+        static ARMED: OnceLock<i32> = OnceLock::new();
+        // SAFETY: the handler lives as long as the program and only does what is allowed between fork and exec.
+        let code = *ARMED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(in_the_child)) });
+        if code != 0 {
+            return Err(Error::system("pthread_atfork", std::io::Error::from_raw_os_error(code)));
+        }
+        Ok(Home(GENERATION.load(Ordering::SeqCst)))
+    }
+
+    /// False in a forked child.
+    pub(super) fn is_here(self) -> bool {
+        self.0 == GENERATION.load(Ordering::Relaxed)
+    }
+
+    /// An error in a forked child.
+    pub(super) fn check(self) -> Result<()> {
+        if self.is_here() {
+            return Ok(());
+        }
+        Err(Error::System(
+            "this process was forked from the one that built the group; only that one can communicate".to_owned(),
+        ))
+    }
+}
+
+/// A registration; dropping it forgets the descriptor.
+#[derive(Debug)]
+pub(super) struct Mark {
+    /// Index in the table; `None` when the table was full.
+    slot: Option<usize>,
+    /// Who registered it: in a child the slots are free and may be somebody else's.
+    home: u64,
+}
+
+impl Mark {
+    /// Registers an open descriptor. Best effort: in a table that is full the descriptor stays open in children.
+    pub(super) fn new(of: &impl AsRawFd) -> Mark {
+        let fd = of.as_raw_fd();
+        let home = GENERATION.load(Ordering::SeqCst);
+        let slot = inode(fd).and_then(|inode| {
+            TABLE.iter().position(|slot| {
+                let free = slot.fd.compare_exchange(FREE, CLAIMED, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+                if free {
+                    slot.inode.store(inode, Ordering::SeqCst);
+                    slot.fd.store(fd, Ordering::SeqCst);
+                }
+                free
+            })
+        });
+        Mark { slot, home }
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot
+            && self.home == GENERATION.load(Ordering::SeqCst)
+        {
+            TABLE[slot].fd.store(FREE, Ordering::SeqCst);
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! Building a lane: its sockets, its shared memory, and the collective that fits the group.
+//!
+//! One stream per pair that is joined by TCP; the higher rank connects, the lower waits. Several streams per pair would be
+//! several values of `index`. The ranks of one host share one segment of memory per lane: the first of them creates it and
+//! hands out its descriptor over Unix connections that are closed again afterwards.
+
+use std::collections::HashMap;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Instant;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+use super::control::{Control, Dial};
+use super::fork::{Home, Mark};
+use super::handshake::Purpose;
+use super::line::{Absent, Plain, Plug, Seat};
+use crate::collective::shm::{segment_len, spare_links};
+use crate::collective::{Call, Collective, Hier, Incoming, Io, Net, Outgoing, Shm, Solo};
+use crate::error::{Error, Progress, Result};
+use crate::memory::Arena;
+use crate::sync::{Deadline, SLICE};
+use crate::transport::{Mesh, Tcp, Transport};
+use crate::types::ReduceOp;
+use crate::watch::Watch;
+
+/// `index` of the streams between all ranks.
+const FLAT: u32 = 0;
+
+/// `index` of the streams between the first ranks of hosts.
+const LEADERS: u32 = 1;
+
+/// The one byte that a descriptor travels with.
+const SEGMENT: u8 = b'M';
+
+/// What a lane is built from.
+pub(super) struct Builder<'a> {
+    pub(super) control: &'a Arc<Control>,
+    pub(super) watch: &'a Arc<Watch>,
+    /// Id of the group.
+    pub(super) group: u64,
+    /// Which of its lanes.
+    pub(super) channel: u32,
+    /// Group ranks on each host.
+    pub(super) hosts: &'a [Vec<usize>],
+    /// When it must be done.
+    pub(super) deadline: Deadline,
+}
+
+/// Streams by group rank.
+type Streams = HashMap<usize, Box<dyn Transport>>;
+
+impl Builder<'_> {
+    /// The collective for this group, connected.
+    pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
+        let (rank, size) = (self.watch.rank(), self.watch.size());
+        if size == 1 {
+            return Ok(Box::new(Solo::new()));
+        }
+        let host = self.hosts.iter().find(|host| host.contains(&rank));
+        let host = host.ok_or_else(|| Error::System("this rank is on no host of its group".to_owned()))?;
+        let local = host.iter().position(|member| *member == rank).unwrap_or(0);
+        let arena = if host.len() > 1 { Some(self.segment(host)?) } else { None };
+        let mut marks: Vec<Mark> = arena.iter().map(|arena| Mark::new(&arena.fd())).collect();
+        let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
+            Box::new(Shm::new(Arc::clone(arena), local, host.clone())?)
+        } else {
+            let far: Vec<usize> = (0..size).filter(|other| !host.contains(other)).collect();
+            let streams = self.streams(&far, FLAT, &mut marks)?;
+            if self.hosts.iter().all(|host| host.len() == 1) {
+                Box::new(self.mesh((0..size).collect(), streams, None))
+            } else {
+                let flat = self.mesh((0..size).collect(), streams, arena.as_ref().map(|arena| (arena, local, host)));
+                let intra: Box<dyn Collective> = match arena {
+                    Some(arena) => Box::new(Shm::new(arena, local, host.clone())?),
+                    None => Box::new(Solo::new()),
+                };
+                let leaders: Vec<usize> = self.hosts.iter().map(|host| host[0]).collect();
+                let inter: Option<Box<dyn Collective>> = if leaders.contains(&rank) {
+                    let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
+                    let streams = self.streams(&others, LEADERS, &mut marks)?;
+                    Some(Box::new(self.mesh(leaders, streams, None)))
+                } else {
+                    None
+                };
+                Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
+            }
+        };
+        Ok(Box::new(AtHome { marks, inner: Some(inner), home: self.control.plane.home }))
+    }
+
+    /// A mesh of some members of the group: shared memory where there is some, streams otherwise.
+    fn mesh(&self, members: Vec<usize>, mut streams: Streams, near: Option<(&Arc<Arena>, usize, &Vec<usize>)>) -> Net {
+        let rank = self.watch.rank();
+        let mut bell = None;
+        if let Some((arena, local, host)) = near {
+            let (links, own) = spare_links(arena, local, host.len());
+            bell = Some(own);
+            let named = host.iter().copied().zip(links);
+            streams.extend(named.filter_map(|(member, link)| link.map(|link| (member, link))));
+        }
+        let place = members.iter().position(|member| *member == rank).unwrap_or(0);
+        let links = members.iter().map(|member| streams.remove(member)).collect();
+        Net::new(Mesh::new(place, members, links, bell))
+    }
+
+    fn seat(&self, peer: usize, purpose: Purpose, index: u32) -> Seat {
+        Seat { purpose, group: self.group, channel: self.channel, index, from: self.watch.world_rank(peer) }
+    }
+
+    /// Connects to a lower group rank. What is returned must be waited for.
+    fn dial(&self, peer: usize, purpose: Purpose, index: u32) -> std::sync::mpsc::Receiver<std::result::Result<Plain, String>> {
+        let (to, group, channel) = (self.watch.world_rank(peer), self.group, self.channel);
+        self.control.dial_lane(Dial { to, purpose, group, channel, index }, Instant::now() + self.deadline.left())
+    }
+
+    /// Waits for a connection that was dialled.
+    fn dialled(&self, peer: usize, answer: &std::sync::mpsc::Receiver<std::result::Result<Plain, String>>) -> Result<Plain> {
+        loop {
+            match answer.recv_timeout(SLICE) {
+                Ok(Ok(plain)) => return Ok(plain),
+                Ok(Err(how)) => {
+                    let rank = self.watch.world_rank(peer);
+                    return Err(Error::System(format!("connecting a lane to rank {rank}: {how}")));
+                }
+                Err(RecvTimeoutError::Timeout) => self.look(peer)?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    self.look(peer)?;
+                    return Err(self.late(peer));
+                }
+            }
+        }
+    }
+
+    /// The error that ends a wait for a peer, if there is one.
+    fn look(&self, peer: usize) -> Result<()> {
+        self.watch.check()?;
+        if self.watch.has_departed(peer) {
+            return Err(self.watch.stream_lost(peer, "it left the group"));
+        }
+        if self.deadline.passed() { Err(self.late(peer)) } else { Ok(()) }
+    }
+
+    fn late(&self, peer: usize) -> Error {
+        let what = format!("opening lane {} of the group", self.channel);
+        self.watch.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
+    }
+
+    /// Waits for a connection from a higher group rank.
+    fn awaited(&self, peer: usize, purpose: Purpose, index: u32) -> Result<Plain> {
+        let seat = self.seat(peer, purpose, index);
+        self.control.plane.room.take(&seat, peer, &self.deadline, self.watch).map_err(|absent| match absent {
+            Absent::Late => self.late(peer),
+            Absent::Ended => self.look(peer).err().unwrap_or_else(|| self.late(peer)),
+        })
+    }
+
+    /// One stream to each of these group ranks.
+    fn streams(&self, peers: &[usize], index: u32, marks: &mut Vec<Mark>) -> Result<Streams> {
+        let rank = self.watch.rank();
+        let lower = peers.iter().filter(|peer| **peer < rank);
+        let dialling: Vec<_> = lower.map(|peer| (*peer, self.dial(*peer, Purpose::Stream, index))).collect();
+        let mut made = Vec::new();
+        for (peer, answer) in &dialling {
+            made.push((*peer, self.dialled(*peer, answer)?));
+        }
+        for peer in peers.iter().filter(|peer| **peer > rank) {
+            made.push((*peer, self.awaited(*peer, Purpose::Stream, index)?));
+        }
+        let mut streams = Streams::new();
+        for (peer, Plain { mark, plug }) in made {
+            let Plug::Tcp(stream) = plug else {
+                return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
+            };
+            let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a stream of data", e))?;
+            marks.push(mark);
+            streams.insert(peer, Box::new(stream));
+        }
+        Ok(streams)
+    }
+
+    /// The memory that the ranks of this host share.
+    fn segment(&self, host: &[usize]) -> Result<Arc<Arena>> {
+        let rank = self.watch.rank();
+        let len = segment_len(host.len());
+        let first = host[0];
+        if first == rank {
+            let arena = Arena::create("bagua-lane", len)?;
+            for peer in &host[1..] {
+                let plain = self.awaited(*peer, Purpose::Segment, 0)?;
+                let Plug::Unix(stream) = &plain.plug else {
+                    return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
+                };
+                // A peer that is gone by now is the control plane's to report, with its name.
+                give(stream, &arena).map_err(|e| Error::system("handing out shared memory", e))?;
+            }
+            return Ok(Arc::new(arena));
+        }
+        let plain = self.dialled(first, &self.dial(first, Purpose::Segment, 0))?;
+        let Plug::Unix(stream) = &plain.plug else {
+            return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
+        };
+        let failed = |e| Error::system("receiving shared memory", e);
+        stream.set_read_timeout(Some(SLICE)).map_err(failed)?;
+        let descriptor = loop {
+            match receive(stream) {
+                Ok(Some(descriptor)) => break descriptor,
+                Ok(None) => return Err(self.watch.stream_lost(first, "it closed the connection that shared memory comes by")),
+                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {
+                    self.look(first)?;
+                }
+                Err(e) => return Err(failed(e)),
+            }
+        };
+        let arena = Arena::from_fd(descriptor)?;
+        if arena.len() < len {
+            return Err(Error::System(format!("{} bytes of shared memory where {len} are needed", arena.len())));
+        }
+        Ok(Arc::new(arena))
+    }
+}
+
+/// Sends the descriptor of some memory.
+fn give(stream: &UnixStream, arena: &Arena) -> std::io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [arena.fd()];
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[SEGMENT])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Receives a descriptor; `None` when the other end closed, or sent something else.
+fn receive(stream: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut byte)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    let found = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    Ok(found)
+}
+
+/// A collective that works in the process that built it, and is left alone in forked children: its descriptors are closed there
+/// already, so neither may it use them nor may their owners be dropped.
+struct AtHome {
+    /// Forgotten before the descriptors are closed.
+    marks: Vec<Mark>,
+    /// Taken only by drop.
+    inner: Option<Box<dyn Collective>>,
+    home: Home,
+}
+
+impl AtHome {
+    fn inner(&self) -> &dyn Collective {
+        self.inner.as_deref().expect("there until drop")
+    }
+
+    fn checked(&mut self) -> Result<&mut dyn Collective> {
+        self.home.check()?;
+        Ok(self.inner.as_deref_mut().expect("there until drop"))
+    }
+}
+
+impl Drop for AtHome {
+    fn drop(&mut self) {
+        if self.home.is_here() {
+            self.marks.clear();
+        } else {
+            std::mem::forget(self.inner.take());
+        }
+    }
+}
+
+impl Collective for AtHome {
+    fn name(&self) -> &'static str {
+        self.inner().name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner().rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner().size()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        self.inner().transports()
+    }
+
+    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.checked()?.all_reduce(call, io, op)
+    }
+
+    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        self.checked()?.reduce(call, io, op, root)
+    }
+
+    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        self.checked()?.broadcast(call, data, root)
+    }
+
+    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        self.checked()?.all_gather(call, io)
+    }
+
+    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.checked()?.gather(call, io, root)
+    }
+
+    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.checked()?.scatter(call, io, root)
+    }
+
+    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.checked()?.reduce_scatter(call, io, op)
+    }
+
+    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+        self.checked()?.all_to_all(call, io)
+    }
+
+    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.checked()?.exchange(call, sends, recvs)
+    }
+
+    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
+        self.checked()?.barrier(call)
+    }
+}

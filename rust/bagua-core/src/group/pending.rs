@@ -1,0 +1,196 @@
+//! From a rank that listens to a group that stands.
+
+use std::sync::Arc;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use super::address::{self, Address};
+use super::control::{Book, Building, Control, Listeners, Plane};
+use super::fork::Home;
+use super::membership::Group;
+use super::wire::Message;
+use super::{Config, handshake, lock};
+use crate::error::{Error, Progress, Result};
+use crate::sync::{Deadline, SLICE};
+use crate::watch::Watch;
+
+/// A rank that listens and has an address to spread, but knows no peer yet.
+pub struct Pending {
+    /// Ends the thread if the group is never built.
+    control: Control,
+    /// The blob.
+    address: Vec<u8>,
+}
+
+impl Pending {
+    /// First step: listens. The caller spreads [`Pending::address`] by whatever it has.
+    ///
+    /// # Errors
+    /// `Value` when the configuration contradicts itself, `System` when there is no socket or thread to be had.
+    pub fn bind(config: Config) -> Result<Pending> {
+        let Config { rank, world_size, .. } = config;
+        if rank >= world_size || u32::try_from(world_size).is_err() {
+            return Err(Error::Value(format!("rank {rank} in a world of {world_size} ranks")));
+        }
+        if config.heartbeat_timeout.is_zero() {
+            return Err(Error::Value("a heartbeat timeout of 0 s".to_owned()));
+        }
+        if world_size > 1 && config.listen.ip().is_unspecified() {
+            let at = config.listen.ip();
+            return Err(Error::Value(format!("listening on {at} gives peers no address to connect to")));
+        }
+        let mut config = config;
+        if config.host_id.is_empty() {
+            config.host_id = address::host_id()?;
+        }
+        if config.host_name.is_empty() {
+            config.host_name = address::host_name();
+        }
+        let home = Home::here()?;
+        let listeners = if world_size > 1 { Some(Listeners::open(&config)?) } else { None };
+        let address = Address {
+            rank,
+            world_size,
+            pid: std::process::id(),
+            tcp: listeners.as_ref().map(Listeners::tcp_address).transpose()?,
+            unix: listeners.as_ref().map(|listeners| listeners.name.clone()).unwrap_or_default(),
+            host_id: config.host_id.clone(),
+            host_name: config.host_name.clone(),
+            nonce: handshake::random()?,
+        };
+        let plane = Plane::new(config, home);
+        let control = match listeners {
+            Some(listeners) => Control::start(plane, listeners)?,
+            None => Control::alone(plane),
+        };
+        Ok(Pending { control, address: address.encode() })
+    }
+
+    /// Opaque bytes that the peers need; a few hundred.
+    pub fn address(&self) -> &[u8] {
+        &self.address
+    }
+
+    /// Second step: connects to all peers. `addresses[r]` is rank r's. Returns when every pair has a control connection.
+    ///
+    /// # Errors
+    /// `Value` or `Mismatch` when the addresses do not fit together, `Timeout` naming the ranks that cannot be reached,
+    /// `System` or `Mismatch` when one refuses, `PeerLost` when one goes away meanwhile.
+    pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
+        let Pending { control, address } = self;
+        let plane = Arc::clone(&control.plane);
+        plane.home.check()?;
+        let config = &plane.config;
+        let deadline = Deadline::after(config.connect_timeout);
+        let until = Instant::now() + config.connect_timeout;
+        let parsed = Address::parse_all(addresses, config, &address)?;
+        let hosts = parsed.iter().map(|address| address.host_name.clone()).collect();
+        let watch = Watch::new(config.rank, (0..config.world_size).collect(), hosts);
+        let book = Book::new(parsed, addresses, &config.secret);
+        plane.register(book.world, &watch);
+        let book = plane.open(book);
+        if config.world_size == 1 {
+            return Group::world(control, watch, vec![vec![0]]);
+        }
+        for lower in 0..config.rank {
+            control.dial_control(lower, until, &watch)?;
+        }
+        let site = Site { plane: &plane, watch: &watch, book, deadline };
+        let others = || (0..config.world_size).filter(|rank| *rank != config.rank);
+        let lines = site.wait(|building| {
+            let missing: Vec<usize> = others().filter(|rank| !building.lines.contains_key(rank)).collect();
+            if missing.is_empty() { Ok(std::mem::take(&mut building.lines)) } else { Err(missing) }
+        })?;
+        let own = control.converse(lines);
+        plane.send_all(&Message::Row(own.clone()));
+        let mut rows = site.wait(|building| {
+            let missing: Vec<usize> = others().filter(|rank| !building.rows.contains_key(rank)).collect();
+            if missing.is_empty() { Ok(std::mem::take(&mut building.rows)) } else { Err(missing) }
+        })?;
+        rows.insert(config.rank, own);
+        let rows: Vec<Vec<bool>> = (0..config.world_size).map(|rank| rows.remove(&rank).unwrap_or_default()).collect();
+        let ids: Vec<&str> = book.addresses.iter().map(|address| address.host_id.as_str()).collect();
+        let hosts = partition(&ids, &rows);
+        Group::world(control, watch, hosts)
+    }
+}
+
+/// A group under construction.
+struct Site<'a> {
+    plane: &'a Plane,
+    watch: &'a Watch,
+    book: &'a Book,
+    deadline: Deadline,
+}
+
+impl Site<'_> {
+    /// Waits until `look` finds what it looks for; otherwise it says which ranks are missing.
+    fn wait<T>(&self, mut look: impl FnMut(&mut Building) -> std::result::Result<T, Vec<usize>>) -> Result<T> {
+        let mut building = lock(&self.plane.building);
+        loop {
+            let missing = match look(&mut building) {
+                Ok(found) => return Ok(found),
+                Err(missing) => missing,
+            };
+            self.watch.check()?;
+            if let Some(gone) = missing.iter().find(|rank| self.watch.has_departed(**rank)) {
+                return Err(self.watch.peer_lost(*gone, "it left while the group was being built"));
+            }
+            if self.deadline.passed() {
+                return Err(self.timed_out(&building, missing));
+            }
+            let slice: Duration = SLICE.min(self.deadline.left());
+            building =
+                self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn timed_out(&self, building: &Building, missing: Vec<usize>) -> Error {
+        let each = missing.iter().map(|rank| {
+            let trouble = building.troubles.get(rank).map(|how| format!(": {how}")).unwrap_or_default();
+            format!("{}{trouble}", self.book.addresses[*rank].place())
+        });
+        let what = format!("connecting to {}", each.collect::<Vec<_>>().join("; "));
+        let progress = Progress { what, label: String::new(), done: 0, total: 0 };
+        let (after, noticed_by) = (self.deadline.limit(), self.plane.config.rank);
+        Error::Timeout { after, missing, noticed_by, progress: Some(progress) }
+    }
+}
+
+/// Ranks with one host id are a host if every pair of them is connected by a Unix socket, else each is one of its own.
+/// `rows[a][b]`: rank a says that its connection with b is one. Hosts come in the order of their first rank.
+fn partition(host_ids: &[&str], rows: &[Vec<bool>]) -> Vec<Vec<usize>> {
+    let near = |a: usize, b: usize| {
+        let says = |a: usize, b: usize| rows[a].get(b).copied().unwrap_or(false);
+        a == b || (says(a, b) && says(b, a))
+    };
+    let mut hosts: Vec<Vec<usize>> = Vec::new();
+    for rank in 0..host_ids.len() {
+        let class: Vec<usize> = (0..host_ids.len()).filter(|other| host_ids[*other] == host_ids[rank]).collect();
+        if !class.iter().all(|a| class.iter().all(|b| near(*a, *b))) {
+            hosts.push(vec![rank]);
+        } else if class.first() == Some(&rank) {
+            hosts.push(class);
+        }
+    }
+    hosts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_reach_each_other_are_a_host_and_others_are_not() {
+        let rows = vec![
+            vec![false, false, true, false],
+            vec![false, false, false, false],
+            vec![true, false, false, false],
+            vec![false; 4],
+        ];
+        assert_eq!(partition(&["a", "b", "a", "b"], &rows), [vec![0, 2], vec![1], vec![3]]);
+        let mut one_way = rows;
+        one_way[2][0] = false;
+        assert_eq!(partition(&["a", "b", "a", "b"], &one_way), [vec![0], vec![1], vec![2], vec![3]]);
+    }
+}

@@ -1,0 +1,368 @@
+//! The bytes of the control plane: bounded frames, messages, and errors that travel.
+//!
+//! Everything that is read was written by somebody else: every length is checked against what is there, and nothing panics.
+
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+use crate::error::{Error, Progress};
+
+/// The longest frame on a control connection.
+pub(super) const FRAME_LIMIT: usize = 64 * 1024;
+
+/// The longest text in an error that travels; four of them fit a frame.
+const TEXT_LIMIT: usize = 12 * 1024;
+
+/// The most ranks that a travelling error names.
+const RANKS_LIMIT: usize = 2048;
+
+/// Version of the encoding of errors.
+const ERROR_VERSION: u8 = 1;
+
+/// Bytes that do not mean what they should. The text says what was wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Garbled(pub(super) &'static str);
+
+impl std::fmt::Display for Garbled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+/// Puts values one after the other, little-endian.
+#[derive(Debug, Default)]
+pub(super) struct Writer(pub(super) Vec<u8>);
+
+impl Writer {
+    pub(super) fn u8(&mut self, value: u8) -> &mut Writer {
+        self.0.push(value);
+        self
+    }
+
+    pub(super) fn u16(&mut self, value: u16) -> &mut Writer {
+        self.fixed(&value.to_le_bytes())
+    }
+
+    pub(super) fn u32(&mut self, value: u32) -> &mut Writer {
+        self.fixed(&value.to_le_bytes())
+    }
+
+    pub(super) fn u64(&mut self, value: u64) -> &mut Writer {
+        self.fixed(&value.to_le_bytes())
+    }
+
+    /// A rank or a count of ranks.
+    pub(super) fn rank(&mut self, value: usize) -> &mut Writer {
+        self.u32(u32::try_from(value).unwrap_or(u32::MAX))
+    }
+
+    /// Bytes whose number the reader knows.
+    pub(super) fn fixed(&mut self, bytes: &[u8]) -> &mut Writer {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    /// Bytes with their number.
+    pub(super) fn bytes(&mut self, bytes: &[u8]) -> &mut Writer {
+        self.rank(bytes.len()).fixed(bytes)
+    }
+
+    /// A text, cut at the limit.
+    pub(super) fn text(&mut self, text: &str) -> &mut Writer {
+        self.bytes(&text.as_bytes()[..text.floor_char_boundary_at(TEXT_LIMIT)])
+    }
+}
+
+/// `str::floor_char_boundary`, which the oldest supported compiler lacks.
+trait FloorBoundary {
+    fn floor_char_boundary_at(&self, limit: usize) -> usize;
+}
+
+impl FloorBoundary for str {
+    fn floor_char_boundary_at(&self, limit: usize) -> usize {
+        (0..=limit.min(self.len())).rev().find(|at| self.is_char_boundary(*at)).unwrap_or(0)
+    }
+}
+
+/// Takes values one after the other.
+#[derive(Debug)]
+pub(super) struct Reader<'a>(pub(super) &'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub(super) fn take(&mut self, len: usize) -> Result<&'a [u8], Garbled> {
+        let (head, rest) = self.0.split_at_checked(len).ok_or(Garbled("it ends too early"))?;
+        self.0 = rest;
+        Ok(head)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Garbled> {
+        let (head, rest) = self.0.split_first_chunk::<N>().ok_or(Garbled("it ends too early"))?;
+        self.0 = rest;
+        Ok(*head)
+    }
+
+    pub(super) fn u8(&mut self) -> Result<u8, Garbled> {
+        Ok(u8::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u16(&mut self) -> Result<u16, Garbled> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32, Garbled> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u64(&mut self) -> Result<u64, Garbled> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn rank(&mut self) -> Result<usize, Garbled> {
+        usize::try_from(self.u32()?).map_err(|_| Garbled("a number does not fit"))
+    }
+
+    pub(super) fn bytes(&mut self) -> Result<&'a [u8], Garbled> {
+        let len = self.rank()?;
+        self.take(len)
+    }
+
+    pub(super) fn text(&mut self) -> Result<String, Garbled> {
+        String::from_utf8(self.bytes()?.to_vec()).map_err(|_| Garbled("a text is not UTF-8"))
+    }
+
+    pub(super) fn end(&self) -> Result<(), Garbled> {
+        if self.0.is_empty() { Ok(()) } else { Err(Garbled("there is more than there should be")) }
+    }
+}
+
+/// What ranks say on a control connection.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Message {
+    /// "I am alive."
+    Heartbeat,
+    /// Which ranks this one reaches by a Unix socket. The first message of a connection.
+    Row(Vec<bool>),
+    /// A group failed, and why.
+    Fail {
+        /// Id of the group.
+        group: u64,
+        /// Its first cause.
+        cause: Error,
+    },
+    /// "I leave this group." Of the world group: nothing follows.
+    Bye {
+        /// Id of the group.
+        group: u64,
+    },
+    /// "I heard that you leave the world group."
+    Heard,
+}
+
+impl Message {
+    /// The frame, length included.
+    pub(super) fn frame(&self) -> Vec<u8> {
+        let mut out = Writer(vec![0; 4]);
+        match self {
+            Message::Heartbeat => _ = out.u8(1),
+            Message::Row(reached) => {
+                out.u8(2).rank(reached.len());
+                reached.iter().for_each(|yes| _ = out.u8(u8::from(*yes)));
+            }
+            Message::Fail { group, cause } => put_error(out.u8(3).u64(*group), cause),
+            Message::Bye { group } => _ = out.u8(4).u64(*group),
+            Message::Heard => _ = out.u8(5),
+        }
+        let len = u32::try_from(out.0.len() - 4).unwrap_or(u32::MAX);
+        out.0[..4].copy_from_slice(&len.to_le_bytes());
+        out.0
+    }
+
+    /// The message in the body of a frame.
+    pub(super) fn parse(body: &[u8]) -> Result<Message, Garbled> {
+        let mut from = Reader(body);
+        let message = match from.u8()? {
+            1 => Message::Heartbeat,
+            2 => Message::Row(from.bytes()?.iter().map(|yes| *yes != 0).collect()),
+            3 => Message::Fail { group: from.u64()?, cause: get_error(&mut from)? },
+            4 => Message::Bye { group: from.u64()? },
+            5 => Message::Heard,
+            _ => return Err(Garbled("a message of unknown kind")),
+        };
+        from.end()?;
+        Ok(message)
+    }
+}
+
+/// Reads one frame's body. `InvalidData` when it says it is longer than `limit`: nothing is allocated for it then.
+pub(super) async fn read_frame(from: &mut (impl AsyncRead + Unpin), limit: usize) -> std::io::Result<Vec<u8>> {
+    let len = usize::try_from(from.read_u32_le().await?).unwrap_or(usize::MAX);
+    if len > limit {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "a frame that is too long"));
+    }
+    let mut body = vec![0; len];
+    from.read_exact(&mut body).await?;
+    Ok(body)
+}
+
+fn put_progress(out: &mut Writer, progress: &Option<Progress>) {
+    match progress {
+        None => _ = out.u8(0),
+        Some(Progress { what, label, done, total }) => _ = out.u8(1).text(what).text(label).u64(*done).u64(*total),
+    }
+}
+
+fn get_progress(from: &mut Reader<'_>) -> Result<Option<Progress>, Garbled> {
+    Ok(match from.u8()? {
+        0 => None,
+        1 => Some(Progress { what: from.text()?, label: from.text()?, done: from.u64()?, total: from.u64()? }),
+        _ => return Err(Garbled("neither yes nor no")),
+    })
+}
+
+fn put_error(out: &mut Writer, error: &Error) {
+    out.u8(ERROR_VERSION);
+    match error {
+        Error::PeerLost { rank, host, reason, noticed_by, progress } => {
+            put_progress(out.u8(1).rank(*rank).text(host).text(reason).rank(*noticed_by), progress);
+        }
+        Error::Timeout { after, missing, noticed_by, progress } => {
+            let missing = &missing[..missing.len().min(RANKS_LIMIT)];
+            out.u8(2).u64(u64::try_from(after.as_nanos()).unwrap_or(u64::MAX)).rank(missing.len());
+            missing.iter().for_each(|rank| _ = out.rank(*rank));
+            put_progress(out.rank(*noticed_by), progress);
+        }
+        Error::PeerRaised { rank, host, kind, message } => {
+            out.u8(3).rank(*rank).text(host).text(kind).text(message);
+        }
+        Error::Mismatch(text) => _ = out.u8(4).text(text),
+        Error::Aborted(text) => _ = out.u8(5).text(text),
+        Error::Value(text) => _ = out.u8(6).text(text),
+        Error::Type(text) => _ = out.u8(7).text(text),
+        Error::NotImplemented(text) => _ = out.u8(8).text(text),
+        Error::System(text) => _ = out.u8(9).text(text),
+    }
+}
+
+fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
+    if from.u8()? != ERROR_VERSION {
+        return Err(Garbled("an error in an unknown encoding"));
+    }
+    Ok(match from.u8()? {
+        1 => Error::PeerLost {
+            rank: from.rank()?,
+            host: from.text()?,
+            reason: from.text()?,
+            noticed_by: from.rank()?,
+            progress: get_progress(from)?,
+        },
+        2 => {
+            let after = Duration::from_nanos(from.u64()?);
+            let count = from.rank()?;
+            if count > RANKS_LIMIT {
+                return Err(Garbled("too many ranks"));
+            }
+            let missing = (0..count).map(|_| from.rank()).collect::<Result<_, _>>()?;
+            Error::Timeout { after, missing, noticed_by: from.rank()?, progress: get_progress(from)? }
+        }
+        3 => {
+            Error::PeerRaised { rank: from.rank()?, host: from.text()?, kind: from.text()?, message: from.text()? }
+        }
+        4 => Error::Mismatch(from.text()?),
+        5 => Error::Aborted(from.text()?),
+        6 => Error::Value(from.text()?),
+        7 => Error::Type(from.text()?),
+        8 => Error::NotImplemented(from.text()?),
+        9 => Error::System(from.text()?),
+        _ => return Err(Garbled("an error of unknown kind")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn rank() -> impl Strategy<Value = usize> {
+        any::<u32>().prop_map(|rank| rank as usize)
+    }
+
+    fn progress() -> impl Strategy<Value = Option<Progress>> {
+        let some = (any::<String>(), any::<String>(), any::<u64>(), any::<u64>());
+        proptest::option::of(some.prop_map(|(what, label, done, total)| Progress { what, label, done, total }))
+    }
+
+    fn error() -> impl Strategy<Value = Error> {
+        let lost = (rank(), any::<String>(), any::<String>(), rank(), progress()).prop_map(
+            |(rank, host, reason, noticed_by, progress)| Error::PeerLost { rank, host, reason, noticed_by, progress },
+        );
+        let late = (any::<u64>(), proptest::collection::vec(rank(), 0..50), rank(), progress()).prop_map(
+            |(nanos, missing, noticed_by, progress)| {
+                let after = Duration::from_nanos(nanos);
+                Error::Timeout { after, missing, noticed_by, progress }
+            },
+        );
+        let raised = (rank(), any::<String>(), any::<String>(), any::<String>())
+            .prop_map(|(rank, host, kind, message)| Error::PeerRaised { rank, host, kind, message });
+        let plain = (0..6usize, any::<String>()).prop_map(|(which, text)| {
+            let make = [
+                Error::Mismatch,
+                Error::Aborted,
+                Error::Value,
+                Error::Type,
+                Error::NotImplemented,
+                Error::System as fn(String) -> Error,
+            ];
+            make[which](text)
+        });
+        prop_oneof![lost, late, raised, plain]
+    }
+
+    proptest! {
+        #[test]
+        fn an_error_that_travels_arrives_unchanged(cause in error(), group: u64) {
+            let message = Message::Fail { group, cause };
+            let frame = message.frame();
+            prop_assert!(frame.len() <= FRAME_LIMIT + 4);
+            prop_assert_eq!(Message::parse(&frame[4..]), Ok(message));
+        }
+
+        #[test]
+        fn random_bytes_are_a_message_or_garbled_and_never_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            if let Ok(message) = Message::parse(&bytes) {
+                prop_assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
+            }
+        }
+
+        #[test]
+        fn a_truncated_message_is_garbled(cause in error()) {
+            let frame = Message::Fail { group: 1, cause }.frame();
+            for end in 4..frame.len() {
+                prop_assert!(Message::parse(&frame[4..end]).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn the_longest_error_fits_a_frame() {
+        let long = "é".repeat(FRAME_LIMIT);
+        let progress = Some(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 });
+        let cause = Error::PeerLost { rank: 1, host: long.clone(), reason: long, noticed_by: 2, progress };
+        let frame = Message::Fail { group: 1, cause }.frame();
+        assert!(frame.len() <= FRAME_LIMIT + 4);
+        assert!(Message::parse(&frame[4..]).is_ok());
+        let missing = (0..100_000).collect();
+        let progress = Some(Progress { what: "é".repeat(FRAME_LIMIT), ..Progress::default() });
+        let cause = Error::Timeout { after: Duration::MAX, missing, noticed_by: 0, progress };
+        assert!(Message::Fail { group: 1, cause }.frame().len() <= FRAME_LIMIT + 4);
+    }
+
+    #[test]
+    fn every_message_arrives_unchanged() {
+        let all = [Message::Heartbeat, Message::Row(vec![true, false, true]), Message::Bye { group: 7 }, Message::Heard];
+        for message in all {
+            assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! An operation that the caller wrote: a function of the bucket's name.
+
+use super::Op;
+use crate::error::{Error, Result};
+use crate::group::Lane;
+use crate::memory::Region;
+
+/// Calls a function on the communication thread. What the function returns as an error reaches the next call of the engine and,
+/// through the group, the other ranks.
+pub struct CallbackOp {
+    callback: Box<dyn Fn(&str) -> Result<()> + Send + Sync>,
+}
+
+impl CallbackOp {
+    /// An operation that calls `callback` with the bucket's name.
+    pub fn new(callback: impl Fn(&str) -> Result<()> + Send + Sync + 'static) -> CallbackOp {
+        CallbackOp { callback: Box::new(callback) }
+    }
+}
+
+impl Op for CallbackOp {
+    fn name(&self) -> &'static str {
+        "callback"
+    }
+
+    fn run(&self, bucket: &str, _tensors: &mut [Region], _lane: &mut Lane) -> Result<()> {
+        (self.callback)(bucket).map_err(|error| {
+            let place = |text: String| format!("in the callback of bucket '{bucket}': {text}");
+            match error {
+                Error::Value(text) => Error::Value(place(text)),
+                Error::Type(text) => Error::Type(place(text)),
+                Error::NotImplemented(text) => Error::NotImplemented(place(text)),
+                Error::System(text) => Error::System(place(text)),
+                // These say themselves where they come from: the callback ran a collective of its own.
+                other @ (Error::PeerLost { .. }
+                | Error::Timeout { .. }
+                | Error::PeerRaised { .. }
+                | Error::Mismatch(_)
+                | Error::Aborted(_)) => other,
+            }
+        })
+    }
+}

@@ -1,0 +1,110 @@
+//! From a dtype and an operation, known at run time, to the loop compiled for them.
+
+use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
+use super::op::{And, Fraction, Max, Min, Number, Op, Or, Ordered, Product, Sum, SumOver, Xor};
+use super::{Level, kernel};
+use crate::types::{DType, ReduceOp};
+
+/// As [`super::combine`], on a given level.
+pub(super) fn combine(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
+    check(dtype, inputs, out);
+    match dtype {
+        DType::F16 => float::<F16>(level, op, inputs, out),
+        DType::BF16 => float::<Bf16>(level, op, inputs, out),
+        DType::F32 => float::<F32>(level, op, inputs, out),
+        DType::F64 => float::<F64>(level, op, inputs, out),
+        DType::U8 => integer::<U8, U8>(level, op, inputs, out),
+        DType::I8 => integer::<I8, U8>(level, op, inputs, out),
+        DType::I32 => integer::<I32, I32>(level, op, inputs, out),
+        DType::I64 => integer::<I64, I64>(level, op, inputs, out),
+        DType::Bool => boolean(level, op, inputs, out),
+    }
+}
+
+/// As [`super::divide`], on a given level: an average of one input, with another divisor.
+pub(super) fn divide(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
+    check(dtype, &[None], data);
+    match dtype {
+        DType::F16 => run::<F16, _>(level, SumOver(divisor), &[None], data),
+        DType::BF16 => run::<Bf16, _>(level, SumOver(divisor), &[None], data),
+        DType::F32 => run::<F32, _>(level, SumOver(divisor), &[None], data),
+        DType::F64 => run::<F64, _>(level, SumOver(divisor), &[None], data),
+        DType::U8 | DType::I8 | DType::I32 | DType::I64 | DType::Bool => refused(ReduceOp::Avg),
+    }
+}
+
+fn check(dtype: DType, inputs: &[Option<&[u8]>], out: &[u8]) {
+    assert!(!inputs.is_empty(), "nothing to combine");
+    assert!(out.len().is_multiple_of(dtype.size()), "{} bytes of {}", out.len(), dtype.name());
+    for input in inputs.iter().flatten() {
+        assert_eq!(input.len(), out.len(), "inputs and output differ in length");
+    }
+}
+
+/// [`ReduceOp::check`] stands before every operation, so this is a fault of the caller's.
+fn refused(op: ReduceOp) -> ! {
+    panic!("{} of this element type should have been refused", op.name())
+}
+
+fn float<E>(level: Level, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8])
+where
+    E: Element,
+    E::Acc: Fraction + Ordered,
+    <E::Wide as Element>::Acc: Fraction + Ordered,
+{
+    match op {
+        ReduceOp::Sum => run::<E, _>(level, Sum, inputs, out),
+        ReduceOp::Avg => run::<E, _>(level, SumOver(inputs.len()), inputs, out),
+        ReduceOp::Product => run::<E, _>(level, Product, inputs, out),
+        ReduceOp::Min => run::<E, _>(level, Min, inputs, out),
+        ReduceOp::Max => run::<E, _>(level, Max, inputs, out),
+        ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => refused(op),
+    }
+}
+
+/// `W` is what wrapping arithmetic is done in: the type itself, or one of the same size for which the bits come out the same
+/// and whose loop exists anyway. Bitwise operations are done byte by byte for the same reason.
+fn integer<E, W>(level: Level, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8])
+where
+    E: Element<Wide = E>,
+    W: Element<Wide = W>,
+    E::Acc: Ordered,
+    W::Acc: Number,
+{
+    match op {
+        ReduceOp::Sum => run::<W, _>(level, Sum, inputs, out),
+        ReduceOp::Product => run::<W, _>(level, Product, inputs, out),
+        ReduceOp::Min => run::<E, _>(level, Min, inputs, out),
+        ReduceOp::Max => run::<E, _>(level, Max, inputs, out),
+        ReduceOp::Bor => run::<U8, _>(level, Or, inputs, out),
+        ReduceOp::Band => run::<U8, _>(level, And, inputs, out),
+        ReduceOp::Bxor => run::<U8, _>(level, Xor, inputs, out),
+        ReduceOp::Avg => refused(op),
+    }
+}
+
+/// Of 0 and 1, the product and the smaller are the conjunction, the larger is the disjunction.
+fn boolean(level: Level, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
+    match op {
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<Bool, _>(level, And, inputs, out),
+        ReduceOp::Max | ReduceOp::Bor => run::<Bool, _>(level, Or, inputs, out),
+        ReduceOp::Bxor => run::<Bool, _>(level, Xor, inputs, out),
+        ReduceOp::Sum | ReduceOp::Avg => refused(op),
+    }
+}
+
+/// Runs the loop at the given level.
+fn run<E, O>(level: Level, op: O, inputs: &[Option<&[u8]>], out: &mut [u8])
+where
+    E: Element,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
+{
+    match level {
+        Level::Portable => {
+            let all = 0..out.len();
+            kernel::combine::<E, O>(op, inputs, out, all);
+        }
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2(token) => token.combine::<E, O>(op, inputs, out),
+    }
+}

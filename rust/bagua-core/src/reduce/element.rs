@@ -1,0 +1,111 @@
+//! Element types: how one lies in memory, and what it accumulates in.
+
+use half::f16;
+
+use super::kernel::BLOCK;
+#[cfg(target_arch = "x86_64")]
+use super::simd::F16x8 as WideF16;
+
+#[cfg(not(target_arch = "x86_64"))]
+type WideF16 = F16;
+
+/// What a kernel moves as one piece: an element, or (in `simd`) a register full of them.
+pub(super) trait Element {
+    /// As it lies in memory; bytes, so that any address will do.
+    type Bytes: Copy + 'static;
+    /// What is computed with.
+    type Acc: Copy;
+    /// The element type that does the same for many elements at once where the processor has `simd::Avx2`; itself, where loops
+    /// over it vectorise without help.
+    type Wide: Element;
+    /// Accumulators for [`BLOCK`] bytes of elements.
+    type Block: AsMut<[Self::Acc]>;
+
+    /// Fresh accumulators, of any value.
+    fn block() -> Self::Block;
+    /// The elements in `bytes`, whose length is a multiple of the element size.
+    fn units(bytes: &[u8]) -> &[Self::Bytes];
+    /// As [`Element::units`].
+    fn units_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
+    /// From memory.
+    fn load(bytes: Self::Bytes) -> Self::Acc;
+    /// To memory, rounding to nearest even where the accumulator is wider.
+    fn store(acc: Self::Acc) -> Self::Bytes;
+}
+
+/// An element type whose tag is `$tag`, of `$size` bytes, that accumulates in `$acc`.
+macro_rules! element {
+    ($tag:ident, $wide:ty, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr) => {
+        pub(super) struct $tag;
+
+        impl Element for $tag {
+            type Bytes = [u8; $size];
+            type Acc = $acc;
+            type Wide = $wide;
+            type Block = [$acc; BLOCK / $size];
+
+            #[inline(always)]
+            fn block() -> Self::Block {
+                [$zero; BLOCK / $size]
+            }
+
+            #[inline(always)]
+            fn units(bytes: &[u8]) -> &[[u8; $size]] {
+                bytes.as_chunks().0
+            }
+
+            #[inline(always)]
+            fn units_mut(bytes: &mut [u8]) -> &mut [[u8; $size]] {
+                bytes.as_chunks_mut().0
+            }
+
+            #[inline(always)]
+            fn load(bytes: [u8; $size]) -> $acc {
+                $load(bytes)
+            }
+
+            #[inline(always)]
+            fn store(acc: $acc) -> [u8; $size] {
+                $store(acc)
+            }
+        }
+    };
+}
+
+element!(F32, F32, 4, f32, 0.0, f32::from_ne_bytes, f32::to_ne_bytes);
+element!(F64, F64, 8, f64, 0.0, f64::from_ne_bytes, f64::to_ne_bytes);
+element!(U8, U8, 1, u8, 0, u8::from_ne_bytes, u8::to_ne_bytes);
+element!(I8, I8, 1, i8, 0, i8::from_ne_bytes, i8::to_ne_bytes);
+element!(I32, I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
+element!(I64, I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
+// torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
+element!(Bool, Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
+element!(Bf16, Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
+    bf16_bits(acc).to_ne_bytes()
+});
+// The `_const` conversions are pure integer arithmetic; the others would look up the processor's features at every element.
+element!(F16, WideF16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_const(), |acc| {
+    f16::from_f32_const(acc).to_ne_bytes()
+});
+
+/// Rounds to nearest even. A NaN keeps its sign and upper bits and becomes quiet, as `half::bf16::from_f32` does; this one has no
+/// branch, so that loops over it vectorise.
+#[inline(always)]
+fn bf16_bits(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+    let kept = if value.is_nan() { bits | 0x0040_0000 } else { rounded };
+    (kept >> 16) as u16
+}
+
+/// Here rather than in `tests`, to reach `bf16_bits`.
+#[cfg(test)]
+#[test]
+fn bf16_rounds_as_the_half_crate_does_at_every_upper_half_and_its_ties() {
+    for upper in 0..=u32::from(u16::MAX) {
+        for lower in [0x0000, 0x0001, 0x7fff, 0x8000, 0x8001, 0xffff] {
+            let value = f32::from_bits(upper << 16 | lower);
+            assert_eq!(bf16_bits(value), half::bf16::from_f32(value).to_bits(), "{:#010x}", value.to_bits());
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The loop: block by block, so that every byte of main memory is read once and written once however many inputs there are.
+
+use std::ops::Range;
+
+use super::element::Element;
+use super::op::Op;
+
+/// Bytes of the output that are finished before the next ones are begun: accumulators and a copy of the output's old values
+/// for this many stay in the first-level cache beside the inputs.
+pub(super) const BLOCK: usize = 4096;
+
+/// Combines the bytes in `range` of every input into the same range of `out`, as [`super::combine`] says.
+#[inline(always)]
+pub(super) fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
+    let in_place = inputs.iter().any(Option::is_none);
+    let mut held = [0; BLOCK];
+    let mut start = range.start;
+    while start < range.end {
+        let end = range.end.min(start + BLOCK);
+        let out = &mut out[start..end];
+        let held = &mut held[..end - start];
+        if in_place {
+            held.copy_from_slice(out);
+        }
+        block::<E, O>(op, inputs, start, held, out);
+        start = end;
+    }
+}
+
+/// One block: `out` are the bytes from `start` of the whole, `held` are their old values if somebody needs them.
+#[inline(always)]
+fn block<'a, E: Element, O: Op<E::Acc>>(
+    op: O,
+    inputs: &[Option<&'a [u8]>],
+    start: usize,
+    held: &'a [u8],
+    out: &mut [u8],
+) {
+    let end = start + out.len();
+    let out = E::units_mut(out);
+    let units =
+        |input: Option<&'a [u8]>| -> &'a [E::Bytes] { E::units(input.map_or(held, |bytes| &bytes[start..end])) };
+    // One and two inputs need no accumulators in memory; with more, the first two open them and the last one closes them.
+    match *inputs {
+        [] => unreachable!("combine refuses to combine nothing"),
+        [only] => one::<E, O>(op, units(only), out),
+        [first, second] => two::<E, O>(op, units(first), units(second), out),
+        [first, second, ref middle @ .., last] => {
+            let mut accs = E::block();
+            let accs = &mut accs.as_mut()[..out.len()];
+            open::<E, O>(op, units(first), units(second), accs);
+            for input in middle {
+                join::<E, O>(op, accs, units(*input));
+            }
+            close::<E, O>(op, accs, units(last), out);
+        }
+    }
+}
+
+#[inline(always)]
+fn one<E: Element, O: Op<E::Acc>>(op: O, a: &[E::Bytes], out: &mut [E::Bytes]) {
+    for (out, a) in out.iter_mut().zip(a) {
+        *out = E::store(op.finish(E::load(*a)));
+    }
+}
+
+#[inline(always)]
+fn two<E: Element, O: Op<E::Acc>>(op: O, a: &[E::Bytes], b: &[E::Bytes], out: &mut [E::Bytes]) {
+    for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
+        *out = E::store(op.finish(op.apply(E::load(*a), E::load(*b))));
+    }
+}
+
+#[inline(always)]
+fn open<E: Element, O: Op<E::Acc>>(op: O, a: &[E::Bytes], b: &[E::Bytes], accs: &mut [E::Acc]) {
+    for ((acc, a), b) in accs.iter_mut().zip(a).zip(b) {
+        *acc = op.apply(E::load(*a), E::load(*b));
+    }
+}
+
+#[inline(always)]
+fn join<E: Element, O: Op<E::Acc>>(op: O, accs: &mut [E::Acc], next: &[E::Bytes]) {
+    for (acc, next) in accs.iter_mut().zip(next) {
+        *acc = op.apply(*acc, E::load(*next));
+    }
+}
+
+#[inline(always)]
+fn close<E: Element, O: Op<E::Acc>>(op: O, accs: &[E::Acc], last: &[E::Bytes], out: &mut [E::Bytes]) {
+    for ((out, acc), last) in out.iter_mut().zip(accs).zip(last) {
+        *out = E::store(op.finish(op.apply(*acc, E::load(*last))));
+    }
+}

@@ -1,0 +1,156 @@
+//! Reduce operations over accumulators.
+
+/// How two accumulators become one.
+pub(super) trait Op<A>: Copy {
+    /// The next input joins what came before it.
+    fn apply(self, before: A, next: A) -> A;
+
+    /// After the last input.
+    #[inline(always)]
+    fn finish(self, acc: A) -> A {
+        acc
+    }
+}
+
+/// Addition and multiplication; integers wrap.
+pub(super) trait Number: Copy {
+    fn plus(self, other: Self) -> Self;
+    fn times(self, other: Self) -> Self;
+}
+
+/// The smaller and the larger of two; NaN wins over both.
+pub(super) trait Ordered: Copy {
+    fn smaller(self, other: Self) -> Self;
+    fn larger(self, other: Self) -> Self;
+}
+
+/// Division, and the number to divide by.
+pub(super) trait Fraction: Number {
+    fn count(ranks: usize) -> Self;
+    fn over(self, divisor: Self) -> Self;
+}
+
+/// Bitwise operations.
+pub(super) trait Bits: Copy {
+    fn and(self, other: Self) -> Self;
+    fn or(self, other: Self) -> Self;
+    fn xor(self, other: Self) -> Self;
+}
+
+macro_rules! float {
+    ($($t:ty),*) => {$(
+        impl Number for $t {
+            #[inline(always)]
+            fn plus(self, other: Self) -> Self {
+                self + other
+            }
+            #[inline(always)]
+            fn times(self, other: Self) -> Self {
+                self * other
+            }
+        }
+        impl Ordered for $t {
+            // Not `f32::min`, which prefers the number over the NaN. A NaN in `self` compares false and so stays.
+            #[inline(always)]
+            fn smaller(self, other: Self) -> Self {
+                if other < self || other.is_nan() { other } else { self }
+            }
+            #[inline(always)]
+            fn larger(self, other: Self) -> Self {
+                if other > self || other.is_nan() { other } else { self }
+            }
+        }
+        impl Fraction for $t {
+            #[inline(always)]
+            fn count(ranks: usize) -> Self {
+                ranks as $t
+            }
+            #[inline(always)]
+            fn over(self, divisor: Self) -> Self {
+                self / divisor
+            }
+        }
+    )*};
+}
+
+float!(f32, f64);
+
+macro_rules! integer {
+    ($($t:ty),*) => {$(
+        impl Number for $t {
+            #[inline(always)]
+            fn plus(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            #[inline(always)]
+            fn times(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+        }
+        impl Ordered for $t {
+            #[inline(always)]
+            fn smaller(self, other: Self) -> Self {
+                self.min(other)
+            }
+            #[inline(always)]
+            fn larger(self, other: Self) -> Self {
+                self.max(other)
+            }
+        }
+    )*};
+}
+
+integer!(u8, i8, i32, i64);
+
+impl Bits for u8 {
+    #[inline(always)]
+    fn and(self, other: Self) -> Self {
+        self & other
+    }
+    #[inline(always)]
+    fn or(self, other: Self) -> Self {
+        self | other
+    }
+    #[inline(always)]
+    fn xor(self, other: Self) -> Self {
+        self ^ other
+    }
+}
+
+macro_rules! op {
+    ($name:ident, $bound:ident, $method:ident) => {
+        #[derive(Clone, Copy)]
+        pub(super) struct $name;
+
+        impl<A: $bound> Op<A> for $name {
+            #[inline(always)]
+            fn apply(self, before: A, next: A) -> A {
+                before.$method(next)
+            }
+        }
+    };
+}
+
+op!(Sum, Number, plus);
+op!(Product, Number, times);
+op!(Min, Ordered, smaller);
+op!(Max, Ordered, larger);
+op!(And, Bits, and);
+op!(Or, Bits, or);
+op!(Xor, Bits, xor);
+
+/// The sum, divided once by this number of ranks.
+#[derive(Clone, Copy)]
+pub(super) struct SumOver(pub(super) usize);
+
+impl<A: Fraction> Op<A> for SumOver {
+    #[inline(always)]
+    fn apply(self, before: A, next: A) -> A {
+        before.plus(next)
+    }
+
+    #[inline(always)]
+    fn finish(self, acc: A) -> A {
+        acc.over(A::count(self.0))
+    }
+}

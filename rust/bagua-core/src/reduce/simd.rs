@@ -1,0 +1,155 @@
+//! The kernels for x86-64 processors with AVX2 and F16C.
+//!
+//! Every loop here is the portable one, compiled for wider registers; only float16 supplies primitives of its own, because no
+//! compiler turns the integer arithmetic of its conversions into the two instructions that exist for them.
+
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::{
+    __m128i, __m256, _CMP_GT_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128,
+    _mm_storeu_si128, _mm256_add_ps, _mm256_blendv_ps, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_div_ps,
+    _mm256_mul_ps, _mm256_or_ps, _mm256_set1_ps, _mm256_setzero_ps,
+};
+
+use super::element::Element;
+use super::kernel::{self, BLOCK};
+use super::op::{Fraction, Number, Op, Ordered};
+
+/// Proof that the processor has AVX2 and F16C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Avx2(());
+
+impl Avx2 {
+    /// `None` where the processor lacks one of the two.
+    #[inline]
+    pub(super) fn new() -> Option<Avx2> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Avx2(()))
+    }
+
+    /// As [`super::combine`].
+    pub(super) fn combine<E, O>(self, op: O, inputs: &[Option<&[u8]>], out: &mut [u8])
+    where
+        E: Element,
+        O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
+    {
+        // SAFETY: an `Avx2` exists only where `new` found both features.
+        unsafe { combine::<E, O>(op, inputs, out) }
+    }
+}
+
+/// As [`super::combine`]: the wide element as far as it goes, and its narrow twin for the rest.
+// No FMA here: a fused multiply-add rounds once where the portable loop rounds twice.
+#[target_feature(enable = "avx2,f16c")]
+fn combine<E, O>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8])
+where
+    E: Element,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
+{
+    let wide = size_of::<<E::Wide as Element>::Bytes>();
+    let whole = out.len() - out.len() % wide;
+    kernel::combine::<E::Wide, O>(op, inputs, out, 0..whole);
+    // Known at compile time, so that there is no second copy of a loop that never has a rest.
+    if wide > size_of::<E::Bytes>() {
+        let rest = whole..out.len();
+        kernel::combine::<E, O>(op, inputs, out, rest);
+    }
+}
+
+/// Eight float16, accumulated in eight float32.
+///
+/// Only [`combine`] above names it (as `F16::Wide`): all that its methods do happens where AVX2 and F16C are there.
+pub(super) struct F16x8;
+
+/// Accumulators of [`F16x8`].
+#[derive(Clone, Copy)]
+pub(super) struct F32x8(__m256);
+
+impl Element for F16x8 {
+    type Bytes = [u8; 16];
+    type Acc = F32x8;
+    type Wide = F16x8;
+    type Block = [F32x8; BLOCK / 16];
+
+    #[inline(always)]
+    fn block() -> Self::Block {
+        // SAFETY: AVX is there, see `F16x8`.
+        [F32x8(unsafe { _mm256_setzero_ps() }); BLOCK / 16]
+    }
+
+    #[inline(always)]
+    fn units(bytes: &[u8]) -> &[[u8; 16]] {
+        bytes.as_chunks().0
+    }
+
+    #[inline(always)]
+    fn units_mut(bytes: &mut [u8]) -> &mut [[u8; 16]] {
+        bytes.as_chunks_mut().0
+    }
+
+    #[inline(always)]
+    fn load(bytes: [u8; 16]) -> F32x8 {
+        // SAFETY: F16C is there, see `F16x8`; the load reads the 16 bytes of the array and needs no alignment.
+        F32x8(unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bytes.as_ptr().cast::<__m128i>())) })
+    }
+
+    #[inline(always)]
+    fn store(acc: F32x8) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        // SAFETY: F16C is there, see `F16x8`; the store writes the 16 bytes of the array and needs no alignment.
+        unsafe {
+            let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(acc.0);
+            _mm_storeu_si128(bytes.as_mut_ptr().cast::<__m128i>(), halves);
+        }
+        bytes
+    }
+}
+
+impl Number for F32x8 {
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F16x8`.
+        F32x8(unsafe { _mm256_add_ps(self.0, other.0) })
+    }
+
+    #[inline(always)]
+    fn times(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F16x8`.
+        F32x8(unsafe { _mm256_mul_ps(self.0, other.0) })
+    }
+}
+
+impl Ordered for F32x8 {
+    #[inline(always)]
+    fn smaller(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F16x8`.
+        unsafe {
+            let less = _mm256_cmp_ps::<_CMP_LT_OQ>(other.0, self.0);
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(other.0, other.0);
+            F32x8(_mm256_blendv_ps(self.0, other.0, _mm256_or_ps(less, nan)))
+        }
+    }
+
+    #[inline(always)]
+    fn larger(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F16x8`.
+        unsafe {
+            let more = _mm256_cmp_ps::<_CMP_GT_OQ>(other.0, self.0);
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(other.0, other.0);
+            F32x8(_mm256_blendv_ps(self.0, other.0, _mm256_or_ps(more, nan)))
+        }
+    }
+}
+
+impl Fraction for F32x8 {
+    #[inline(always)]
+    fn count(ranks: usize) -> Self {
+        // SAFETY: AVX is there, see `F16x8`.
+        F32x8(unsafe { _mm256_set1_ps(ranks as f32) })
+    }
+
+    #[inline(always)]
+    fn over(self, divisor: Self) -> Self {
+        // SAFETY: AVX is there, see `F16x8`.
+        F32x8(unsafe { _mm256_div_ps(self.0, divisor.0) })
+    }
+}

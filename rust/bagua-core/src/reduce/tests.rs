@@ -1,0 +1,340 @@
+//! The kernels against an oracle that shares nothing with them: float64 (or 128-bit integers), one element at a time.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use super::{Level, combine, dispatch, divide};
+use crate::types::{DType, ReduceOp};
+
+/// Lengths around the block, the vector and zero.
+const COUNTS: [usize; 9] = [0, 1, 7, 8, 33, 511, 1023, 4097, 10_003];
+
+fn pairs() -> impl Iterator<Item = (DType, ReduceOp)> {
+    let all = |dtype| ReduceOp::ALL.into_iter().map(move |op| (dtype, op));
+    DType::ALL.into_iter().flat_map(all).filter(|(dtype, op)| op.check(*dtype).is_ok())
+}
+
+/// A small generator, so that a failure repeats.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 16
+    }
+
+    /// Bytes of `count` elements: tame numbers for floats, so that the oracle's error bound holds, any bits for integers.
+    fn tame(&mut self, dtype: DType, count: usize) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(count * dtype.size());
+        for _ in 0..count {
+            let value = (self.next() % 4001) as f64 / 1000.0 - 2.0;
+            match dtype {
+                DType::F16 => bytes.extend(f16::from_f64(value).to_ne_bytes()),
+                DType::BF16 => bytes.extend(bf16::from_f64(value).to_ne_bytes()),
+                DType::F32 => bytes.extend((value as f32).to_ne_bytes()),
+                DType::F64 => bytes.extend(value.to_ne_bytes()),
+                DType::U8 | DType::I8 | DType::I32 | DType::I64 => {
+                    bytes.extend(&(self.next() << 20).rotate_left(32).to_ne_bytes()[..dtype.size()]);
+                }
+                DType::Bool => bytes.push([0, 1, 1, 2, 255, 0][(self.next() % 6) as usize]),
+            }
+        }
+        bytes
+    }
+
+    /// Any bits at all: NaN, infinities, subnormals.
+    fn wild(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.next() as u8).collect()
+    }
+}
+
+fn float(dtype: DType, element: &[u8]) -> f64 {
+    match dtype {
+        DType::F16 => f16::from_ne_bytes(element.try_into().unwrap()).to_f64(),
+        DType::BF16 => bf16::from_ne_bytes(element.try_into().unwrap()).to_f64(),
+        DType::F32 => f64::from(f32::from_ne_bytes(element.try_into().unwrap())),
+        DType::F64 => f64::from_ne_bytes(element.try_into().unwrap()),
+        _ => unreachable!("{} is no float", dtype.name()),
+    }
+}
+
+fn integer(dtype: DType, element: &[u8]) -> i128 {
+    match dtype {
+        DType::U8 => i128::from(element[0]),
+        DType::I8 => i128::from(element[0] as i8),
+        DType::I32 => i128::from(i32::from_ne_bytes(element.try_into().unwrap())),
+        DType::I64 => i128::from(i64::from_ne_bytes(element.try_into().unwrap())),
+        DType::Bool => i128::from(element[0] != 0),
+        _ => unreachable!("{} is no integer", dtype.name()),
+    }
+}
+
+/// Distance between 1 and the next number.
+fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => f16::EPSILON.to_f64(),
+        DType::BF16 => bf16::EPSILON.to_f64(),
+        DType::F32 => f64::from(f32::EPSILON),
+        _ => f64::EPSILON,
+    }
+}
+
+/// Compares one element of the result with the oracle's.
+fn judge(dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
+    if !dtype.is_float() {
+        let values = inputs.iter().map(|x| integer(dtype, x));
+        // Wrapping at every step, as 128 bits would not hold a product of many 64-bit numbers; congruent either way.
+        let expected = values
+            .reduce(|a, b| match op {
+                ReduceOp::Sum => a.wrapping_add(b),
+                ReduceOp::Product => i128::from(a as i64).wrapping_mul(b),
+                ReduceOp::Min => a.min(b),
+                ReduceOp::Max => a.max(b),
+                ReduceOp::Bor => a | b,
+                ReduceOp::Band => a & b,
+                ReduceOp::Bxor => a ^ b,
+                ReduceOp::Avg => unreachable!("refused for integers"),
+            })
+            .unwrap();
+        assert_eq!(got, &expected.to_le_bytes()[..dtype.size()], "{} of {}", op.name(), dtype.name());
+        return;
+    }
+    let values: Vec<f64> = inputs.iter().map(|x| float(dtype, x)).collect();
+    let size: f64 = values.iter().map(|x| x.abs()).sum();
+    let (exact, magnitude) = match op {
+        ReduceOp::Sum => (values.iter().sum(), size),
+        ReduceOp::Avg => (values.iter().sum::<f64>() / values.len() as f64, size),
+        ReduceOp::Product => (values.iter().product(), values.iter().product::<f64>().abs()),
+        ReduceOp::Min => (values.iter().copied().fold(f64::INFINITY, f64::min), 0.0),
+        ReduceOp::Max => (values.iter().copied().fold(f64::NEG_INFINITY, f64::max), 0.0),
+        _ => unreachable!("refused for floats"),
+    };
+    // Half types: each step rounds as float32, and only the end rounds to 11 or 8 bits.
+    let steps = if dtype.size() == 2 { f64::from(f32::EPSILON) } else { epsilon(dtype) };
+    let mut bound = magnitude * steps * values.len() as f64;
+    if dtype.size() == 2 && magnitude > 0.0 {
+        // f16 has subnormals from 2^-14 down, 2^-24 apart.
+        bound += exact.abs() * epsilon(dtype) / 2.0 + 2f64.powi(-25);
+    }
+    let got = float(dtype, got);
+    assert!((got - exact).abs() <= bound, "{} of {}: {got}, not {exact} ± {bound}", op.name(), dtype.name());
+}
+
+/// Equal bits; where arithmetic met a NaN, a NaN on both sides (see the module's last sentence).
+fn assert_same(dtype: DType, op: ReduceOp, left: &[u8], right: &[u8]) {
+    if left == right {
+        return;
+    }
+    for (index, (l, r)) in left.chunks(dtype.size()).zip(right.chunks(dtype.size())).enumerate() {
+        let arithmetic = matches!(op, ReduceOp::Sum | ReduceOp::Product | ReduceOp::Avg) && dtype.is_float();
+        let both_nan = arithmetic && float(dtype, l).is_nan() && float(dtype, r).is_nan();
+        assert!(l == r || both_nan, "{} of {} at {index}: {l:x?} and {r:x?}", op.name(), dtype.name());
+    }
+}
+
+#[test]
+fn every_type_and_operation_equals_the_oracle_at_every_size_and_any_alignment() {
+    let mut random = Random(1);
+    for (dtype, op) in pairs() {
+        for count in COUNTS {
+            for ranks in [1, 2, 3, 5] {
+                // Each rank's data begins at another offset from an aligned address.
+                let owned: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
+                let shifted: Vec<Vec<u8>> = owned
+                    .iter()
+                    .enumerate()
+                    .map(|(r, bytes)| [&vec![0xAA; r + 1], bytes.as_slice()].concat())
+                    .collect();
+                let inputs: Vec<Option<&[u8]>> = shifted.iter().enumerate().map(|(r, b)| Some(&b[r + 1..])).collect();
+                let mut out = vec![0xEE; count * dtype.size() + 3];
+                combine(dtype, op, &inputs, &mut out[3..]);
+                assert_eq!(out[..3], [0xEE; 3]);
+                let size = dtype.size();
+                for index in 0..count {
+                    let at = index * size..(index + 1) * size;
+                    let elements: Vec<&[u8]> = owned.iter().map(|bytes| &bytes[at.clone()]).collect();
+                    judge(dtype, op, &elements, &out[3..][at]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn wide_registers_change_no_bit() {
+    if Level::best() == Level::Portable {
+        eprintln!("skipped: this processor has no wider registers than every other");
+        return;
+    }
+    let mut random = Random(2);
+    for (dtype, op) in pairs() {
+        for count in COUNTS {
+            for ranks in [1, 2, 3, 4] {
+                let owned: Vec<Vec<u8>> = (0..ranks).map(|_| random.wild(count * dtype.size())).collect();
+                let inputs: Vec<Option<&[u8]>> = owned.iter().map(|bytes| Some(bytes.as_slice())).collect();
+                let mut outs = [Level::Portable, Level::best()].map(|level| (level, vec![0; count * dtype.size()]));
+                for (level, out) in &mut outs {
+                    dispatch::combine(*level, dtype, op, &inputs, out);
+                }
+                assert_same(dtype, op, &outs[0].1, &outs[1].1);
+            }
+        }
+    }
+    for dtype in DType::ALL.into_iter().filter(|dtype| dtype.is_float()) {
+        let mut portable = random.wild(1003 * dtype.size());
+        let mut wide = portable.clone();
+        dispatch::divide(Level::Portable, dtype, &mut portable, 3);
+        dispatch::divide(Level::best(), dtype, &mut wide, 3);
+        assert_same(dtype, ReduceOp::Avg, &portable, &wide);
+    }
+}
+
+#[test]
+fn every_half_survives_the_way_through_the_accumulator() {
+    for dtype in [DType::F16, DType::BF16] {
+        let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
+        let mut out = vec![0; all.len()];
+        combine(dtype, ReduceOp::Sum, &[Some(&all)], &mut out);
+        for (before, after) in all.chunks(2).zip(out.chunks(2)) {
+            let nan = float(dtype, before).is_nan() && float(dtype, after).is_nan();
+            assert!(before == after || nan, "{} {before:x?} became {after:x?}", dtype.name());
+        }
+    }
+}
+
+#[test]
+fn the_old_value_of_the_output_is_read_at_its_position() {
+    let mut random = Random(3);
+    for (dtype, op) in pairs() {
+        for (ranks, count) in [(1, 1500), (2, 3), (2, 5001), (3, 1025), (5, 9)] {
+            let owned: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
+            let inputs: Vec<Option<&[u8]>> = owned.iter().map(|bytes| Some(bytes.as_slice())).collect();
+            let mut apart = vec![0; count * dtype.size()];
+            combine(dtype, op, &inputs, &mut apart);
+            for position in 0..ranks {
+                let mut within = inputs.clone();
+                within[position] = None;
+                let mut out = owned[position].clone();
+                combine(dtype, op, &within, &mut out);
+                assert_eq!(out, apart, "{} of {}, own position {position} of {ranks}", op.name(), dtype.name());
+            }
+        }
+    }
+}
+
+fn f32s(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+}
+
+fn over(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let borrowed: Vec<Option<&[u8]>> = inputs.iter().map(|bytes| Some(bytes.as_slice())).collect();
+    let mut out = vec![0; inputs[0].len()];
+    combine(dtype, op, &borrowed, &mut out);
+    out
+}
+
+#[test]
+fn sums_are_made_in_rank_order() {
+    let sum = |values: [f32; 4]| over(DType::F32, ReduceOp::Sum, &values.map(|value| f32s(&[value; 17])));
+    assert_eq!(sum([1e8, 1.0, -1e8, 1.0]), f32s(&[1.0; 17]));
+    assert_eq!(sum([1e8, -1e8, 1.0, 1.0]), f32s(&[2.0; 17]));
+}
+
+#[test]
+fn half_types_round_once_at_the_end() {
+    // 2048 + 1 is a tie in float16 and goes back to 2048; twice, if each step rounded.
+    let sum = over(DType::F16, ReduceOp::Sum, &[2048.0, 1.0, 1.0].map(|x| f16::from_f32(x).to_ne_bytes().repeat(19)));
+    assert_eq!(sum, f16::from_f32(2050.0).to_ne_bytes().repeat(19));
+    let sum = over(DType::BF16, ReduceOp::Sum, &[256.0, 1.0, 1.0].map(|x| bf16::from_f32(x).to_ne_bytes().repeat(19)));
+    assert_eq!(sum, bf16::from_f32(258.0).to_ne_bytes().repeat(19));
+    // Beyond float16's range on the way, within it at the end.
+    let mean = over(DType::F16, ReduceOp::Avg, &[60000.0, 60000.0].map(|x| f16::from_f32(x).to_ne_bytes().repeat(19)));
+    assert_eq!(mean, f16::from_f32(60000.0).to_ne_bytes().repeat(19));
+}
+
+#[test]
+fn a_nan_of_any_rank_is_the_smallest_and_the_largest() {
+    let nan = f32s(&[f32::NAN; 19]);
+    let one = f32s(&[1.0; 19]);
+    for op in [ReduceOp::Min, ReduceOp::Max] {
+        for place in 0..3 {
+            let mut inputs = vec![one.clone(); 3];
+            inputs[place].clone_from(&nan);
+            assert_eq!(over(DType::F32, op, &inputs), nan, "{} with rank {place}'s NaN", op.name());
+        }
+        let halves = [f16::ONE, f16::NAN, f16::ONE].map(|x| x.to_ne_bytes().repeat(19));
+        assert_eq!(over(DType::F16, op, &halves), f16::NAN.to_ne_bytes().repeat(19));
+    }
+}
+
+#[test]
+fn integers_wrap_as_torch_does() {
+    assert_eq!(over(DType::I8, ReduceOp::Sum, &[vec![127; 40], vec![1; 40]]), vec![0x80; 40]);
+    assert_eq!(over(DType::U8, ReduceOp::Product, &[vec![16; 40], vec![17; 40]]), vec![16; 40]);
+}
+
+#[test]
+fn any_nonzero_byte_is_true_and_true_is_written_as_one() {
+    let inputs = [vec![0, 2, 255, 4], vec![0, 0, 1, 8]];
+    let expected = [
+        (ReduceOp::Product, [0, 0, 1, 1]),
+        (ReduceOp::Min, [0, 0, 1, 1]),
+        (ReduceOp::Max, [0, 1, 1, 1]),
+        (ReduceOp::Band, [0, 0, 1, 1]),
+        (ReduceOp::Bor, [0, 1, 1, 1]),
+        (ReduceOp::Bxor, [0, 1, 0, 0]),
+    ];
+    for (op, expected) in expected {
+        assert_eq!(over(DType::Bool, op, &inputs), expected, "{}", op.name());
+    }
+}
+
+#[test]
+fn dividing_a_sum_equals_the_average() {
+    let mut random = Random(4);
+    for dtype in [DType::F32, DType::F64] {
+        let inputs: Vec<Vec<u8>> = (0..3).map(|_| random.tame(dtype, 4099)).collect();
+        let mut sum = over(dtype, ReduceOp::Sum, &inputs);
+        divide(dtype, &mut sum, 3);
+        assert_eq!(sum, over(dtype, ReduceOp::Avg, &inputs));
+    }
+    let mut halves = f16::from_f32(7.0).to_ne_bytes().repeat(11);
+    divide(DType::F16, &mut halves, 2);
+    assert_eq!(halves, f16::from_f32(3.5).to_ne_bytes().repeat(11));
+}
+
+#[test]
+#[should_panic(expected = "should have been refused")]
+fn an_operation_that_has_no_meaning_is_the_callers_fault() {
+    divide(DType::I32, &mut [0; 4], 2);
+}
+
+#[test]
+#[should_panic(expected = "differ in length")]
+fn inputs_of_other_lengths_are_the_callers_fault() {
+    combine(DType::U8, ReduceOp::Sum, &[Some(&[0; 4]), Some(&[0; 5])], &mut [0; 4]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_range_of_a_combination_is_the_combination_of_the_ranges(
+        which in 0usize..100,
+        ranks in 1usize..6,
+        count in 0usize..3000,
+        cut in 0usize..3000,
+        seed in any::<u64>(),
+    ) {
+        let all: Vec<_> = pairs().collect();
+        let (dtype, op) = all[which % all.len()];
+        let cut = cut.min(count) * dtype.size();
+        let mut random = Random(seed);
+        let owned: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
+        let whole = over(dtype, op, &owned);
+        let parts = [0..cut, cut..count * dtype.size()].map(|part| {
+            over(dtype, op, &owned.iter().map(|bytes| bytes[part.clone()].to_vec()).collect::<Vec<_>>())
+        });
+        prop_assert_eq!(whole, parts.concat());
+    }
+}

@@ -1,0 +1,214 @@
+//! The header that stands before every message: 64 bytes, little-endian.
+//!
+//! | bytes | field | |
+//! |---|---|---|
+//! | 0..4 | magic | `BGW1` |
+//! | 4 | kind | code of [`Kind`] |
+//! | 5 | dtype | code of [`DType`] |
+//! | 6 | op | code of [`ReduceOp`], 255 for none |
+//! | 7 | ndim | dimensions of the tensor, saturating |
+//! | 8..12 | epoch | |
+//! | 12..16 | channel | |
+//! | 16..20 | root | `u32::MAX` for none |
+//! | 20..24 | part | number of the message's step within the operation |
+//! | 24..32 | seq | |
+//! | 32..40 | count | |
+//! | 40..48 | body | bytes that follow |
+//! | 48..64 | dims | four times u32 |
+
+use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
+
+/// Bytes of a header.
+pub const LEN: usize = 64;
+
+/// The first four bytes of every header; the digit is the version of the wire format.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW1");
+
+const NO_OP: u8 = 255;
+const NO_ROOT: u32 = u32::MAX;
+
+/// What a header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the operation is.
+    pub fingerprint: Fingerprint,
+    /// Which step of the operation.
+    pub part: u32,
+    /// Bytes that follow the header.
+    pub body: u64,
+}
+
+/// Why 64 bytes are not a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadFrame {
+    /// Not this protocol, or another version of it, or a stream that lost its place.
+    #[error("no message of this protocol (it begins with {0:#010x}, not {MAGIC:#010x})")]
+    Magic(u32),
+    /// A code that no kind has.
+    #[error("an unknown operation (code {0})")]
+    Kind(u8),
+    /// A code that no element type has.
+    #[error("an unknown element type (code {0})")]
+    DType(u8),
+    /// A code that no reduce operation has.
+    #[error("an unknown reduce operation (code {0})")]
+    Op(u8),
+}
+
+impl Header {
+    /// The bytes that travel.
+    pub fn encode(&self) -> [u8; LEN] {
+        let f = &self.fingerprint;
+        let mut out = [0; LEN];
+        out[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        out[4] = f.kind as u8;
+        out[5] = f.dtype as u8;
+        out[6] = f.op.map_or(NO_OP, |op| op as u8);
+        out[7] = f.shape.ndim;
+        out[8..12].copy_from_slice(&f.epoch.to_le_bytes());
+        out[12..16].copy_from_slice(&f.channel.to_le_bytes());
+        out[16..20].copy_from_slice(&f.root.unwrap_or(NO_ROOT).to_le_bytes());
+        out[20..24].copy_from_slice(&self.part.to_le_bytes());
+        out[24..32].copy_from_slice(&f.seq.to_le_bytes());
+        out[32..40].copy_from_slice(&f.count.to_le_bytes());
+        out[40..48].copy_from_slice(&self.body.to_le_bytes());
+        for (slot, dim) in out[48..].chunks_exact_mut(4).zip(f.shape.dims) {
+            slot.copy_from_slice(&dim.to_le_bytes());
+        }
+        out
+    }
+
+    /// Reads what [`Header::encode`] wrote.
+    ///
+    /// # Errors
+    /// `BadFrame` for bytes that it cannot have written. Every other field may hold any value.
+    pub fn decode(bytes: &[u8; LEN]) -> Result<Header, BadFrame> {
+        let magic = u32_at(bytes, 0);
+        if magic != MAGIC {
+            return Err(BadFrame::Magic(magic));
+        }
+        let op = match bytes[6] {
+            NO_OP => None,
+            code => Some(ReduceOp::from_code(code).ok_or(BadFrame::Op(code))?),
+        };
+        let root = u32_at(bytes, 16);
+        let fingerprint = Fingerprint {
+            epoch: u32_at(bytes, 8),
+            channel: u32_at(bytes, 12),
+            kind: Kind::from_code(bytes[4]).ok_or(BadFrame::Kind(bytes[4]))?,
+            seq: u64_at(bytes, 24),
+            dtype: DType::from_code(bytes[5]).ok_or(BadFrame::DType(bytes[5]))?,
+            op,
+            root: (root != NO_ROOT).then_some(root),
+            count: u64_at(bytes, 32),
+            shape: Shape { ndim: bytes[7], dims: [0, 1, 2, 3].map(|i| u32_at(bytes, 48 + 4 * i)) },
+        };
+        Ok(Header { fingerprint, part: u32_at(bytes, 20), body: u64_at(bytes, 40) })
+    }
+}
+
+fn u32_at(bytes: &[u8; LEN], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn u64_at(bytes: &[u8; LEN], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn example() -> Header {
+        Header {
+            fingerprint: Fingerprint {
+                epoch: 0x0102_0304,
+                channel: 5,
+                kind: Kind::Reduce,
+                seq: 0x1112_1314_1516_1718,
+                dtype: DType::BF16,
+                op: Some(ReduceOp::Avg),
+                root: Some(6),
+                count: 0x2122_2324_2526_2728,
+                shape: Shape::new(&[7, 8, 9]),
+            },
+            part: 10,
+            body: 0x3132_3334_3536_3738,
+        }
+    }
+
+    #[test]
+    fn the_golden_bytes_of_a_header_never_change() {
+        let golden: [u8; LEN] = [
+            b'B', b'G', b'W', b'1', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
+            6, 0, 0, 0, 10, 0, 0, 0, 0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, //
+            0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21, 0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31, //
+            7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0,
+        ];
+        assert_eq!(example().encode(), golden);
+        assert_eq!(Header::decode(&golden), Ok(example()));
+    }
+
+    #[test]
+    fn each_bad_field_has_its_own_error() {
+        let spoiled = |at: usize, value: u8| {
+            let mut bytes = example().encode();
+            bytes[at] = value;
+            Header::decode(&bytes)
+        };
+        assert_eq!(spoiled(3, b'2'), Err(BadFrame::Magic(u32::from_le_bytes(*b"BGW2"))));
+        assert_eq!(spoiled(4, 0), Err(BadFrame::Kind(0)));
+        assert_eq!(spoiled(4, 13), Err(BadFrame::Kind(13)));
+        assert_eq!(spoiled(5, 9), Err(BadFrame::DType(9)));
+        assert_eq!(spoiled(6, 4), Err(BadFrame::Op(4)));
+    }
+
+    proptest! {
+        #[test]
+        fn every_header_survives_the_wire(
+            codes in (0usize..Kind::ALL.len(), 0usize..DType::ALL.len(), 0usize..=ReduceOp::ALL.len()),
+            words in any::<[u32; 3]>(),
+            longs in any::<[u64; 3]>(),
+            root in proptest::option::of(0..u32::MAX),
+            shape in any::<(u8, [u32; 4])>(),
+        ) {
+            let fingerprint = Fingerprint {
+                epoch: words[0],
+                channel: words[1],
+                kind: Kind::ALL[codes.0],
+                seq: longs[0],
+                dtype: DType::ALL[codes.1],
+                op: ReduceOp::ALL.get(codes.2).copied(),
+                root,
+                count: longs[1],
+                shape: Shape { ndim: shape.0, dims: shape.1 },
+            };
+            let header = Header { fingerprint, part: words[2], body: longs[2] };
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn random_bytes_are_refused_or_are_exactly_a_header(
+            mut bytes in proptest::array::uniform32(any::<u8>()).prop_flat_map(|a| {
+                proptest::array::uniform32(any::<u8>()).prop_map(move |b| {
+                    let mut all = [0; LEN];
+                    all[..32].copy_from_slice(&a);
+                    all[32..].copy_from_slice(&b);
+                    all
+                })
+            }),
+            with_magic in any::<bool>(),
+        ) {
+            if with_magic {
+                bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
+            }
+            match Header::decode(&bytes) {
+                Ok(header) => prop_assert_eq!(header.encode(), bytes),
+                Err(BadFrame::Magic(found)) => prop_assert_ne!(found, MAGIC),
+                Err(_) => prop_assert!(with_magic),
+            }
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! A stream between two threads of one process: the transport to read first, and the one that tests use.
+
+use std::collections::VecDeque;
+use std::io::Read;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{Broken, Mesh, Readiness, Transport};
+use crate::sync::Doorbell;
+
+/// Bytes that may lie in one direction of a [`local_mesh`] link before the sender has to wait.
+const CAPACITY: usize = 64 << 10;
+
+/// One direction of a stream.
+#[derive(Default)]
+struct Pipe {
+    /// Sent and not yet received; never longer than the stream's capacity.
+    bytes: VecDeque<u8>,
+    /// One of the two ends was dropped: nothing more will be sent, or nobody will receive it.
+    closed: bool,
+}
+
+/// One end of a stream between two threads.
+pub struct Local {
+    /// What this end sends.
+    to: Arc<Mutex<Pipe>>,
+    /// What this end receives.
+    from: Arc<Mutex<Pipe>>,
+    /// The peer's doorbell: rung when there is something to receive, when there is room again, and at the end.
+    peer: Doorbell,
+    /// Limit of `Pipe::bytes`.
+    capacity: usize,
+}
+
+impl Local {
+    /// The two ends of a stream that holds `capacity` bytes each way. `bells.0` belongs to the owner of the first end.
+    pub fn pair(bells: (Doorbell, Doorbell), capacity: usize) -> (Local, Local) {
+        assert!(capacity > 0, "a stream without room moves nothing");
+        let (a, b) = (Arc::<Mutex<Pipe>>::default(), Arc::<Mutex<Pipe>>::default());
+        let first = Local { to: a.clone(), from: b.clone(), peer: bells.1, capacity };
+        (first, Local { to: b, from: a, peer: bells.0, capacity })
+    }
+}
+
+/// A pipe is whole between any two statements, so a thread that panicked while it held the lock broke nothing.
+fn lock(pipe: &Mutex<Pipe>) -> MutexGuard<'_, Pipe> {
+    pipe.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn closed() -> Broken {
+    Broken("the peer dropped its end".to_owned())
+}
+
+impl Transport for Local {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
+        let mut pipe = lock(&self.to);
+        if pipe.closed {
+            return Err(closed());
+        }
+        let room = self.capacity - pipe.bytes.len();
+        let head = &head[..head.len().min(room)];
+        let body = &body[..body.len().min(room - head.len())];
+        pipe.bytes.extend(head);
+        pipe.bytes.extend(body);
+        drop(pipe);
+        let sent = head.len() + body.len();
+        if sent > 0 {
+            self.peer.ring();
+        }
+        Ok(sent)
+    }
+
+    fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
+        let mut pipe = lock(&self.from);
+        let was_full = pipe.bytes.len() == self.capacity;
+        let got = pipe.bytes.read(into).unwrap_or(0);
+        if got == 0 && pipe.closed {
+            return Err(closed());
+        }
+        drop(pipe);
+        if was_full && got > 0 {
+            self.peer.ring();
+        }
+        Ok(got)
+    }
+
+    fn readiness(&self) -> Readiness<'_> {
+        Readiness::Doorbell
+    }
+
+    fn is_wire(&self) -> bool {
+        false
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        lock(&self.to).closed = true;
+        lock(&self.from).closed = true;
+        self.peer.ring();
+    }
+}
+
+/// The meshes of `n` ranks that are threads of this process.
+pub fn local_mesh(n: usize) -> Vec<Mesh> {
+    let bells: Vec<Doorbell> = (0..n).map(|_| Doorbell::local()).collect();
+    let mut links: Vec<Vec<Option<Box<dyn Transport>>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
+    for a in 0..n {
+        for b in a + 1..n {
+            let (left, right) = Local::pair((bells[a].clone(), bells[b].clone()), CAPACITY);
+            links[a][b] = Some(Box::new(left));
+            links[b][a] = Some(Box::new(right));
+        }
+    }
+    let ranks = links.into_iter().zip(bells).enumerate();
+    ranks.map(|(rank, (links, bell))| Mesh::new(rank, (0..n).collect(), links, Some(bell))).collect()
+}

@@ -1,0 +1,79 @@
+//! A stream between two hosts: one TCP connection, non-blocking.
+
+use std::io::{self, IoSlice, Read};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
+
+use super::{Broken, Readiness, Transport};
+
+/// How long the kernel retries unacknowledged bytes before it gives the connection up. The group's heartbeat usually notices
+/// first; this is for a mesh without one.
+const USER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// One TCP connection to a peer.
+pub struct Tcp {
+    stream: TcpStream,
+}
+
+impl Tcp {
+    /// Takes over a connection whose handshake is done.
+    ///
+    /// # Errors
+    /// When the system refuses one of the socket's options.
+    pub fn new(stream: TcpStream) -> io::Result<Tcp> {
+        stream.set_nonblocking(true)?;
+        // Messages are whole when they are sent: there is nothing to wait for and join.
+        stream.set_nodelay(true)?;
+        sockopt::set_tcp_user_timeout(&stream, u32::try_from(USER_TIMEOUT.as_millis()).unwrap_or(u32::MAX))?;
+        Ok(Tcp { stream })
+    }
+}
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
+        let parts = [IoSlice::new(head), IoSlice::new(body)];
+        // NOSIGNAL: a peer that left is an error here, whatever the embedding program does with SIGPIPE.
+        retry(|| Ok(sendmsg(&self.stream, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?))
+    }
+
+    fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
+        retry(|| match self.stream.read(into) {
+            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "connection closed")),
+            other => other,
+        })
+    }
+
+    fn readiness(&self) -> Readiness<'_> {
+        Readiness::Descriptor(self.stream.as_fd())
+    }
+
+    fn is_wire(&self) -> bool {
+        true
+    }
+}
+
+/// Sorts the outcomes of a system call: again after a signal, nothing now, or the end.
+fn retry(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, Broken> {
+    loop {
+        match call() {
+            Ok(count) => return Ok(count),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(0),
+            Err(e) => {
+                return Err(Broken(match e.kind() {
+                    io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof => "connection closed".to_owned(),
+                    io::ErrorKind::ConnectionReset => "connection reset".to_owned(),
+                    io::ErrorKind::TimedOut => "connection timed out".to_owned(),
+                    _ => format!("connection failed: {e}"),
+                }));
+            }
+        }
+    }
+}

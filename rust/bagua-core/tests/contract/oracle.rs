@@ -1,0 +1,123 @@
+//! What a reduction must give: float64 (i128 for integers), in rank order, element by element.
+
+use bagua_core::types::{DType, ReduceOp};
+use half::{bf16, f16};
+
+/// A number that does not depend on the machine or the run.
+pub fn noise(rank: usize, index: usize) -> u64 {
+    let mut x =
+        (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (index as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
+    x = (x ^ x >> 31).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 29
+}
+
+/// A rank's tensor, with values for which no sum or product of 33 ranks leaves the type.
+pub fn input(dtype: DType, op: ReduceOp, rank: usize, count: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(count * dtype.size());
+    for index in 0..count {
+        let random = noise(rank, index);
+        let small = match op {
+            ReduceOp::Product => 1 + i64::from(random % 8 == 0 && rank < 6),
+            ReduceOp::Sum | ReduceOp::Avg => (random % 4) as i64,
+            ReduceOp::Min | ReduceOp::Max => (random % 100) as i64,
+            ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => (random % 128) as i64,
+        };
+        // In [0.75, 1.25): products of 33 stay within float16.
+        let real = 0.75 + (random >> 11) as f64 / (1u64 << 54) as f64;
+        let real = if op == ReduceOp::Product || random & 1 == 0 { real } else { -real };
+        encode(dtype, if dtype.is_float() { Value::Real(real) } else { Value::Whole(small.into()) }, &mut out);
+    }
+    out
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Value {
+    Real(f64),
+    Whole(i128),
+}
+
+fn encode(dtype: DType, value: Value, out: &mut Vec<u8>) {
+    match (dtype, value) {
+        (DType::F16, Value::Real(x)) => out.extend(f16::from_f64(x).to_ne_bytes()),
+        (DType::BF16, Value::Real(x)) => out.extend(bf16::from_f64(x).to_ne_bytes()),
+        (DType::F32, Value::Real(x)) => out.extend((x as f32).to_ne_bytes()),
+        (DType::F64, Value::Real(x)) => out.extend(x.to_ne_bytes()),
+        (DType::U8, Value::Whole(x)) => out.push(x as u8),
+        (DType::I8, Value::Whole(x)) => out.extend((x as i8).to_ne_bytes()),
+        (DType::I32, Value::Whole(x)) => out.extend((x as i32).to_ne_bytes()),
+        (DType::I64, Value::Whole(x)) => out.extend((x as i64).to_ne_bytes()),
+        (DType::Bool, Value::Whole(x)) => out.push((x & 1) as u8),
+        (dtype, value) => panic!("{value:?} is no {dtype:?}"),
+    }
+}
+
+fn decode(dtype: DType, bytes: &[u8]) -> Value {
+    match dtype {
+        DType::F16 => Value::Real(f16::from_ne_bytes(bytes.try_into().unwrap()).to_f64()),
+        DType::BF16 => Value::Real(bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f64()),
+        DType::F32 => Value::Real(f32::from_ne_bytes(bytes.try_into().unwrap()).into()),
+        DType::F64 => Value::Real(f64::from_ne_bytes(bytes.try_into().unwrap())),
+        DType::U8 | DType::Bool => Value::Whole(bytes[0].into()),
+        DType::I8 => Value::Whole((bytes[0] as i8).into()),
+        DType::I32 => Value::Whole(i32::from_ne_bytes(bytes.try_into().unwrap()).into()),
+        DType::I64 => Value::Whole(i64::from_ne_bytes(bytes.try_into().unwrap()).into()),
+    }
+}
+
+fn eps(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 2f64.powi(-10),
+        DType::BF16 => 2f64.powi(-7),
+        DType::F32 => f64::from(f32::EPSILON),
+        _ => f64::EPSILON,
+    }
+}
+
+/// Panics unless `got` is the combination of `inputs`: exactly for integers, within world * eps of the magnitudes for floats.
+pub fn assert_combined(what: &str, dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
+    let size = dtype.size();
+    for (index, element) in got.chunks_exact(size).enumerate() {
+        let at = index * size..(index + 1) * size;
+        let first = decode(dtype, &inputs[0][at.clone()]);
+        let mut magnitude = if let Value::Real(x) = first { x.abs() } else { 0.0 };
+        let mut expected = first;
+        for input in &inputs[1..] {
+            let next = decode(dtype, &input[at.clone()]);
+            expected = match (expected, next) {
+                (Value::Real(a), Value::Real(b)) => {
+                    magnitude = if op == ReduceOp::Product { magnitude * b.abs() } else { magnitude + b.abs() };
+                    Value::Real(match op {
+                        ReduceOp::Sum | ReduceOp::Avg => a + b,
+                        ReduceOp::Product => a * b,
+                        ReduceOp::Min => a.min(b),
+                        ReduceOp::Max => a.max(b),
+                        _ => panic!("bits of floats"),
+                    })
+                }
+                (Value::Whole(a), Value::Whole(b)) => Value::Whole(match op {
+                    ReduceOp::Sum => a + b,
+                    ReduceOp::Product => a * b,
+                    ReduceOp::Min => a.min(b),
+                    ReduceOp::Max => a.max(b),
+                    ReduceOp::Bor => a | b,
+                    ReduceOp::Band => a & b,
+                    ReduceOp::Bxor => a ^ b,
+                    ReduceOp::Avg => panic!("average of integers"),
+                }),
+                _ => unreachable!("one type"),
+            };
+        }
+        match (expected, decode(dtype, element)) {
+            (Value::Real(mut x), Value::Real(got)) => {
+                let mut tolerance = inputs.len() as f64 * eps(dtype) * magnitude;
+                if op == ReduceOp::Avg {
+                    x /= inputs.len() as f64;
+                    tolerance /= inputs.len() as f64;
+                }
+                assert!((x - got).abs() <= tolerance, "{what}: element {index} is {got}, not {x}");
+            }
+            (Value::Whole(x), Value::Whole(got)) => assert_eq!(got, x, "{what}: element {index}"),
+            _ => unreachable!("one type"),
+        }
+    }
+}

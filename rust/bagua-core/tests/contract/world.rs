@@ -1,0 +1,150 @@
+//! Ranks as threads, and the factories that connect them.
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bagua_core::collective::{Call, Collective, Net};
+use bagua_core::error::Result;
+use bagua_core::stats::Stats;
+use bagua_core::sync::{Deadline, Doorbell};
+use bagua_core::transport::{Local, Mesh, Tcp, Transport, local_mesh};
+use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
+use bagua_core::watch::Watch;
+
+/// One collective per rank of a new world of this size.
+pub type Ranks = fn(usize) -> Vec<Box<dyn Collective>>;
+
+/// The two ends of a new stream, with the doorbells of their owners.
+pub type Ends = fn() -> [(Box<dyn Transport>, Doorbell); 2];
+
+/// What is left of a rank in a test: its collective, its watch, its counters, its sequence number.
+pub struct Rank {
+    pub collective: Box<dyn Collective>,
+    pub watch: Arc<Watch>,
+    pub stats: Stats,
+    pub seq: u64,
+}
+
+/// What an operation says of itself, without the numbers that [`Rank::call`] adds.
+#[derive(Clone, Copy)]
+pub struct Say {
+    pub kind: Kind,
+    pub dtype: DType,
+    pub op: Option<ReduceOp>,
+    pub root: Option<usize>,
+    pub count: usize,
+    pub limit: Duration,
+}
+
+impl Say {
+    pub fn new(kind: Kind, dtype: DType, count: usize) -> Say {
+        Say { kind, dtype, op: None, root: None, count, limit: Duration::from_secs(60) }
+    }
+}
+
+impl Rank {
+    /// Runs one operation under the next fingerprint.
+    pub fn call<T>(&mut self, say: Say, run: impl FnOnce(&mut dyn Collective, &Call<'_>) -> Result<T>) -> Result<T> {
+        let fingerprint = Fingerprint {
+            epoch: 1,
+            channel: 0,
+            kind: say.kind,
+            seq: self.seq,
+            dtype: say.dtype,
+            op: say.op,
+            root: say.root.map(|root| root as u32),
+            count: say.count as u64,
+            shape: Shape::flat(say.count),
+        };
+        self.seq += 1;
+        let stats = self.stats.of(say.kind);
+        let deadline = Deadline::after(say.limit);
+        let call = Call { fingerprint, deadline, watch: &self.watch, stats, label: "" };
+        run(self.collective.as_mut(), &call)
+    }
+}
+
+/// A world of ranks, none of which has done anything yet.
+pub fn world(ranks: Ranks, size: usize) -> Vec<Rank> {
+    let with_watch =
+        |(rank, collective)| Rank { collective, watch: Watch::local(rank, size), stats: Stats::default(), seq: 0 };
+    ranks(size).into_iter().enumerate().map(with_watch).collect()
+}
+
+/// Runs `f` on every rank at once, each on a thread of its own, and returns what they return, by rank.
+pub fn each<T: Send>(ranks: &mut [Rank], f: impl Fn(usize, &mut Rank) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let f = &f;
+        let spawn = |(index, rank)| scope.spawn(move || f(index, rank));
+        let threads: Vec<_> = ranks.iter_mut().enumerate().map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// As [`each`], for ranks that are dropped as soon as they are done: the others see their streams end.
+pub fn each_leaving<T: Send>(ranks: Vec<Rank>, f: impl Fn(usize, &mut Rank) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let f = &f;
+        let spawn = |(index, mut rank): (usize, Rank)| scope.spawn(move || f(index, &mut rank));
+        let threads: Vec<_> = ranks.into_iter().enumerate().map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// `net` over streams between threads.
+pub fn local(size: usize) -> Vec<Box<dyn Collective>> {
+    local_mesh(size).into_iter().map(|mesh| Box::new(Net::new(mesh)) as Box<dyn Collective>).collect()
+}
+
+/// `net` over TCP on the loopback interface.
+pub fn tcp(size: usize) -> Vec<Box<dyn Collective>> {
+    mixed_mesh(size, |_, _| false)
+}
+
+/// `net` over TCP between odd and even ranks and over streams between threads otherwise.
+pub fn mixed(size: usize) -> Vec<Box<dyn Collective>> {
+    mixed_mesh(size, |a, b| a % 2 == b % 2)
+}
+
+fn mixed_mesh(size: usize, is_local: fn(usize, usize) -> bool) -> Vec<Box<dyn Collective>> {
+    let bells: Vec<_> = (0..size).map(|_| Doorbell::local()).collect();
+    let mut links: Vec<Vec<Option<Box<dyn Transport>>>> =
+        (0..size).map(|_| (0..size).map(|_| None).collect()).collect();
+    for a in 0..size {
+        for b in a + 1..size {
+            let (left, right): (Box<dyn Transport>, Box<dyn Transport>) = if is_local(a, b) {
+                let (left, right) = Local::pair((bells[a].clone(), bells[b].clone()), 1000);
+                (Box::new(left), Box::new(right))
+            } else {
+                let (left, right) = sockets();
+                (Box::new(Tcp::new(left).unwrap()), Box::new(Tcp::new(right).unwrap()))
+            };
+            links[a][b] = Some(left);
+            links[b][a] = Some(right);
+        }
+    }
+    let ranks = links.into_iter().zip(bells).enumerate();
+    let mesh = |(rank, (links, bell))| Mesh::new(rank, (0..size).collect(), links, Some(bell));
+    ranks.map(|rank| Box::new(Net::new(mesh(rank))) as Box<dyn Collective>).collect()
+}
+
+/// Two connected sockets.
+pub fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let left = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (left, listener.accept().unwrap().0)
+}
+
+/// The ends of a stream between threads, with so little room that most calls are partial.
+pub fn local_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
+    let bells = (Doorbell::local(), Doorbell::local());
+    let (left, right) = Local::pair(bells.clone(), 1000);
+    [(Box::new(left), bells.0), (Box::new(right), bells.1)]
+}
+
+/// The ends of a TCP connection.
+pub fn tcp_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
+    let (left, right) = sockets();
+    [left, right].map(|end| (Box::new(Tcp::new(end).unwrap()) as Box<dyn Transport>, Doorbell::local()))
+}

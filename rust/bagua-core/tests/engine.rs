@@ -1,0 +1,459 @@
+//! The engine from outside: order, errors, and every way in which it ends. The numbers are those of `engine`'s invariants.
+//!
+//! Ranks are threads of this process here; the collectives have a contract test of their own.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use bagua_core::bucket::{Bucket, Tensor};
+use bagua_core::collective::{Collective, Net, Solo};
+use bagua_core::engine::{Channel, Engine, Handle, SharedBucket};
+use bagua_core::error::{Error, Result};
+use bagua_core::group::Lane;
+use bagua_core::memory::Region;
+use bagua_core::op::{CallbackOp, CentralizedOp, NoOp, Op};
+use bagua_core::stats::Stats;
+use bagua_core::transport::local_mesh;
+use bagua_core::types::DType;
+use bagua_core::watch::Watch;
+
+const LONG: Option<Duration> = Some(Duration::from_secs(60));
+
+fn lane(watch: &Arc<Watch>, collective: impl Collective + 'static) -> Lane {
+    Lane::new(Box::new(collective), watch.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60))
+}
+
+fn alone() -> (Engine, Arc<Watch>) {
+    let watch = Watch::local(0, 1);
+    (Engine::over(lane(&watch, Solo::new()), watch.clone(), "model").unwrap(), watch)
+}
+
+fn channel() -> (Channel, Arc<Watch>) {
+    let watch = Watch::local(0, 1);
+    (Channel::over(lane(&watch, Solo::new()), watch.clone(), "world"), watch)
+}
+
+/// Memory that outlives every engine of this process: its address and a region on it.
+fn memory(values: &[f32]) -> (usize, Region) {
+    let leaked: &'static mut [f32] = values.to_vec().leak();
+    // SAFETY: leaked, so valid for ever; tests look at it only after `wait`.
+    let region = unsafe { Region::new(leaked.as_mut_ptr().cast(), leaked.len(), DType::F32).unwrap() };
+    (region.address(), region)
+}
+
+fn values(address: usize, count: usize) -> Vec<f32> {
+    // SAFETY: the address is one that `memory` gave for at least `count` elements, and the engine is done with it.
+    unsafe { std::slice::from_raw_parts(address as *const f32, count) }.to_vec()
+}
+
+fn tensor(name: &str, region: Region) -> Tensor {
+    Tensor { name: name.to_owned(), region, padding: false }
+}
+
+fn bucket(name: &str, tensors: Vec<Tensor>) -> SharedBucket {
+    SharedBucket::new(Bucket::new(name, tensors).unwrap())
+}
+
+/// Buckets from a drawing: "ab c" is 0: [a, b], 1: [c].
+fn buckets(drawing: &str) -> Vec<SharedBucket> {
+    let tensors = |letters: &str| letters.chars().map(|letter| tensor(&letter.to_string(), memory(&[1.0]).1)).collect();
+    drawing
+        .split_whitespace()
+        .enumerate()
+        .map(|(index, letters)| bucket(&index.to_string(), tensors(letters)))
+        .collect()
+}
+
+/// An operation that writes down the bucket's name.
+fn recorder() -> (Arc<dyn Op>, Arc<Mutex<Vec<String>>>) {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let inside = log.clone();
+    let note = move |bucket: &str| {
+        inside.lock().unwrap().push(bucket.to_owned());
+        Ok(())
+    };
+    (Arc::new(CallbackOp::new(note)), log)
+}
+
+/// An operation that says when it begins and goes on when it is told to, or when the teller is gone.
+fn gate() -> (Arc<dyn Op>, mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let (began, begins) = mpsc::channel();
+    let (open, opened) = mpsc::channel::<()>();
+    let ends = Mutex::new((began, opened));
+    let op = CallbackOp::new(move |_| {
+        let ends = ends.lock().unwrap();
+        let _ = ends.0.send(());
+        let _ = ends.1.recv();
+        Ok(())
+    });
+    (Arc::new(op), begins, open)
+}
+
+fn text<T>(result: Result<T>) -> String {
+    result.err().expect("an error").to_string()
+}
+
+fn mark(engine: &Engine, tensors: &str) {
+    tensors.chars().for_each(|tensor| engine.mark_ready(&tensor.to_string(), None).unwrap());
+}
+
+#[test]
+fn buckets_are_communicated_in_registered_order_while_the_caller_goes_on() {
+    let (engine, _) = alone();
+    let (op, log) = recorder();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("ab c de");
+    buckets[0].append(hold).unwrap();
+    buckets.iter().for_each(|bucket| bucket.append(op.clone()).unwrap());
+    engine.register(buckets).unwrap();
+    mark(&engine, "cab");
+    begins.recv().unwrap();
+    // Invariant 4: bucket 0 is stuck in its first operation, and marking goes on.
+    assert_eq!(engine.unready(), ["d", "e"]);
+    mark(&engine, "ed");
+    assert!(engine.unready().is_empty());
+    assert!(text(engine.mark_ready("a", None)).contains("bucket '0' is still being communicated"));
+    drop(open);
+    assert_eq!(engine.wait(LONG).unwrap(), 3);
+    assert_eq!(*log.lock().unwrap(), ["0", "1", "2"]);
+    mark(&engine, "edcba");
+    assert_eq!(engine.wait(LONG).unwrap(), 3);
+    assert_eq!(*log.lock().unwrap(), ["0", "1", "2", "0", "1", "2"]);
+    assert_eq!(engine.wait(LONG).unwrap(), 0);
+}
+
+#[test]
+fn operations_of_a_bucket_run_in_the_order_in_which_they_were_added() {
+    let (engine, _) = alone();
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let buckets = buckets("a");
+    for step in 0..3 {
+        let log = log.clone();
+        let note = move |_: &str| {
+            log.lock().unwrap().push(step);
+            Ok(())
+        };
+        buckets[0].append(Arc::new(CallbackOp::new(note))).unwrap();
+    }
+    assert_eq!(buckets[0].ops(), ["callback"; 3]);
+    engine.register(buckets).unwrap();
+    mark(&engine, "a");
+    engine.wait(LONG).unwrap();
+    assert_eq!(*log.lock().unwrap(), [0, 1, 2]);
+}
+
+#[test]
+fn an_incomplete_step_names_what_is_missing_and_starts_afresh() {
+    let (engine, watch) = alone();
+    engine.register(buckets("a bc d")).unwrap();
+    mark(&engine, "ab");
+    assert_eq!(engine.unready(), ["c", "d"]);
+    let error = text(engine.wait(LONG));
+    assert_eq!(error, "engine 'model': the step is incomplete, 1 tensor was not marked ready: 'c'");
+    assert!(watch.check().is_ok());
+    mark(&engine, "abcd");
+    assert_eq!(engine.wait(LONG).unwrap(), 3);
+}
+
+#[test]
+fn a_tensor_marked_twice_or_unknown_is_refused_by_name_and_the_step_goes_on() {
+    let (engine, _) = alone();
+    engine.register(buckets("ab")).unwrap();
+    mark(&engine, "a");
+    assert!(text(engine.mark_ready("a", None)).contains("'a' was marked ready twice"));
+    assert!(text(engine.mark_ready("z", None)).contains("'z'"));
+    mark(&engine, "b");
+    assert_eq!(engine.wait(LONG).unwrap(), 1);
+}
+
+#[test]
+fn registration_refuses_a_name_or_memory_that_appears_twice_and_names_both_places() {
+    let (engine, _) = alone();
+    let twice = [buckets("a"), vec![bucket("other", vec![tensor("a", memory(&[1.0]).1)])]].concat();
+    assert_eq!(text(engine.register(twice)), "tensor 'a' is in bucket '0' and in bucket 'other'");
+    let (address, whole) = memory(&[0.0; 4]);
+    // SAFETY: the last element of memory that lives for ever; never communicated.
+    let part = unsafe { Region::new((address + 12) as *mut u8, 1, DType::F32).unwrap() };
+    let overlap = vec![bucket("x", vec![tensor("whole", whole)]), bucket("y", vec![tensor("part", part)])];
+    let refused = "tensors 'whole' of bucket 'x' and 'part' of bucket 'y' share memory";
+    assert_eq!(text(engine.register(overlap)), refused);
+}
+
+#[test]
+fn empty_tensors_and_no_buckets_at_all_are_fine() {
+    let (engine, _) = alone();
+    // SAFETY: no elements.
+    let empty = |name| tensor(name, unsafe { Region::new(std::ptr::null_mut(), 0, DType::F32).unwrap() });
+    engine.register(vec![bucket("empty", vec![empty("e"), empty("f")])]).unwrap();
+    mark(&engine, "ef");
+    assert_eq!(engine.wait(LONG).unwrap(), 1);
+    engine.register(vec![]).unwrap();
+    assert_eq!(engine.wait(LONG).unwrap(), 0);
+}
+
+#[test]
+fn the_error_of_a_callback_says_where_it_happened_and_reaches_this_and_every_later_call() {
+    // Invariant 2.
+    let (engine, watch) = alone();
+    let buckets = buckets("a b");
+    buckets[0].append(Arc::new(CallbackOp::new(|_| Err(Error::Value("no".into()))))).unwrap();
+    engine.register(buckets.clone()).unwrap();
+    mark(&engine, "a");
+    let expected = Error::Value("in the callback of bucket '0': no".into());
+    assert_eq!(engine.wait(LONG), Err(expected.clone()));
+    assert_eq!(watch.cause(), Some(expected.clone()));
+    assert_eq!(engine.mark_ready("b", None), Err(expected.clone()));
+    assert_eq!(engine.wait(LONG), Err(expected.clone()));
+    assert_eq!(engine.submit(Box::new(|_| Ok(()))).err(), Some(expected));
+    // The memory is back.
+    buckets[0].clear_ops().unwrap();
+}
+
+#[test]
+fn a_panic_in_an_operation_is_an_error_and_leaves_no_waiter_behind() {
+    // Invariant 3.
+    let (engine, watch) = alone();
+    let buckets = buckets("a b");
+    buckets[0].append(Arc::new(CallbackOp::new(|bucket| panic!("boom in {bucket}")))).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "a");
+    assert_eq!(text(engine.wait(LONG)), "an operation of engine 'model' panicked: boom in 0");
+    assert!(matches!(watch.cause(), Some(Error::System(_))));
+}
+
+#[test]
+fn a_wait_that_times_out_leaves_the_bucket_running() {
+    let (engine, _) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "a");
+    begins.recv().unwrap();
+    let short = Duration::from_millis(5);
+    assert!(matches!(engine.wait(Some(short)), Err(Error::Timeout { after, .. }) if after == short));
+    drop(open);
+    assert_eq!(engine.wait(LONG).unwrap(), 1);
+}
+
+#[test]
+fn memory_that_moved_is_the_memory_that_is_communicated() {
+    struct Doubles;
+    impl Op for Doubles {
+        fn name(&self) -> &'static str {
+            "doubles"
+        }
+        fn run(&self, _: &str, tensors: &mut [Region], _: &mut Lane) -> Result<()> {
+            for value in tensors[0].bytes_mut().chunks_exact_mut(4) {
+                let doubled = 2.0 * f32::from_ne_bytes(value.try_into().unwrap());
+                value.copy_from_slice(&doubled.to_ne_bytes());
+            }
+            Ok(())
+        }
+    }
+    let (engine, _) = alone();
+    let buckets = buckets("a");
+    buckets[0].append(Arc::new(Doubles)).unwrap();
+    engine.register(buckets).unwrap();
+    let (address, region) = memory(&[21.0]);
+    engine.mark_ready("a", Some(region)).unwrap();
+    engine.wait(LONG).unwrap();
+    assert_eq!(values(address, 1), [42.0]);
+    let wrong = memory(&[1.0, 2.0]).1;
+    assert!(text(engine.mark_ready("a", Some(wrong))).contains("its new memory has 2"));
+    mark(&engine, "a");
+    engine.wait(LONG).unwrap();
+    assert_eq!(values(address, 1), [84.0]);
+}
+
+#[test]
+fn shutdown_fails_what_is_queued_and_ends_what_waits_for_a_peer() {
+    // Invariant 3: the first operation waits until the group is poisoned, as a collective without its peer would.
+    let (engine, watch) = alone();
+    let (op, log) = recorder();
+    let buckets = buckets("a b");
+    let (began, begins) = mpsc::channel();
+    let (began, seen) = (Mutex::new(began), watch.clone());
+    let endless = CallbackOp::new(move |_| {
+        let _ = began.lock().unwrap().send(());
+        loop {
+            seen.check()?;
+            std::thread::yield_now();
+        }
+    });
+    buckets[0].append(Arc::new(endless)).unwrap();
+    buckets[1].append(op).unwrap();
+    engine.register(buckets.clone()).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    let start = Instant::now();
+    engine.shutdown();
+    engine.shutdown();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    let cause = "aborted: engine 'model' was shut down while bucket '0' was running";
+    assert_eq!(watch.cause().unwrap().to_string(), cause);
+    assert_eq!(text(engine.wait(LONG)), cause);
+    assert!(log.lock().unwrap().is_empty(), "bucket 1 never ran");
+    // The memory of both is back.
+    buckets.iter().for_each(|bucket| bucket.clear_ops().unwrap());
+}
+
+#[test]
+fn dropping_an_idle_engine_harms_no_group() {
+    let (engine, watch) = alone();
+    engine.register(buckets("a b")).unwrap();
+    mark(&engine, "a");
+    engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
+    engine.shutdown();
+    assert_eq!(text(engine.mark_ready("b", None)), "aborted: engine 'model' was shut down");
+    drop(engine);
+    assert!(watch.check().is_ok());
+}
+
+#[test]
+fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
+    for ranks in [2, 3] {
+        std::thread::scope(|scope| {
+            for (rank, meshes) in local_mesh(ranks).into_iter().zip(local_mesh(ranks)).enumerate() {
+                let watch = Watch::local(rank, ranks);
+                for (model, mesh) in [meshes.0, meshes.1].into_iter().enumerate() {
+                    let engine =
+                        Engine::over(lane(&watch, Net::new(mesh)), watch.clone(), &format!("{model}")).unwrap();
+                    scope.spawn(move || {
+                        let own = rank as f32;
+                        let ((first, a), (second, b)) = (memory(&[1.0 + own, 10.0 + 10.0 * own]), memory(&[own]));
+                        let shared = bucket("only", vec![tensor("a", a), tensor("b", b)]);
+                        shared.append(Arc::new(CentralizedOp::new(false, true, true))).unwrap();
+                        shared.append(Arc::new(NoOp)).unwrap();
+                        engine.register(vec![shared]).unwrap();
+                        let mut head = (1..=ranks).sum::<usize>() as f32;
+                        let mut tail = (0..ranks).sum::<usize>() as f32;
+                        for _ in 0..10 {
+                            // Ranks mark in different orders.
+                            mark(&engine, if rank == 0 { "ab" } else { "ba" });
+                            assert_eq!(engine.wait(LONG).unwrap(), 1);
+                            assert_eq!((values(first, 2), values(second, 1)), (vec![head, 10.0 * head], vec![tail]));
+                            head *= ranks as f32;
+                            tail *= ranks as f32;
+                        }
+                    });
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn neighbours_are_averaged_in_place_and_padding_goes_with_them() {
+    std::thread::scope(|scope| {
+        for (rank, mesh) in local_mesh(2).into_iter().enumerate() {
+            scope.spawn(move || {
+                let watch = Watch::local(rank, 2);
+                let engine = Engine::over(lane(&watch, Net::new(mesh)), watch.clone(), "model").unwrap();
+                let (address, _) = memory(&[rank as f32, 4.0 * rank as f32, 1.0]);
+                // SAFETY: the three elements of memory that lives for ever, one region each.
+                let part = |at: usize| unsafe { Region::new((address + 4 * at) as *mut u8, 1, DType::F32).unwrap() };
+                let padding = Tensor { name: "p".into(), region: part(2), padding: true };
+                let shared = bucket("flat", vec![tensor("a", part(0)), tensor("b", part(1)), padding]);
+                shared.append(Arc::new(CentralizedOp::new(true, false, false))).unwrap();
+                engine.register(vec![shared]).unwrap();
+                mark(&engine, "ba");
+                assert_eq!(engine.wait(LONG).unwrap(), 1);
+                assert_eq!(values(address, 3), [0.5, 2.0, 1.0]);
+            });
+        }
+    });
+}
+
+#[test]
+fn what_is_submitted_and_what_is_run_happen_in_program_order() {
+    // Invariant 1.
+    let (channel, _) = channel();
+    let log = Arc::new(Mutex::new(Vec::new()));
+    for step in 0..60 {
+        let inside = log.clone();
+        let note = move |_: &mut Lane| {
+            inside.lock().unwrap().push(step);
+            Ok(())
+        };
+        if step % 3 == 2 {
+            channel.run(note).unwrap();
+            assert_eq!(log.lock().unwrap().len(), step + 1);
+        } else {
+            channel.submit("a note", Box::new(note)).unwrap();
+        }
+    }
+    assert_eq!(*log.lock().unwrap(), (0..60).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_clone_of_a_handle_gets_the_same_error_and_the_channel_goes_on() {
+    let (channel, watch) = channel();
+    let handle = channel.submit("a note", Box::new(|_| Err(Error::Type("avg of int32".into())))).unwrap();
+    let clones: Vec<Handle> = (0..3).map(|_| handle.clone()).collect();
+    for clone in clones {
+        assert_eq!(clone.wait(LONG), Err(Error::Type("avg of int32".into())));
+        assert!(clone.is_completed());
+    }
+    // An argument was refused before anything was sent, and somebody saw it.
+    assert!(watch.check().is_ok());
+    assert_eq!(channel.run(|_| Ok(7)).unwrap(), 7);
+}
+
+#[test]
+fn an_error_that_nobody_can_see_any_more_reaches_the_next_call_once() {
+    // Invariant 2.
+    let (channel, _) = channel();
+    drop(channel.submit("a note", Box::new(|_| Err(Error::Value("lost".into())))).unwrap());
+    let ran = AtomicUsize::new(0);
+    let count = |_: &mut Lane| Ok(ran.fetch_add(1, Ordering::Relaxed));
+    assert_eq!(channel.run(count), Err(Error::Value("lost".into())));
+    assert_eq!(channel.run(count), Ok(0));
+    assert_eq!(ran.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_timeout_of_a_handle_leaves_its_job_running() {
+    let (channel, _) = channel();
+    let (open, opened) = mpsc::channel::<()>();
+    let job = move |_: &mut Lane| {
+        let _ = opened.recv();
+        Ok(())
+    };
+    let handle = channel.submit("a wait", Box::new(job)).unwrap();
+    let error = handle.wait(Some(Duration::from_millis(2))).unwrap_err();
+    assert!(matches!(&error, Error::Timeout { missing, .. } if missing.is_empty()));
+    assert!(error.to_string().contains("the communication thread"), "{error}");
+    assert!(!handle.is_completed());
+    drop(open);
+    handle.wait(LONG).unwrap();
+}
+
+#[test]
+fn the_first_cause_wins_over_what_follows_from_it() {
+    let (channel, watch) = channel();
+    let cause = watch.peer_lost(0, "its connection broke");
+    let (first, inside) = (cause.clone(), watch.clone());
+    let error = channel.run(move |_| -> Result<()> {
+        let _ = inside.fail(first);
+        Err(Error::System("a consequence".into()))
+    });
+    assert_eq!(error, Err(cause.clone()));
+    assert_eq!(channel.submit("more", Box::new(|_| Ok(()))).err(), Some(cause));
+}
+
+#[test]
+fn jobs_queued_behind_a_failure_end_with_its_cause() {
+    let (channel, _) = channel();
+    let (open, opened) = mpsc::channel::<()>();
+    let fails = move |_: &mut Lane| {
+        let _ = opened.recv();
+        Err(Error::System("broken".into()))
+    };
+    let first = channel.submit("a wait", Box::new(fails)).unwrap();
+    let second = channel.submit("a note", Box::new(|_| panic!("must not run"))).unwrap();
+    drop(open);
+    assert_eq!(second.wait(LONG), Err(Error::System("broken".into())));
+    assert_eq!(first.wait(LONG), Err(Error::System("broken".into())));
+}

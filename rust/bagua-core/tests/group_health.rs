@@ -1,0 +1,263 @@
+//! Groups are built, fail as one, and are left in peace.
+
+mod group_world;
+
+use std::time::Duration;
+
+use bagua_core::error::Error;
+use bagua_core::group::{Config, Pending, TransportChoice};
+use group_world::{cause, config, connect_all, live, mixed, try_world, until, world, world_with};
+use rustix::process::Signal;
+
+const ENTRY: &str = "entry_of_processes";
+
+#[test]
+#[ignore = "what the processes of the other tests run"]
+fn entry_of_processes() {
+    live();
+}
+
+#[test]
+fn worlds_of_one_to_four_ranks_stand() {
+    for size in 1..=4 {
+        let groups = world(size);
+        for (rank, group) in groups.iter().enumerate() {
+            assert_eq!((group.rank(), group.size(), group.peers_seen(), group.name()), (rank, size, size, "world"));
+            assert_eq!(group.ranks(), (0..size).collect::<Vec<_>>());
+            assert_eq!(group.hosts(), [(0..size).collect::<Vec<_>>()]);
+            group.watch().check().unwrap();
+        }
+    }
+}
+
+#[test]
+fn host_ids_make_hosts_and_tcp_makes_every_rank_its_own() {
+    let two = world_with(4, |config| config.host_id = ["a", "b"][config.rank % 2].to_owned());
+    assert!(two.iter().all(|group| group.hosts() == [[0, 2], [1, 3]]));
+    let apart = world_with(3, |config| config.transport = TransportChoice::Tcp);
+    assert!(apart.iter().all(|group| group.hosts() == [[0], [1], [2]]));
+    let one = |config: &mut Config| config.transport = [TransportChoice::Auto, TransportChoice::Tcp][usize::from(config.rank == 1)];
+    assert!(world_with(3, one).iter().all(|group| group.hosts() == [[0], [1], [2]]));
+}
+
+#[test]
+fn a_killed_rank_is_lost_on_every_other_in_under_a_second() {
+    let (groups, processes) = mixed(ENTRY, 4, &[2], Duration::from_secs(5));
+    processes[0].signal(Signal::KILL);
+    let took = until("all know", || groups.iter().all(|group| group.watch().cause().is_some()));
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    for group in &groups {
+        let Error::PeerLost { rank, host, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
+        assert_eq!((rank, host.as_str()), (2, group.watch().host(2)));
+        assert!(reason.contains("process died on this host"), "{reason}");
+    }
+}
+
+#[test]
+fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_learns_it_when_it_wakes() {
+    let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
+    processes[0].signal(Signal::STOP);
+    let took = until("all know", || groups.iter().all(|group| group.watch().cause().is_some()));
+    assert!(took > Duration::from_millis(500) && took < Duration::from_secs(3), "{took:?}");
+    for group in &groups {
+        let Error::PeerLost { rank, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
+        assert_eq!((rank, reason.as_str()), (1, "no heartbeat for 1.0 s"));
+    }
+    processes[0].signal(Signal::CONT);
+    processes[0].tell("cause");
+    assert!(processes[0].hear("CAUSE ").contains("lost rank 1"));
+}
+
+#[test]
+fn a_rank_that_was_frozen_for_less_than_the_timeout_is_forgiven_and_blames_nobody() {
+    let (groups, processes) = mixed(ENTRY, 2, &[1], Duration::from_secs(3));
+    processes[0].signal(Signal::STOP);
+    // Longer than half its timeout, so that it must grant its peer fresh time when it wakes.
+    std::thread::sleep(Duration::from_millis(1800));
+    processes[0].signal(Signal::CONT);
+    std::thread::sleep(Duration::from_secs(3));
+    groups[0].watch().check().unwrap();
+    assert_eq!(groups[0].peers_seen(), 2);
+}
+
+#[test]
+fn an_exception_of_one_rank_reaches_every_other() {
+    let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(5));
+    processes[0].tell("raise");
+    for group in &groups {
+        let host = group.watch().host(1).to_owned();
+        let expected = Error::PeerRaised { rank: 1, host, kind: "ValueError".into(), message: "bad number".into() };
+        assert_eq!(cause(group), expected);
+    }
+    groups[0].raise("TypeError", "too late");
+    assert!(matches!(cause(&groups[1]), Error::PeerRaised { rank: 1, .. }));
+}
+
+#[test]
+fn the_cause_arrives_even_when_its_rank_leaves_at_once() {
+    for _ in 0..20 {
+        let mut groups = world(4);
+        let first = groups.remove(0);
+        first.raise("ValueError", "bad number");
+        first.leave();
+        // The next one leaves as soon as it knows, as a program would.
+        let second = groups.remove(0);
+        assert!(matches!(cause(&second), Error::PeerRaised { rank: 0, .. }));
+        drop((first, second));
+        for group in &groups {
+            assert!(matches!(cause(group), Error::PeerRaised { rank: 0, .. }), "{:?}", cause(group));
+        }
+    }
+}
+
+#[test]
+fn a_goodbye_is_not_a_failure_until_somebody_needs_the_rank() {
+    let groups = world(3);
+    groups[1].leave();
+    for group in [&groups[0], &groups[2]] {
+        until("the goodbye is heard", || group.watch().has_departed(1));
+        group.watch().check().unwrap();
+        assert_eq!(group.peers_seen(), 2);
+        let needed = group.watch().stream_lost(1, "end of stream");
+        assert!(matches!(&needed, Error::PeerLost { rank: 1, reason, .. } if reason == "it left the group"));
+    }
+    assert!(matches!(groups[1].watch().cause(), Some(Error::Aborted(why)) if why.contains("left")));
+}
+
+#[test]
+fn leaving_twice_or_from_two_threads_is_leaving_once() {
+    let groups = world(2);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| groups[0].leave());
+        }
+    });
+    groups[0].leave();
+    until("the goodbye is heard", || groups[1].watch().has_departed(0));
+    groups[1].watch().check().unwrap();
+}
+
+#[test]
+fn the_last_clone_leaves_and_the_others_do_not() {
+    let mut groups = world(2);
+    let first = groups.remove(0);
+    let clone = first.clone();
+    drop(first);
+    clone.watch().check().unwrap();
+    assert!(!groups[0].watch().has_departed(0));
+    drop(clone);
+    until("the goodbye is heard", || groups[0].watch().has_departed(0));
+}
+
+#[test]
+fn abort_ends_every_rank_and_its_sub_groups() {
+    let groups = world(3);
+    let pairs: Vec<_> = [0, 1].map(|rank| groups[rank].subgroup(&[1, 0], "pair").unwrap().unwrap()).into();
+    groups[2].abort("enough");
+    for group in groups.iter().chain(&pairs) {
+        assert_eq!(cause(group), Error::Aborted("enough".to_owned()));
+    }
+}
+
+#[test]
+fn a_lost_rank_poisons_the_groups_it_is_in_and_no_others() {
+    let (groups, processes) = mixed(ENTRY, 4, &[3], Duration::from_secs(5));
+    let without: Vec<_> = [0, 1].map(|rank| groups[rank].subgroup(&[0, 1], "without").unwrap().unwrap()).into();
+    let with = groups[2].subgroup(&[3, 2], "with").unwrap().unwrap();
+    assert_eq!((with.ranks(), with.rank(), with.hosts()), ([2, 3].as_slice(), 0, vec![vec![0, 1]]));
+    processes[0].signal(Signal::KILL);
+    for group in groups.iter().chain([&with]) {
+        assert!(matches!(cause(group), Error::PeerLost { rank: 3, .. }));
+    }
+    without.iter().for_each(|group| group.watch().check().unwrap());
+    without[1].raise("ValueError", "its own");
+    assert!(matches!(cause(&without[0]), Error::PeerRaised { rank: 1, .. }));
+}
+
+#[test]
+fn a_failure_of_a_sub_group_stays_in_it() {
+    let groups = world(3);
+    let pairs: Vec<_> = [0, 2].map(|rank| groups[rank].subgroup(&[0, 2], "pair").unwrap().unwrap()).into();
+    pairs[1].raise("ValueError", "bad number");
+    assert!(matches!(cause(&pairs[0]), Error::PeerRaised { rank: 2, .. }));
+    groups.iter().for_each(|group| group.watch().check().unwrap());
+    pairs[0].leave();
+    groups[0].watch().check().unwrap();
+    // The same ranks once more are another group.
+    let again: Vec<_> = [0, 2].map(|rank| groups[rank].subgroup(&[0, 2], "pair").unwrap().unwrap()).into();
+    again.iter().for_each(|group| group.watch().check().unwrap());
+    drop(again);
+}
+
+#[test]
+fn a_failure_and_a_goodbye_wait_for_a_member_that_is_slow_to_build_the_sub_group() {
+    let groups = world(3);
+    let ahead = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    ahead.raise("ValueError", "early");
+    let gone = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    gone.leave();
+    // Rank 0's messages arrive in order: when the world's goodbye is heard, so are those before it.
+    groups[0].leave();
+    until("the goodbye is heard", || groups[1].watch().has_departed(0));
+    let late = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    assert!(matches!(cause(&late), Error::PeerRaised { rank: 0, .. }));
+    let later = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    assert!(later.watch().has_departed(0));
+}
+
+#[test]
+fn ranks_that_make_no_group_are_refused() {
+    let groups = world(2);
+    for (ranks, word) in [(&[][..], "no ranks"), (&[0, 0], "twice"), (&[0, 2], "not among")] {
+        let Err(Error::Value(text)) = groups[0].subgroup(ranks, "odd").map(|_| ()) else { panic!("{ranks:?}") };
+        assert!(text.contains(word), "{text}");
+    }
+    assert!(groups[0].subgroup(&[1], "other").unwrap().is_none());
+}
+
+#[test]
+fn a_group_can_be_built_again_after_a_failure() {
+    for round in 0..3 {
+        let groups = world(3);
+        groups[round].raise("ValueError", "bad number");
+        for group in &groups {
+            assert!(matches!(cause(group), Error::PeerRaised { rank, .. } if rank == round));
+        }
+    }
+}
+
+#[test]
+fn missing_ranks_are_named_with_their_addresses() {
+    let short = |rank| Config { connect_timeout: Duration::from_millis(400), ..config(rank, 3) };
+    let pending: Vec<Pending> = (0..3).map(|rank| Pending::bind(short(rank)).unwrap()).collect();
+    let addresses: Vec<Vec<u8>> = pending.iter().map(|pending| pending.address().to_vec()).collect();
+    let mut pending = pending;
+    drop(pending.remove(1));
+    let results = connect_all(pending, &addresses);
+    for result in results {
+        let error = result.map(|_| ()).unwrap_err();
+        let Error::Timeout { missing, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(missing, &[1]);
+        assert!(error.to_string().contains("rank 1 at 127.0.0.1:"), "{error}");
+    }
+}
+
+#[test]
+fn another_secret_is_refused_by_name() {
+    let results = try_world(2, |config| {
+        config.connect_timeout = Duration::from_millis(500);
+        if config.rank == 1 {
+            config.secret = b"Secret".to_vec();
+        }
+    });
+    let errors: Vec<Error> = results.into_iter().map(|result| result.map(|_| ()).unwrap_err()).collect();
+    assert!(matches!(&errors[0], Error::Timeout { missing, .. } if missing == &[1]), "{:?}", errors[0]);
+    assert!(matches!(&errors[1], Error::System(text) if text.contains("wrong secret")), "{:?}", errors[1]);
+}
+
+#[test]
+fn impossible_configurations_are_refused() {
+    assert!(matches!(Pending::bind(Config::new(2, 2)).map(|_| ()), Err(Error::Value(_))));
+    let anywhere = Config { listen: ([0, 0, 0, 0], 0).into(), ..Config::new(0, 2) };
+    assert!(matches!(Pending::bind(anywhere).map(|_| ()), Err(Error::Value(_))));
+}

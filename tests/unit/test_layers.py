@@ -1,0 +1,125 @@
+"""The layer check passes on this tree and fails on each kind of wrong import."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = "rust/bagua-core/src"
+
+
+def check(root: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the script on a tree."""
+    command = [sys.executable, str(ROOT / "tools" / "check_layers.py"), "--root", str(root)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small house that obeys every rule."""
+    files = {
+        f"{CORE}/lib.rs": "pub mod bucket;",
+        f"{CORE}/engine/mod.rs": "use crate::group::Group; use crate::bucket::{Bucket, Tensor};",
+        f"{CORE}/op/mod.rs": "use crate::{group::Lane, error::{Error, Result}};",
+        f"{CORE}/schedule.rs": "use crate::error::Result;",
+        f"{CORE}/bucket.rs": "use crate::op::Op; // a Mutex here, use crate::engine::Engine, would be wrong",
+        f"{CORE}/collective/net/mesh.rs": "use super::Collective; use crate::transport::Mesh;",
+        f"{CORE}/group/mod.rs": 'use crate::collective::Collective; const TEXT: &str = "unsafe println!(1)";',
+        f"{CORE}/codec/mod.rs": "use crate::types::DType;",
+        f"{CORE}/transport/mod.rs": "use crate::error::Error;\n#[cfg(test)]\nmod tests { use crate::group::Group; }",
+        f"{CORE}/memory/region.rs": "unsafe impl Send for Region {}",
+        f"{CORE}/types.rs": "use crate::error::Error;",
+        "rust/bagua-py/src/lib.rs": "use pyo3::prelude::*;",
+        "rust/bagua-py/Cargo.toml": "[dependencies]\npyo3.workspace = true\n",
+        "rust/bagua-core/Cargo.toml": "[dependencies]\nhalf.workspace = true\n",
+        "python/bagua/engine.py": "from bagua import _bagua\n",
+        "python/bagua/config.py": "import os\nRANK = os.environ.get('RANK')\n",
+        "python/bagua/group.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
+        "python/bagua/torch_api/env.py": "import torch\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return tmp_path
+
+
+def test_the_tree_obeys_the_rules() -> None:
+    result = check(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_small_house_that_obeys_every_rule_passes(tree: Path) -> None:
+    result = check(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_wrong_import_in_a_copy_of_the_real_tree_is_found(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "rust", tmp_path / "rust", ignore=ignored)
+    if (ROOT / "python").is_dir():
+        shutil.copytree(ROOT / "python", tmp_path / "python", ignore=ignored)
+    file = tmp_path / CORE / "schedule.rs"
+    file.write_text("use crate::engine::Engine;\n" + file.read_text())
+    result = check(tmp_path)
+    assert result.returncode == 1
+    assert f"{CORE}/schedule.rs:1: 'schedule' (row 4) imports upwards from 'engine'" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "rule"),
+    [
+        (f"{CORE}/schedule.rs", "use crate::engine::Engine;", "upwards from 'engine'"),
+        (f"{CORE}/schedule.rs", "use crate::{error::Error, op::{Op, NoOp}};", "sideways from 'op'"),
+        (f"{CORE}/collective/net/mesh.rs", "fn f(g: &crate::group::Group) {}", "sideways from 'group'"),
+        (f"{CORE}/collective/net/mesh.rs", "use super::super::super::engine::Engine;", "upwards from 'engine'"),
+        (f"{CORE}/schedule.rs", "use super::engine::Engine;", "upwards from 'engine'"),
+        (f"{CORE}/codec/mod.rs", "use crate::transport::Mesh;", "sideways from 'transport'"),
+        (f"{CORE}/transport/mod.rs", "use crate::codec::Codec;", "sideways from 'codec'"),
+        (f"{CORE}/types.rs", "use crate::memory::Region;", "upwards from 'memory'"),
+        (f"{CORE}/attic.rs", "", "'attic' has no row"),
+        (f"{CORE}/types.rs", "use pyo3::Python;", "only rust/bagua-py names pyo3"),
+        (f"{CORE}/types.rs", "use cudarc::driver;", "only rust/bagua-cuda names cudarc"),
+        ("rust/bagua-py/src/lib.rs", "use cudarc::driver;", "only rust/bagua-cuda names cudarc"),
+        ("rust/bagua-core/Cargo.toml", "pyo3.workspace = true", "only rust/bagua-py names pyo3"),
+        (f"{CORE}/types.rs", 'fn f() { std::env::var("RANK"); }', "core reads no environment"),
+        (f"{CORE}/types.rs", "use std::{env, fs};", "core reads no environment"),
+        (f"{CORE}/types.rs", 'fn f() { println!("x"); }', "core never prints"),
+        (f"{CORE}/types.rs", "fn f() { unimplemented!() }", "no stubs"),
+        (f"{CORE}/types.rs", "fn f() { unsafe { g() } }", "`unsafe` outside"),
+        (f"{CORE}/group/mod.rs", "#![allow(unsafe_code)]", "`unsafe` outside"),
+        (f"{CORE}/bucket.rs", "use std::sync::Mutex;", "no lock in 'bucket'"),
+        (f"{CORE}/schedule.rs", "use std::time::Instant;", "no clock in 'schedule'"),
+        (f"{CORE}/transport/mod.rs", "fn f() { std::thread::spawn(g); }", "threads live in"),
+        ("python/bagua/group.py", "from bagua import _bagua", "only python/bagua/engine.py imports the extension"),
+        ("python/bagua/group.py", "from ._bagua import Engine", "only python/bagua/engine.py imports the extension"),
+        ("python/bagua/group.py", "def f():\n    import bagua._bagua", "only python/bagua/engine.py imports"),
+        ("python/bagua/group.py", "import os\nos.environ['X'] = '1'", "only python/bagua/config.py reads"),
+        ("python/bagua/torch_api/env.py", "from os import getenv", "only python/bagua/config.py reads"),
+        ("python/bagua/group.py", "import torch.distributed", "torch is not imported at module level here"),
+        ("python/bagua/group.py", "try:\n    from torch import nn\nexcept ImportError: ...", "torch is not imported"),
+    ],
+)
+def test_each_kind_of_violation_is_found_with_its_file(tree: Path, file: str, line: str, rule: str) -> None:
+    path = tree / file
+    before = path.read_text() if path.exists() else ""
+    path.write_text(before + line + "\n")
+    result = check(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    found = [text for text in result.stdout.splitlines() if text.startswith(f"{file}:") and rule in text]
+    assert found, result.stdout
+
+
+def test_torch_inside_a_function_is_allowed_anywhere(tree: Path) -> None:
+    path = tree / "python" / "bagua" / "group.py"
+    path.write_text("def f() -> None:\n    import torch\n")
+    assert check(tree).returncode == 0
+
+
+def test_a_tree_without_the_core_is_refused(tmp_path: Path) -> None:
+    assert check(tmp_path).returncode == 2

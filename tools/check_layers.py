@@ -1,0 +1,304 @@
+"""Checks the rules of the house by reading the sources: who imports whom, and where a few words may appear.
+
+Prints ``file:line: rule`` for each violation and exits with 1 when there is one. The map of rooms stands in
+``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``) import what they like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+CORE = "rust/bagua-core/src"
+
+# Room -> row, as in lib.rs. A room imports only from rows below its own.
+ROWS = {
+    "engine": 5,
+    "average": 5,
+    "schedule": 4,
+    "op": 4,
+    "bucket": 3,
+    "collective": 3,
+    "group": 3,
+    "codec": 2,
+    "reduce": 2,
+    "transport": 2,
+    "memory": 1,
+    "types": 0,
+    "error": 0,
+    "watch": 0,
+    "sync": 0,
+    "stats": 0,
+}
+
+# (from, to) -> why it is allowed although it is not downwards. Row 0 is one vocabulary: its rooms know each other.
+EXCEPTIONS = {
+    ("bucket", "op"): "a bucket holds its operations, but only as `dyn Op`",
+    ("group", "collective"): "a group chooses the collective of each lane, and a lane drives it",
+}
+
+# Where `unsafe` may be written.
+UNSAFE = (
+    f"{CORE}/memory/*",
+    f"{CORE}/reduce/*",
+    f"{CORE}/codec/*/simd*.rs",
+    f"{CORE}/collective/shm*",
+    f"{CORE}/transport/shm*",
+    f"{CORE}/group/fork.rs",
+    "rust/bagua-cuda/src/*",
+    "rust/nccl-sys/src/*",
+    "rust/bagua-py/src/tensor.rs",
+)
+
+# Where threads may be started: the engine's, and the control plane's.
+THREADS = (f"{CORE}/engine/*", f"{CORE}/average*", f"{CORE}/group/*")
+
+# Foreign crate -> the only crate that may name it.
+FOREIGN = {"pyo3": "rust/bagua-py", "cudarc": "rust/bagua-cuda"}
+
+# Python modules that may import torch at module level.
+TORCH = ("torch_api/*", "aggregation/*", "c10d.py", "lightning.py", "horovod.py")
+
+
+class Violation(NamedTuple):
+    """One broken rule."""
+
+    path: str
+    line: int
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}"
+
+
+_TOKENS = re.compile(
+    r"""
+      //[^\n]*
+    | /\*.*?\*/
+    | \b[bc]?r(?P<hashes>\#*)".*?"(?P=hashes)
+    | \b[bc]?"(?:\\.|[^"\\])*" | "(?:\\.|[^"\\])*"
+    | '(?:\\(?:u\{[^}]*\}|x..|.)|[^'\\])'
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_TEST_MODULE = re.compile(r"#\[cfg\((?:all\()?(?:test|loom)\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*(?:pub\s+)?mod\s+\w+\s*\{")
+
+
+def blank(text: str) -> str:
+    """Spaces for everything but line breaks, so that line numbers stay."""
+    return re.sub(r"[^\n]", " ", text)
+
+
+def bare(source: str) -> str:
+    """Rust without comments, literals and test modules."""
+    source = _TOKENS.sub(lambda found: blank(found.group()), source)
+    while found := _TEST_MODULE.search(source):
+        end = closing(source, found.end() - 1)
+        source = source[: found.start()] + blank(source[found.start() : end]) + source[end:]
+    return source
+
+
+def closing(source: str, opening: int) -> int:
+    """Index just after the brace that closes the one at ``opening``."""
+    depth = 0
+    for index in range(opening, len(source)):
+        depth += {"{": 1, "}": -1}.get(source[index], 0)
+        if depth == 0:
+            return index + 1
+    return len(source)
+
+
+def line_of(source: str, index: int) -> int:
+    """Line number of an index."""
+    return source.count("\n", 0, index) + 1
+
+
+def first_names(source: str, start: int) -> Iterator[str]:
+    """The first path segment of each import that begins at ``start``: one name, or those of a brace group."""
+    if not source.startswith("{", start):
+        if name := re.match(r"\w+", source[start:]):
+            yield name.group()
+        return
+    depth, expect = 0, False
+    for found in re.finditer(r"[{},]|\w+", source[start : closing(source, start)]):
+        token = found.group()
+        if token == "{":
+            depth += 1
+            expect = depth == 1
+        elif token == "}":
+            depth -= 1
+        elif token == ",":
+            expect = depth == 1
+        elif expect:
+            yield token
+            expect = False
+
+
+def module_depth(relative: Path) -> int:
+    """How many ``super`` lead from a file of core to the crate's root."""
+    return len(relative.parts) - (relative.name == "mod.rs")
+
+
+def core_imports(relative: Path, source: str) -> Iterator[tuple[int, str]]:
+    """(index, room) for every path into another room."""
+    for found in re.finditer(r"(?<![\w$])crate\s*::\s*", source):
+        for name in first_names(source, found.end()):
+            yield found.start(), name
+    for found in re.finditer(r"\b(?:super\s*::\s*)+", source):
+        if found.group().count("super") >= module_depth(relative):
+            for name in first_names(source, found.end()):
+                yield found.start(), name
+
+
+def check_core_file(relative: Path, path: str, source: str) -> Iterator[Violation]:
+    """The ladder, and the words that core or a room of it never says."""
+    room = relative.parts[0].removesuffix(".rs")
+    if room == "lib":
+        return
+    if room not in ROWS:
+        yield Violation(path, 1, f"room '{room}' has no row in tools/check_layers.py")
+        return
+    for index, other in core_imports(relative, source):
+        if other not in ROWS or other == room or (room, other) in EXCEPTIONS:
+            continue
+        if ROWS[other] < ROWS[room] or ROWS[other] == ROWS[room] == 0:
+            continue
+        where = "sideways" if ROWS[other] == ROWS[room] else "upwards"
+        yield Violation(path, line_of(source, index), f"'{room}' (row {ROWS[room]}) imports {where} from '{other}'")
+    never = {
+        r"\bstd\s*::\s*env\b|\buse\s+std\s*::\s*\{[^;]*\benv\b": "core reads no environment",
+        r"\be?println?\s*!|\bdbg\s*!": "core never prints",
+        r"\btodo\s*!|\bunimplemented\s*!": "no stubs",
+    }
+    if room in ("bucket", "schedule"):
+        never[r"\b(?:Mutex|RwLock|Condvar|Once(?:Lock|Cell)?|Atomic\w+)\b"] = f"no lock in '{room}'"
+        never[r"\b(?:Instant|SystemTime|Deadline)\b"] = f"no clock in '{room}'"
+    if not allowed(path, THREADS):
+        never[r"\bthread\s*::\s*(?:spawn|scope|Builder)\b|\bspawn_blocking\b"] = "threads live in engine and group"
+    for pattern, rule in never.items():
+        for found in re.finditer(pattern, source):
+            yield Violation(path, line_of(source, found.start()), rule)
+
+
+def allowed(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a path matches one of the patterns."""
+    return any(fnmatch(path, pattern) for pattern in patterns)
+
+
+def is_test_file(relative: Path) -> bool:
+    """Whether a source file holds only tests."""
+    return relative.name in ("tests.rs", "test.rs") or "tests" in relative.parts[:-1]
+
+
+def check_rust(root: Path) -> Iterator[Violation]:
+    """Every Rust source and manifest."""
+    for file in sorted((root / "rust").glob("*/src/**/*.rs")):
+        path = file.relative_to(root).as_posix()
+        crate = "/".join(path.split("/")[:2])
+        relative = file.relative_to(root / crate / "src")
+        if is_test_file(relative):
+            continue
+        source = bare(file.read_text(encoding="utf-8"))
+        if path.startswith(CORE):
+            yield from check_core_file(relative, path, source)
+        for name, owner in FOREIGN.items():
+            if crate != owner:
+                for found in re.finditer(rf"\b{name}\b", source):
+                    yield Violation(path, line_of(source, found.start()), f"only {owner} names {name}")
+        if not allowed(path, UNSAFE):
+            for found in re.finditer(r"\bunsafe\b|\ballow\s*\([^)]*\bunsafe_code\b", source):
+                yield Violation(
+                    path, line_of(source, found.start()), "`unsafe` outside the rooms that are named for it"
+                )
+    for file in sorted((root / "rust").glob("*/Cargo.toml")):
+        path = file.relative_to(root).as_posix()
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            for name, owner in FOREIGN.items():
+                if re.match(rf"\s*{name}\b", line) and not path.startswith(owner):
+                    yield Violation(path, number, f"only {owner} names {name}")
+
+
+def at_module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Every statement that runs at import, type-checking blocks excepted."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Dotted names that a statement or a call of ``import_module`` imports, each with the names taken from it."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        return [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        return [
+            first.value for first in node.args[:1] if isinstance(first, ast.Constant) and isinstance(first.value, str)
+        ]
+    return []
+
+
+def check_python(root: Path) -> Iterator[Violation]:
+    """Every module of the package."""
+    package = root / "python" / "bagua"
+    for file in sorted(package.glob("**/*.py")):
+        path, inside = file.relative_to(root).as_posix(), file.relative_to(package).as_posix()
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=path)
+        for node in ast.walk(tree):
+            line = getattr(node, "lineno", 1)
+            names = imported(node)
+            if inside != "engine.py" and any("_bagua" in name.split(".") for name in names):
+                yield Violation(path, line, "only python/bagua/engine.py imports the extension")
+            if inside != "config.py" and reads_environment(node, names):
+                yield Violation(path, line, "only python/bagua/config.py reads the environment")
+        if not allowed(inside, TORCH):
+            for statement in at_module_level(tree):
+                if any(name.split(".")[0] == "torch" for name in imported(statement)):
+                    yield Violation(path, statement.lineno, "torch is not imported at module level here")
+
+
+def reads_environment(node: ast.AST, names: list[str]) -> bool:
+    """Whether a node names the environment of the process."""
+    words = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and node.value.id in ("os", "posix") and node.attr in words
+    return any(name in {f"os.{word}" for word in words} for name in names)
+
+
+def check(root: Path) -> list[Violation]:
+    """Every violation in a tree."""
+    return [*check_rust(root), *check_python(root)]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="tree to check")
+    root: Path = parser.parse_args().root
+    if not (root / CORE / "lib.rs").is_file():
+        print(f"{root} holds no {CORE}/lib.rs", file=sys.stderr)
+        return 2
+    violations = check(root)
+    for violation in violations:
+        print(violation)
+    print(f"{len(violations)} violation(s) of the layers" if violations else "layers: ok")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
