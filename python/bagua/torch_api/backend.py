@@ -32,11 +32,6 @@ class Backend:
         self._buckets: list[BaguaBucket] = []
         _alive.add(self)
 
-    def __del__(self) -> None:
-        # Absent when the constructor failed.
-        if hasattr(self, "_engine"):
-            self._engine.shutdown()
-
     @property
     def rank(self) -> int:
         """This process's rank in the group."""

@@ -319,6 +319,8 @@ def _reduction(
         _require(source.numel(), recv.numel(), "they must be equal", source.numel() == recv.numel())
     code = check_op(op, recv.dtype) if recv.dtype in DTYPES else 0
     target = _target(recv, "tensor" if send is None else "recv_tensor")
+    if source is not None and source.data_ptr() == target.data_ptr():
+        source = None
     pointers = (None if source is None else source.data_ptr(), target.data_ptr(), target.numel(), DTYPES[target.dtype])
     shape, keep = tuple((target if source is None else source).shape), (source, target)
     if root is None:
@@ -410,7 +412,8 @@ def scatter(
         _require(source.numel(), count, f"{n} ranks need {count * n} to send", source.numel() == count * n)
     target = _target(recv_tensor, "recv_tensor")
     return c.raw.scatter(
-        None if source is None else source.data_ptr(),
+        # Only the sender's is read; None would mean in place.
+        0 if source is None else source.data_ptr(),
         target.data_ptr(),
         count,
         code,

@@ -6,7 +6,6 @@ through the Rust core.
 
 from __future__ import annotations
 
-import json
 import secrets
 from datetime import timedelta
 
@@ -141,7 +140,7 @@ def init_process_group(
         raise ValueError(f"rank {rank} is not in a world of {world_size}")
     if not 0 <= local_rank < local_world_size:
         raise ValueError(f"local rank {local_rank} is not one of {local_world_size} ranks on this host")
-    config.set_environment(
+    config.announce(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size)
     )
 
@@ -183,23 +182,23 @@ def _join(store: dist.Store | None, rank: int, world_size: int, local_rank: int,
     # Each rank counts its own incarnations in the store, so a group that is built anew never reads its predecessor's addresses.
     incarnation = store.add(f"bagua/rank{rank}/incarnations", 1)
     board = dist.PrefixStore(f"bagua/{incarnation}", store)
-    secret = config.job_secret()
+    secret: str | bytes | None = config.text("BAGUA_JOB_SECRET")
     if secret is None:
         if rank == 0:
             board.set("secret", secrets.token_hex(32))
-        secret = _read(board, ["secret"], [0])[0]
+        secret = _read(board, rank, ["secret"], [0])[0]
 
     def spread(address: bytes) -> list[bytes]:
         board.set(f"address{rank}", address.hex())
         everybody = list(range(world_size))
-        found = _read(board, [f"address{other}" for other in everybody], everybody)
+        found = _read(board, rank, [f"address{other}" for other in everybody], everybody)
         return [bytes.fromhex(text.decode()) for text in found]
 
     world = neutral.join(
         rank,
         world_size,
         spread,
-        towards=_master() if world_size > 1 else None,
+        towards=_master() if local_world_size < world_size else None,
         local_rank=local_rank,
         local_world_size=local_world_size,
         secret=secret,
@@ -215,13 +214,14 @@ def _master() -> tuple[str, int] | None:
     return (host, port) if host and port else None
 
 
-def _read(board: dist.Store, keys: list[str], writers: list[int]) -> list[bytes]:
+def _read(board: dist.Store, rank: int, keys: list[str], writers: list[int]) -> list[bytes]:
+    limit = config.settings().timeout
     try:
-        board.wait(keys, timedelta(seconds=config.connect_timeout()))
+        board.wait(keys, timedelta(seconds=limit))
     except Exception as failure:
         missing = tuple(writer for key, writer in zip(keys, writers, strict=True) if not board.check([key]))
-        text = f"init_process_group: no word from rank(s) {json.dumps(missing)} after {config.connect_timeout():.0f} s"
-        raise BaguaTimeoutError(text, missing=missing) from failure
+        text = f"init_process_group: no word from rank(s) {', '.join(map(str, missing))} after {limit:.1f} s"
+        raise BaguaTimeoutError(text, missing=missing, after=limit, noticed_by=rank) from failure
     return [board.get(key) for key in keys]
 
 

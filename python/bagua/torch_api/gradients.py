@@ -54,7 +54,7 @@ class _Backward:
     # Gradients whose communicated values must be copied back, as their own memory could not be used.
     write_back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     # The first thing that the engine refused; raised at the end, where an unused parameter would explain it better.
-    failure: BaguaError | None = None
+    failure: Exception | None = None
 
 
 class GradientExchange:
@@ -161,7 +161,7 @@ class GradientExchange:
                 self._backend.mark_ready(slot.name)
             else:
                 self._backend.mark_ready(slot.name, wire.data_ptr(), wire.numel())
-        except BaguaError as failure:
+        except (BaguaError, ValueError) as failure:
             self._now.failure = failure
 
     def finish(self) -> None:
@@ -223,7 +223,7 @@ class GradientExchange:
 
     def abandon(self) -> None:
         """Forgets a backward that never came to its end."""
-        with contextlib.suppress(BaguaError):
+        with contextlib.suppress(BaguaError, ValueError):
             # Incomplete buckets are an error that nobody needs to hear twice; what broke the backward was raised there.
             self._backend.wait_pending_comm_ops()
         self._reset()

@@ -6,6 +6,7 @@ member holds :data:`NON_COMM_MEMBER` in its place, on which every collective ret
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from bagua.errors import AbortedError, BaguaError
 
 
 class Communicator:
-    """The ranks of one group as this member sees them, and the raw verbs by pointer in ``raw``."""
+    """The ranks of one group as this member sees them, and the verbs by address in ``raw``."""
 
-    def __init__(self, raw: engine.Communicator) -> None:
-        self.raw = raw
+    def __init__(self, group: neutral.Group) -> None:
+        self.group = group
+        self.raw: engine.Communicator = group.communicator
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -106,7 +108,7 @@ class BaguaProcessGroup:
         if world.raw.rank not in self.ranks:
             return NON_COMM_MEMBER
         if part == "global":
-            return _subgroup(world, self.ranks, f"{self.group_name}_global")
+            return _subgroup(world, self.ranks)
         whole = self.get_global_communicator()
         assert isinstance(whole, Communicator)
         hosts = whole.raw.hosts
@@ -114,14 +116,15 @@ class BaguaProcessGroup:
             members = [host[0] for host in hosts]
         else:
             members = next(host for host in hosts if whole.rank() in host)
-        return _subgroup(whole, members, f"{self.group_name}_{part}")
+        return _subgroup(whole, members)
 
 
-def _subgroup(parent: Communicator, ranks: list[int], name: str) -> AnyCommunicator:
-    if parent.rank() not in ranks:
-        return NON_COMM_MEMBER
-    raw = parent.raw.subgroup(ranks, name)
-    return NON_COMM_MEMBER if raw is None else Communicator(raw)
+def _subgroup(parent: Communicator, ranks: list[int]) -> AnyCommunicator:
+    group = parent.group.new_group(ranks)
+    return NON_COMM_MEMBER if group is None else Communicator(group)
+
+
+_patched: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class _State:
@@ -131,23 +134,20 @@ class _State:
         self.default: BaguaProcessGroup | None = None
         # Ranks of every group by name, as torch.distributed keeps them.
         self.ranks_of: dict[BaguaProcessGroup, dict[int, int]] = {}
-        # How often a set of ranks became a group: members number their groups alike without asking the others.
-        self.times: dict[tuple[int, ...], int] = {}
 
     def clear(self) -> None:
         self.default = None
         self.ranks_of.clear()
-        self.times.clear()
         _patched.clear()
 
 
 _state = _State()
 
+# A forked child (a DataLoader's worker) is not a rank. What it forgets here, the core does not close: it is the parent's.
+os.register_at_fork(after_in_child=_state.clear)
+
 # The original's name for: world rank -> rank in the group, per group.
 _pg_group_ranks = _state.ranks_of
-
-_patched: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
-
 
 def is_initialized() -> bool:
     """True between init_process_group and destroy_process_group."""
@@ -168,9 +168,8 @@ def _world() -> Communicator:
 
 def adopt_world(world: neutral.Group) -> BaguaProcessGroup:
     """Makes a group that was just joined the default process group."""
-    communicator = world.communicator
-    group = BaguaProcessGroup(range(communicator.size), None, "world")
-    group._communicators["global"] = Communicator(communicator)
+    group = BaguaProcessGroup(range(world.size), None, world.name)
+    group._communicators["global"] = Communicator(world)
     _state.default = group
     _remember(group)
     return group
@@ -196,12 +195,12 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
     outside = [rank for rank in chosen if not 0 <= rank < size]
     if outside:
         raise ValueError(f"new_group: ranks {outside} are not in a world of {size}")
-    key = tuple(chosen)
-    number = _state.times[key] = _state.times.get(key, 0) + 1
-    group = BaguaProcessGroup(chosen, stream, f"group_{'_'.join(map(str, chosen))}_{number}")
+    group = BaguaProcessGroup(chosen, stream)
     _remember(group)
     # Opened now and not at first use, so that a peer that is missing shows here.
-    group.get_global_communicator()
+    communicator = group.get_global_communicator()
+    if isinstance(communicator, Communicator):
+        group.group_name = communicator.group.name
     return group
 
 
