@@ -1,0 +1,48 @@
+//! Spreading the addresses, for callers that have nothing of their own to do it with.
+
+mod file;
+mod tcp;
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::time::Duration;
+
+pub use file::rendezvous_file;
+pub use tcp::rendezvous_tcp;
+
+use crate::error::{Error, Progress, Result};
+
+/// The address of the interface that the route towards `host:port` uses. Nothing is sent.
+///
+/// # Errors
+/// `System` when the name has no address, or none of them has a route.
+pub fn local_address_towards(host: &str, port: u16) -> Result<IpAddr> {
+    let failed = |e: std::io::Error| Error::system(&format!("the route towards {host}"), e);
+    let mut last = None;
+    for towards in (host, port).to_socket_addrs().map_err(failed)? {
+        let any: IpAddr = if towards.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        // Connecting a datagram socket only asks the routing table. Port 0 is no destination, any other one will do.
+        let towards = SocketAddr::new(towards.ip(), towards.port().max(1));
+        let found = UdpSocket::bind((any, 0)).and_then(|socket| {
+            socket.connect(towards)?;
+            socket.local_addr()
+        });
+        match found {
+            Ok(found) => return Ok(found.ip()),
+            Err(error) => last = Some(error),
+        }
+    }
+    Err(last.map_or_else(|| Error::System(format!("{host} has no address")), failed))
+}
+
+fn check(rank: usize, world_size: usize) -> Result<()> {
+    if rank >= world_size || u32::try_from(world_size).is_err() {
+        return Err(Error::Value(format!("rank {rank} in a world of {world_size} ranks")));
+    }
+    Ok(())
+}
+
+/// The error for a deadline that passed.
+fn late(after: Duration, missing: Vec<usize>, noticed_by: usize, what: String) -> Error {
+    let progress = Some(Progress { what, ..Progress::default() });
+    Error::Timeout { after, missing, noticed_by, progress }
+}

@@ -1,0 +1,142 @@
+//! Lanes that groups open: the collective fits the hosts, and operations work on it.
+
+mod group_world;
+
+use std::time::Duration;
+
+use bagua_core::collective::Io;
+use bagua_core::error::Error;
+use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_core::types::{DType, ReduceOp};
+use group_world::{cause, until, world, world_with};
+
+/// Opens a lane on every rank at the same time.
+fn lanes(groups: &[Group]) -> Vec<Lane> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Adds up rank + 1 over all ranks, and exchanges a byte with every other rank.
+fn exercise(lanes: &mut [Lane]) {
+    let size = lanes.len();
+    let total = (size * (size + 1) / 2) as i64;
+    std::thread::scope(|scope| {
+        for (rank, lane) in lanes.iter_mut().enumerate() {
+            scope.spawn(move || {
+                let mut data: Vec<u8> = (0..1000).flat_map(|_| (rank as i64 + 1).to_le_bytes()).collect();
+                lane.all_reduce(&Options::default(), DType::I64, Io::InPlace(&mut data), ReduceOp::Sum).unwrap();
+                assert!(data.chunks(8).all(|eight| eight == total.to_le_bytes()));
+                let own = [u8::try_from(rank).unwrap()];
+                let mut got = vec![[255]; size];
+                let others = || (0..size).filter(move |other| *other != rank);
+                let sends: Vec<(usize, &[u8])> = others().map(|other| (other, own.as_slice())).collect();
+                let mut recvs: Vec<(usize, &mut [u8])> = got
+                    .iter_mut()
+                    .enumerate()
+                    .filter(|(other, _)| *other != rank)
+                    .map(|(other, slot)| (other, slot.as_mut_slice()))
+                    .collect();
+                lane.exchange(&Options::default(), DType::U8, &sends, &mut recvs).unwrap();
+                assert!(others().all(|other| usize::from(got[other][0]) == other));
+                lane.barrier(&Options::default()).unwrap();
+            });
+        }
+    });
+}
+
+fn two_hosts(config: &mut Config) {
+    config.host_id = ["a", "a", "b", "b"][config.rank].to_owned();
+}
+
+#[test]
+fn the_collective_fits_the_hosts() {
+    let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
+    for (groups, name, transports) in [
+        (world(1), "solo", vec!["self"]),
+        (world(3), "shm", vec!["self", "shm", "shm"]),
+        (world_with(2, by_tcp), "net", vec!["self", "tcp"]),
+        (world_with(4, two_hosts), "hier", vec!["self", "shm", "tcp", "tcp"]),
+        (world_with(3, |config| config.host_id = ["a", "b", "b"][config.rank].into()), "hier", vec!["self", "tcp", "tcp"]),
+    ] {
+        let mut lanes = lanes(&groups);
+        assert!(lanes.iter().all(|lane| lane.collective() == name), "{name}");
+        assert_eq!(lanes[0].transports(), transports, "{name}");
+        exercise(&mut lanes);
+    }
+}
+
+#[test]
+fn lanes_of_one_group_do_not_disturb_each_other() {
+    let groups = world_with(4, two_hosts);
+    let (mut first, mut second) = (lanes(&groups), lanes(&groups));
+    exercise(&mut second);
+    exercise(&mut first);
+}
+
+#[test]
+fn sub_groups_have_lanes_of_their_own() {
+    let groups = world_with(4, two_hosts);
+    let crossing: Vec<Group> =
+        [1, 2].into_iter().map(|rank: usize| groups[rank].subgroup(&[2, 1], "crossing").unwrap().unwrap()).collect();
+    let near: Vec<Group> =
+        [2, 3].into_iter().map(|rank: usize| groups[rank].subgroup(&[2, 3], "near").unwrap().unwrap()).collect();
+    let (mut crossing_lanes, mut near_lanes) = (lanes(&crossing), lanes(&near));
+    assert_eq!((crossing_lanes[0].collective(), near_lanes[0].collective()), ("net", "shm"));
+    exercise(&mut crossing_lanes);
+    exercise(&mut near_lanes);
+}
+
+#[test]
+fn a_rank_that_is_ahead_finds_its_peer_when_it_comes() {
+    let groups = world_with(2, |config| config.transport = TransportChoice::Tcp);
+    std::thread::scope(|scope| {
+        let ahead = scope.spawn(|| groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap().lane().unwrap());
+        until("the connection of rank 1 waits", || ahead.is_finished());
+        let late = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
+        late.watch().check().unwrap();
+    });
+}
+
+#[test]
+fn a_failure_ends_the_opening_of_a_lane_with_the_first_cause() {
+    let groups = world_with(2, |config| config.transport = TransportChoice::Tcp);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| groups[0].lane().map(|_| ()));
+        groups[1].raise("ValueError", "bad number");
+        assert!(matches!(waiting.join().unwrap(), Err(Error::PeerRaised { rank: 1, .. })));
+    });
+    assert!(matches!(groups[1].lane().map(|_| ()), Err(Error::PeerRaised { rank: 1, .. })));
+}
+
+#[test]
+fn a_lane_that_a_rank_does_not_open_is_a_timeout_that_names_it_on_all() {
+    let groups = world_with(2, |config| config.connect_timeout = Duration::from_secs(1));
+    let Err(Error::Timeout { missing, .. }) = groups[0].lane().map(|_| ()) else { panic!("no timeout") };
+    assert_eq!(missing, [1]);
+    assert!(matches!(cause(&groups[1]), Error::Timeout { noticed_by: 0, .. }));
+}
+
+#[test]
+fn an_operation_that_waits_ends_when_a_peer_raises_or_leaves() {
+    for by_leaving in [false, true] {
+        for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
+            let groups = world_with(2, |config| config.transport = transport);
+            let mut lanes = lanes(&groups);
+            std::thread::scope(|scope| {
+                let waiting = lanes.remove(0);
+                let blocked = scope.spawn(move || {
+                    let mut waiting = waiting;
+                    waiting.barrier(&Options::default())
+                });
+                if by_leaving { groups[1].leave() } else { groups[1].raise("ValueError", "bad number") }
+                match blocked.join().unwrap().unwrap_err() {
+                    Error::PeerLost { rank: 1, reason, .. } if by_leaving => assert_eq!(reason, "it left the group"),
+                    Error::PeerRaised { rank: 1, .. } if !by_leaving => {}
+                    other => panic!("{other:?}"),
+                }
+            });
+        }
+    }
+}

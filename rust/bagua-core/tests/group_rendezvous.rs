@@ -1,0 +1,169 @@
+//! Addresses are spread by TCP and by files, whatever the order, and strangers and confusion are refused by name.
+
+mod group_world;
+
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bagua_core::error::{Error, Result};
+use bagua_core::group::{local_address_towards, rendezvous_file, rendezvous_tcp};
+use group_world::{PATIENCE, until};
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn by_tcp(port: u16, rank: usize, size: usize, secret: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
+    rendezvous_tcp(("localhost", port), rank, size, format!("address {rank}").as_bytes(), secret, patience)
+}
+
+fn expected(size: usize) -> Vec<Vec<u8>> {
+    (0..size).map(|rank| format!("address {rank}").into_bytes()).collect()
+}
+
+/// A folder that goes away.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("bagua-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.join("meet")
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+fn by_file(path: &Path, rank: usize, size: usize, address: &str, patience: Duration) -> Result<Vec<Vec<u8>>> {
+    rendezvous_file(path, rank, size, address.as_bytes(), patience)
+}
+
+#[test]
+fn all_ranks_hear_all_addresses_by_tcp_in_any_order() {
+    for size in [1, 2, 5] {
+        let port = free_port();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                (0..size).rev().map(|rank| scope.spawn(move || by_tcp(port, rank, size, b"s", PATIENCE))).collect();
+            threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(expected(size))));
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_is_missing_by_tcp_is_named_to_all() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        for rank in [0, 2] {
+            scope.spawn(move || {
+                let error = by_tcp(port, rank, 3, b"s", Duration::from_millis(800)).unwrap_err();
+                assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error:?}");
+            });
+        }
+    });
+    let alone = by_tcp(free_port(), 1, 2, b"s", Duration::from_millis(100)).unwrap_err();
+    assert!(matches!(alone, Error::Timeout { missing, .. } if missing == [0]));
+}
+
+#[test]
+fn strangers_at_the_tcp_rendezvous_hear_what_is_wrong_and_the_job_goes_on() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(move || by_tcp(port, 0, 3, b"s", PATIENCE));
+        let second = scope.spawn(move || by_tcp(port, 1, 3, b"s", PATIENCE));
+        let secret = by_tcp(port, 2, 3, b"S", PATIENCE).unwrap_err();
+        assert!(matches!(&secret, Error::System(text) if text.contains("wrong secret")), "{secret:?}");
+        let size = by_tcp(port, 2, 4, b"s", PATIENCE).unwrap_err();
+        assert!(matches!(&size, Error::Mismatch(text) if text.contains("4 ranks")), "{size:?}");
+        // Rank 1 may be connected or not yet; in either case one of two is too many.
+        let mute = TcpStream::connect(("localhost", port)).unwrap();
+        let third = scope.spawn(move || by_tcp(port, 2, 3, b"s", PATIENCE));
+        for joined in [first, second, third] {
+            assert_eq!(joined.join().unwrap(), Ok(expected(3)));
+        }
+        drop(mute);
+    });
+}
+
+#[test]
+fn two_processes_with_one_rank_are_told_apart_by_tcp() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(move || by_tcp(port, 0, 3, b"s", PATIENCE));
+        let twins: Vec<_> = (0..2).map(|_| scope.spawn(move || by_tcp(port, 1, 3, b"s", PATIENCE))).collect();
+        until("one of the twins is refused", || twins.iter().any(|twin| twin.is_finished()));
+        by_tcp(port, 2, 3, b"s", PATIENCE).unwrap();
+        first.join().unwrap().unwrap();
+        let outcomes: Vec<_> = twins.into_iter().map(|twin| twin.join().unwrap()).collect();
+        assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1);
+        assert!(outcomes.iter().any(|outcome| matches!(outcome, Err(Error::Mismatch(text)) if text.contains("two processes"))));
+    });
+}
+
+#[test]
+fn impossible_places_are_refused() {
+    let wrong = [by_tcp(0, 1, 2, b"", PATIENCE), by_tcp(1, 2, 2, b"", PATIENCE), by_file(Path::new("x"), 3, 2, "", PATIENCE)];
+    assert!(wrong.iter().all(|outcome| matches!(outcome, Err(Error::Value(_)))));
+    let nowhere = by_file(Path::new("/nonexistent/meet"), 0, 2, "a", PATIENCE);
+    assert!(matches!(nowhere, Err(Error::System(_))));
+}
+
+#[test]
+fn all_ranks_hear_all_addresses_by_file_in_any_order_and_in_a_folder_of_earlier_jobs() {
+    let folder = Folder::new("order");
+    let path = folder.path();
+    for job in 0..3 {
+        let address = |rank: usize| format!("job {job}, rank {rank}");
+        let all: Vec<Vec<u8>> = (0..3).map(|rank| address(rank).into_bytes()).collect();
+        std::thread::scope(|scope| {
+            let join = |rank| {
+                let path = &path;
+                scope.spawn(move || by_file(path, rank, 3, &address(rank), PATIENCE))
+            };
+            // The others are there first, and find what the last job left.
+            let mut threads = vec![join(2), join(1)];
+            if job > 0 {
+                until("a rank has answered the earlier job's rank 0", || folder.0.join("meet.2").exists());
+            }
+            threads.push(join(0));
+            threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(all.clone())));
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_is_missing_by_file_is_named() {
+    let folder = Folder::new("missing");
+    let error = by_file(&folder.path(), 0, 3, "a", Duration::from_millis(100)).unwrap_err();
+    assert!(matches!(error, Error::Timeout { missing, .. } if missing == [1, 2]));
+    let other = Folder::new("alone");
+    let error = by_file(&other.path(), 1, 3, "a", Duration::from_millis(100)).unwrap_err();
+    assert!(matches!(error, Error::Timeout { missing, .. } if missing == [0]));
+}
+
+#[test]
+fn different_world_sizes_by_file_are_a_mismatch_on_both_sides() {
+    let folder = Folder::new("sizes");
+    let path = folder.path();
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| by_file(&path, 1, 3, "b", Duration::from_secs(1)));
+        assert!(matches!(by_file(&path, 0, 2, "a", PATIENCE), Err(Error::Mismatch(text)) if text.contains("rank 1")));
+        assert!(matches!(other.join().unwrap(), Err(Error::Mismatch(_))));
+    });
+}
+
+#[test]
+fn the_route_to_a_loopback_address_is_the_loopback_address() {
+    assert!(local_address_towards("127.0.0.1", 80).unwrap().is_loopback());
+    assert!(local_address_towards("localhost", 0).unwrap().is_loopback());
+    assert!(local_address_towards("no-such-host.invalid", 80).is_err());
+}
