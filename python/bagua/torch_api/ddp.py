@@ -32,6 +32,11 @@ def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
     """What the forward hook of a wrapped model becomes in a copy of it: nothing, as the copy trains alone."""
 
 
+def _unwrapped_hook() -> Any:
+    """What a pickled hook becomes."""
+    return _unwrapped
+
+
 class _ForwardHook:
     """Calls a model's :class:`BaguaDistributedDataParallel` before each forward."""
 
@@ -45,8 +50,8 @@ class _ForwardHook:
     def __deepcopy__(self, memo: Any) -> Any:
         return _unwrapped
 
-    def __reduce__(self) -> str:
-        return "_unwrapped"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_hook, ()
 
 
 class _GradHook:
