@@ -11,6 +11,7 @@ __all__ = [
     "Place",
     "Settings",
     "agent_serves_store",
+    "announce",
     "attempt",
     "flag",
     "integer",
@@ -57,6 +58,11 @@ def flag(name: str) -> bool:
     if value in ("0", "false", "no", "off"):
         return False
     raise ValueError(f"{name}={value!r} is neither 0 nor 1")
+
+
+def announce(**variables: str) -> None:
+    """Sets variables for this process and its children, which ask the environment who they are."""
+    os.environ.update(variables)
 
 
 @dataclass(frozen=True)
