@@ -36,7 +36,9 @@ fn host_ids_make_hosts_and_tcp_makes_every_rank_its_own() {
     assert!(two.iter().all(|group| group.hosts() == [[0, 2], [1, 3]]));
     let apart = world_with(3, |config| config.transport = TransportChoice::Tcp);
     assert!(apart.iter().all(|group| group.hosts() == [[0], [1], [2]]));
-    let one = |config: &mut Config| config.transport = [TransportChoice::Auto, TransportChoice::Tcp][usize::from(config.rank == 1)];
+    let one = |config: &mut Config| {
+        config.transport = [TransportChoice::Auto, TransportChoice::Tcp][usize::from(config.rank == 1)]
+    };
     assert!(world_with(3, one).iter().all(|group| group.hosts() == [[0], [1], [2]]));
 }
 

@@ -58,7 +58,11 @@ fn the_collective_fits_the_hosts() {
         (world(3), "shm", vec!["self", "shm", "shm"]),
         (world_with(2, by_tcp), "net", vec!["self", "tcp"]),
         (world_with(4, two_hosts), "hier", vec!["self", "shm", "tcp", "tcp"]),
-        (world_with(3, |config| config.host_id = ["a", "b", "b"][config.rank].into()), "hier", vec!["self", "tcp", "tcp"]),
+        (
+            world_with(3, |config| config.host_id = ["a", "b", "b"][config.rank].into()),
+            "hier",
+            vec!["self", "tcp", "tcp"],
+        ),
     ] {
         let mut lanes = lanes(&groups);
         assert!(lanes.iter().all(|lane| lane.collective() == name), "{name}");
@@ -130,7 +134,11 @@ fn an_operation_that_waits_ends_when_a_peer_raises_or_leaves() {
                     let mut waiting = waiting;
                     waiting.barrier(&Options::default())
                 });
-                if by_leaving { groups[1].leave() } else { groups[1].raise("ValueError", "bad number") }
+                if by_leaving {
+                    groups[1].leave()
+                } else {
+                    groups[1].raise("ValueError", "bad number")
+                }
                 match blocked.join().unwrap().unwrap_err() {
                     Error::PeerLost { rank: 1, reason, .. } if by_leaving => assert_eq!(reason, "it left the group"),
                     Error::PeerRaised { rank: 1, .. } if !by_leaving => {}

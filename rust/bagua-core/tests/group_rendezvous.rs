@@ -105,13 +105,18 @@ fn two_processes_with_one_rank_are_told_apart_by_tcp() {
         first.join().unwrap().unwrap();
         let outcomes: Vec<_> = twins.into_iter().map(|twin| twin.join().unwrap()).collect();
         assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1);
-        assert!(outcomes.iter().any(|outcome| matches!(outcome, Err(Error::Mismatch(text)) if text.contains("two processes"))));
+        assert!(
+            outcomes
+                .iter()
+                .any(|outcome| matches!(outcome, Err(Error::Mismatch(text)) if text.contains("two processes")))
+        );
     });
 }
 
 #[test]
 fn impossible_places_are_refused() {
-    let wrong = [by_tcp(0, 1, 2, b"", PATIENCE), by_tcp(1, 2, 2, b"", PATIENCE), by_file(Path::new("x"), 3, 2, "", PATIENCE)];
+    let wrong =
+        [by_tcp(0, 1, 2, b"", PATIENCE), by_tcp(1, 2, 2, b"", PATIENCE), by_file(Path::new("x"), 3, 2, "", PATIENCE)];
     assert!(wrong.iter().all(|outcome| matches!(outcome, Err(Error::Value(_)))));
     let nowhere = by_file(Path::new("/nonexistent/meet"), 0, 2, "a", PATIENCE);
     assert!(matches!(nowhere, Err(Error::System(_))));

@@ -13,7 +13,9 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
 
 use super::control::{Control, Dial};
 use super::fork::{Home, Mark};
@@ -113,13 +115,22 @@ impl Builder<'_> {
     }
 
     /// Connects to a lower group rank. What is returned must be waited for.
-    fn dial(&self, peer: usize, purpose: Purpose, index: u32) -> std::sync::mpsc::Receiver<std::result::Result<Plain, String>> {
+    fn dial(
+        &self,
+        peer: usize,
+        purpose: Purpose,
+        index: u32,
+    ) -> std::sync::mpsc::Receiver<std::result::Result<Plain, String>> {
         let (to, group, channel) = (self.watch.world_rank(peer), self.group, self.channel);
         self.control.dial_lane(Dial { to, purpose, group, channel, index }, Instant::now() + self.deadline.left())
     }
 
     /// Waits for a connection that was dialled.
-    fn dialled(&self, peer: usize, answer: &std::sync::mpsc::Receiver<std::result::Result<Plain, String>>) -> Result<Plain> {
+    fn dialled(
+        &self,
+        peer: usize,
+        answer: &std::sync::mpsc::Receiver<std::result::Result<Plain, String>>,
+    ) -> Result<Plain> {
         loop {
             match answer.recv_timeout(SLICE) {
                 Ok(Ok(plain)) => return Ok(plain),
@@ -209,7 +220,9 @@ impl Builder<'_> {
         let descriptor = loop {
             match receive(stream) {
                 Ok(Some(descriptor)) => break descriptor,
-                Ok(None) => return Err(self.watch.stream_lost(first, "it closed the connection that shared memory comes by")),
+                Ok(None) => {
+                    return Err(self.watch.stream_lost(first, "it closed the connection that shared memory comes by"));
+                }
                 Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {
                     self.look(first)?;
                 }

@@ -174,8 +174,7 @@ impl WaitingRoom {
                 return Err(Absent::Late);
             }
             let slice = SLICE.min(deadline.left());
-            seats =
-                self.changed.wait_timeout(seats, slice).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            seats = self.changed.wait_timeout(seats, slice).unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
 

@@ -147,7 +147,10 @@ impl Group {
         }
         if let Some(outside) = members.iter().find(|rank| **rank >= self.size()) {
             let size = self.size();
-            return Err(Error::Value(format!("rank {outside} of the group {name:?} is not among the {size} of {:?}", self.name())));
+            return Err(Error::Value(format!(
+                "rank {outside} of the group {name:?} is not among the {size} of {:?}",
+                self.name()
+            )));
         }
         parent.watch.check()?;
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };

@@ -140,8 +140,7 @@ impl Site<'_> {
                 return Err(self.timed_out(&building, missing));
             }
             let slice: Duration = SLICE.min(self.deadline.left());
-            building =
-                self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
+            building = self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -265,9 +265,7 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
             let missing = (0..count).map(|_| from.rank()).collect::<Result<_, _>>()?;
             Error::Timeout { after, missing, noticed_by: from.rank()?, progress: get_progress(from)? }
         }
-        3 => {
-            Error::PeerRaised { rank: from.rank()?, host: from.text()?, kind: from.text()?, message: from.text()? }
-        }
+        3 => Error::PeerRaised { rank: from.rank()?, host: from.text()?, kind: from.text()?, message: from.text()? },
         4 => Error::Mismatch(from.text()?),
         5 => Error::Aborted(from.text()?),
         6 => Error::Value(from.text()?),
@@ -360,7 +358,8 @@ mod tests {
 
     #[test]
     fn every_message_arrives_unchanged() {
-        let all = [Message::Heartbeat, Message::Row(vec![true, false, true]), Message::Bye { group: 7 }, Message::Heard];
+        let all =
+            [Message::Heartbeat, Message::Row(vec![true, false, true]), Message::Bye { group: 7 }, Message::Heard];
         for message in all {
             assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
         }

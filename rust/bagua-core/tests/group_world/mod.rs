@@ -166,6 +166,10 @@ pub fn live() {
         match line.as_str() {
             "cause" => println!("\nCAUSE {}", cause(&group)),
             "raise" => group.raise("ValueError", "bad number"),
+            "fork" => {
+                fork(|| std::thread::sleep(Duration::from_secs(10)));
+                println!("\nFORKED");
+            }
             other => panic!("told {other:?}"),
         }
     }
@@ -173,11 +177,10 @@ pub fn live() {
 
 /// A world in which the ranks of `processes` are processes and the others are threads of this one, all at `heartbeat`.
 pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration) -> (Vec<Group>, Vec<Process>) {
-    let mut others: Vec<Process> =
-        processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
-    let own = (0..size).filter(|rank| !processes.contains(rank)).map(|rank| {
-        Pending::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap()
-    });
+    let mut others: Vec<Process> = processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
+    let own = (0..size)
+        .filter(|rank| !processes.contains(rank))
+        .map(|rank| Pending::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap());
     let own: Vec<Pending> = own.collect();
     let mut known = own.iter().map(|pending| pending.address().to_vec()).collect::<Vec<_>>().into_iter();
     let mut told = others.iter_mut().map(Process::address).collect::<Vec<_>>().into_iter();
@@ -188,4 +191,30 @@ pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration)
     let groups = connect_all(own, &addresses).into_iter().map(|group| group.unwrap()).collect();
     others.iter_mut().for_each(|process| _ = process.hear("CONNECTED"));
     (groups, others)
+}
+
+/// Runs something in a forked child, which then exits with code 0. Returns its process id.
+pub fn fork(inside: impl FnOnce()) -> i32 {
+    // SAFETY: the child runs `inside`, which takes no lock that another thread may have held (the allocator has its own
+    // handlers), and ends without running anything of its parent's.
+    match unsafe { libc::fork() } {
+        0 => {
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(inside));
+            // SAFETY: ends the process, as it must.
+            unsafe { libc::_exit(i32::from(outcome.is_err())) }
+        }
+        child => {
+            assert!(child > 0, "fork: {}", std::io::Error::last_os_error());
+            child
+        }
+    }
+}
+
+/// Waits for a child of [`fork`]: its exit code.
+pub fn exit_code(child: i32) -> i32 {
+    let mut status = 0;
+    // SAFETY: waits for an own child, with a place for its status.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status), "the child was killed: {status:x}");
+    libc::WEXITSTATUS(status)
 }

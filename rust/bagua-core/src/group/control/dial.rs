@@ -68,7 +68,12 @@ impl Plane {
 
     /// Attempts until one succeeds or is refused. `trouble` hears of every failure. Never returns otherwise: the caller
     /// limits the time.
-    async fn dial(&self, dial: &Dial, mut way: Way, mut trouble: impl FnMut(String)) -> std::result::Result<Line, Refusal> {
+    async fn dial(
+        &self,
+        dial: &Dial,
+        mut way: Way,
+        mut trouble: impl FnMut(String),
+    ) -> std::result::Result<Line, Refusal> {
         let (Ok(hello), Ok(book)) = (self.hello(dial), self.book()) else { return Err(Refusal::Job) };
         let address = &book.addresses[dial.to];
         let mut pause = Duration::from_millis(5);

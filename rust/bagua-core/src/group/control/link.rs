@@ -21,7 +21,9 @@ pub(super) async fn converse(plane: Arc<Plane>, rank: usize, line: Line, frames:
     let how = loop {
         let body = match read_frame(&mut reader, FRAME_LIMIT).await {
             Ok(body) => body,
-            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => break format!("it spoke nonsense: {error}"),
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                break format!("it spoke nonsense: {error}");
+            }
             Err(error) => {
                 let place = if near { " on this host" } else { "" };
                 let detail = match error.kind() {

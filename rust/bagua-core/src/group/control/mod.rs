@@ -353,9 +353,8 @@ impl Plane {
         let heard = async {
             loop {
                 let changed = self.settled.notified();
-                let waiting = |peer: &Peer| {
-                    !peer.settled.load(Ordering::Acquire) && peer.state.load(Ordering::Acquire) != LOST
-                };
+                let waiting =
+                    |peer: &Peer| !peer.settled.load(Ordering::Acquire) && peer.state.load(Ordering::Acquire) != LOST;
                 if !self.all_peers().any(|(_, peer)| waiting(peer)) {
                     break;
                 }

@@ -99,9 +99,8 @@ impl Board<'_> {
     /// What a file says; `None` while it does not exist, or is not one of ours.
     fn read(&self, end: &str) -> Result<Option<Note>> {
         let file = self.file(end);
-        let read = std::fs::metadata(&file).and_then(|about| {
-            if about.len() > LIMIT { Ok(Vec::new()) } else { std::fs::read(&file) }
-        });
+        let read = std::fs::metadata(&file)
+            .and_then(|about| if about.len() > LIMIT { Ok(Vec::new()) } else { std::fs::read(&file) });
         match read {
             Ok(bytes) => Ok(Note::parse(&bytes).ok()),
             // Network file systems say the second while a file is being replaced.
@@ -128,7 +127,9 @@ impl Board<'_> {
         found[0] = Some(address.to_vec());
         for looks in 1.. {
             for rank in (1..world_size).filter(|rank| found[*rank].is_none()).collect::<Vec<_>>() {
-                let Some(mut note) = self.read(&rank.to_string())?.filter(|note| note.number == number) else { continue };
+                let Some(mut note) = self.read(&rank.to_string())?.filter(|note| note.number == number) else {
+                    continue;
+                };
                 if note.world_size != world_size {
                     let theirs = note.world_size;
                     return Err(Error::Mismatch(format!(
@@ -156,11 +157,8 @@ impl Board<'_> {
         for looks in 1.. {
             if let Some(first) = self.read("0")? {
                 if answered != Some(first.number) {
-                    let note = Note {
-                        number: first.number,
-                        world_size: self.world_size,
-                        addresses: vec![address.to_vec()],
-                    };
+                    let note =
+                        Note { number: first.number, world_size: self.world_size, addresses: vec![address.to_vec()] };
                     self.write(&own, &note)?;
                     answered = Some(first.number);
                 }
@@ -175,7 +173,9 @@ impl Board<'_> {
                         let _ = std::fs::remove_file(self.file(&own));
                         return Ok(all.addresses);
                     }
-                    wrong.get_or_insert_with(|| format!("rank {own} is another process in {}", self.file("all").display()));
+                    wrong.get_or_insert_with(|| {
+                        format!("rank {own} is another process in {}", self.file("all").display())
+                    });
                 }
             }
             if !self.pause(looks) {

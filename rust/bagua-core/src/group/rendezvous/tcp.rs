@@ -238,7 +238,8 @@ async fn join(
         Ok(Ok(List::Complete(_))) => Err(Error::System(format!("{place} gave a list that does not fit"))),
         Ok(Ok(List::Missing(missing))) => Err(late(timeout, missing, rank, place)),
         Ok(Err(Refusal::WorldSize)) => {
-            let text = format!("rank {rank} was told that there are {world_size} ranks, rank 0 was told otherwise ({place})");
+            let text =
+                format!("rank {rank} was told that there are {world_size} ranks, rank 0 was told otherwise ({place})");
             Err(Error::Mismatch(text))
         }
         Ok(Err(Refusal::Duplicate)) => Err(Error::Mismatch(format!("two processes are rank {rank} ({place})"))),
@@ -274,7 +275,9 @@ fn parse(list: &[u8]) -> std::result::Result<List, Garbled> {
     let mut from = Reader(list);
     let (kind, count) = (from.u8()?, from.rank()?);
     let list = match kind {
-        0 => List::Complete((0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Garbled>>()?),
+        0 => {
+            List::Complete((0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Garbled>>()?)
+        }
         1 => List::Missing((0..count).map(|_| from.rank()).collect::<std::result::Result<_, Garbled>>()?),
         _ => return Err(Garbled("a list of unknown kind")),
     };
