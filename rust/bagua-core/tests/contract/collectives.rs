@@ -5,7 +5,7 @@ use bagua_core::collective::Io;
 use bagua_core::types::{DType, Kind, ReduceOp};
 
 use crate::oracle::{assert_combined, input, noise};
-use crate::world::{Rank, Ranks, Say, each, local, mixed, tcp, world};
+use crate::world::{Rank, Ranks, Say, each, local, mixed, shm, tcp, world};
 
 macro_rules! contract {
     ($name:ident, $ranks:expr, [$($size:literal),*]) => {
@@ -49,6 +49,7 @@ macro_rules! contract {
 contract!(net_local, local, [1, 2, 3, 4, 5, 8, 9, 16, 33]);
 contract!(net_tcp, tcp, [1, 2, 3, 4, 9]);
 contract!(net_mixed, mixed, [3, 4, 5]);
+contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
 
 const SMALL: [usize; 4] = [0, 1, 7, 1023];
 

@@ -7,7 +7,7 @@ use bagua_core::transport::{Readiness, Transport};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::oracle::noise;
-use crate::world::{Ends, local_ends, tcp_ends};
+use crate::world::{Ends, local_ends, shm_ends, tcp_ends};
 
 macro_rules! contract {
     ($name:ident, $ends:expr) => {
@@ -38,6 +38,7 @@ macro_rules! contract {
 }
 
 contract!(local, local_ends);
+contract!(shm, shm_ends);
 contract!(tcp, tcp_ends);
 
 /// Sleeps as the transport says, for a moment.

@@ -4,10 +4,13 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bagua_core::collective::shm::{Shm, segment_len};
 use bagua_core::collective::{Call, Collective, Net};
 use bagua_core::error::Result;
+use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
 use bagua_core::sync::{Deadline, Doorbell};
+use bagua_core::transport::shm::{ring_links, rings_len};
 use bagua_core::transport::{Local, Mesh, Tcp, Transport, local_mesh};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::watch::Watch;
@@ -147,4 +150,24 @@ pub fn local_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
 pub fn tcp_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
     let (left, right) = sockets();
     [left, right].map(|end| (Box::new(Tcp::new(end).unwrap()) as Box<dyn Transport>, Doorbell::local()))
+}
+
+/// `shm` over one segment, which every rank has mapped for itself.
+pub fn shm(size: usize) -> Vec<Box<dyn Collective>> {
+    let shm = |(rank, arena)| Box::new(Shm::new(arena, rank, (0..size).collect()).unwrap()) as Box<dyn Collective>;
+    mappings(size, segment_len(size)).into_iter().enumerate().map(shm).collect()
+}
+
+/// The ends of a pair of rings in shared memory.
+pub fn shm_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
+    let arenas = mappings(2, rings_len(2));
+    [0, 1].map(|rank| {
+        let (mut links, bell) = ring_links(&arenas[rank], 0, rank, 2);
+        (links[1 - rank].take().unwrap(), bell)
+    })
+}
+
+fn mappings(size: usize, len: usize) -> Vec<Arc<Arena>> {
+    let arena = Arena::create("bagua-test", len).unwrap();
+    (0..size).map(|_| Arc::new(Arena::from_fd(arena.fd().try_clone_to_owned().unwrap()).unwrap())).collect()
 }

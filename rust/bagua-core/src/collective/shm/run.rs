@@ -12,6 +12,7 @@
 //! - **W2.** So while a rank fills its window for piece p + 1, all have taken piece p - 1 from it: nobody else touches it.
 //! - **W3.** An operation may end while peers still take its last piece. The next one that uses windows waits for them first.
 
+use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,12 @@ use crate::sync::{SLICE, futex_wait, futex_wake};
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
 /// computing thread of this process may want the core.
 const SPIN: Duration = Duration::from_micros(50);
+/// How long it spins when it seems that the peer does not run at the same time after all, because others use the cores.
+const SHORT_SPIN: Duration = Duration::from_micros(2);
+/// After this many vain spins in a row it seems so.
+const VAIN: u32 = 2;
+/// One wait in this many spins for the full time all the same, to notice when the cores are free again.
+const PROBE: u32 = 16;
 /// How often a rank without a core of its own lets others run before it sleeps.
 const YIELDS: usize = 3;
 
@@ -65,13 +72,15 @@ pub(super) struct Runner {
     parity: usize,
     /// Every rank of this host can have a core of its own.
     spins: bool,
+    /// Full spins in vain since the last one that was worth it, and short ones since then.
+    vain: Cell<u32>,
 }
 
 impl Runner {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Runner {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
-        Runner { segment, members, arrivals: 0, windows_free: 0, parity: 0, spins }
+        Runner { segment, members, arrivals: 0, windows_free: 0, parity: 0, spins, vain: Cell::new(0) }
     }
 
     /// The buffer of a piece. To be asked by turns while [`Runner::run`] runs.
@@ -176,15 +185,22 @@ impl Runner {
     #[cold]
     fn wait_for_one(&self, call: &Call<'_>, peer: usize, target: u32, done: u64, total: u64) -> Result<()> {
         if self.spins {
+            let vain = self.vain.get();
+            let full = vain < VAIN || vain.is_multiple_of(PROBE);
+            let limit = if full { SPIN } else { SHORT_SPIN };
             let begun = Instant::now();
-            while begun.elapsed() < SPIN {
+            while begun.elapsed() < limit {
                 for _ in 0..32 {
                     if self.has_come(peer, target) {
+                        if full {
+                            self.vain.set(0);
+                        }
                         return Ok(());
                     }
                     std::hint::spin_loop();
                 }
             }
+            self.vain.set(vain.wrapping_add(1));
         } else {
             for _ in 0..YIELDS {
                 std::thread::yield_now();
