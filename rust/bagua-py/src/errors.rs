@@ -55,8 +55,8 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
     Ok(PyErr::from_value(module.bind(py).getattr(class)?.call((text,), Some(&fields))?))
 }
 
-fn set_progress(fields: &Bound<'_, PyDict>, progress: Option<Progress>) -> PyResult<()> {
-    let Some(Progress { what, label, done, total }) = progress else { return Ok(()) };
+fn set_progress(fields: &Bound<'_, PyDict>, progress: Option<Box<Progress>>) -> PyResult<()> {
+    let Some(Progress { what, label, done, total }) = progress.map(|progress| *progress) else { return Ok(()) };
     fields.set_item("during", what)?;
     fields.set_item("bucket", label)?;
     fields.set_item("done_bytes", done)?;
