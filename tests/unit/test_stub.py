@@ -15,7 +15,19 @@ import bagua
 from bagua import _bagua
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter", "scatter", "send"]
+VERBS = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
 
 
 def run(code: str) -> str:
