@@ -23,6 +23,11 @@ def shared_memory_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if "bagua" in path.name}
 
 
+def for_ever(call: Callable[[], object]) -> None:
+    while True:
+        call()
+
+
 # --- a dead peer ------------------------------------------------------------------------------------------------------
 
 
@@ -30,13 +35,17 @@ def killed_in_a_loop(rank: int, victim: int, folder: str) -> tuple[float, int, i
     group = bagua.init(timeout=60)
     x = np.ones(1 << 16, np.float32)
     steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        group.all_reduce(x, "max")
+        steps += 1
+        if rank == victim and steps == 20:
+            Path(folder, "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
     with pytest.raises(bagua.PeerLostError) as raised:
-        while True:
-            group.all_reduce(x, "max")
-            steps += 1
-            if rank == victim and steps == 20:
-                Path(folder, "killed").write_text(repr(time.monotonic()))
-                os.kill(os.getpid(), signal.SIGKILL)
+        for_ever(step)
     noticed = time.monotonic()
     with pytest.raises(bagua.PeerLostError):
         group.all_reduce(x)
@@ -111,9 +120,8 @@ def raises(rank: int) -> tuple[int, str, str]:
     group.barrier()
     if rank == 1:
         raise LookupError("no such sample: 17")
-    with pytest.raises(bagua.PeerRaisedError, match="rank 1 on .* raised LookupError: no such sample: 17") as raised:
-        while True:
-            group.all_reduce(np.ones(3))
+    with pytest.raises(bagua.PeerRaisedError, match=r"rank 1 on .* raised LookupError: no such sample: 17") as raised:
+        for_ever(lambda: group.all_reduce(np.ones(3)))
     error = raised.value
     return error.rank, error.kind, error.message
 
@@ -131,8 +139,7 @@ def times_out(rank: int) -> tuple[tuple[int, ...], float] | None:
     if rank == 1:
         # Does not take part until the others have given up.
         with pytest.raises(bagua.BaguaTimeoutError):
-            while True:
-                group.communicator.cause()
+            for_ever(group.communicator.cause)
         return None
     with pytest.raises(TimeoutError) as raised:
         group.all_reduce(np.ones(3), timeout=0.3)
@@ -194,8 +201,7 @@ def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
     group.barrier()
     if rank == 1:
         with pytest.raises(bagua.PeerRaisedError) as raised:
-            while True:
-                group.communicator.cause()
+            for_ever(group.communicator.cause)
         return raised.value.kind, 0.0
     x = np.ones(1000)
     pressed: list[float] = []

@@ -1,4 +1,4 @@
-"""Every verb on arrays against a float64 NumPy oracle, for worlds of one to four ranks, in one run of processes per world."""
+"""Every verb on arrays against a float64 NumPy oracle, in one run of processes per world of one to four ranks."""
 
 from __future__ import annotations
 
