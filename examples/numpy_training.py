@@ -2,9 +2,9 @@
 
     python examples/numpy_training.py
 
-starts two ranks of itself; under a launcher that sets RANK and WORLD_SIZE it is one of them. Each rank sees its own half
-of the data, the engine averages the gradients while the next ones are computed, and all ranks end with bitwise equal
-weights.
+starts two ranks of itself; under a launcher that sets RANK and WORLD_SIZE it is one of them. Each rank sees its own
+half of the data, the engine averages the gradients while the next ones are computed, and all ranks end with bitwise
+equal weights.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class BaguaError(RuntimeError):
         return _again, (type(self), str(self), self.__dict__)
 
 
-class _DuringError(BaguaError):
+class _During(BaguaError):
     """An error that may know how far an operation had come."""
 
     #: What this rank was doing, "" when it was doing nothing.
@@ -56,7 +56,7 @@ class _DuringError(BaguaError):
         self.total_bytes = total_bytes
 
 
-class PeerLostError(_DuringError):
+class PeerLostError(_During):
     """A peer died, froze, left while it was needed, or was cut off."""
 
     #: The rank that is gone.
@@ -78,7 +78,7 @@ class PeerLostError(_DuringError):
         self.noticed_by = noticed_by
 
 
-class BaguaTimeoutError(_DuringError, TimeoutError):
+class BaguaTimeoutError(_During, TimeoutError):
     """A deadline passed although the peers are alive."""
 
     #: The ranks that had not done their part; empty when only this process's communication thread was waited for.
