@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import bagua
-from bagua import _bagua
+from bagua import _bagua, functions
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter", "scatter", "send"]
+VERBS = tuple(functions.__all__)
 
 
 def run(code: str) -> str:
