@@ -1,6 +1,6 @@
 """Trains a small CNN on the handwritten digits that ship with scikit-learn, on all ranks that torchrun starts.
 
-    torchrun --standalone --nproc-per-node 2 examples/train_digits.py
+torchrun --standalone --nproc-per-node 2 examples/train_digits.py
 """
 
 from __future__ import annotations

@@ -175,7 +175,9 @@ def all_to_all_v_takes_counts_and_places(rank: int) -> None:
         finish(bagua.alltoall_v(send, sends, displs, result, recvs, starts, async_op=async_op), async_op)
         assert torch.equal(result, expected)
         tensor = data(rank, 2 * size)
-        finish(bagua.alltoall_v_inplace(tensor, [1] * size, [2 * r + 1 for r in range(size)], async_op=async_op), async_op)
+        finish(
+            bagua.alltoall_v_inplace(tensor, [1] * size, [2 * r + 1 for r in range(size)], async_op=async_op), async_op
+        )
         assert torch.equal(tensor[1::2], torch.stack([other[2 * rank + 1] for other in everybody(2 * size)]))
         assert torch.equal(tensor[::2], data(rank, 2 * size)[::2])
 
@@ -231,7 +233,10 @@ def several_tensors_go_in_one_message(rank: int) -> None:
 
 def objects_travel_from_any_rank(rank: int) -> None:
     for src in range(bagua.get_world_size()):
-        assert bagua.broadcast_object({"from": rank, "text": "x" * 10 * rank}, src) == {"from": src, "text": "x" * 10 * src}
+        assert bagua.broadcast_object({"from": rank, "text": "x" * 10 * rank}, src) == {
+            "from": src,
+            "text": "x" * 10 * src,
+        }
     assert bagua.broadcast_object(None) is None
 
 
@@ -253,7 +258,11 @@ def bad_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
         (TypeError, "AVG of bool", lambda: bagua.allreduce_inplace(b, ReduceOp.AVG)),
         (TypeError, "SUM of bool", lambda: bagua.allreduce(b, b.clone())),
         (TypeError, "BOR of float32", lambda: bagua.reduce_inplace(f, 0, ReduceOp.BOR)),
-        (TypeError, "AVG of int64", lambda: bagua.reduce_scatter(torch.zeros(size, dtype=torch.int64), i[:1], ReduceOp.AVG)),
+        (
+            TypeError,
+            "AVG of int64",
+            lambda: bagua.reduce_scatter(torch.zeros(size, dtype=torch.int64), i[:1], ReduceOp.AVG),
+        ),
         (ValueError, "4 is not a valid ReduceOp", lambda: bagua.allreduce_inplace(f, 4)),  # type: ignore[arg-type]
         (TypeError, "tensor has dtype torch.int16", lambda: bagua.allreduce_inplace(short)),
         (TypeError, "torch.complex64", lambda: bagua.broadcast(torch.zeros(1, dtype=torch.complex64))),
