@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import secrets
 from datetime import timedelta
+from typing import ClassVar
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 import bagua
 from bagua import config
@@ -110,6 +112,9 @@ class _Begun:
     """What init_process_group started besides the group, so that the end undoes that and nothing else."""
 
     torch_distributed = False
+    # By address and port: the store that the environment names. Kept, as a second group must not wait for a port that the first
+    # one's store still holds, nor find it on a peer that is slower to end.
+    stores: ClassVar[dict[tuple[str | None, str | None], dist.Store]] = {}
 
 
 def init_process_group(
@@ -144,11 +149,18 @@ def init_process_group(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size)
     )
 
+    if store is None:
+        store = dist.distributed_c10d._get_default_store() if foreign else _environment_store(rank, world_size)
+    # Each rank counts its own incarnations in the store, so a group that is built anew never reads its predecessor's addresses.
+    incarnation = store.add(f"bagua/rank{rank}/incarnations", 1)
+    board = dist.PrefixStore(f"bagua/{incarnation}", store)
     if not foreign:
-        _begin_torch(store, rank, world_size)
         _Begun.torch_distributed = True
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("torch", board), rank=rank, world_size=world_size, timeout=_RENDEZVOUS
+        )
     try:
-        _join(store, rank, world_size, local_rank, local_world_size)
+        _join(board, rank, world_size, local_rank, local_world_size)
     except BaseException:
         _end_torch()
         raise
@@ -160,13 +172,15 @@ def _agree(what: str, given: int, torchs: int) -> int:
     return torchs
 
 
-def _begin_torch(store: dist.Store | None, rank: int, world_size: int) -> None:
-    if store is None and world_size == 1 and config.text("MASTER_ADDR") is None:
+def _environment_store(rank: int, world_size: int) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
+    place = config.text("MASTER_ADDR"), config.text("MASTER_PORT")
+    if world_size == 1 and place[0] is None:
         # A plain `python script.py`: nobody to meet.
-        store = dist.HashStore()
-    elif store is not None:
-        store = dist.PrefixStore("bagua/torch", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_RENDEZVOUS)
+        return dist.HashStore()
+    if place not in _Begun.stores:
+        _Begun.stores[place], _, _ = next(rendezvous("env://", rank, world_size, timeout=_RENDEZVOUS))
+    return _Begun.stores[place]
 
 
 def _end_torch() -> None:
@@ -176,12 +190,7 @@ def _end_torch() -> None:
             dist.destroy_process_group()
 
 
-def _join(store: dist.Store | None, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
-    if store is None:
-        store = dist.distributed_c10d._get_default_store()
-    # Each rank counts its own incarnations in the store, so a group that is built anew never reads its predecessor's addresses.
-    incarnation = store.add(f"bagua/rank{rank}/incarnations", 1)
-    board = dist.PrefixStore(f"bagua/{incarnation}", store)
+def _join(board: dist.Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
     secret: str | bytes | None = config.text("BAGUA_JOB_SECRET")
     if secret is None:
         if rank == 0:

@@ -149,6 +149,7 @@ os.register_at_fork(after_in_child=_state.clear)
 # The original's name for: world rank -> rank in the group, per group.
 _pg_group_ranks = _state.ranks_of
 
+
 def is_initialized() -> bool:
     """True between init_process_group and destroy_process_group."""
     return _state.default is not None
