@@ -140,8 +140,8 @@ fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize
             assert_combined(&what, dtype, op, &of_chunk, &outcome.reduce_scatter);
         }
     }
-    for r in 0..n {
-        assert!(outcomes[0][r].reduce_scatter == outcomes[1][r].reduce_scatter, "{what}: reduce_scatter on rank {r}");
+    for (r, (in_place, split)) in outcomes[0].iter().zip(&outcomes[1]).enumerate() {
+        assert!(in_place.reduce_scatter == split.reduce_scatter, "{what}: reduce_scatter on rank {r}");
     }
 }
 
