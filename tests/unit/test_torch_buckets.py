@@ -86,8 +86,8 @@ def test_bad_buckets_are_refused_by_name() -> None:
         BaguaBucket(named(torch.zeros(1), torch.zeros(1, dtype=torch.float64)), "b", flatten=True)
     with pytest.raises(ValueError, match=r"\['t0'\] appear"):
         BaguaBucket([*named(torch.zeros(1)), *named(torch.zeros(1))], "b", flatten=True)
+    other = torch.zeros(1).ensure_bagua_tensor("t1", "other")
     with pytest.raises(ValueError, match="models 'net' and 'other'"):
-        other = torch.zeros(1).ensure_bagua_tensor("t1", "other")
         BaguaBucket([*named(torch.zeros(1)), other], "b", flatten=True)
     with pytest.raises(ValueError, match="is not a Bagua tensor"):
         BaguaBucket([torch.zeros(1)], "b", flatten=True)

@@ -126,7 +126,8 @@ class BaguaBucket:
         if self._group is not None and self._group.ranks != group.ranks:
             raise NotImplementedError(
                 f"bucket {self.name!r} has operations for ranks {self._group.ranks}, "
-                f"its model communicates with {group.ranks}: an operation on another group than the model's does not exist yet"
+                f"its model communicates with {group.ranks}: "
+                "an operation on another group than the model's does not exist yet"
             )
 
     def append_python_op(
