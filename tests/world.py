@@ -7,8 +7,9 @@
     def test_ranks_greet(world):
         assert world(3).run(work, "hello") == ["hello from 0", "hello from 1", "hello from 2"]
 
-The function must live at the top of a module, because each rank imports it anew; its arguments and results are pickled. A rank
-that raises tells its peers as an uncaught exception of a program would. The failure of a run shows every rank's output.
+The function must live at the top of a module, because each rank imports it anew; its arguments and results are
+pickled. A rank that raises tells its peers as an uncaught exception of a program would. The failure of a run shows
+every rank's output.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class RankFailed(AssertionError):
 class World:
     """`size` ranks on this machine.
 
-    `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among pretended
-    hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9: killed), and so may
-    have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
+    `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
+    pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
+    killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class World:
         self.output: list[str] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Runs `function(rank, *args)` on every rank, and returns the results by rank; None for a rank that left none."""
+        """Runs `function(rank, *args)` on every rank, and returns the results by rank; None for a rank that
+        left none.
+        """
         with tempfile.TemporaryDirectory(prefix="bagua-world-") as folder, _free_port() as port:
             call = Path(folder, "call")
             module = sys.modules[function.__module__]
@@ -145,7 +148,9 @@ class World:
                 for late in ranks:
                     if late.poll() is None:
                         late.send_signal(signal.SIGABRT)
-                return codes + [None if late.wait(10) == -signal.SIGABRT else late.returncode for late in ranks[len(codes) :]]
+                return codes + [
+                    None if late.wait(10) == -signal.SIGABRT else late.returncode for late in ranks[len(codes) :]
+                ]
         return codes
 
     def _check(self, folder: str, ranks: list[subprocess.Popen[bytes]], codes: list[int | None]) -> None:

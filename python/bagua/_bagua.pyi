@@ -8,7 +8,21 @@ then.
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias, final, overload
+from typing import Any, TypeAlias, final
+
+__all__ = [
+    "Bucket",
+    "Communicator",
+    "Engine",
+    "Handle",
+    "Pending",
+    "listen_for_interrupts",
+    "local_address_towards",
+    "present",
+    "rendezvous_file",
+    "rendezvous_tcp",
+    "version",
+]
 
 _Shape: TypeAlias = Sequence[int] | None
 # (peer, address, count)
@@ -58,35 +72,6 @@ class Communicator:
     def collective(self) -> str: ...
     @property
     def transports(self) -> list[str]: ...
-    @overload
-    def all_reduce(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def all_reduce(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def all_reduce(
         self,
         src: int | None,
@@ -100,37 +85,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def reduce(
-        self,
-        src: int | None,
-        dst: int | None,
-        count: int,
-        dtype: int,
-        op: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def reduce(
-        self,
-        src: int | None,
-        dst: int | None,
-        count: int,
-        dtype: int,
-        op: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def reduce(
         self,
         src: int | None,
@@ -145,33 +99,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def broadcast(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def broadcast(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def broadcast(
         self,
         address: int,
@@ -184,33 +111,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def all_gather(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def all_gather(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def all_gather(
         self,
         src: int | None,
@@ -223,35 +123,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def gather(
-        self,
-        src: int | None,
-        dst: int | None,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def gather(
-        self,
-        src: int | None,
-        dst: int | None,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def gather(
         self,
         src: int | None,
@@ -265,35 +136,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def scatter(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def scatter(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def scatter(
         self,
         src: int | None,
@@ -307,35 +149,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def reduce_scatter(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def reduce_scatter(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def reduce_scatter(
         self,
         src: int | None,
@@ -349,33 +162,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def all_to_all(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def all_to_all(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def all_to_all(
         self,
         src: int | None,
@@ -388,41 +174,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def all_to_all_v(
-        self,
-        src: int | None,
-        src_count: int,
-        dst: int,
-        dst_count: int,
-        dtype: int,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-        *,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def all_to_all_v(
-        self,
-        src: int | None,
-        src_count: int,
-        dst: int,
-        dst_count: int,
-        dtype: int,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-        *,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def all_to_all_v(
         self,
         src: int | None,
@@ -439,33 +190,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def send(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        to: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def send(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        to: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def send(
         self,
         address: int,
@@ -478,33 +202,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def recv(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        from_: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def recv(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        from_: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def recv(
         self,
         address: int,
@@ -517,29 +214,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def exchange(
-        self,
-        sends: Sequence[_Message],
-        recvs: Sequence[_Message],
-        dtype: int,
-        *,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def exchange(
-        self,
-        sends: Sequence[_Message],
-        recvs: Sequence[_Message],
-        dtype: int,
-        *,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def exchange(
         self,
         sends: Sequence[_Message],
@@ -550,21 +224,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def barrier(
-        self,
-        *,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-    ) -> None: ...
-    @overload
-    def barrier(
-        self,
-        *,
-        timeout: float | None = None,
-        async_op: Literal[True],
-    ) -> Handle: ...
-    @overload
     def barrier(
         self,
         *,
@@ -601,35 +260,6 @@ class Engine:
     def wait(self, timeout: float | None = None) -> int: ...
     def unready(self) -> list[str]: ...
     def shutdown(self) -> None: ...
-    @overload
-    def all_reduce(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def all_reduce(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def all_reduce(
         self,
         src: int | None,
@@ -643,33 +273,6 @@ class Engine:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    @overload
-    def broadcast(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[False] = False,
-        keep: object = None,
-    ) -> None: ...
-    @overload
-    def broadcast(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: Literal[True],
-        keep: object = None,
-    ) -> Handle: ...
-    @overload
     def broadcast(
         self,
         address: int,

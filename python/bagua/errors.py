@@ -34,8 +34,8 @@ class BaguaError(RuntimeError):
         return _again, (type(self), str(self), self.__dict__)
 
 
-class _DuringError(BaguaError):
-    """An error that may know how far an operation had come."""
+class _During:
+    """What an error may know of the operation that it ended."""
 
     #: What this rank was doing, "" when it was doing nothing.
     during: str
@@ -46,17 +46,14 @@ class _DuringError(BaguaError):
     #: Bytes that the operation needs in all.
     total_bytes: int
 
-    def __init__(
-        self, text: str = "", *, during: str = "", bucket: str = "", done_bytes: int = 0, total_bytes: int = 0
-    ) -> None:
-        super().__init__(text)
+    def _note(self, during: str = "", bucket: str = "", done_bytes: int = 0, total_bytes: int = 0) -> None:
         self.during = during
         self.bucket = bucket
         self.done_bytes = done_bytes
         self.total_bytes = total_bytes
 
 
-class PeerLostError(_DuringError):
+class PeerLostError(BaguaError, _During):
     """A peer died, froze, left while it was needed, or was cut off."""
 
     #: The rank that is gone.
@@ -71,14 +68,15 @@ class PeerLostError(_DuringError):
     def __init__(
         self, text: str = "", *, rank: int = -1, host: str = "", reason: str = "", noticed_by: int = -1, **progress: Any
     ) -> None:
-        super().__init__(text, **progress)
+        super().__init__(text)
+        self._note(**progress)
         self.rank = rank
         self.host = host
         self.reason = reason
         self.noticed_by = noticed_by
 
 
-class BaguaTimeoutError(_DuringError, TimeoutError):
+class BaguaTimeoutError(BaguaError, TimeoutError, _During):
     """A deadline passed although the peers are alive."""
 
     #: The ranks that had not done their part; empty when only this process's communication thread was waited for.
@@ -97,7 +95,8 @@ class BaguaTimeoutError(_DuringError, TimeoutError):
         noticed_by: int = -1,
         **progress: Any,
     ) -> None:
-        super().__init__(text, **progress)
+        super().__init__(text)
+        self._note(**progress)
         self.missing = tuple(missing)
         self.after = after
         self.noticed_by = noticed_by

@@ -2,7 +2,8 @@
 //!
 //! | file | what comes through it |
 //! |---|---|
-//! | [`group`] | `Pending`, `Communicator`: building a group, its verbs by address |
+//! | [`pending`] | `Pending`: a rank on its way into a group |
+//! | [`group`] | `Communicator`: a group's verbs by address |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
 //! | [`rendezvous`] | spreading addresses; what this machine offers |
 //! | [`waiting`] | the GIL is released around work, and Ctrl-C is heard |
@@ -14,6 +15,7 @@
 mod engine;
 mod errors;
 mod group;
+mod pending;
 mod rendezvous;
 mod tensor;
 mod waiting;
@@ -24,7 +26,9 @@ mod _bagua {
     #[pymodule_export]
     use crate::engine::{Bucket, Engine, Handle};
     #[pymodule_export]
-    use crate::group::{Communicator, Pending};
+    use crate::group::Communicator;
+    #[pymodule_export]
+    use crate::pending::Pending;
     #[pymodule_export]
     use crate::rendezvous::{local_address_towards, present, rendezvous_file, rendezvous_tcp, version};
     #[pymodule_export]
