@@ -14,7 +14,7 @@ from bagua.errors import MismatchError
 from .collectives import allgather, broadcast_object, check_on_cpu
 from .groups import Communicator
 
-#: Bytes of one broadcast of parameters: large enough to run at full speed, small enough to need little memory beside the model.
+#: Bytes of one broadcast of parameters: enough for full speed, little beside the model.
 _PIECE = 64 << 20
 
 #: Every dtype's elements start at a multiple of this in a packed message.
@@ -22,10 +22,10 @@ _ALIGN = 16
 
 
 def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exception | None = None) -> None:
-    """Raises MismatchError on every rank, with the first line that differs from rank 0's, unless all ranks say the same.
+    """Raises MismatchError on every rank, with the first line that differs from rank 0's, unless all say the same.
 
-    ``failure`` is what this rank found wrong with its own arguments: it is raised here, and the others hear of it, without any harm
-    to the group.
+    ``failure`` is what this rank found wrong with its own arguments: it is raised here, and the others hear of it,
+    without any harm to the group.
     """
     said = [f"{type(failure).__name__}: {failure}"] if failure is not None else list(lines)
     head = "refused" if failure is not None else "agreed"
@@ -129,7 +129,7 @@ class _Slot:
 
 
 def broadcast_optimizer(communicator: Communicator, broadcast: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Every rank's optimizer ends with rank 0's state and hyperparameters, whatever its own were: tensors, CPU steps and scalars.
+    """Every rank's optimizer ends with rank 0's state and hyperparameters, whatever its own were.
 
     Rank 0 says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
     """

@@ -13,6 +13,7 @@ from bagua.errors import BaguaError
 
 from .collectives import DTYPES, Handle, ReduceOp
 from .groups import BaguaProcessGroup, Communicator, _get_default_group
+from .tensor import effective, registration
 
 if TYPE_CHECKING:
     from .bucket import BaguaBucket
@@ -51,11 +52,11 @@ class Backend:
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
         """A registered tensor has its final values for this step."""
-        effective = tensor.bagua_getter_closure()
-        self.mark_ready(tensor.bagua_tensor_name, effective.data_ptr(), effective.numel())
+        values = effective(tensor)
+        self.mark_ready(registration(tensor).name, values.data_ptr(), values.numel())
 
     def mark_ready(self, name: str, ptr: int | None = None, count: int | None = None) -> None:
-        """The same by name. A pointer says where the values lie now, if that changed; they must stay alive until the wait."""
+        """The same by name. ``ptr`` says where the values lie now, if that changed; they must live until the wait."""
         self._engine.mark_ready(name, ptr, count)
 
     def wait_pending_comm_ops(self) -> int:

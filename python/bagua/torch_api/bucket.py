@@ -10,7 +10,7 @@ import torch
 from .backend import raw_bucket
 from .collectives import check_on_cpu, dtype_code
 from .groups import BaguaProcessGroup
-from .tensor import BaguaTensor, layout_of, registration
+from .tensor import BaguaTensor, effective, layout_of, registration
 from .utils import check_contiguous
 
 
@@ -21,8 +21,8 @@ def _missing(what: str) -> NotImplementedError:
 class BaguaBucket:
     """Bagua tensors of one dtype and device under one name.
 
-    With ``flatten`` their effective tensors are moved to one piece of memory. With ``alignment`` > 1 a tensor of zeros is added
-    where needed, so that the number of elements can be divided by it.
+    With ``flatten`` their effective tensors are moved to one piece of memory. With ``alignment`` > 1 a tensor of zeros
+    is added where needed, so that the number of elements can be divided by it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
@@ -53,15 +53,15 @@ class BaguaBucket:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"bucket {self.name!r}: {repeated} appear(s) twice")
-        first = self.tensors[0].bagua_getter_closure()
+        first = effective(self.tensors[0])
         for tensor, label in zip(self.tensors, names, strict=True):
-            effective = tensor.bagua_getter_closure()
-            check_on_cpu(effective, f"tensor {label!r} of bucket {self.name!r}")
-            dtype_code(effective, f"tensor {label!r} of bucket {self.name!r}")
-            if (effective.dtype, effective.device) != (first.dtype, first.device):
+            values = effective(tensor)
+            check_on_cpu(values, f"tensor {label!r} of bucket {self.name!r}")
+            dtype_code(values, f"tensor {label!r} of bucket {self.name!r}")
+            if (values.dtype, values.device) != (first.dtype, first.device):
                 raise ValueError(
                     f"bucket {self.name!r} mixes {names[0]!r} ({first.dtype} on {first.device}) "
-                    f"with {label!r} ({effective.dtype} on {effective.device})"
+                    f"with {label!r} ({values.dtype} on {values.device})"
                 )
             if registration(tensor).module_name != self.bagua_module_name:
                 raise ValueError(
@@ -70,48 +70,47 @@ class BaguaBucket:
                 )
 
     def _pad(self) -> None:
-        effective = [tensor.bagua_getter_closure() for tensor in self.tensors]
-        short = -sum(tensor.numel() for tensor in effective) % self.alignment
+        values = self._effective()
+        short = -sum(tensor.numel() for tensor in values) % self.alignment
         if short:
-            padding = torch.zeros(short, dtype=effective[0].dtype, device=effective[0].device)
-            self.padding_tensor = padding.to_bagua_tensor(
-                f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
+            padding = torch.zeros(short, dtype=values[0].dtype, device=values[0].device)
+            self.padding_tensor = BaguaTensor.to_bagua_tensor(
+                padding, f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
             )
 
+    def _members(self) -> list[torch.Tensor]:
+        return self.tensors if self.padding_tensor is None else [*self.tensors, self.padding_tensor]
+
     def _effective(self) -> list[torch.Tensor]:
-        padding = [] if self.padding_tensor is None else [self.padding_tensor]
-        return [tensor.bagua_getter_closure() for tensor in [*self.tensors, *padding]]
+        return [effective(tensor) for tensor in self._members()]
 
     def _described(self) -> list[tuple[str, int, int, int, bool]]:
         described = []
-        for tensor, effective in zip([*self.tensors, self.padding_tensor], [*self._registered, None], strict=False):
-            if tensor is not None and effective is not None:
-                name = registration(tensor).name
-                code = dtype_code(effective, name)
-                described.append((name, effective.data_ptr(), effective.numel(), code, tensor is self.padding_tensor))
+        for tensor, values in zip(self._members(), self._registered, strict=True):
+            name = registration(tensor).name
+            if layout_of(values) != values.stride():
+                raise ValueError(f"tensor {name!r} of bucket {self.name!r} has gaps in memory: flatten the bucket")
+            code = dtype_code(values, name)
+            described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
         return described
 
     def _flatten(self) -> None:
         flat = self.flattened_tensor()
         storage, offset = flat.untyped_storage(), 0
-        for tensor in [*self.tensors, self.padding_tensor]:
-            if tensor is not None:
-                tensor.bagua_set_storage(storage, offset)
-                offset += tensor.bagua_getter_closure().numel()
+        for tensor in self._members():
+            BaguaTensor.bagua_set_storage(tensor, storage, offset)
+            offset += effective(tensor).numel()
         self.backend_tensor = flat
 
     def flattened_tensor(self) -> torch.Tensor:
         """A new tensor, gapless in memory, with the values of the effective tensors and the padding."""
-        effective = self._effective()
-        flat = torch.zeros(
-            sum(tensor.numel() for tensor in effective), dtype=effective[0].dtype, device=effective[0].device
-        )
+        parts = self._effective()
+        flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
         offset = 0
         with torch.no_grad():
-            for tensor in effective:
-                piece = flat.as_strided(tensor.shape, layout_of(tensor), offset)
-                piece.copy_(tensor)
-                offset += tensor.numel()
+            for part in parts:
+                flat.as_strided(part.shape, layout_of(part), offset).copy_(part)
+                offset += part.numel()
         return flat
 
     def check_flatten(self) -> bool:
@@ -126,14 +125,18 @@ class BaguaBucket:
         """Refuses to run operations that were appended for another group than the one that runs them."""
         if self._group is not None and self._group.ranks != group.ranks:
             raise NotImplementedError(
-                f"bucket {self.name!r} has operations for ranks {self._group.ranks}, its model communicates with {group.ranks}: "
+                f"bucket {self.name!r} has operations for ranks {self._group.ranks}, "
+                f"its model communicates with {group.ranks}: "
                 "an operation on another group than the model's does not exist yet"
             )
 
     def append_python_op(
         self, python_function: Callable[[str], None], group: BaguaProcessGroup | None = None
     ) -> BaguaBucket:
-        """Runs ``python_function(bucket name)`` on the communication thread. What it raises, the wait for the bucket raises."""
+        """Runs ``python_function(bucket name)`` on the communication thread.
+
+        What it raises, the wait for the bucket raises.
+        """
         self._group = group or self._group
         self.backend_bucket.append_callback(python_function)
         return self

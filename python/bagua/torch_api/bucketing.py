@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from .tensor import effective
+
 
 def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
     """Buckets of at most ``limit`` bytes (a larger tensor has one of its own), each of one dtype and device.
 
-    Tensors keep their order, which is the order in which they become ready. A bucket stands where its last tensor stands: it cannot
-    go before that one, and must not hold up buckets that can.
+    Tensors keep their order, which is the order in which they become ready. A bucket stands where its last tensor
+    stands: it cannot go before that one, and must not hold up buckets that can.
     """
     if limit <= 0:
         raise ValueError(f"a bucket size of {limit} bytes is not positive")
@@ -31,8 +33,5 @@ def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor
 
 def split_effective(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
     """:func:`split` of Bagua tensors, by what their effective tensors are."""
-    by_id = {id(tensor.bagua_getter_closure()): tensor for tensor in tensors}
-    return [
-        [by_id[id(effective)] for effective in bucket]
-        for bucket in split([t.bagua_getter_closure() for t in tensors], limit)
-    ]
+    by_id = {id(effective(tensor)): tensor for tensor in tensors}
+    return [[by_id[id(values)] for values in bucket] for bucket in split([effective(t) for t in tensors], limit)]

@@ -1,8 +1,9 @@
 """The collectives on tensors: arguments are checked here, before anything is sent, and go on by pointer.
 
-``src`` and ``dst`` are ranks of the group. ``comm`` is what ``get_global_communicator()`` returns, or a process group, or ``None``
-for all ranks. On a rank that is not in the group every function returns without effect. ``async_op=True`` returns a handle with
-``wait(timeout=None)`` and ``is_completed()`` at once; the tensors must not be touched until it is done.
+``src`` and ``dst`` are ranks of the group. ``comm`` is what ``get_global_communicator()`` returns, or a process group,
+or ``None`` for all ranks. On a rank that is not in the group every function returns without effect. ``async_op=True``
+returns a handle with ``wait(timeout=None)`` and ``is_completed()`` at once; the tensors must not be touched until it is
+done.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .groups import AnyCommunicator, BaguaProcessGroup, Communicator, NonMember, _get_default_group
+from .utils import flatten, unflatten
 
 
 class ReduceOp(IntEnum):
@@ -223,11 +224,11 @@ def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, verb: Any) -> Ha
     if len(kinds) > 1:
         raise TypeError(f"tensors of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
     with torch.no_grad():
-        flat = _flatten_dense_tensors([tensor.detach() for tensor in tensors])
+        flat = flatten([tensor.detach() for tensor in tensors])
 
     def put_back() -> None:
         with torch.no_grad():
-            for tensor, piece in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+            for tensor, piece in zip(tensors, unflatten(flat, tensors), strict=True):
                 tensor.copy_(piece)
 
     handle = verb(flat)
@@ -247,7 +248,10 @@ def broadcast_coalesced(
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
-    """Every rank gets rank ``src``'s object, by pickle. The other ranks' ``obj`` is ignored; a non-member gets its own back."""
+    """Every rank gets rank ``src``'s object, by pickle.
+
+    The other ranks' ``obj`` is ignored; a non-member gets its own back.
+    """
     if (c := _member(comm)) is None:
         return obj
     mine = c.rank() == _peer(src, c, "src")

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 import bagua
@@ -112,19 +113,19 @@ class _Begun:
     """What init_process_group started besides the group, so that the end undoes that and nothing else."""
 
     torch_distributed = False
-    # By address and port: the store that the environment names. Kept, as a second group must not wait for a port that the first
-    # one's store still holds, nor find it on a peer that is slower to end.
-    stores: ClassVar[dict[tuple[str | None, str | None], dist.Store]] = {}
+    # By address and port: the store that the environment names. Kept, as a second group must not wait for a port that
+    # the first one's store still holds, nor find it on a peer that is slower to end.
+    stores: ClassVar[dict[tuple[str | None, str | None], Store]] = {}
 
 
 def init_process_group(
-    store: dist.Store | None = None, rank: int = -1, world_size: int = -1, local_world_size: int = -1
+    store: Store | None = None, rank: int = -1, world_size: int = -1, local_world_size: int = -1
 ) -> None:
     """Joins the job as one of its ranks.
 
-    Without arguments the environment that torchrun sets says who this is; values given here win over it and are written back to
-    it. With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with gloo
-    if nobody has.
+    Without arguments the environment that torchrun sets says who this is; values given here win over it and are written
+    back to it. With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises
+    torch.distributed with gloo if nobody has.
     """
     if is_initialized():
         raise RuntimeError("init_process_group was called twice: call destroy_process_group() in between")
@@ -151,13 +152,14 @@ def init_process_group(
 
     if store is None:
         store = dist.distributed_c10d._get_default_store() if foreign else _environment_store(rank, world_size)
-    # Each rank counts its own incarnations in the store, so a group that is built anew never reads its predecessor's addresses.
+    # Each rank counts its own incarnations in the store, so a group that is built anew never reads its predecessor's
+    # addresses.
     incarnation = store.add(f"bagua/rank{rank}/incarnations", 1)
-    board = dist.PrefixStore(f"bagua/{incarnation}", store)
+    board = PrefixStore(f"bagua/{incarnation}", store)
     if not foreign:
         _Begun.torch_distributed = True
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("torch", board), rank=rank, world_size=world_size, timeout=_RENDEZVOUS
+            "gloo", store=PrefixStore("torch", board), rank=rank, world_size=world_size, timeout=_RENDEZVOUS
         )
     try:
         _join(board, rank, world_size, local_rank, local_world_size)
@@ -172,12 +174,12 @@ def _agree(what: str, given: int, torchs: int) -> int:
     return torchs
 
 
-def _environment_store(rank: int, world_size: int) -> dist.Store:
+def _environment_store(rank: int, world_size: int) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
     place = config.text("MASTER_ADDR"), config.text("MASTER_PORT")
     if world_size == 1 and place[0] is None:
         # A plain `python script.py`: nobody to meet.
-        return dist.HashStore()
+        return HashStore()
     if place not in _Begun.stores:
         _Begun.stores[place], _, _ = next(rendezvous("env://", rank, world_size, timeout=_RENDEZVOUS))
     return _Begun.stores[place]
@@ -190,7 +192,7 @@ def _end_torch() -> None:
             dist.destroy_process_group()
 
 
-def _join(board: dist.Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+def _join(board: Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
     secret: str | bytes | None = config.text("BAGUA_JOB_SECRET")
     if secret is None:
         if rank == 0:
@@ -223,7 +225,7 @@ def _master() -> tuple[str, int] | None:
     return (host, port) if host and port else None
 
 
-def _read(board: dist.Store, rank: int, keys: list[str], writers: list[int]) -> list[bytes]:
+def _read(board: Store, rank: int, keys: list[str], writers: list[int]) -> list[bytes]:
     limit = config.settings().timeout
     try:
         board.wait(keys, timedelta(seconds=limit))
@@ -242,5 +244,8 @@ def _leave() -> None:
 
 
 def destroy_process_group() -> None:
-    """Leaves the job: ``bagua.shutdown()``. Also ends torch.distributed if init_process_group began it. May be called twice."""
+    """Leaves the job: ``bagua.shutdown()``.
+
+    Also ends torch.distributed if init_process_group began it. May be called twice.
+    """
     bagua.shutdown()

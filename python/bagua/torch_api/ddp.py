@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .groups import BaguaProcessGroup, Communicator
 from .tensor import forget
 
 # Which wrapped model communicates a parameter's gradient.
-_owners = WeakTensorKeyDictionary()
+_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = WeakTensorKeyDictionary()
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
@@ -67,7 +67,10 @@ class _GradHook:
 
 
 class BaguaDistributedDataParallel:
-    """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``. Ends with its model, its group, or the next ``with_bagua``."""
+    """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
+
+    Ends with its model, its group, or the next ``with_bagua``.
+    """
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class BaguaDistributedDataParallel:
         ]
 
     def _agree(self, module: torch.nn.Module, algorithm: Algorithm) -> None:
-        """Compares the ranks' models and settings, so that a difference is an error with a name and not garbage or a hang."""
+        """Compares the ranks' models and settings: a difference is an error with a name, not garbage or a hang."""
         failure: Exception | None = None
         lines: list[str] = []
         try:
@@ -184,7 +187,8 @@ class BaguaDistributedDataParallel:
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
-            self._handles.append(param.register_post_accumulate_grad_hook(_GradHook(self, name)))
+            hook = _GradHook(self, name)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             _owners[param] = weakref.ref(self)
         self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
         this = weakref.ref(self)
@@ -212,7 +216,7 @@ class BaguaDistributedDataParallel:
         self._forward_pre_hook(inputs)
 
     def _check_unchanged(self, module: torch.nn.Module) -> None:
-        """The set of gradients is fixed: what becomes of it later is an error here, rather than ranks that silently differ."""
+        """The set of gradients is fixed: a change is an error here, rather than ranks that silently differ."""
         current = self.bagua_build_params()
         if len(current) == len(self._tracked) and all(
             mine is theirs for (_, mine), (_, theirs) in zip(current, self._tracked, strict=True)
@@ -241,10 +245,11 @@ class BaguaDistributedDataParallel:
         self._backward_hook(name, param)
 
     def _after_backward(self) -> None:
-        node = torch._C._current_autograd_node()
+        # None outside of any node, which its type does not say.
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
-            # A backward inside another's node (a re-entrant checkpoint) has ended: the rest of the outer one is to come. Its callbacks
-            # can only be reached from a hook of that node.
+            # A backward inside another's node (a re-entrant checkpoint) has ended: the rest of the outer one is to
+            # come. Its callbacks can only be reached from a hook of that node.
             handles: list[Any] = []
 
             def in_outer(*_: Any) -> None:
@@ -288,7 +293,7 @@ class BaguaDistributedDataParallel:
 
 
 def _at_end_of_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _ignored(module: torch.nn.Module) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,8 +18,8 @@ from .ddp import BaguaDistributedDataParallel
 from .groups import BaguaProcessGroup, to_bagua_process_group
 
 # Beside the models and not in them, so that a copy or a pickle of a model is a plain one.
-_wrapped = WeakIdKeyDictionary()
-_names = WeakIdKeyDictionary()
+_wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = WeakIdKeyDictionary()
+_names: MutableMapping[torch.nn.Module, str] = WeakIdKeyDictionary()
 
 
 class _Counter:
@@ -41,11 +41,12 @@ def with_bagua(
 ) -> torch.nn.Module:
     """Makes ``module`` train in step with the other ranks, and returns it.
 
-    Parameters, buffers and the optimizers' state become rank 0's. From then on ``loss.backward()`` returns with gradients that are
-    communicated as ``algorithm`` says. Called again, it replaces what was there before.
+    Parameters, buffers and the optimizers' state become rank 0's. From then on ``loss.backward()`` returns with
+    gradients that are communicated as ``algorithm`` says. Called again, it replaces what was there before.
 
-    ``find_unused_parameters``: parameters that do not take part in a step are not an error. ``broadcast_buffers``: rank 0's
-    buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: the environment's).
+    ``find_unused_parameters``: parameters that do not take part in a step are not an error. ``broadcast_buffers``: rank
+    0's buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: the
+    environment's).
     """
     group = to_bagua_process_group(process_group)
     unwrap(module)
@@ -68,7 +69,7 @@ def with_bagua(
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Makes a model train alone again. Nothing happens to one that does already."""
-    ddp: BaguaDistributedDataParallel | None = _wrapped.pop(module, None)
+    ddp = _wrapped.pop(module, None)
     if ddp is not None:
         ddp.close()
     return module
@@ -80,7 +81,7 @@ def no_sync(module: torch.nn.Module) -> AbstractContextManager[None]:
 
 
 def _ddp_of(module: Any) -> BaguaDistributedDataParallel:
-    ddp: BaguaDistributedDataParallel | None = _wrapped.get(module)
+    ddp = _wrapped.get(module)
     if ddp is None:
         raise AttributeError(f"this {type(module).__name__} is not wrapped: call with_bagua first")
     return ddp
@@ -101,7 +102,7 @@ class BaguaModule:
     @property
     def bagua_module_name(self: Any) -> str:
         """Name of the model among this process's; by default its class and a number. Set it before ``with_bagua``."""
-        name: str | None = _names.get(self)
+        name = _names.get(self)
         if name is None:
             raise AttributeError(f"this {type(self).__name__} has no name yet")
         return name

@@ -28,7 +28,7 @@ def get_local_size() -> int:
 
 
 def get_node_rank() -> int:
-    """Which host of the job this is: ``GROUP_RANK`` under torchrun, which sets all four of its variables, else ``NODE_RANK``."""
+    """Which host of the job this is: ``GROUP_RANK`` where torchrun set all of its variables, else ``NODE_RANK``."""
     if all(config.text(name) is not None for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         return config.integer("GROUP_RANK", 0)
     return config.integer("NODE_RANK", 0)

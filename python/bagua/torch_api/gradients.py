@@ -1,7 +1,8 @@
 """The way of a gradient from the hook that sees it first to the moment when backward returns.
 
-With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after ``zero_grad()``, which
-drops it) is copied there once and then replaced by its place in the bucket. Without, the core works on the gradient's own memory.
+With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after
+``zero_grad()``, which drops it) is copied there once and then replaced by its place in the bucket. Without, the core
+works on the gradient's own memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bagua.errors import BaguaError
 from .backend import Backend
 from .bucket import BaguaBucket
 from .collectives import ReduceOp
-from .tensor import layout_of
+from .tensor import BaguaTensor, layout_of, registration
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -82,8 +83,8 @@ class GradientExchange:
             had_grad = param.grad is not None
             if param.grad is not None and layout_of(param.grad) != param.grad.stride():
                 param.grad = param.grad.contiguous()
-            tensor = param.bagua_ensure_grad().ensure_bagua_tensor(name, self._module_name, _grad_of, _set_grad)
-            tensors.append(tensor)
+            BaguaTensor.bagua_ensure_grad(param)
+            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
             self._slots[name] = _Slot(name, param, had_grad)
         return tensors
 
@@ -91,7 +92,7 @@ class GradientExchange:
         """Takes over what the buckets made of the gradients; called when they are registered with the engine."""
         for bucket in buckets:
             for tensor in bucket.tensors:
-                slot = self._slots.get(tensor.bagua_tensor_name)
+                slot = self._slots.get(registration(tensor).name)
                 if slot is None:
                     continue
                 slot.wire = slot.param.grad
@@ -111,8 +112,8 @@ class GradientExchange:
             return
         if slot.sent:
             raise BaguaError(
-                f"parameter {name!r} got a second gradient in one backward, after the first was sent: it is used in several "
-                "re-entrant checkpoints; pass use_reentrant=False to torch.utils.checkpoint"
+                f"parameter {name!r} got a second gradient in one backward, after the first was sent: used in "
+                "several re-entrant checkpoints; pass use_reentrant=False to torch.utils.checkpoint"
             )
         self._send(slot)
 
@@ -197,8 +198,8 @@ class GradientExchange:
     def _unused(self, unused: Sequence[_Slot]) -> BaguaError:
         names = ", ".join(repr(slot.name) for slot in unused)
         error = BaguaError(
-            f"no gradient for {names} of model {self._module_name!r} in this backward on rank {self._backend.rank}: the loss does "
-            "not depend on them; pass find_unused_parameters=True to with_bagua if that is meant"
+            f"no gradient for {names} of model {self._module_name!r} in this backward on rank {self._backend.rank}: "
+            "the loss does not depend on them; pass find_unused_parameters=True to with_bagua if that is meant"
         )
         # The others wait for buckets that will never be complete.
         self._backend.communicator.raw.raise_(type(error).__name__, str(error))

@@ -1,7 +1,8 @@
 """Process groups of the torch layer: the default group, sub-groups, and the communicators behind them.
 
-A :class:`BaguaProcessGroup` is a set of ranks; a :class:`Communicator` is what its members talk through. A rank that is not a
-member holds :data:`NON_COMM_MEMBER` in its place, on which every collective returns without effect, as in the original.
+A :class:`BaguaProcessGroup` is a set of ranks; a :class:`Communicator` is what its members talk through. A rank that is
+not a member holds :data:`NON_COMM_MEMBER` in its place, on which every collective returns without effect, as in the
+original.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class _State:
 
 _state = _State()
 
-# A forked child (a DataLoader's worker) is not a rank. What it forgets here, the core does not close: it is the parent's.
+# A forked child (a DataLoader's worker) is not a rank. What it forgets here, the core does not close: it is the
+# parent's.
 os.register_at_fork(after_in_child=_state.clear)
 
 # The original's name for: world rank -> rank in the group, per group.
@@ -186,7 +188,10 @@ def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
 
 
 def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
-    """A group of some ranks of the world (``None``: all). Its members must call this in the same order for the same ranks."""
+    """A group of some ranks of the world (``None``: all).
+
+    Its members must call this in the same order for the same ranks.
+    """
     size = _world().nranks()
     chosen = list(range(size)) if ranks is None else sorted(ranks)
     if not chosen:

@@ -1,13 +1,13 @@
 """What makes a torch tensor one that Bagua communicates: a name, a model, and where its values lie.
 
-The methods are patched into :class:`torch.Tensor`; every name contains "bagua". A registered tensor is permanent while its *effective*
-tensor is looked up at each access by the getter (of a parameter, often its ``.grad``). What is known of a tensor is kept beside
-it and not in it, so that a pickled or copied tensor is a plain one.
+The methods are patched into :class:`torch.Tensor`; every name contains "bagua". A registered tensor is permanent while
+its *effective* tensor is looked up at each access by the getter (of a parameter, often its ``.grad``). What is known of
+a tensor is kept beside it and not in it, so that a pickled or copied tensor is a plain one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Registration:
     setter: Setter | None
 
 
-_registrations = WeakTensorKeyDictionary()
+_registrations: MutableMapping[torch.Tensor, Registration] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,18 @@ class BackendTensor:
 
 def registration(tensor: torch.Tensor) -> Registration:
     """What is known of a Bagua tensor."""
-    found: Registration | None = _registrations.get(tensor)
+    found = _registrations.get(tensor)
     if found is None:
         raise ValueError(
             f"a tensor of shape {list(tensor.shape)} is not a Bagua tensor: call ensure_bagua_tensor(name) on it"
         )
     return found
+
+
+def effective(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose values are communicated."""
+    getter = registration(tensor).getter
+    return tensor if getter is None else getter(tensor)
 
 
 def forget(tensor: torch.Tensor) -> None:
@@ -100,8 +106,11 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> torch.Tensor:
-        """Registers this tensor. Again with the same names, it only takes over the closures; with other names it is an error."""
-        known: Registration | None = _registrations.get(self)
+        """Registers this tensor.
+
+        Again with the same names, it only takes over the closures; with other names it is an error.
+        """
+        known = _registrations.get(self)
         if known is None:
             label = name if name is not None else f"tensor_{id(self)}"
             _registrations[self] = Registration(label, module_name, getter_closure, setter_closure)
@@ -128,8 +137,7 @@ class BaguaTensor:
 
     def bagua_getter_closure(self: Any) -> torch.Tensor:
         """The effective tensor."""
-        getter = registration(self).getter
-        return _as_tensor(self) if getter is None else getter(self)
+        return effective(self)
 
     def bagua_setter_closure(self: Any, tensor: torch.Tensor) -> None:
         """Replaces the effective tensor."""
@@ -140,8 +148,8 @@ class BaguaTensor:
 
     def bagua_backend_tensor(self: Any) -> BackendTensor:
         """Where its values lie now."""
-        effective = self.bagua_getter_closure()
-        return BackendTensor(registration(self).name, effective.data_ptr(), effective.numel(), effective.dtype)
+        values = effective(self)
+        return BackendTensor(registration(self).name, values.data_ptr(), values.numel(), values.dtype)
 
     def bagua_ensure_grad(self: Any) -> torch.Tensor:
         """Gives a parameter a gradient of zeros if it has none."""
@@ -166,11 +174,11 @@ class BaguaTensor:
         self.bagua_mark_communication_ready()
 
     def bagua_set_storage(self: Any, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
-        """Makes the effective tensor lie in ``storage``, from element ``storage_offset`` on, with what stands there as its values."""
-        effective = self.bagua_getter_closure()
+        """Makes the effective tensor one of what stands in ``storage`` from element ``storage_offset`` on."""
+        tensor = effective(self)
         with torch.no_grad():
-            strides = layout_of(effective)
-            effective.data = effective.new_empty(0).set_(storage, storage_offset, effective.shape, strides)
+            strides = layout_of(tensor)
+            tensor.data = tensor.new_empty(0).set_(storage, storage_offset, tensor.shape, strides)
 
 
 def _as_tensor(tensor: Any) -> torch.Tensor:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors as flatten
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch import _utils
 
 __all__ = [
     "StatisticalAverage",
@@ -22,6 +21,10 @@ __all__ = [
     "to_bagua_datatype",
     "unflatten",
 ]
+
+#: One tensor from many of one dtype, and back.
+flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _utils._flatten_dense_tensors
+unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _utils._unflatten_dense_tensors
 
 _NAMES = {
     torch.float16: "f16",
@@ -66,7 +69,7 @@ def get_flattened_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None
 
 
 def apply_flattened_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Calls ``call`` once on the flattened values of tensors of one dtype, and writes what it left there back to them."""
+    """Calls ``call`` once on the flattened values of tensors of one dtype, and copies what it left there back."""
     with torch.no_grad():
         flat = flatten([tensor.detach() for tensor in bucket])
         call(flat, *(extra_args if extra_args is not None else ()))
@@ -120,7 +123,7 @@ class StatisticalAverage:
         total = span + self.total_recording_time()
         if span <= 0.0:
             return
-        windows = []
+        windows: list[float] = []
         while 2 ** len(windows) <= total:
             window = float(2 ** len(windows))
             older = max(window - span, 0.0)
@@ -154,7 +157,11 @@ class StatisticalAverage:
             return 0.0
         if span >= total:
             return mean * total
-        known = [(0.0, 0.0), *((2.0**i, rate * 2**i) for i, rate in enumerate(self.records)), (total, mean * total)]
+        known: list[tuple[float, float]] = [
+            (0.0, 0.0),
+            *((float(2**i), rate * 2**i) for i, rate in enumerate(self.records)),
+            (total, mean * total),
+        ]
         right = next(i for i, (end, _) in enumerate(known) if end >= span)
         (start, before), (end, upto) = known[right - 1], known[right]
         if math.isclose(start, end):

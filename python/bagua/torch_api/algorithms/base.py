@@ -1,7 +1,7 @@
 """What an algorithm is: which tensors are communicated, in which buckets, with which operations, and when.
 
-The defaults communicate gradients: a bucket goes as soon as its gradients are there, and backward returns when all have arrived.
-An algorithm replaces what it does differently.
+The defaults communicate gradients: a bucket goes as soon as its gradients are there, and backward returns when all have
+arrived. An algorithm replaces what it does differently.
 """
 
 from __future__ import annotations
