@@ -1,1 +1,36 @@
-//! The door between Python and bagua-core.
+//! The door between Python and bagua-core: a table of contents, no logic.
+//!
+//! | file | what comes through it |
+//! |---|---|
+//! | [`pending`] | `Pending`: a rank on its way into a group |
+//! | [`group`] | `Communicator`: a group's verbs by address |
+//! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
+//! | [`rendezvous`] | spreading addresses; what this machine offers |
+//! | [`waiting`] | the GIL is released around work, and Ctrl-C is heard |
+//! | [`tensor`] | addresses become memory on loan: the one unsafe file |
+//! | [`errors`] | core errors become Python exceptions |
+
+#![deny(unsafe_code)]
+
+mod engine;
+mod errors;
+mod group;
+mod pending;
+mod rendezvous;
+mod tensor;
+mod waiting;
+
+/// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
+#[pyo3::pymodule]
+mod _bagua {
+    #[pymodule_export]
+    use crate::engine::{Bucket, Engine, Handle};
+    #[pymodule_export]
+    use crate::group::Communicator;
+    #[pymodule_export]
+    use crate::pending::Pending;
+    #[pymodule_export]
+    use crate::rendezvous::{local_address_towards, present, rendezvous_file, rendezvous_tcp, version};
+    #[pymodule_export]
+    use crate::waiting::listen_for_interrupts;
+}

@@ -1,0 +1,118 @@
+# The one list of commands: people and .ci/run use the same. `make help` explains each target.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+RANKS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+# Only when asked for: without it uv takes torch from where the user's own configuration says.
+BACKEND := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND))
+UV := $(BIN)/uv
+
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -path '*/src/*' -name '*.rs' -o -name Cargo.toml)
+PYTHON_SOURCES := pyproject.toml $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed 2>/dev/null)
+
+# cargo and maturin must agree on the interpreter, or each would rebuild what the other built.
+export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+
+.PHONY: help
+help: ## Explains every target
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  TORCH_BACKEND=cpu make train   takes torch's CPU build instead of the 5 GB CUDA build (any backend that uv knows)"
+	@echo "  PYTHON=python3.12 make setup   makes .venv with that interpreter (3.10 or newer)"
+	@echo "  RANKS=4 make train             trains with four ranks"
+
+# --- set-up: each step leaves a stamp, so that nothing is done twice -------------------------------------------------
+
+.PHONY: setup
+setup: $(VENV)/.extension ## Makes .venv with everything pinned, and builds the extension in release mode
+
+$(VENV)/.made: requirements/constraints.txt
+	tools/system_packages build
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
+	test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt uv
+	touch $@
+
+$(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraints.txt
+	$(UV) pip install --python $(BIN)/python $(BACKEND) --constraint requirements/constraints.txt --requirement requirements/develop.in
+	touch $@
+
+$(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
+	touch $@
+
+# --- the two commands of a newcomer ---------------------------------------------------------------------------------
+
+.PHONY: train
+train: setup ## Trains a small CNN on handwritten digits with two ranks
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py
+
+.PHONY: test
+test: setup ## Runs every test, Rust and Python
+	tools/system_packages test
+	if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
+	cargo test --workspace --doc
+	$(BIN)/python -m pytest
+
+# --- work -----------------------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: setup ## Layers, formatting, clippy, ruff, mypy, and the extension's stub against the extension
+	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_lengths.py
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest bagua._bagua
+
+.PHONY: format
+format: setup ## Formats Rust and Python, and applies the fixes of ruff that are safe
+	cargo fmt --all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: setup ## Benchmarks of the kernels and the collectives, and all_reduce against gloo
+	cargo bench
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce_vs_gloo.py
+
+.PHONY: wheel
+wheel: $(VENV)/.wheel ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it
+
+$(VENV)/.wheel: $(VENV)/.packages tools/wheel.py tools/elf.py README.md LICENSE $(PYTHON_SOURCES) $(RUST_SOURCES)
+	rm -rf dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --strip --compatibility manylinux_2_17 --out dist
+	$(BIN)/python tools/wheel.py audit dist/*.whl
+	$(BIN)/python tools/wheel.py smoke dist/*.whl
+	touch $@
+
+.PHONY: test-oldest
+test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
+	tools/system_packages test
+	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*.whl
+	$(OLDEST)/bin/python -m pytest --ignore tests/typing --ignore tests/unit/test_layers.py
+
+$(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
+	$(UV) venv --allow-existing --python '>=3.10,<3.13' $(OLDEST)
+	$(UV) pip install --python $(OLDEST)/bin/python $(BACKEND) --requirement requirements/oldest.txt
+	touch $@
+
+.PHONY: constraints
+constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for every supported Python
+	tools/pin $(UV)
+
+.PHONY: clean
+clean: ## Removes what was built, and the virtual environments
+	rm -rf target dist $(VENV) $(OLDEST) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

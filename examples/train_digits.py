@@ -1,0 +1,131 @@
+"""Trains a small CNN on the handwritten digits that ship with scikit-learn, on all ranks that torchrun starts.
+
+torchrun --standalone --nproc-per-node 2 examples/train_digits.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+import bagua
+import bagua.torch_api as bt
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """1797 images of 8 x 8 pixels: four fifths to train on, the rest to test on, the same on every rank."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
+    labels = torch.tensor(data.target, dtype=torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    test, train = order.split([len(labels) // 5, len(labels) - len(labels) // 5])
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def network() -> nn.Module:
+    """Two convolutions and a classifier, 120 thousand parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 96),
+        nn.ReLU(),
+        nn.Linear(96, 10),
+    )
+
+
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    """Fraction of right answers, each rank counting its share."""
+    images, labels = (part[bt.get_rank() :: bt.get_world_size()] for part in data.tensors)
+    model.eval()
+    with torch.no_grad():
+        right = torch.tensor([(model(images).argmax(1) == labels).sum(), len(labels)])
+    model.train()
+    bt.allreduce_inplace(right)
+    return float(right[0] / right[1])
+
+
+def weights_are_equal(model: nn.Module) -> bool:
+    """Compares a hash of every rank's parameters."""
+    weights = hashlib.sha256()
+    for parameter in model.parameters():
+        weights.update(parameter.detach().contiguous().numpy().tobytes())
+    mine = torch.frombuffer(bytearray(weights.digest()), dtype=torch.uint8)
+    everybody = torch.empty(bt.get_world_size() * len(mine), dtype=torch.uint8)
+    bt.allgather(mine, everybody)
+    return bool((everybody.view(-1, len(mine)) == mine).all())
+
+
+def mebibytes(count: float) -> str:
+    """A number of bytes for people."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+def main() -> int:
+    """Trains, tests, and reports; 1 if the ranks' weights differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
+    arguments = parser.parse_args()
+
+    bt.init_process_group()
+    rank, ranks = bt.get_rank(), bt.get_world_size()
+    train, test = digits()
+    # Different on each rank: with_bagua makes them equal.
+    torch.manual_seed(rank)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
+    model.with_bagua([optimizer], bt.algorithms.GradientAllReduceAlgorithm())
+
+    sampler = DistributedSampler(train, ranks, rank, drop_last=True)
+    loader = DataLoader(train, arguments.batch, sampler=sampler, drop_last=True)
+    seen, started = 0, time.perf_counter()
+    with tqdm(total=arguments.epochs * len(loader), unit="step", disable=rank != 0) as bar:
+        for epoch in range(arguments.epochs):
+            sampler.set_epoch(epoch)
+            for images, labels in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(images), labels)
+                loss.backward()
+                optimizer.step()
+                seen += len(labels) * ranks
+                bar.update()
+            schedule.step()
+            bar.set_postfix(epoch=epoch + 1, loss=f"{loss.item():.4f}")
+    seconds = time.perf_counter() - started
+
+    equal = weights_are_equal(model)
+    right = accuracy(model, test)
+    stats = bagua.stats()["groups"]["world"]
+    if rank == 0:
+        operations = stats["ops"].values()
+        payload = sum(operation["payload_bytes"] for operation in operations)
+        wire = sum(operation["wire_bytes_sent"] + operation["wire_bytes_received"] for operation in operations)
+        transports = sorted(set(stats["transports"].values()))
+        print(f"test accuracy    {right:.4f}")
+        print(f"throughput       {seen / seconds:.0f} images/s over {ranks} rank(s)")
+        print(f"transport        {stats['collective']} ({', '.join(transports)})")
+        print(f"payload          {mebibytes(payload)} on rank 0")
+        print(f"on the wire      {mebibytes(wire)} on rank 0")
+        print(f"weights          {'bitwise equal on all ranks' if equal else 'DIFFER BETWEEN RANKS'}")
+    bt.destroy_process_group()
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Bagua: communication for data-parallel training, for any framework.
+
+The verbs here work on the default group, on NumPy arrays, DLPack tensors in host memory, or anything with the buffer
+protocol:
+
+    import numpy as np
+    import bagua
+
+    bagua.init()
+    x = np.ones(4, dtype=np.float32)
+    bagua.all_reduce(x)
+    bagua.shutdown()
+
+Nothing here imports torch; `bagua.torch_api` does.
+"""
+
+from bagua import engine as _engine
+from bagua import group
+from bagua.buckets import Bucket, Engine
+from bagua.errors import (
+    AbortedError,
+    BaguaError,
+    BaguaTimeoutError,
+    MismatchError,
+    PeerLostError,
+    PeerRaisedError,
+)
+from bagua.functions import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from bagua.group import Group, shutdown, stats
+from bagua.starting import init
+from bagua.verbs import Handle
+
+__version__ = _engine.version()
+
+__all__ = [
+    "AbortedError",
+    "BaguaError",
+    "BaguaTimeoutError",
+    "Bucket",
+    "Engine",
+    "Group",
+    "Handle",
+    "MismatchError",
+    "PeerLostError",
+    "PeerRaisedError",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "group",
+    "init",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "shutdown",
+    "stats",
+]

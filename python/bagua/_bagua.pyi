@@ -1,0 +1,298 @@
+"""The Rust core of Bagua, in addresses and codes. Import `bagua` instead.
+
+Addresses are those of host memory, counts are elements (of one rank's chunk in the verbs that have chunks), `dtype`
+and `op` are codes (`bagua.engine.DTYPES`, `bagua.engine.OPS`), ranks are ranks of the group, timeouts are seconds. The
+caller promises that memory stays valid until a verb has returned or its handle is done; `keep` holds any object until
+then.
+"""
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any, TypeAlias, final
+
+__all__ = [
+    "Bucket",
+    "Communicator",
+    "Engine",
+    "Handle",
+    "Pending",
+    "listen_for_interrupts",
+    "local_address_towards",
+    "present",
+    "rendezvous_file",
+    "rendezvous_tcp",
+    "version",
+]
+
+_Shape: TypeAlias = Sequence[int] | None
+# (peer, address, count)
+_Message: TypeAlias = tuple[int, int, int]
+
+@final
+class Pending:
+    def __new__(
+        cls,
+        rank: int,
+        world_size: int,
+        *,
+        name: str,
+        host_id: str,
+        host_name: str,
+        secret: bytes,
+        listen_host: str,
+        listen_port: int,
+        timeout: float,
+        connect_timeout: float,
+        heartbeat_timeout: float,
+        transport: str,
+    ) -> Pending: ...
+    def address(self) -> bytes: ...
+    def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
+
+@final
+class Handle:
+    def wait(self, timeout: float | None = None) -> None: ...
+    def is_completed(self) -> bool: ...
+
+@final
+class Communicator:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    @property
+    def hosts(self) -> list[list[int]]: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def transports(self) -> list[str]: ...
+    def all_reduce(
+        self,
+        src: int | None,
+        dst: int,
+        count: int,
+        dtype: int,
+        op: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def reduce(
+        self,
+        src: int | None,
+        dst: int | None,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def broadcast(
+        self,
+        address: int,
+        count: int,
+        dtype: int,
+        root: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def all_gather(
+        self,
+        src: int | None,
+        dst: int,
+        count: int,
+        dtype: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def gather(
+        self,
+        src: int | None,
+        dst: int | None,
+        count: int,
+        dtype: int,
+        root: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def scatter(
+        self,
+        src: int | None,
+        dst: int,
+        count: int,
+        dtype: int,
+        root: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def reduce_scatter(
+        self,
+        src: int | None,
+        dst: int,
+        count: int,
+        dtype: int,
+        op: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def all_to_all(
+        self,
+        src: int | None,
+        dst: int,
+        count: int,
+        dtype: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def all_to_all_v(
+        self,
+        src: int | None,
+        src_count: int,
+        dst: int,
+        dst_count: int,
+        dtype: int,
+        send_counts: Sequence[int],
+        send_displs: Sequence[int],
+        recv_counts: Sequence[int],
+        recv_displs: Sequence[int],
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def send(
+        self,
+        address: int,
+        count: int,
+        dtype: int,
+        to: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def recv(
+        self,
+        address: int,
+        count: int,
+        dtype: int,
+        from_: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def exchange(
+        self,
+        sends: Sequence[_Message],
+        recvs: Sequence[_Message],
+        dtype: int,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def barrier(
+        self,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Handle | None: ...
+    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator | None: ...
+    def engine(self, name: str) -> Engine: ...
+    def raise_(self, kind: str, message: str) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def leave(self) -> None: ...
+    def cause(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
+@final
+class Bucket:
+    # (name, address, count, dtype, padding)
+    def __new__(cls, name: str, tensors: Sequence[tuple[str, int, int, int, bool]]) -> Bucket: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def dtype(self) -> int: ...
+    def append_centralized(self, average: bool, hierarchical: bool, scattergather: bool) -> None: ...
+    def append_callback(self, function: Callable[[str], object]) -> None: ...
+    def clear_ops(self) -> None: ...
+    def ops(self) -> list[str]: ...
+
+@final
+class Engine:
+    def register(self, buckets: Sequence[Bucket]) -> None: ...
+    def mark_ready(self, name: str, address: int | None = None, count: int | None = None) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def unready(self) -> list[str]: ...
+    def shutdown(self) -> None: ...
+    def all_reduce(
+        self,
+        src: int | None,
+        dst: int,
+        count: int,
+        dtype: int,
+        op: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+    def broadcast(
+        self,
+        address: int,
+        count: int,
+        dtype: int,
+        root: int,
+        *,
+        shape: _Shape = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+        keep: object = None,
+    ) -> Handle | None: ...
+
+def rendezvous_tcp(
+    host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
+) -> list[bytes]: ...
+def rendezvous_file(
+    path: str | PathLike[str], rank: int, world_size: int, address: bytes, timeout: float
+) -> list[bytes]: ...
+def local_address_towards(host: str, port: int) -> str: ...
+def version() -> str: ...
+def present() -> dict[str, bool]: ...
+def listen_for_interrupts() -> int: ...

@@ -1,0 +1,161 @@
+"""The engine for any framework: arrays that travel together, in a fixed order, while the program computes.
+
+Hand over the buckets once, mark each array ready when its values are final, and wait once per step:
+
+    bucket = bagua.Bucket("all", {"bias": bias, "weight": weight})
+    bucket.append_centralized(average=True)
+    with bagua.Engine() as engine:
+        engine.register([bucket])
+        ...
+        engine.mark_ready("bias")
+        engine.mark_ready("weight")
+        engine.wait()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+
+from bagua import engine
+from bagua import group as groups
+from bagua.arrays import Array, Memory, memory_of
+
+__all__ = ["Bucket", "Engine"]
+
+
+class Bucket:
+    """Named arrays of one element type that travel together.
+
+    The arrays must be writable and contiguous; the bucket keeps them alive. ValueError for an empty bucket, TypeError
+    for mixed element types.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        self._memory: dict[str, Memory] = {}
+        for tensor, array in pairs:
+            if tensor in self._memory:
+                raise ValueError(f"tensor '{tensor}' is in bucket '{name}' twice")
+            self._memory[tensor] = memory_of(array, f"tensor '{tensor}'").to_write(f"tensor '{tensor}'")
+        self._raw = engine.Bucket(
+            name,
+            [(tensor, memory.address, memory.count, memory.dtype, False) for tensor, memory in self._memory.items()],
+        )
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._raw.name
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays."""
+        return self._raw.bytes
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the arrays."""
+        return list(self._memory)
+
+    @property
+    def ops(self) -> list[str]:
+        """Names of the operations, in the order in which they run."""
+        return self._raw.ops()
+
+    def append_centralized(self, *, average: bool = True) -> Bucket:
+        """Adds an all_reduce: every rank ends with the average of all ranks, or with the sum. Returns the bucket."""
+        self._raw.append_centralized(average, False, False)
+        return self
+
+    def append_callback(self, function: Callable[[str], object]) -> Bucket:
+        """Adds a call of `function(bucket name)` on the communication thread. Returns the bucket.
+
+        An exception in it fails the engine, here and on the other ranks. It is the only operation that waits for the
+        GIL.
+        """
+        self._raw.append_callback(function)
+        return self
+
+    def clear_ops(self) -> None:
+        """Removes all operations."""
+        self._raw.clear_ops()
+
+    def _replace(self, tensor: str, array: Array) -> Memory:
+        memory = memory_of(array, f"tensor '{tensor}'").to_write(f"tensor '{tensor}'")
+        before = self._memory[tensor]
+        if memory.dtype != before.dtype:
+            raise TypeError(
+                f"tensor '{tensor}' has become {memory.dtype_name}; it was registered as {before.dtype_name}"
+            )
+        return memory
+
+
+class Engine:
+    """One strictly ordered queue of buckets with a communication thread of its own.
+
+    Every rank of the group (the default one when None) makes its engines in the same order. A context manager: leaving
+    it shuts the engine down.
+    """
+
+    def __init__(self, name: str = "engine", *, group: groups.Group | None = None) -> None:
+        owner = group or groups.default(required=True)
+        self._raw = owner.communicator.engine(name)
+        self._buckets: dict[str, Bucket] = {}
+        # Kept until the engine has others: the core reads and writes their memory.
+        self._registered: list[Bucket] = []
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def register(self, buckets: Iterable[Bucket]) -> None:
+        """Waits for what is pending, then replaces the buckets. Their order is that of communication, the same on
+        all ranks.
+
+        ValueError for an array, or its name, that appears twice.
+        """
+        registered = list(buckets)
+        self._raw.register([bucket._raw for bucket in registered])
+        self._registered = registered
+        self._buckets = {tensor: bucket for bucket in registered for tensor in bucket.tensors}
+
+    def mark_ready(self, tensor: str, array: Array | None = None) -> None:
+        """The array's values are final for this step; nobody may touch it until `wait` returns.
+
+        `array` replaces the one that was registered (same size and type) when the values are somewhere else now.
+        ValueError for an unknown name, or one that was marked already; else what went wrong on the communication
+        thread.
+        """
+        bucket = self._buckets.get(tensor)
+        if array is None or bucket is None:
+            self._raw.mark_ready(tensor, None, None)
+            return
+        memory = bucket._replace(tensor, array)
+        # Held before the core sees it; what was there before is not in flight, or the core refuses.
+        before, bucket._memory[tensor] = bucket._memory[tensor], memory
+        try:
+            self._raw.mark_ready(tensor, memory.address, memory.count)
+        except (TypeError, ValueError):
+            bucket._memory[tensor] = before
+            raise
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until every bucket that is complete was communicated, and returns how many were.
+
+        `timeout` is in seconds. ValueError names the arrays that are missing of a bucket that is partly ready;
+        BaguaTimeoutError leaves the buckets running.
+        """
+        return self._raw.wait(timeout)
+
+    def unready(self) -> list[str]:
+        """Names of the arrays that are not ready yet, of buckets that were not communicated since the last `wait`."""
+        return self._raw.unready()
+
+    def shutdown(self) -> None:
+        """Ends the communication thread. Idempotent."""
+        self._raw.shutdown()

@@ -1,0 +1,160 @@
+"""The environment, read here and nowhere else; always at call time, so that a launcher or a test can set it late."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from bagua.errors import BaguaError
+
+__all__ = [
+    "Place",
+    "Settings",
+    "agent_serves_store",
+    "announce",
+    "attempt",
+    "flag",
+    "integer",
+    "master",
+    "number",
+    "place",
+    "settings",
+    "text",
+]
+
+
+def text(name: str) -> str | None:
+    """The variable's value; None when it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def integer(name: str, default: int) -> int:
+    """The variable as an integer. ValueError names the variable and what it holds."""
+    value = text(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not an integer") from None
+
+
+def number(name: str, default: float) -> float:
+    """The variable as a number. ValueError names the variable and what it holds."""
+    value = text(name)
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not a number") from None
+
+
+def flag(name: str) -> bool:
+    """True for 1, true, yes and on; False for 0, false, no, off and an unset variable."""
+    value = (text(name) or "0").lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{name}={value!r} is neither 0 nor 1")
+
+
+def announce(**variables: str) -> None:
+    """Sets variables for this process and its children, which ask the environment who they are."""
+    os.environ.update(variables)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its job."""
+
+    rank: int
+    world_size: int
+    #: None: among the ranks that share this host, as the group finds out.
+    local_rank: int | None
+    local_world_size: int | None
+
+
+def place(
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+) -> Place:
+    """Arguments where they are given, then the launcher's variables; alone in the world without either."""
+
+    def given(value: int | None, name: str) -> int | None:
+        if value is not None:
+            return value
+        return None if text(name) is None else integer(name, 0)
+
+    found_rank, found_size = given(rank, "RANK"), given(world_size, "WORLD_SIZE")
+    if found_rank is None and found_size in (None, 1):
+        found_rank, found_size = 0, 1
+    if found_rank is None or found_size is None:
+        missing = "rank (RANK)" if found_rank is None else "world_size (WORLD_SIZE)"
+        raise BaguaError(f"{missing} is neither given nor set in the environment, although the other one is")
+    if found_size < 1:
+        raise ValueError(f"world size {found_size} is not positive")
+    if not 0 <= found_rank < found_size:
+        raise ValueError(f"rank {found_rank} is not in a world of {found_size} ranks")
+    local, local_size = local_rank, local_world_size
+    # Explicit ranks mean that the launcher's variables may speak of another world.
+    if rank is None and world_size is None:
+        local, local_size = given(local, "LOCAL_RANK"), given(local_size, "LOCAL_WORLD_SIZE")
+    return Place(found_rank, found_size, local, local_size)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a group is built, besides who and where."""
+
+    #: Seconds until an operation gives up.
+    timeout: float
+    #: Seconds of silence after which a peer is lost.
+    heartbeat_timeout: float
+    #: "auto" or "tcp".
+    transport: str
+    #: Proves that a connection belongs to this job.
+    secret: bytes
+    #: Ranks share memory only if this is equal; "" asks the system.
+    host_id: str
+
+
+def settings(*, timeout: float | None = None, secret: str | bytes | None = None) -> Settings:
+    """Arguments where they are given, then the environment, then the defaults."""
+    if secret is None:
+        secret = text("BAGUA_JOB_SECRET") or ""
+    timeout = number("BAGUA_TIMEOUT", 300.0) if timeout is None else float(timeout)
+    heartbeat_timeout = number("BAGUA_HEARTBEAT_TIMEOUT", 5.0)
+    for name, value in (("timeout", timeout), ("BAGUA_HEARTBEAT_TIMEOUT", heartbeat_timeout)):
+        if not value > 0:
+            raise ValueError(f"{name} is {value} s; it must be positive")
+    return Settings(
+        timeout=timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        transport=text("BAGUA_TRANSPORT") or "auto",
+        secret=secret.encode() if isinstance(secret, str) else bytes(secret),
+        host_id=text("BAGUA_HOST_ID") or "",
+    )
+
+
+def master() -> tuple[str, int]:
+    """Where the launcher says that rank 0 can be reached."""
+    port = text("MASTER_PORT")
+    if port is None:
+        raise BaguaError(
+            "MASTER_PORT is not set: start the ranks with a launcher such as torchrun, set it, or give init_method"
+        )
+    return text("MASTER_ADDR") or "127.0.0.1", integer("MASTER_PORT", 0)
+
+
+def agent_serves_store() -> bool:
+    """True under torchrun, whose agent keeps MASTER_PORT busy with a store of its own."""
+    return text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt() -> str:
+    """What tells this start of the job from an earlier one that used the same store."""
+    return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"

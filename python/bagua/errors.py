@@ -1,0 +1,130 @@
+"""What can go wrong between ranks, as a caller would tell it apart.
+
+Bad arguments are `ValueError`, `TypeError` or `NotImplementedError`, raised before anything is sent. Everything here
+is raised afterwards, and leaves the group unusable: `bagua.shutdown()` works, and a new group can be built in the same
+process. Ranks in these errors are ranks of the world.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AbortedError",
+    "BaguaError",
+    "BaguaTimeoutError",
+    "MismatchError",
+    "PeerLostError",
+    "PeerRaisedError",
+]
+
+
+def _again(cls: type[BaguaError], text: str, fields: dict[str, Any]) -> BaguaError:
+    return cls(text, **fields)
+
+
+class BaguaError(RuntimeError):
+    """Base of all errors of communication, and the error of a group that cannot be built or used."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the class with its text alone, and lose the fields on the way to another process.
+        return _again, (type(self), str(self), self.__dict__)
+
+
+class _During:
+    """What an error may know of the operation that it ended."""
+
+    #: What this rank was doing, "" when it was doing nothing.
+    during: str
+    #: Bucket or other label of that operation, "" when it has none.
+    bucket: str
+    #: Bytes that were received and used.
+    done_bytes: int
+    #: Bytes that the operation needs in all.
+    total_bytes: int
+
+    def _note(self, during: str = "", bucket: str = "", done_bytes: int = 0, total_bytes: int = 0) -> None:
+        self.during = during
+        self.bucket = bucket
+        self.done_bytes = done_bytes
+        self.total_bytes = total_bytes
+
+
+class PeerLostError(BaguaError, _During):
+    """A peer died, froze, left while it was needed, or was cut off."""
+
+    #: The rank that is gone.
+    rank: int
+    #: Name of its host.
+    host: str
+    #: How that was noticed.
+    reason: str
+    #: The rank that noticed first.
+    noticed_by: int
+
+    def __init__(
+        self, text: str = "", *, rank: int = -1, host: str = "", reason: str = "", noticed_by: int = -1, **progress: Any
+    ) -> None:
+        super().__init__(text)
+        self._note(**progress)
+        self.rank = rank
+        self.host = host
+        self.reason = reason
+        self.noticed_by = noticed_by
+
+
+class BaguaTimeoutError(BaguaError, TimeoutError, _During):
+    """A deadline passed although the peers are alive."""
+
+    #: The ranks that had not done their part; empty when only this process's communication thread was waited for.
+    missing: tuple[int, ...]
+    #: The deadline that was set, in seconds.
+    after: float
+    #: The rank whose deadline passed.
+    noticed_by: int
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        missing: tuple[int, ...] = (),
+        after: float = 0.0,
+        noticed_by: int = -1,
+        **progress: Any,
+    ) -> None:
+        super().__init__(text)
+        self._note(**progress)
+        self.missing = tuple(missing)
+        self.after = after
+        self.noticed_by = noticed_by
+
+
+class PeerRaisedError(BaguaError):
+    """Another rank reported an exception."""
+
+    #: The rank that raised.
+    rank: int
+    #: Name of its host.
+    host: str
+    #: Class of its exception, e.g. "ValueError".
+    kind: str
+    #: Text of its exception.
+    message: str
+
+    def __init__(self, text: str = "", *, rank: int = -1, host: str = "", kind: str = "", message: str = "") -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.host = host
+        self.kind = kind
+        self.message = message
+
+
+class MismatchError(BaguaError):
+    """Ranks disagree on what to do, in which order, or on which data; the text says what each rank was doing."""
+
+
+class AbortedError(BaguaError):
+    """The user or the engine gave up on the group."""

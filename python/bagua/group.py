@@ -1,0 +1,221 @@
+"""Groups of ranks: joining one, its verbs on arrays, sub-groups, and the default group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+from bagua import config, engine, exits
+from bagua.errors import BaguaError
+from bagua.verbs import Handle, Verbs
+
+__all__ = ["Group", "default", "join", "set_default", "shutdown", "shutdown_hooks", "stats"]
+
+#: Called by `shutdown()` before the groups are left, in order.
+shutdown_hooks: list[Callable[[], None]] = []
+
+
+class Group(Verbs):
+    """Ranks that work together. Ranks in its methods are ranks of the group."""
+
+    def __init__(
+        self, communicator: engine.Communicator, *, local_rank: int | None = None, local_world_size: int | None = None
+    ) -> None:
+        super().__init__(communicator)
+        self._local_rank = local_rank
+        self._local_world_size = local_world_size
+        # How often a set of ranks became a sub-group, so that the members name theirs alike.
+        self._subgroups: dict[tuple[int, ...], int] = {}
+        exits.watch(self)
+        _groups[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"<bagua.Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    @property
+    def name(self) -> str:
+        """For reports and errors; the key in `stats()`."""
+        return self._communicator.name
+
+    @property
+    def ranks(self) -> list[int]:
+        """World ranks of the members, by group rank."""
+        return self._communicator.ranks
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """Group ranks on each host, hosts in the order of their first rank."""
+        return self._communicator.hosts
+
+    @property
+    def local_rank(self) -> int:
+        """This process's place among the ranks on its host."""
+        return self._host().index(self.rank) if self._local_rank is None else self._local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of the group on this host."""
+        return len(self._host()) if self._local_world_size is None else self._local_world_size
+
+    def _host(self) -> list[int]:
+        return next(host for host in self.hosts if self.rank in host)
+
+    @property
+    def timeout(self) -> float:
+        """Default deadline of an operation, in seconds."""
+        return self._communicator.timeout
+
+    @property
+    def collective(self) -> str:
+        """How the ranks are combined: "solo", "shm", "net" or "hier"."""
+        return self._communicator.collective
+
+    @property
+    def transports(self) -> list[str]:
+        """Name of the transport towards each rank, "self" for this one."""
+        return self._communicator.transports
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the group was built, times in seconds."""
+        return self._communicator.stats()
+
+    def new_group(self, ranks: Sequence[int]) -> Group | None:
+        """The group of some members; None when this rank is not among them.
+
+        Only the members need to call it, in the same order for the same ranks. The new group numbers them in ascending
+        order.
+        """
+        chosen = sorted(self._rank(rank, "ranks") for rank in ranks)
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ValueError(f"a group needs ranks, each of them once, not {list(ranks)}")
+        if self.rank not in chosen:
+            return None
+        number = self._subgroups[tuple(chosen)] = self._subgroups.get(tuple(chosen), 0) + 1
+        name = f"{self.name}/{','.join(map(str, chosen))}" + (f"#{number}" if number > 1 else "")
+        communicator = self._communicator.subgroup(chosen, name)
+        return None if communicator is None else Group(communicator)
+
+    subgroup = new_group
+
+    def abort(self, reason: str = "aborted by the user") -> None:
+        """Ends every wait of the group, on every rank, with AbortedError."""
+        self._communicator.abort(reason)
+
+    def leave(self) -> None:
+        """Says goodbye and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
+        global _default
+        self._communicator.leave()
+        if _groups.get(self.name) is self:
+            del _groups[self.name]
+        if _default is self:
+            _default = None
+
+
+_default: Group | None = None
+# Weak: a sub-group that its owner forgets is left.
+_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
+
+@overload
+def default(*, required: Literal[True]) -> Group: ...
+@overload
+def default(*, required: bool = False) -> Group | None: ...
+def default(*, required: bool = False) -> Group | None:
+    """The default group; None, or a BaguaError when it is `required`, before `init()`."""
+    if _default is None and required:
+        raise BaguaError("there is no default group: call bagua.init() first")
+    return _default
+
+
+def set_default(group: Group | None) -> None:
+    """Makes a group the one that the functions of `bagua` use."""
+    global _default
+    _default = group
+
+
+def join(
+    rank: int,
+    world_size: int,
+    spread: Callable[[bytes], Sequence[bytes]],
+    *,
+    name: str = "world",
+    towards: tuple[str, int] | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    secret: str | bytes | None = None,
+    timeout: float | None = None,
+) -> Group:
+    """Builds a group with whatever the caller has to spread addresses.
+
+    `spread` gets this rank's opaque address (a few hundred bytes) and returns every rank's, by rank. `towards` is a
+    host and a port in whose direction the peers are: this rank listens on the interface of that route; None listens on
+    loopback, or on the default route when other hosts take part as far as `local_world_size` tells. `timeout` is in
+    seconds, for joining and as the default of operations. `secret` proves to the others that this rank belongs to the
+    job.
+    """
+    chosen = config.settings(timeout=timeout, secret=secret)
+    exits.install(shutdown)
+    pending = engine.Pending(
+        rank,
+        world_size,
+        name=name,
+        host_id=chosen.host_id,
+        host_name="",
+        secret=chosen.secret,
+        listen_host=_listen_host(towards, world_size, local_world_size),
+        listen_port=0,
+        timeout=chosen.timeout,
+        connect_timeout=chosen.timeout,
+        heartbeat_timeout=chosen.heartbeat_timeout,
+        transport=chosen.transport,
+    )
+    addresses = [bytes(address) for address in spread(pending.address())]
+    return Group(pending.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
+
+
+# An address that is reserved for documentation: the way to it is the default route, and nothing is sent.
+_ELSEWHERE = ("192.0.2.1", 9)
+
+
+def _listen_host(towards: tuple[str, int] | None, world_size: int, local_world_size: int | None) -> str:
+    if towards is not None:
+        return engine.local_address_towards(*towards)
+    if world_size == 1 or local_world_size == world_size:
+        return "127.0.0.1"
+    try:
+        return engine.local_address_towards(*_ELSEWHERE)
+    except BaguaError:
+        return "127.0.0.1"
+
+
+def stats() -> dict[str, Any]:
+    """What every group of this process did: `stats()["groups"][name]["ops"][kind]` counts one kind of operation."""
+    return {"groups": {name: group.stats() for name, group in sorted(_groups.items())}}
+
+
+def shutdown() -> None:
+    """Leaves every group, also after a failure. Operations that are still running end with AbortedError. Idempotent."""
+    global _default
+    first: BaseException | None = None
+    for hook in list(shutdown_hooks):
+        try:
+            hook()
+        except Exception as error:
+            first = first or error
+    # The world last: leaving it leaves its sub-groups.
+    for group in sorted(_groups.values(), key=lambda group: group.size):
+        group.leave()
+    _default = None
+    if first is not None:
+        raise first
+
+
+def forget() -> None:
+    """In a forked child: the groups are the parent's."""
+    global _default
+    _default = None
+    _groups.clear()
+
+
+__all__ += ["Handle"]

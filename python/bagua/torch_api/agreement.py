@@ -1,0 +1,165 @@
+"""Starting equal: the ranks compare their models, then take over rank 0's parameters, buffers and optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.errors import MismatchError
+
+from .collectives import allgather, broadcast_object, check_on_cpu
+from .groups import Communicator
+
+#: Bytes of one broadcast of parameters: enough for full speed, little beside the model.
+_PIECE = 64 << 20
+
+#: Every dtype's elements start at a multiple of this in a packed message.
+_ALIGN = 16
+
+
+def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exception | None = None) -> None:
+    """Raises MismatchError on every rank, with the first line that differs from rank 0's, unless all say the same.
+
+    ``failure`` is what this rank found wrong with its own arguments: it is raised here, and the others hear of it,
+    without any harm to the group.
+    """
+    said = [f"{type(failure).__name__}: {failure}"] if failure is not None else list(lines)
+    head = "refused" if failure is not None else "agreed"
+    text = json.dumps([head, *said]).encode()
+    digests = _gather(communicator, hashlib.sha256(text).digest())
+    if failure is None and len(set(digests)) == 1:
+        return
+    everybody = [json.loads(other) for other in _gather_any(communicator, text)]
+    if failure is not None:
+        raise failure
+    for rank, (verdict, *theirs) in enumerate(everybody):
+        if verdict == "refused":
+            raise MismatchError(f"rank {rank} cannot wrap its model: {theirs[0]}")
+    reference = everybody[0][1:]
+    for rank, (_, *theirs) in enumerate(everybody):
+        for i in range(max(len(reference), len(theirs))):
+            first, other = (side[i] if i < len(side) else "nothing more" for side in (reference, theirs))
+            if first != other:
+                raise MismatchError(f"the ranks' models differ: rank 0 has {first}, rank {rank} has {other}")
+
+
+def _gather(communicator: Communicator, data: bytes) -> list[bytes]:
+    """Every rank's bytes; all must be equally many."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everybody = torch.empty(communicator.nranks() * len(data), dtype=torch.uint8)
+    allgather(mine, everybody, communicator)
+    return [piece.numpy().tobytes() for piece in everybody.chunk(communicator.nranks())]
+
+
+def _gather_any(communicator: Communicator, data: bytes) -> list[bytes]:
+    """Every rank's bytes."""
+    sizes = [int.from_bytes(size, "little") for size in _gather(communicator, len(data).to_bytes(8, "little"))]
+    padded = _gather(communicator, data.ljust(max(sizes), b"\0"))
+    return [piece[:size] for piece, size in zip(padded, sizes, strict=True)]
+
+
+def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
+    """What must be equal of a parameter or buffer."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
+    frozen = "" if tensor.requires_grad or kind == "buffer" else "frozen "
+    return f"{frozen}{kind} {name!r} {dtype}{list(tensor.shape)}{strides}"
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Room for the bytes of tensors of any dtypes in one piece, and where each starts."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        size = tensor.numel() * tensor.element_size()
+        end += size + -size % _ALIGN
+    return torch.empty(end, dtype=torch.uint8), starts
+
+
+def _window(room: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.numel() * tensor.element_size()
+    return room[start : start + size].view(tensor.dtype).view(tensor.shape)
+
+
+def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Every rank gets rank 0's values, whatever the dtypes are. ``broadcast(tensor)`` sends bytes from rank 0.
+
+    Version counters stay as they are: autograd may have saved a buffer for a backward that is still to come.
+    """
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        check_on_cpu(tensor, "a parameter, buffer or optimizer state")
+        if tensor.numel() == 0:
+            continue
+        batch.append(tensor.data)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _PIECE:
+            _broadcast_batch(broadcast, rank, batch)
+            batch, size = [], 0
+    if batch:
+        _broadcast_batch(broadcast, rank, batch)
+
+
+def _broadcast_batch(broadcast: Any, rank: int, batch: Sequence[torch.Tensor]) -> None:
+    room, starts = pack(batch)
+    windows = [_window(room, start, tensor) for start, tensor in zip(starts, batch, strict=True)]
+    if rank == 0:
+        for window, tensor in zip(windows, batch, strict=True):
+            window.copy_(tensor)
+    broadcast(room)
+    if rank != 0:
+        for window, tensor in zip(windows, batch, strict=True):
+            tensor.copy_(window)
+
+
+class _Slot:
+    """Stands for a tensor in a pickled state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def broadcast_optimizer(communicator: Communicator, broadcast: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Every rank's optimizer ends with rank 0's state and hyperparameters, whatever its own were.
+
+    Rank 0 says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
+    """
+    leaves: list[torch.Tensor] = []
+
+    def take_out(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            leaves.append(value.detach())
+            return _Slot(value)
+        return _rebuilt(value, take_out)
+
+    def put_in(value: Any) -> Any:
+        if isinstance(value, _Slot):
+            leaves.append(value.tensor())
+            return leaves[-1]
+        return _rebuilt(value, put_in)
+
+    rank = communicator.rank()
+    if rank == 0:
+        broadcast_object(take_out(optimizer.state_dict()), 0, communicator)
+        broadcast_tensors(broadcast, rank, leaves)
+    else:
+        state = put_in(broadcast_object(None, 0, communicator))
+        broadcast_tensors(broadcast, rank, leaves)
+        optimizer.load_state_dict(state)
+
+
+def _rebuilt(value: Any, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: change(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(entry) for entry in value)
+    return value

@@ -1,0 +1,113 @@
+"""What an algorithm is: which tensors are communicated, in which buckets, with which operations, and when.
+
+The defaults communicate gradients: a bucket goes as soon as its gradients are there, and backward returns when all have
+arrived. An algorithm replaces what it does differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..bucket import BaguaBucket
+from ..groups import BaguaProcessGroup
+
+if TYPE_CHECKING:
+    from ..ddp import BaguaDistributedDataParallel
+
+
+class AlgorithmImpl:
+    """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered."""
+
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        self.process_group = process_group
+
+    def need_reset(self) -> bool:
+        """Asked before each training forward: True has everything initialised anew, broadcast included."""
+        return False
+
+    def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
+        """The tensors to communicate, registered, in the order in which they become ready."""
+        return bagua_ddp.gradients.register()
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """One bucket for each list."""
+        return [BaguaBucket(bucket, flatten=do_flatten, name=str(i)) for i, bucket in enumerate(tensors)]
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        """Appends the operations to a bucket."""
+
+    def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
+        """Called with the model's inputs before each training forward."""
+
+        def hook(inputs: Any) -> None:
+            pass
+
+        return hook
+
+    def init_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[str, torch.nn.Parameter], None]:
+        """Called with name and parameter when a gradient has its final local value."""
+        return bagua_ddp.gradients.arrived
+
+    def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], None]:
+        """Called when the whole backward is done, before it returns."""
+        return bagua_ddp.gradients.finish
+
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: BaguaDistributedDataParallel
+    ) -> Callable[[torch.optim.Optimizer], None]:
+        """Called with the optimizer after each of its steps."""
+
+        def hook(optimizer: torch.optim.Optimizer) -> None:
+            pass
+
+        return hook
+
+
+class Algorithm:
+    """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
+
+    def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
+        """A fresh implementation."""
+        raise NotImplementedError(f"{type(self).__name__}.reify")
+
+    @classmethod
+    def init(cls, name: str, **kwargs: Any) -> Algorithm:
+        """The algorithm registered under a name."""
+        made = GlobalAlgorithmRegistry.get(name)(**kwargs)
+        if not isinstance(made, Algorithm):
+            raise TypeError(f"{name!r} is registered with {made!r}, which is not an Algorithm")
+        return made
+
+
+class _Registry(dict[str, dict[str, Any]]):
+    """Algorithms by name."""
+
+    def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
+        """Adds one. A name that is taken is an error."""
+        if not isinstance(name, str):
+            raise TypeError(f"an algorithm's name is a str, not {name!r}")
+        if name in self:
+            raise ValueError(f"an algorithm {name!r} is already registered")
+        self[name] = {"algorithm": algorithm, "description": description or ""}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The class or function that makes the algorithm of this name."""
+        found = super().get(name)
+        if found is not None:
+            return found["algorithm"]
+        if default is not None:
+            return default
+        raise KeyError(f"no algorithm {name!r}; registered: {', '.join(self.available_algorithms()) or 'none'}")
+
+    def available_algorithms(self) -> list[str]:
+        """The registered names."""
+        return list(self)
+
+    def __str__(self) -> str:
+        return f"Registered Algorithms: {', '.join(self)}"
+
+
+GlobalAlgorithmRegistry = _Registry()

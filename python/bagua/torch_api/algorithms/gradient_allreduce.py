@@ -1,0 +1,45 @@
+"""Synchronous data-parallel training: every rank steps with the average (or sum) of all ranks' gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..bucket import BaguaBucket
+from ..groups import BaguaProcessGroup
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+
+if TYPE_CHECKING:
+    from ..ddp import BaguaDistributedDataParallel
+
+
+class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
+    """One all_reduce per bucket of gradients."""
+
+    def __init__(self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True) -> None:
+        super().__init__(process_group)
+        self.hierarchical = hierarchical
+        self.average = average
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        """All-reduces the bucket."""
+        bucket.clear_ops()
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.hierarchical, average=self.average, group=self.process_group
+        )
+
+
+class GradientAllReduceAlgorithm(Algorithm):
+    """``hierarchical``: add inside hosts first, then between them. ``average``: divide by the number of ranks."""
+
+    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
+        self.hierarchical = hierarchical
+        self.average = average
+
+    def reify(self, process_group: BaguaProcessGroup) -> GradientAllReduceAlgorithmImpl:
+        """A fresh implementation."""
+        return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
+
+
+GlobalAlgorithmRegistry.register(
+    "gradient_allreduce", GradientAllReduceAlgorithm, "all-reduce of gradients, overlapped with backward"
+)

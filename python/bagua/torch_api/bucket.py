@@ -1,0 +1,194 @@
+"""Tensors that travel together, and what is done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .backend import raw_bucket
+from .collectives import check_on_cpu, dtype_code
+from .groups import BaguaProcessGroup
+from .tensor import BaguaTensor, effective, layout_of, registration
+from .utils import check_contiguous
+
+
+def _missing(what: str) -> NotImplementedError:
+    return NotImplementedError(f"{what} does not exist yet")
+
+
+class BaguaBucket:
+    """Bagua tensors of one dtype and device under one name.
+
+    With ``flatten`` their effective tensors are moved to one piece of memory. With ``alignment`` > 1 a tensor of zeros
+    is added where needed, so that the number of elements can be divided by it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
+        if not tensors:
+            raise ValueError(f"bucket {name!r} has no tensors")
+        if alignment < 1:
+            raise ValueError(f"bucket {name!r}: alignment {alignment} is not positive")
+        self.tensors = list(tensors)
+        self.name = name
+        self.alignment = alignment
+        self.bagua_module_name = registration(self.tensors[0]).module_name
+        # The flat memory, when the bucket owns one.
+        self.backend_tensor: torch.Tensor | None = None
+        self.padding_tensor: torch.Tensor | None = None
+        # Whom the operations were appended for; None: whoever the model communicates with.
+        self._group: BaguaProcessGroup | None = None
+        self._check()
+        self._pad()
+        if flatten:
+            self._flatten()
+        self.flatten = flatten
+        # What the core was told of must stay alive as long as it knows of it.
+        self._registered = self._effective()
+        self.backend_bucket = raw_bucket(name, self._described())
+
+    def _check(self) -> None:
+        names = [registration(tensor).name for tensor in self.tensors]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"bucket {self.name!r}: {repeated} appear(s) twice")
+        first = effective(self.tensors[0])
+        for tensor, label in zip(self.tensors, names, strict=True):
+            values = effective(tensor)
+            check_on_cpu(values, f"tensor {label!r} of bucket {self.name!r}")
+            dtype_code(values, f"tensor {label!r} of bucket {self.name!r}")
+            if (values.dtype, values.device) != (first.dtype, first.device):
+                raise ValueError(
+                    f"bucket {self.name!r} mixes {names[0]!r} ({first.dtype} on {first.device}) "
+                    f"with {label!r} ({values.dtype} on {values.device})"
+                )
+            if registration(tensor).module_name != self.bagua_module_name:
+                raise ValueError(
+                    f"bucket {self.name!r} mixes tensors of models {self.bagua_module_name!r} "
+                    f"and {registration(tensor).module_name!r}"
+                )
+
+    def _pad(self) -> None:
+        values = self._effective()
+        short = -sum(tensor.numel() for tensor in values) % self.alignment
+        if short:
+            padding = torch.zeros(short, dtype=values[0].dtype, device=values[0].device)
+            self.padding_tensor = BaguaTensor.to_bagua_tensor(
+                padding, f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
+            )
+
+    def _members(self) -> list[torch.Tensor]:
+        return self.tensors if self.padding_tensor is None else [*self.tensors, self.padding_tensor]
+
+    def _effective(self) -> list[torch.Tensor]:
+        return [effective(tensor) for tensor in self._members()]
+
+    def _described(self) -> list[tuple[str, int, int, int, bool]]:
+        described = []
+        for tensor, values in zip(self._members(), self._registered, strict=True):
+            name = registration(tensor).name
+            if layout_of(values) != values.stride():
+                raise ValueError(f"tensor {name!r} of bucket {self.name!r} has gaps in memory: flatten the bucket")
+            code = dtype_code(values, name)
+            described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
+        return described
+
+    def _flatten(self) -> None:
+        flat = self.flattened_tensor()
+        storage, offset = flat.untyped_storage(), 0
+        for tensor in self._members():
+            BaguaTensor.bagua_set_storage(tensor, storage, offset)
+            offset += effective(tensor).numel()
+        self.backend_tensor = flat
+
+    def flattened_tensor(self) -> torch.Tensor:
+        """A new tensor, gapless in memory, with the values of the effective tensors and the padding."""
+        parts = self._effective()
+        flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+        offset = 0
+        with torch.no_grad():
+            for part in parts:
+                flat.as_strided(part.shape, layout_of(part), offset).copy_(part)
+                offset += part.numel()
+        return flat
+
+    def check_flatten(self) -> bool:
+        """True if the effective tensors lie one after the other in memory."""
+        return check_contiguous(self._effective())
+
+    def bytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._effective())
+
+    def check_group(self, group: BaguaProcessGroup) -> None:
+        """Refuses to run operations that were appended for another group than the one that runs them."""
+        if self._group is not None and self._group.ranks != group.ranks:
+            raise NotImplementedError(
+                f"bucket {self.name!r} has operations for ranks {self._group.ranks}, "
+                f"its model communicates with {group.ranks}: "
+                "an operation on another group than the model's does not exist yet"
+            )
+
+    def append_python_op(
+        self, python_function: Callable[[str], None], group: BaguaProcessGroup | None = None
+    ) -> BaguaBucket:
+        """Runs ``python_function(bucket name)`` on the communication thread.
+
+        What it raises, the wait for the bucket raises.
+        """
+        self._group = group or self._group
+        self.backend_bucket.append_callback(python_function)
+        return self
+
+    def append_centralized_synchronous_op(
+        self,
+        hierarchical: bool = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: BaguaProcessGroup | None = None,
+    ) -> BaguaBucket:
+        """Sums or averages the tensors over all ranks. ``hierarchical``: inside hosts first, then between them."""
+        if compression is not None:
+            raise _missing(f"compression {compression!r}")
+        self._group = group or self._group
+        self.backend_bucket.append_centralized(average, hierarchical, scattergather)
+        return self
+
+    def append_decentralized_synchronous_op(
+        self,
+        peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+    ) -> Any:
+        """Averages weights with peers."""
+        raise _missing("append_decentralized_synchronous_op")
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: torch.Tensor,
+        left_peer_weight: torch.Tensor,
+        right_peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        compression: str = "MinMaxUInt8",
+        group: BaguaProcessGroup | None = None,
+    ) -> Any:
+        """Exchanges compressed differences of weights with both neighbours of a ring."""
+        raise _missing("append_low_precision_decentralized_synchronous_op")
+
+    def append_asynchronous_model_average_op(
+        self, peer_selection_mode: str, group: BaguaProcessGroup | None = None
+    ) -> Any:
+        """Averages weights all the time, beside the training."""
+        raise _missing("append_asynchronous_model_average_op")
+
+    def clear_ops(self) -> BaguaBucket:
+        """Removes the operations."""
+        self.backend_bucket.clear_ops()
+        self._group = None
+        return self
+
+
+__all__ = ["BaguaBucket", "BaguaTensor"]

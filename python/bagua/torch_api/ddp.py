@@ -1,0 +1,329 @@
+"""A model at work on several ranks: its hooks, its buckets, its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bagua.errors import BaguaError
+
+from . import backend as backends
+from . import bucketing, env
+from .agreement import broadcast_optimizer, broadcast_tensors, describe, require_equal
+from .algorithms.base import Algorithm
+from .bucket import BaguaBucket
+from .collectives import check_on_cpu, dtype_code
+from .gradients import GradientExchange
+from .groups import BaguaProcessGroup, Communicator
+from .tensor import forget
+
+# Which wrapped model communicates a parameter's gradient.
+_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = WeakTensorKeyDictionary()
+
+
+def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
+    """What the forward hook of a wrapped model becomes in a copy of it: nothing, as the copy trains alone."""
+
+
+def _unwrapped_hook() -> Any:
+    """What a pickled hook becomes."""
+    return _unwrapped
+
+
+class _ForwardHook:
+    """Calls a model's :class:`BaguaDistributedDataParallel` before each forward."""
+
+    def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp.before_forward(module, inputs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _unwrapped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_hook, ()
+
+
+class _GradHook:
+    """Calls it when a parameter's gradient has its final local value."""
+
+    def __init__(self, ddp: BaguaDistributedDataParallel, name: str) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._name = name
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if (ddp := self._ddp()) is not None and isinstance(param, torch.nn.Parameter):
+            ddp.on_gradient(self._name, param)
+
+
+class BaguaDistributedDataParallel:
+    """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
+
+    Ends with its model, its group, or the next ``with_bagua``.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        process_group: BaguaProcessGroup,
+        do_flatten: bool,
+        *,
+        name: str,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_size: int | None = None,
+    ) -> None:
+        communicator = process_group.get_global_communicator()
+        if not isinstance(communicator, Communicator):
+            raise ValueError(f"this rank is not in {process_group}, so it cannot train there")
+        # Weakly: the model may be collected, and then this with it.
+        self._module = weakref.ref(module)
+        self.bagua_module_name = name
+        self.bagua_optimizers = list(optimizers)
+        self.process_group = process_group
+        self.do_flatten = do_flatten
+        self.find_unused_parameters = find_unused_parameters
+        self.broadcast_buffers = broadcast_buffers
+        self.bucket_size = env.get_default_bucket_size() if bucket_size is None else bucket_size
+        self.parameters_to_ignore = _ignored(module)
+        self.require_backward_grad_sync = True
+        self.bagua_train_step_counter = 0
+        self.bagua_buckets: list[BaguaBucket] = []
+        self._in_backward = False
+        self._handles: list[RemovableHandle] = []
+        self._communicator = communicator
+
+        self._agree(module, algorithm)
+        self.bagua_algorithm = algorithm.reify(process_group)
+        self._tracked = self.bagua_build_params()
+        self.backend = backends.Backend(name, process_group)
+        backends.adopt(self.backend)
+        self.gradients = GradientExchange(self.backend, name, self._tracked, find_unused_parameters)
+        try:
+            self._init_algorithm()
+            self._hook(module)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model."""
+        module = self._module()
+        if module is None:
+            raise BaguaError(f"model {self.bagua_module_name!r} exists no longer")
+        return module
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Name and parameter of every gradient to communicate, in the model's order; shared parameters once."""
+        return [
+            (name, param)
+            for name, param in self.module.named_parameters()
+            if param.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    def _agree(self, module: torch.nn.Module, algorithm: Algorithm) -> None:
+        """Compares the ranks' models and settings: a difference is an error with a name, not garbage or a hang."""
+        failure: Exception | None = None
+        lines: list[str] = []
+        try:
+            if not isinstance(algorithm, Algorithm):
+                raise TypeError(f"algorithm must be an Algorithm, not {type(algorithm).__name__}")
+            _check_module(module, self.parameters_to_ignore)
+            kinds = [type(optimizer).__name__ for optimizer in self.bagua_optimizers]
+            lines = [
+                f"algorithm {type(algorithm).__name__}",
+                f"find_unused_parameters={self.find_unused_parameters}, broadcast_buffers={self.broadcast_buffers}, "
+                f"bucket_size={self.bucket_size}",
+                f"optimizers {kinds}",
+                *(describe(kind, name, tensor) for kind, name, tensor in self._state(module)),
+            ]
+        except Exception as found:
+            failure = found
+        require_equal(self._communicator, lines, failure)
+
+    def _state(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, tensor in named:
+                if name not in self.parameters_to_ignore:
+                    yield kind, name, tensor
+
+    def _init_algorithm(self) -> None:
+        self._broadcast_state()
+        tensors = self.bagua_algorithm.init_tensors(self)
+        buckets = self.bagua_algorithm.tensors_to_buckets(
+            bucketing.split_effective(tensors, self.bucket_size), self.do_flatten
+        )
+        for bucket in buckets:
+            self.bagua_algorithm.init_operations(self, bucket)
+        self.backend.register_ordered_buckets(buckets)
+        self.bagua_buckets = buckets
+        self.gradients.bind(buckets)
+        self._forward_pre_hook = self.bagua_algorithm.init_forward_pre_hook(self)
+        self._backward_hook = self.bagua_algorithm.init_backward_hook(self)
+        self._post_backward_hook = self.bagua_algorithm.init_post_backward_hook(self)
+        self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
+
+    def _broadcast_state(self) -> None:
+        rank = self.backend.rank
+        broadcast_tensors(self._broadcast, rank, [tensor for _, _, tensor in self._state(self.module)])
+        for optimizer in self.bagua_optimizers:
+            broadcast_optimizer(self._communicator, self._broadcast, optimizer)
+
+    def _broadcast(self, room: torch.Tensor) -> None:
+        self.backend.broadcast(room, 0)
+
+    def _hook(self, module: torch.nn.Module) -> None:
+        for name, param in self._tracked:
+            hook = _GradHook(self, name)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            _owners[param] = weakref.ref(self)
+        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
+        this = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (ddp := this()) is not None:
+                ddp._post_step_hook(optimizer)
+
+        self._handles.extend(optimizer.register_step_post_hook(after_step) for optimizer in self.bagua_optimizers)
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Before each forward of the model: nothing in evaluation, nor when a checkpoint computes the forward again."""
+        if not module.training or torch._C._current_graph_task_id() != -1:
+            return
+        if self._in_backward:
+            self._in_backward = False
+            self.gradients.abandon()
+        self._check_unchanged(module)
+        self.bagua_train_step_counter += 1
+        if self.bagua_algorithm.need_reset():
+            self._init_algorithm()
+        if self.broadcast_buffers and self.require_backward_grad_sync:
+            buffers = [buffer for name, buffer in module.named_buffers() if name not in self.parameters_to_ignore]
+            broadcast_tensors(self._broadcast, self.backend.rank, buffers)
+        self._forward_pre_hook(inputs)
+
+    def _check_unchanged(self, module: torch.nn.Module) -> None:
+        """The set of gradients is fixed: a change is an error here, rather than ranks that silently differ."""
+        current = self.bagua_build_params()
+        if len(current) == len(self._tracked) and all(
+            mine is theirs for (_, mine), (_, theirs) in zip(current, self._tracked, strict=True)
+        ):
+            return
+        before, after = dict(self._tracked), dict(current)
+        new = [name for name, param in after.items() if before.get(name) is not param]
+        gone = [name for name in before if name not in after]
+        # Without a gradient it counts as unused, and whoever asked for that knows how to go on.
+        if not new and self.find_unused_parameters:
+            return
+        parts = [f"{names} {what}" for names, what in ((new, "now need(s) one"), (gone, "no longer do(es)")) if names]
+        raise BaguaError(
+            f"the parameters of model {self.bagua_module_name!r} that need a gradient changed since with_bagua: "
+            f"{'; '.join(parts)}; call with_bagua again after such a change"
+        )
+
+    def on_gradient(self, name: str, param: torch.nn.Parameter) -> None:
+        """A parameter's gradient has its final local value."""
+        if not self.require_backward_grad_sync:
+            self.gradients.accumulated(name)
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            _at_end_of_backward(self._after_backward)
+        self._backward_hook(name, param)
+
+    def _after_backward(self) -> None:
+        # None outside of any node, which its type does not say.
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            # A backward inside another's node (a re-entrant checkpoint) has ended: the rest of the outer one is to
+            # come. Its callbacks can only be reached from a hook of that node.
+            handles: list[Any] = []
+
+            def in_outer(*_: Any) -> None:
+                handles.pop().remove()
+                _at_end_of_backward(self._after_backward)
+
+            handles.append(node.register_hook(in_outer))
+            return
+        self._in_backward = False
+        self._post_backward_hook()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients only accumulate inside; the first backward afterwards communicates their sum."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def close(self) -> None:
+        """Removes every hook and ends the engine. The model stays as it is and trains alone. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for _, param in self._tracked:
+            owner = _owners.get(param)
+            if owner is not None and owner() in (self, None):
+                del _owners[param]
+        for bucket in self.bagua_buckets:
+            for tensor in bucket.tensors:
+                forget(tensor)
+        self.bagua_buckets = []
+        backends.release(self.backend)
+
+    def __del__(self) -> None:
+        # Absent when the constructor refused its arguments.
+        if hasattr(self, "gradients"):
+            self.close()
+
+
+def _at_end_of_backward(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _ignored(module: torch.nn.Module) -> frozenset[str]:
+    names: set[str] = set()
+    for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
+        names.update(getattr(module, attribute, ()))
+    return frozenset(names)
+
+
+def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
+            raise NotImplementedError(
+                f"module {name!r} has sparse gradients: only dense gradients can be communicated yet"
+            )
+    for name, param in module.named_parameters():
+        if name in ignored:
+            continue
+        if is_lazy(param):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before with_bagua")
+        check_on_cpu(param, f"parameter {name!r}")
+        if param.requires_grad:
+            dtype_code(param, f"parameter {name!r}")
+            owner = _owners.get(param)
+            other = None if owner is None else owner()
+            if other is not None:
+                raise ValueError(
+                    f"parameter {name!r} is already communicated by model {other.bagua_module_name!r}: "
+                    "a parameter can belong to one wrapped model"
+                )
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            check_on_cpu(buffer, f"buffer {name!r}")

@@ -1,0 +1,91 @@
+"""What the environment says about this process and the job, read at every call."""
+
+from __future__ import annotations
+
+import socket
+
+from bagua import config
+
+
+def get_world_size() -> int:
+    """Ranks of the job (``WORLD_SIZE``)."""
+    return config.integer("WORLD_SIZE", 1)
+
+
+def get_rank() -> int:
+    """This process's rank (``RANK``)."""
+    return config.integer("RANK", 0)
+
+
+def get_local_rank() -> int:
+    """This process's rank on its host (``LOCAL_RANK``)."""
+    return config.integer("LOCAL_RANK", 0)
+
+
+def get_local_size() -> int:
+    """Ranks on this host (``LOCAL_WORLD_SIZE``)."""
+    return config.integer("LOCAL_WORLD_SIZE", 1)
+
+
+def get_node_rank() -> int:
+    """Which host of the job this is: ``GROUP_RANK`` where torchrun set all of its variables, else ``NODE_RANK``."""
+    if all(config.text(name) is not None for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        return config.integer("GROUP_RANK", 0)
+    return config.integer("NODE_RANK", 0)
+
+
+def get_default_bucket_size() -> int:
+    """Bytes of a bucket (``BAGUA_DEFAULT_BUCKET_SIZE``)."""
+    return config.integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024 * 1024)
+
+
+def get_master_addr() -> str:
+    """Where rank 0 can be reached (``MASTER_ADDR``)."""
+    return config.text("MASTER_ADDR") or "127.0.0.1"
+
+
+def get_bagua_service_port() -> int:
+    """Port of the tuning service (``BAGUA_SERVICE_PORT``); 0 or less: any."""
+    return config.integer("BAGUA_SERVICE_PORT", -1)
+
+
+def is_report_metrics_switch_on() -> bool:
+    """``BAGUA_REPORT_METRICS``."""
+    return config.flag("BAGUA_REPORT_METRICS")
+
+
+def get_autotune_level() -> int:
+    """0: no tuning (``BAGUA_AUTOTUNE``)."""
+    return config.integer("BAGUA_AUTOTUNE", 0)
+
+
+def get_autotune_max_samples() -> int:
+    """``BAGUA_AUTOTUNE_MAX_SAMPLES``."""
+    return config.integer("BAGUA_AUTOTUNE_MAX_SAMPLES", 60)
+
+
+def get_autotune_sampling_confidence_time_s() -> float:
+    """``BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S``."""
+    return config.number("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", 5.0)
+
+
+def get_autotune_warmup_time_s() -> float:
+    """``BAGUA_AUTOTUNE_WARMUP_TIME_S``."""
+    return config.number("BAGUA_AUTOTUNE_WARMUP_TIME_S", 30.0)
+
+
+def get_is_output_autotune_log() -> bool:
+    """``BAGUA_IS_OUTPUT_AUTOTUNE_LOG``; "0" means no."""
+    return config.flag("BAGUA_IS_OUTPUT_AUTOTUNE_LOG")
+
+
+def get_autotune_server_wait_time() -> int:
+    """Seconds, at least 30 (``BAGUA_AUTOTUNE_SERVER_WAIT_TIME``)."""
+    return max(30, config.integer("BAGUA_AUTOTUNE_SERVER_WAIT_TIME", 300))
+
+
+def find_free_network_port() -> int:
+    """A port that was free a moment ago. Somebody else may take it first: where that matters, bind port 0 yourself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

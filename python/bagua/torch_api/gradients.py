@@ -1,0 +1,235 @@
+"""The way of a gradient from the hook that sees it first to the moment when backward returns.
+
+With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after
+``zero_grad()``, which drops it) is copied there once and then replaced by its place in the bucket. Without, the core
+works on the gradient's own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bagua.errors import BaguaError
+
+from .backend import Backend
+from .bucket import BaguaBucket
+from .collectives import ReduceOp
+from .tensor import BaguaTensor, layout_of, registration
+
+
+def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _set_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    parameter.grad = grad
+
+
+@dataclass
+class _Slot:
+    """One parameter's gradient."""
+
+    name: str
+    param: torch.nn.Parameter
+    # Had a gradient before it was registered; otherwise it goes back to None until there is one.
+    had_grad: bool
+    # Its place in the bucket's memory; None when the bucket is not flattened.
+    view: torch.Tensor | None = None
+    # What the core was told of last; alive as long as it may look there.
+    wire: torch.Tensor | None = None
+    # Handed to the engine in this backward.
+    sent: bool = False
+
+
+@dataclass
+class _Backward:
+    """What happened since the last backward that communicated."""
+
+    # Accumulated under no_sync: these hold gradients that the others have not seen.
+    touched: set[str] = field(default_factory=set)
+    # Gradients whose communicated values must be copied back, as their own memory could not be used.
+    write_back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # The first thing that the engine refused; raised at the end, where an unused parameter would explain it better.
+    failure: Exception | None = None
+
+
+class GradientExchange:
+    """The gradients of one model and what has become of them in this backward."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        module_name: str,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        find_unused: bool,
+    ) -> None:
+        self._backend = backend
+        self._module_name = module_name
+        self._parameters = list(parameters)
+        self._find_unused = find_unused
+        self._slots: dict[str, _Slot] = {}
+        self._now = _Backward()
+
+    def register(self) -> list[torch.Tensor]:
+        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
+        self._slots = {}
+        tensors = []
+        for name, param in reversed(self._parameters):
+            had_grad = param.grad is not None
+            if param.grad is not None and layout_of(param.grad) != param.grad.stride():
+                param.grad = param.grad.contiguous()
+            BaguaTensor.bagua_ensure_grad(param)
+            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
+            self._slots[name] = _Slot(name, param, had_grad)
+        return tensors
+
+    def bind(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Takes over what the buckets made of the gradients; called when they are registered with the engine."""
+        for bucket in buckets:
+            for tensor in bucket.tensors:
+                slot = self._slots.get(registration(tensor).name)
+                if slot is None:
+                    continue
+                slot.wire = slot.param.grad
+                slot.view = slot.param.grad if bucket.flatten else None
+                if not slot.had_grad:
+                    # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
+                    slot.param.grad = None
+
+    def accumulated(self, name: str) -> None:
+        """A gradient that is not communicated yet."""
+        self._now.touched.add(name)
+
+    def arrived(self, name: str, param: torch.nn.Parameter) -> None:
+        """A gradient is complete on this rank: hands it to the engine."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return
+        if slot.sent:
+            raise BaguaError(
+                f"parameter {name!r} got a second gradient in one backward, after the first was sent: used in "
+                "several re-entrant checkpoints; pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        self._send(slot)
+
+    def _send(self, slot: _Slot) -> None:
+        grad = slot.param.grad
+        if grad is None:
+            raise BaguaError(
+                f"the gradient of {slot.name!r} was removed by another hook before it could be communicated"
+            )
+        if grad.layout != torch.strided:
+            raise NotImplementedError(f"the gradient of {slot.name!r} is {grad.layout}: only dense gradients exist yet")
+        slot.sent = True
+        if slot.view is not None:
+            self._into_view(slot, slot.view, grad)
+            self._mark(slot, None)
+        else:
+            self._mark(slot, self._own_memory(slot, grad))
+
+    def _into_view(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
+        if grad is view or (grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()):
+            return
+        with torch.no_grad():
+            view.copy_(grad)
+        if grad.requires_grad:
+            # create_graph=True: this tensor carries a graph that somebody may still differentiate.
+            self._now.write_back.append((grad, view))
+        else:
+            slot.param.grad = view
+
+    def _own_memory(self, slot: _Slot, grad: torch.Tensor) -> torch.Tensor:
+        wire = grad.detach()
+        expected = slot.param.stride() if layout_of(slot.param) == slot.param.stride() else layout_of(grad)
+        if grad.stride() != expected or grad.dtype != slot.param.dtype or layout_of(grad) != grad.stride():
+            # The other ranks expect the parameter's layout.
+            with torch.no_grad():
+                wire = torch.empty_like(slot.param, requires_grad=False).copy_(grad)
+            self._now.write_back.append((grad, wire))
+        slot.wire = wire
+        return wire
+
+    def _mark(self, slot: _Slot, wire: torch.Tensor | None) -> None:
+        if self._now.failure is not None:
+            return
+        try:
+            if wire is None:
+                self._backend.mark_ready(slot.name)
+            else:
+                self._backend.mark_ready(slot.name, wire.data_ptr(), wire.numel())
+        except (BaguaError, ValueError) as failure:
+            self._now.failure = failure
+
+    def finish(self) -> None:
+        """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
+        try:
+            unused = self._rest()
+            if unused and not self._find_unused:
+                raise self._unused(unused)
+            if self._now.failure is not None:
+                raise self._now.failure
+            if self._find_unused:
+                self._wait_and_agree(unused)
+            else:
+                self._backend.wait_pending_comm_ops()
+            for grad, wire in self._now.write_back:
+                # Not through autograd: the values are averaged, the graph stays that of this rank.
+                grad.data.copy_(wire)
+        finally:
+            self._reset()
+
+    def _rest(self) -> list[_Slot]:
+        """Sends what was accumulated under no_sync and got nothing now; returns what has no gradient to send."""
+        unused = []
+        for slot in self._slots.values():
+            if slot.sent:
+                continue
+            if slot.name in self._now.touched and slot.param.grad is not None:
+                self._send(slot)
+            else:
+                unused.append(slot)
+        return unused
+
+    def _unused(self, unused: Sequence[_Slot]) -> BaguaError:
+        names = ", ".join(repr(slot.name) for slot in unused)
+        error = BaguaError(
+            f"no gradient for {names} of model {self._module_name!r} in this backward on rank {self._backend.rank}: "
+            "the loss does not depend on them; pass find_unused_parameters=True to with_bagua if that is meant"
+        )
+        # The others wait for buckets that will never be complete.
+        self._backend.communicator.raw.raise_(type(error).__name__, str(error))
+        return error
+
+    def _wait_and_agree(self, unused: Sequence[_Slot]) -> None:
+        before: dict[str, torch.Tensor | None] = {}
+        for slot in unused:
+            grad = slot.param.grad
+            before[slot.name] = None if grad is None else grad.clone()
+            if grad is None:
+                slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
+            self._send(slot)
+        used = torch.tensor([slot.name not in before for slot in self._slots.values()], dtype=torch.uint8)
+        handle = self._backend.all_reduce(used, ReduceOp.MAX)
+        self._backend.wait_pending_comm_ops()
+        handle.wait()
+        for slot, anywhere in zip(self._slots.values(), used.tolist(), strict=True):
+            # Unused everywhere: as if there had been no communication, so that an optimizer leaves the parameter alone.
+            if not anywhere:
+                slot.param.grad = before[slot.name]
+
+    def abandon(self) -> None:
+        """Forgets a backward that never came to its end."""
+        with contextlib.suppress(BaguaError, ValueError):
+            # Incomplete buckets are an error that nobody needs to hear twice; what broke the backward was raised there.
+            self._backend.wait_pending_comm_ops()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._now = _Backward()
+        for slot in self._slots.values():
+            slot.sent = False

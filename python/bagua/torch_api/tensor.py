@@ -1,0 +1,195 @@
+"""What makes a torch tensor one that Bagua communicates: a name, a model, and where its values lie.
+
+The methods are patched into :class:`torch.Tensor`; every name contains "bagua". A registered tensor is permanent while
+its *effective* tensor is looked up at each access by the getter (of a parameter, often its ``.grad``). What is known of
+a tensor is kept beside it and not in it, so that a pickled or copied tensor is a plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Getter = Callable[[torch.Tensor], torch.Tensor]
+Setter = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass
+class Registration:
+    """What Bagua knows of a tensor."""
+
+    name: str
+    module_name: str | None
+    getter: Getter | None
+    setter: Setter | None
+
+
+_registrations: MutableMapping[torch.Tensor, Registration] = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class BackendTensor:
+    """Where a tensor's values lie, as the core sees it."""
+
+    name: str
+    ptr: int
+    count: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        return self.ptr
+
+    def num_elements(self) -> int:
+        """How many elements."""
+        return self.count
+
+
+def registration(tensor: torch.Tensor) -> Registration:
+    """What is known of a Bagua tensor."""
+    found = _registrations.get(tensor)
+    if found is None:
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} is not a Bagua tensor: call ensure_bagua_tensor(name) on it"
+        )
+    return found
+
+
+def effective(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose values are communicated."""
+    getter = registration(tensor).getter
+    return tensor if getter is None else getter(tensor)
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Makes it an ordinary tensor again."""
+    _registrations.pop(tensor, None)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides for the tensor's values in one gapless piece of memory: its own where it has no gaps, else row by row."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+class BaguaTensor:
+    """The methods that :class:`torch.Tensor` gains."""
+
+    @property
+    def bagua_tensor_name(self: Any) -> str:
+        """Unique among the tensors of its model."""
+        return registration(self).name
+
+    @property
+    def bagua_module_name(self: Any) -> str | None:
+        """The model that it belongs to."""
+        return registration(self).module_name
+
+    def is_bagua_tensor(self: Any) -> bool:
+        """True when it was registered."""
+        return self in _registrations
+
+    def ensure_bagua_tensor(
+        self: Any,
+        name: str | None = None,
+        module_name: str | None = None,
+        getter_closure: Getter | None = None,
+        setter_closure: Setter | None = None,
+    ) -> torch.Tensor:
+        """Registers this tensor.
+
+        Again with the same names, it only takes over the closures; with other names it is an error.
+        """
+        known = _registrations.get(self)
+        if known is None:
+            label = name if name is not None else f"tensor_{id(self)}"
+            _registrations[self] = Registration(label, module_name, getter_closure, setter_closure)
+            return _as_tensor(self)
+        if name is not None and name != known.name:
+            raise ValueError(f"this tensor is already registered as {known.name!r} and cannot become {name!r}")
+        if module_name is not None and known.module_name not in (None, module_name):
+            raise ValueError(f"tensor {known.name!r} belongs to model {known.module_name!r}, not to {module_name!r}")
+        known.module_name = module_name or known.module_name
+        known.getter = getter_closure or known.getter
+        known.setter = setter_closure or known.setter
+        return _as_tensor(self)
+
+    def to_bagua_tensor(
+        self: Any,
+        name: str | None = None,
+        module_name: str | None = None,
+        getter_closure: Getter | None = None,
+        setter_closure: Setter | None = None,
+    ) -> torch.Tensor:
+        """A new tensor over the same memory, registered."""
+        view = self.detach().view(self.shape) if self.is_contiguous() else self.detach()
+        return BaguaTensor.ensure_bagua_tensor(view, name, module_name, getter_closure, setter_closure)
+
+    def bagua_getter_closure(self: Any) -> torch.Tensor:
+        """The effective tensor."""
+        return effective(self)
+
+    def bagua_setter_closure(self: Any, tensor: torch.Tensor) -> None:
+        """Replaces the effective tensor."""
+        setter = registration(self).setter
+        if setter is None:
+            raise ValueError(f"Bagua tensor {registration(self).name!r} was registered without a setter")
+        setter(self, tensor)
+
+    def bagua_backend_tensor(self: Any) -> BackendTensor:
+        """Where its values lie now."""
+        values = effective(self)
+        return BackendTensor(registration(self).name, values.data_ptr(), values.numel(), values.dtype)
+
+    def bagua_ensure_grad(self: Any) -> torch.Tensor:
+        """Gives a parameter a gradient of zeros if it has none."""
+        if self.grad is None:
+            if not isinstance(self, torch.nn.Parameter):
+                raise NotImplementedError(f"a gradient of zeros for a {type(self).__name__}: only parameters get one")
+            # Same strides as the parameter: autograd then adds in place, and optimizers step through both alike.
+            self.grad = torch.zeros_like(self, requires_grad=False)
+        return _as_tensor(self)
+
+    def bagua_mark_communication_ready(self: Any) -> None:
+        """Its values are final for this step; its bucket goes once all of its tensors are ready."""
+        from .backend import get_backend
+
+        known = registration(self)
+        if known.module_name is None:
+            raise ValueError(f"Bagua tensor {known.name!r} belongs to no model: register it with a module_name")
+        get_backend(known.module_name).mark_communication_ready(self)
+
+    def bagua_mark_communication_ready_without_synchronization(self: Any) -> None:
+        """The same: on CPU there is no stream to wait for."""
+        self.bagua_mark_communication_ready()
+
+    def bagua_set_storage(self: Any, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
+        """Makes the effective tensor one of what stands in ``storage`` from element ``storage_offset`` on."""
+        tensor = effective(self)
+        with torch.no_grad():
+            strides = layout_of(tensor)
+            tensor.data = tensor.new_empty(0).set_(storage, storage_offset, tensor.shape, strides)
+
+
+def _as_tensor(tensor: Any) -> torch.Tensor:
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _patch_torch() -> None:
+    for name, member in vars(BaguaTensor).items():
+        if "bagua" in name:
+            setattr(torch.Tensor, name, member)
+
+
+_patch_torch()

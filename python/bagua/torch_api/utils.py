@@ -1,0 +1,169 @@
+"""Small tools that the original's users reach: flattening, dtype names, averages of measurements."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import _utils
+
+__all__ = [
+    "StatisticalAverage",
+    "apply_flattened_call",
+    "apply_flattened_call_all",
+    "average_by_removing_extreme_values",
+    "check_contiguous",
+    "flatten",
+    "get_flattened_tensor",
+    "to_bagua_datatype",
+    "unflatten",
+]
+
+#: One tensor from many of one dtype, and back.
+flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _utils._flatten_dense_tensors
+unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _utils._unflatten_dense_tensors
+
+_NAMES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
+
+
+def to_bagua_datatype(datatype: torch.dtype) -> str:
+    """The short name of an element type."""
+    name = _NAMES.get(datatype)
+    if name is None:
+        raise ValueError(f"{datatype} cannot be communicated; these can: {', '.join(map(str, _NAMES))}")
+    return name
+
+
+def check_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if the tensors lie one after the other in memory."""
+    end: int | None = None
+    for tensor in tensors:
+        # Nothing is nowhere: an empty tensor leaves no gap.
+        if tensor.numel() == 0:
+            continue
+        if end is not None and tensor.data_ptr() != end:
+            return False
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    return True
+
+
+def get_flattened_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A new tensor with the values of all, one after the other; ``None`` for none."""
+    if not tensors:
+        return None
+    with torch.no_grad():
+        return flatten([tensor.detach() for tensor in tensors])
+
+
+def apply_flattened_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """Calls ``call`` once on the flattened values of tensors of one dtype, and copies what it left there back."""
+    with torch.no_grad():
+        flat = flatten([tensor.detach() for tensor in bucket])
+        call(flat, *(extra_args if extra_args is not None else ()))
+        for tensor, piece in zip(bucket, unflatten(flat, bucket), strict=True):
+            tensor.copy_(piece)
+
+
+def apply_flattened_call_all(tensors: Sequence[torch.Tensor], call: Callable[..., Any]) -> None:
+    """:func:`apply_flattened_call` for each dtype among the tensors, in the order of their first tensor."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for group in groups.values():
+        apply_flattened_call(group, call)
+
+
+def average_by_removing_extreme_values(raw_score_list: Sequence[float]) -> tuple[float, float, list[float]]:
+    """Mean, standard deviation and the values used: without the first third (warm-up) and what is 2 deviations off."""
+    scores = torch.tensor(list(raw_score_list)[len(raw_score_list) // 3 :], dtype=torch.float64)
+    if scores.numel() == 0:
+        raise ValueError("no values to average")
+    near = (scores - scores.mean()).abs() <= 2 * scores.std(correction=0)
+    kept = scores[near]
+    return float(kept.mean()), float(kept.std(correction=0)), kept.tolist()
+
+
+class StatisticalAverage:
+    """Means of a rate over the last 1, 2, 4, … seconds, in a list that grows with the logarithm of time.
+
+    ``record(v)`` says that the rate was v since the last record. Between the windows the sum is interpolated linearly.
+    """
+
+    def __init__(
+        self,
+        last_update_time: float | None = None,
+        records: Sequence[float] | None = None,
+        record_tail: tuple[float, float] = (0.0, 0.0),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self.last_update_time = clock() if last_update_time is None else last_update_time
+        # Mean over the last 2**i seconds.
+        self.records = list(records or ())
+        # Mean over all time, and how long that is.
+        self.record_tail = record_tail
+
+    def record(self, val: float) -> None:
+        """The rate was ``val`` since the last record."""
+        now = self._clock()
+        span = now - self.last_update_time
+        total = span + self.total_recording_time()
+        if span <= 0.0:
+            return
+        windows: list[float] = []
+        while 2 ** len(windows) <= total:
+            window = float(2 ** len(windows))
+            older = max(window - span, 0.0)
+            windows.append((val * min(span, window) + self._sum(older)) / window)
+        tail = (val * span + self._sum(total - span)) / total
+        self.records, self.record_tail, self.last_update_time = windows, (tail, total), now
+
+    def get(self, last_n_seconds: float) -> float:
+        """The mean over the last n seconds."""
+        if self.total_recording_time() <= 0.0:
+            return 0.0
+        return self.get_records_mean(last_n_seconds - (self._clock() - self.last_update_time))
+
+    def get_records_mean(self, last_n_seconds: float) -> float:
+        """The mean over the last n seconds before the last record."""
+        total = self.total_recording_time()
+        if total <= 0.0:
+            return 0.0
+        shortest = min(1.0, total)
+        span = min(max(last_n_seconds, shortest), total)
+        return self._sum(span) / span
+
+    def total_recording_time(self) -> float:
+        """Seconds from the beginning to the last record."""
+        return self.record_tail[1]
+
+    def _sum(self, span: float) -> float:
+        """Rate times time over the last ``span`` seconds before the last record."""
+        mean, total = self.record_tail
+        if span <= 0.0 or total <= 0.0:
+            return 0.0
+        if span >= total:
+            return mean * total
+        known: list[tuple[float, float]] = [
+            (0.0, 0.0),
+            *((float(2**i), rate * 2**i) for i, rate in enumerate(self.records)),
+            (total, mean * total),
+        ]
+        right = next(i for i, (end, _) in enumerate(known) if end >= span)
+        (start, before), (end, upto) = known[right - 1], known[right]
+        if math.isclose(start, end):
+            return upto
+        return before + (upto - before) * (span - start) / (end - start)

@@ -1,0 +1,290 @@
+//! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bagua_core::bucket;
+use bagua_core::engine as core;
+use bagua_core::error::{Error, Result};
+use bagua_core::group::{Group, Lane, Options};
+use bagua_core::op::{CallbackOp, CentralizedOp};
+use bagua_core::types::{DType, Shape};
+use pyo3::prelude::*;
+
+use crate::errors::{self, seconds};
+use crate::tensor::{self, Operands};
+use crate::waiting::{self, Kept};
+
+/// The outcome of an asynchronous operation, now or later.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Handle {
+    core: core::Handle,
+}
+
+impl Handle {
+    pub fn of(core: core::Handle) -> Handle {
+        Handle { core }
+    }
+
+    fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
+        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || !self.core.is_completed())
+    }
+}
+
+#[pymethods]
+impl Handle {
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and hears Ctrl-C.
+    ///
+    /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        self.finish(py, timeout)
+    }
+
+    /// True when the operation is done, well or not.
+    fn is_completed(&self) -> bool {
+        self.core.is_completed()
+    }
+}
+
+/// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
+///
+/// The caller promises that the addresses stay valid as long as the bucket is registered with an engine.
+/// Raises ValueError for an empty list or a repeated name, TypeError for mixed element types.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Bucket {
+    core: core::SharedBucket,
+    /// Names of its tensors.
+    tensors: Vec<String>,
+}
+
+#[pymethods]
+impl Bucket {
+    #[new]
+    fn new(py: Python<'_>, name: &str, tensors: Vec<(String, usize, usize, u8, bool)>) -> PyResult<Bucket> {
+        let names = tensors.iter().map(|(name, ..)| name.clone()).collect();
+        let build = || -> Result<bucket::Bucket> {
+            let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
+                let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+                Ok(bucket::Tensor { name, region, padding })
+            });
+            bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
+        };
+        let bucket = build().map_err(|e| errors::raise(py, e))?;
+        Ok(Bucket { core: core::SharedBucket::new(bucket), tensors: names })
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> String {
+        self.core.name().to_owned()
+    }
+
+    /// Bytes of all tensors, padding included.
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.core.bytes()
+    }
+
+    /// Code of the element type.
+    #[getter]
+    fn dtype(&self) -> u8 {
+        self.core.dtype() as u8
+    }
+
+    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` and `scattergather` are wishes about the route.
+    #[pyo3(signature = (average, hierarchical, scattergather))]
+    fn append_centralized(
+        &self,
+        py: Python<'_>,
+        average: bool,
+        hierarchical: bool,
+        scattergather: bool,
+    ) -> PyResult<()> {
+        let op = CentralizedOp::new(average, hierarchical, scattergather);
+        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
+    ///
+    /// An exception in it fails the engine and the group, naming its class and text. `clear_ops` lets go of the function.
+    fn append_callback(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
+        if !function.bind(py).is_callable() {
+            let text = format!("{} is not callable", function.bind(py).repr()?);
+            return Err(errors::raise(py, Error::Type(text)));
+        }
+        let op = CallbackOp::new(move |bucket| {
+            let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
+            called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
+        });
+        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Removes all operations. Raises ValueError while the bucket is being communicated.
+    fn clear_ops(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.clear_ops().map_err(|e| errors::raise(py, e))
+    }
+
+    /// Names of the operations, in the order in which they run.
+    fn ops(&self) -> Vec<&'static str> {
+        self.core.ops()
+    }
+}
+
+/// A Python exception as the core can carry it to other threads and ranks.
+fn told(py: Python<'_>, raised: &PyErr) -> Error {
+    let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
+    Error::System(format!("{class}: {}", raised.value(py)))
+}
+
+/// One strictly ordered queue of buckets with a lane and a communication thread of its own.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Engine {
+    core: Kept<Arc<core::Engine>>,
+    group: Group,
+    /// Element type of each registered tensor, for `mark_ready` with an address. Never locked while waiting.
+    dtypes: Mutex<HashMap<String, DType>>,
+}
+
+impl Engine {
+    pub fn of(core: core::Engine, group: Group) -> Engine {
+        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+    }
+
+    fn dtypes(&self) -> MutexGuard<'_, HashMap<String, DType>> {
+        self.dtypes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn go(
+        &self,
+        py: Python<'_>,
+        async_op: bool,
+        keep: Option<Py<PyAny>>,
+        verb: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> PyResult<Option<Handle>> {
+        let job = move |lane: &mut Lane| {
+            let outcome = verb(lane);
+            drop(keep);
+            outcome
+        };
+        let core = py.detach(|| self.core.submit(Box::new(job))).map_err(|e| errors::raise(py, e))?;
+        let handle = Handle::of(core);
+        if async_op {
+            return Ok(Some(handle));
+        }
+        handle.finish(py, None)?;
+        Ok(None)
+    }
+}
+
+#[pymethods]
+#[expect(clippy::too_many_arguments, reason = "the signatures are Python's, and most arguments are keywords there")]
+impl Engine {
+    /// Waits for what is pending, then replaces the buckets. Their order is the order of communication, equal on all ranks.
+    ///
+    /// Raises ValueError for a tensor name, or the memory of a tensor, that appears twice.
+    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<()> {
+        let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
+        let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
+        waiting::blocking(py, &self.group, || self.core.register(cores))?;
+        *self.dtypes() = buckets
+            .iter()
+            .flat_map(|bucket| bucket.tensors.iter().map(|name| (name.clone(), bucket.core.dtype())))
+            .collect();
+        Ok(())
+    }
+
+    /// A tensor's values are final for this step. `address` and `count` say where it is now, if it moved.
+    ///
+    /// Raises ValueError for an unknown name or one that was marked already, and what went wrong on the communication thread.
+    #[pyo3(signature = (name, address=None, count=None))]
+    fn mark_ready(&self, py: Python<'_>, name: &str, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
+        let mark = || -> Result<()> {
+            let region = match (address, count, self.dtypes().get(name)) {
+                (None, None, _) => None,
+                (Some(address), Some(count), Some(dtype)) => Some(tensor::on_loan(address, count, *dtype)?),
+                // The core says that it does not know the name.
+                (Some(_), Some(_), None) => None,
+                _ => return Err(Error::Value("a tensor that moved needs both its address and its count".to_owned())),
+            };
+            self.core.mark_ready(name, region)
+        };
+        py.detach(mark).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Waits until every scheduled bucket is done, at most `timeout` seconds, and returns how many were. Hears Ctrl-C.
+    ///
+    /// Raises what went wrong; ValueError names the tensors that are missing of a bucket that is partly ready.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
+        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.watch().check().is_ok())
+    }
+
+    /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.
+    fn unready(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| self.core.unready())
+    }
+
+    /// Ends the thread: what is queued fails with AbortedError. Idempotent.
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| self.core.shutdown());
+    }
+
+    /// As the communicator's, in order with the buckets.
+    #[pyo3(signature = (src, dst, count, dtype, op, *, shape=None, timeout=None, async_op=false, keep=None))]
+    fn all_reduce(
+        &self,
+        py: Python<'_>,
+        src: Option<usize>,
+        dst: usize,
+        count: usize,
+        dtype: u8,
+        op: u8,
+        shape: Option<Vec<usize>>,
+        timeout: Option<f64>,
+        async_op: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Option<Handle>> {
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        let shape = shape.as_deref().map(Shape::new);
+        let prepare = || -> Result<_> {
+            let (kind, op) = (tensor::dtype(dtype)?, tensor::reduce_op(op)?);
+            let src = src.map(|address| tensor::on_loan(address, count, kind)).transpose()?;
+            Ok((kind, op, Operands::new(src, tensor::on_loan(dst, count, kind)?)?))
+        };
+        let (kind, op, mut operands) = prepare().map_err(|e| errors::raise(py, e))?;
+        self.go(py, async_op, keep, move |lane| {
+            lane.all_reduce(&Options { timeout, shape, label: "" }, kind, operands.io(), op)
+        })
+    }
+
+    /// As the communicator's, in order with the buckets.
+    #[pyo3(signature = (address, count, dtype, root, *, shape=None, timeout=None, async_op=false, keep=None))]
+    fn broadcast(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        count: usize,
+        dtype: u8,
+        root: usize,
+        shape: Option<Vec<usize>>,
+        timeout: Option<f64>,
+        async_op: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Option<Handle>> {
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        let shape = shape.as_deref().map(Shape::new);
+        let prepare = || -> Result<_> {
+            let kind = tensor::dtype(dtype)?;
+            Ok((kind, tensor::on_loan(address, count, kind)?))
+        };
+        let (kind, mut data) = prepare().map_err(|e| errors::raise(py, e))?;
+        self.go(py, async_op, keep, move |lane| {
+            lane.broadcast(&Options { timeout, shape, label: "" }, kind, data.bytes_mut(), root)
+        })
+    }
+}

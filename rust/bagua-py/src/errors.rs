@@ -1,0 +1,74 @@
+//! One match from the core's errors to the Python classes of `bagua.errors`.
+
+use std::time::Duration;
+
+use bagua_core::error::{Error, Progress};
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple};
+
+/// `bagua.errors`, imported at the first failure.
+static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+/// The exception for a core error. A class of `bagua.errors` is called as `cls(message, **fields)`.
+pub fn raise(py: Python<'_>, error: Error) -> PyErr {
+    exception(py, error).unwrap_or_else(|while_raising| while_raising)
+}
+
+/// The exception of this class with this text, or the reason why it could not be made.
+fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
+    let text = error.to_string();
+    let fields = PyDict::new(py);
+    // No wildcard: a new variant has to be given a class here.
+    let class = match error {
+        Error::PeerLost { rank, host, reason, noticed_by, progress } => {
+            fields.set_item("rank", rank)?;
+            fields.set_item("host", host)?;
+            fields.set_item("reason", reason)?;
+            fields.set_item("noticed_by", noticed_by)?;
+            set_progress(&fields, progress)?;
+            "PeerLostError"
+        }
+        Error::Timeout { after, missing, noticed_by, progress } => {
+            fields.set_item("after", after.as_secs_f64())?;
+            fields.set_item("missing", PyTuple::new(py, missing)?)?;
+            fields.set_item("noticed_by", noticed_by)?;
+            set_progress(&fields, progress)?;
+            "BaguaTimeoutError"
+        }
+        Error::PeerRaised { rank, host, kind, message } => {
+            fields.set_item("rank", rank)?;
+            fields.set_item("host", host)?;
+            fields.set_item("kind", kind)?;
+            fields.set_item("message", message)?;
+            "PeerRaisedError"
+        }
+        Error::Mismatch(_) => "MismatchError",
+        Error::Aborted(_) => "AbortedError",
+        Error::System(_) => "BaguaError",
+        Error::Value(_) => return Ok(PyValueError::new_err(text)),
+        Error::Type(_) => return Ok(PyTypeError::new_err(text)),
+        Error::NotImplemented(_) => return Ok(PyNotImplementedError::new_err(text)),
+    };
+    let module = ERRORS.get_or_try_init(py, || py.import("bagua.errors").map(Bound::unbind))?;
+    Ok(PyErr::from_value(module.bind(py).getattr(class)?.call((text,), Some(&fields))?))
+}
+
+fn set_progress(fields: &Bound<'_, PyDict>, progress: Option<Box<Progress>>) -> PyResult<()> {
+    let Some(Progress { what, label, done, total }) = progress.map(|progress| *progress) else { return Ok(()) };
+    fields.set_item("during", what)?;
+    fields.set_item("bucket", label)?;
+    fields.set_item("done_bytes", done)?;
+    fields.set_item("total_bytes", total)
+}
+
+/// A number of seconds as a caller gives it: not negative, not NaN.
+pub fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    // Years beyond what the clock can add up mean the same as "for ever".
+    const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+    if value.is_nan() || value < 0.0 {
+        return Err(PyValueError::new_err(format!("{name} is {value} s; it must be 0 or more")));
+    }
+    Ok(Duration::try_from_secs_f64(value).unwrap_or(LONGEST).min(LONGEST))
+}

@@ -1,0 +1,82 @@
+//! Addresses become memory on loan: the only file of the door with `unsafe`.
+//!
+//! The promise, made by whoever calls a verb, a `Bucket` or an `Engine` of this module with an address: from the call until the
+//! verb has returned (or its handle is done; for a bucket's tensor, as long as the bucket is registered) the address is that of
+//! `count` elements of `dtype` that stay allocated, writable where they are a destination, and neither read nor written by
+//! others while the core works on them. `bagua.arrays` and `bagua.torch_api` keep it by holding the owner.
+
+#![allow(unsafe_code)]
+
+use bagua_core::collective::Io;
+use bagua_core::error::{Error, Result};
+use bagua_core::memory::Region;
+use bagua_core::types::{DType, ReduceOp};
+
+/// `count` elements at `address`, by the promise above.
+pub fn on_loan(address: usize, count: usize, dtype: DType) -> Result<Region> {
+    // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
+    unsafe { Region::new(address as *mut u8, count, dtype) }
+}
+
+/// `per_rank` elements for each of `ranks` ranks at `address`.
+pub fn chunks_on_loan(address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
+    let count = per_rank.checked_mul(ranks).ok_or_else(|| {
+        Error::Value(format!("{ranks} chunks of {per_rank} {} elements do not fit the address space", dtype.name()))
+    })?;
+    on_loan(address, count, dtype)
+}
+
+/// What a verb reads and writes; moves to the communication thread with its job.
+pub enum Operands {
+    /// One buffer.
+    InPlace(Region),
+    /// Two that do not overlap.
+    Split {
+        /// Read.
+        src: Region,
+        /// Written.
+        dst: Region,
+    },
+}
+
+impl Operands {
+    /// Two buffers, refused where they overlap: the core's slices must not alias.
+    pub fn split(src: Region, dst: Region) -> Result<Operands> {
+        let apart = src.is_empty()
+            || dst.is_empty()
+            || src.address() + src.len() <= dst.address()
+            || dst.address() + dst.len() <= src.address();
+        if !apart {
+            return Err(Error::Value(
+                "source and destination overlap; use one array in place, or two that are apart".to_owned(),
+            ));
+        }
+        Ok(Operands::Split { src, dst })
+    }
+
+    /// One buffer when `src` is `None`, else two.
+    pub fn new(src: Option<Region>, dst: Region) -> Result<Operands> {
+        match src {
+            None => Ok(Operands::InPlace(dst)),
+            Some(src) => Operands::split(src, dst),
+        }
+    }
+
+    /// As the core takes them.
+    pub fn io(&mut self) -> Io<'_> {
+        match self {
+            Operands::InPlace(both) => Io::InPlace(both.bytes_mut()),
+            Operands::Split { src, dst } => Io::Split { src: src.bytes(), dst: dst.bytes_mut() },
+        }
+    }
+}
+
+/// The element type with this code.
+pub fn dtype(code: u8) -> Result<DType> {
+    DType::from_code(code).ok_or_else(|| Error::Type(format!("no element type has code {code}")))
+}
+
+/// The reduce operation with this number.
+pub fn reduce_op(code: u8) -> Result<ReduceOp> {
+    ReduceOp::from_code(code).ok_or_else(|| Error::Value(format!("no reduce operation has number {code}")))
+}

@@ -1,0 +1,143 @@
+"""Two network namespaces joined by a veth pair are two hosts with two ranks each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RANK = Path(__file__).with_name("rank_in_a_namespace.py")
+HEARTBEAT_TIMEOUT_S = 2.0
+#: From the missing heartbeat to the exception, on a machine that is busy with four ranks on two cores.
+SLACK_S = 3.0
+DEADLINE_S = 100.0
+#: In namespaces of our own every port is free.
+PORT = 29500
+
+
+class Hosts:
+    """Two namespaces, the link between them, and the ranks that run in them."""
+
+    def __init__(self, ip: str) -> None:
+        self.ip = ip
+        pid = os.getpid()
+        self.names = (f"bagua-{pid}-a", f"bagua-{pid}-b")
+        # Interface names have at most 15 characters.
+        self.links = (f"bg{pid % 10**8}a", f"bg{pid % 10**8}b")
+        self.addresses = (f"10.77.{pid % 250}.1", f"10.77.{pid % 250}.2")
+        self.ranks: list[subprocess.Popen[str]] = []
+
+    def run(self, *arguments: str) -> None:
+        shown = subprocess.run([self.ip, *arguments], capture_output=True, text=True, check=False)
+        if shown.returncode != 0:
+            raise OSError(f"ip {' '.join(arguments)}: {shown.stderr.strip()}")
+
+    def build(self) -> None:
+        for name in self.names:
+            self.run("netns", "add", name)
+        first, second = zip(self.names, self.links, self.addresses, strict=True)
+        self.run(
+            "link", "add", first[1], "netns", first[0], "type", "veth", "peer", "name", second[1], "netns", second[0]
+        )
+        for name, link, address in (first, second):
+            self.run("-n", name, "addr", "add", f"{address}/30", "dev", link)
+            self.run("-n", name, "link", "set", link, "up")
+            self.run("-n", name, "link", "set", "lo", "up")
+            self.run("netns", "exec", name, "true")
+
+    def start(self, rank: int, world: int, host: int) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_")}
+        environment |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": str(PORT),
+            "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT_S),
+        }
+        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(RANK)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+
+    def cut(self) -> float:
+        """Takes the link down; the moment, on the clock that the ranks use too."""
+        before = time.monotonic()
+        self.run("-n", self.names[0], "link", "set", self.links[0], "down")
+        return before
+
+    def remove(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.communicate()
+        for name in self.names:
+            # The veth pair goes with its namespaces.
+            subprocess.run([self.ip, "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    ip = shutil.which("ip", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if ip is None:
+        pytest.skip("network namespaces need the program `ip` (Debian and Ubuntu: iproute2)")
+    built = Hosts(ip)
+    try:
+        try:
+            built.build()
+        except OSError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error}")
+        yield built
+    finally:
+        built.remove()
+
+
+def test_two_hosts_agree_through_hier_and_a_cut_link_is_noticed_within_the_heartbeat_timeout(hosts: Hosts) -> None:
+    for rank in range(4):
+        hosts.start(rank, 4, host=rank // 2)
+    # A rank that hangs would block readline: the deadline ends the ranks, and readline with them.
+    deadline = threading.Timer(DEADLINE_S, lambda: [process.kill() for process in hosts.ranks])
+    deadline.start()
+    try:
+        found = [next_line(process) for process in hosts.ranks]
+        cut_at = hosts.cut()
+        ended = [next_line(process) for process in hosts.ranks]
+        codes = [process.wait() for process in hosts.ranks]
+    finally:
+        deadline.cancel()
+
+    assert len({words["digest"] for words in found}) == 1
+    for rank, words in enumerate(found):
+        assert words["hosts"] == [[0, 1], [2, 3]]
+        assert words["collective"] == "hier"
+        neighbour = rank ^ 1
+        expected = {other: "self" if other == rank else "shm" if other == neighbour else "tcp" for other in range(4)}
+        assert {int(other): name for other, name in words["transports"].items()} == expected
+    # Only the leaders put an all_reduce on the wire.
+    assert [words["wire_bytes"] > 0 for words in found] == [True, False, True, False]
+
+    for rank, words in enumerate(ended):
+        assert words["lost"] // 2 != rank // 2, f"rank {rank} lost a rank of its own host: {words['text']}"
+        assert words["at"] - cut_at <= HEARTBEAT_TIMEOUT_S + SLACK_S, f"rank {rank}: {words['text']}"
+    assert codes == [0, 0, 0, 0]
+
+
+def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next JSON object that a rank prints; its own words if it ended instead."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    if not line:
+        pytest.fail(f"a rank ended with {process.wait()}:\n{process.stderr.read()}")
+    words: dict[str, Any] = json.loads(line)
+    return words

@@ -1,0 +1,266 @@
+"""What goes wrong between ranks: it is noticed in time, named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+
+World = Callable[..., Any]
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if "bagua" in path.name}
+
+
+def for_ever(call: Callable[[], object]) -> None:
+    while True:
+        call()
+
+
+# --- a dead peer ------------------------------------------------------------------------------------------------------
+
+
+def killed_in_a_loop(rank: int, victim: int, folder: str) -> tuple[float, int, int, float]:
+    group = bagua.init(timeout=60)
+    x = np.ones(1 << 16, np.float32)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        group.all_reduce(x, "max")
+        steps += 1
+        if rank == victim and steps == 20:
+            Path(folder, "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(bagua.PeerLostError) as raised:
+        for_ever(step)
+    noticed = time.monotonic()
+    with pytest.raises(bagua.PeerLostError):
+        group.all_reduce(x)
+    bagua.shutdown()
+    assert bagua.stats() == {"groups": {}}
+    again = bagua.init(0, 1)
+    again.all_reduce(x)
+    bagua.shutdown()
+    survivors = group.size - 1
+    new = rank - (rank > victim)
+    # The survivors go on together in the same processes.
+    third = bagua.init(new, survivors, f"file://{folder}/survivors", timeout=60)
+    y = np.ones(3)
+    third.all_reduce(y)
+    bagua.shutdown()
+    killed = float(Path(folder, "killed").read_text())
+    return noticed - killed, raised.value.rank, raised.value.noticed_by, float(y[0])
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_killed_rank_is_named_within_a_second_and_the_others_go_on(
+    world: World, tmp_path: Path, transport: str
+) -> None:
+    before = shared_memory_files()
+    env = {"BAGUA_TRANSPORT": transport}
+    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(killed_in_a_loop, 1, str(tmp_path))
+    assert results[1] is None
+    for rank in (0, 2):
+        after, lost, _noticed_by, total = results[rank]
+        assert lost == 1
+        assert after < 1.0
+        assert total == 2.0
+    assert shared_memory_files() <= before
+
+
+# --- disagreement -----------------------------------------------------------------------------------------------------
+
+
+def disagree(rank: int, how: str) -> str:
+    group = bagua.init(timeout=30)
+    group.barrier()
+    x = np.ones(12, np.float32)
+    different = {
+        "verb": lambda: group.broadcast(x),
+        "shape": lambda: group.all_reduce(x.reshape(3, 4)),
+        "size": lambda: group.all_reduce(x[:5]),
+        "dtype": lambda: group.all_reduce(x.view(np.int32)),
+        "op": lambda: group.all_reduce(x, "max"),
+    }
+    with pytest.raises(bagua.MismatchError) as raised:
+        different[how]() if rank == group.size - 1 else group.all_reduce(x)
+    bagua.shutdown()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["verb", "shape", "size", "dtype", "op"])
+def test_ranks_that_disagree_all_hear_what_each_was_doing(world: World, how: str) -> None:
+    words = {"verb": "broadcast", "shape": "[3, 4]", "size": "[5]", "dtype": "int32", "op": "max"}[how]
+    texts = world(3).run(disagree, how)
+    for text in texts:
+        assert "ranks disagree" in text
+        assert "all_reduce(sum)" in text
+        assert words in text
+        assert "rank 2" in text
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def raises(rank: int) -> tuple[int, str, str]:
+    group = bagua.init(timeout=60)
+    group.barrier()
+    if rank == 1:
+        raise LookupError("no such sample: 17")
+    with pytest.raises(bagua.PeerRaisedError, match=r"rank 1 on .* raised LookupError: no such sample: 17") as raised:
+        for_ever(lambda: group.all_reduce(np.ones(3)))
+    error = raised.value
+    return error.rank, error.kind, error.message
+
+
+def test_an_uncaught_exception_reaches_the_other_ranks(world: World) -> None:
+    run = world(3, expect_exit={1: 1})
+    results = run.run(raises)
+    assert results == [(1, "LookupError", "no such sample: 17"), None, (1, "LookupError", "no such sample: 17")]
+    assert "LookupError: no such sample: 17" in run.output[1]
+
+
+def times_out(rank: int) -> tuple[tuple[int, ...], float] | None:
+    group = bagua.init(timeout=60)
+    group.barrier()
+    if rank == 1:
+        # Does not take part until the others have given up.
+        with pytest.raises(bagua.BaguaTimeoutError):
+            for_ever(group.communicator.cause)
+        return None
+    with pytest.raises(TimeoutError) as raised:
+        group.all_reduce(np.ones(3), timeout=0.3)
+    assert isinstance(raised.value, bagua.BaguaTimeoutError)
+    return raised.value.missing, raised.value.after
+
+
+def test_a_deadline_names_who_did_not_take_part(world: World) -> None:
+    results = world(2).run(times_out)
+    assert results[0] == ((1,), 0.3)
+
+
+# --- the GIL ----------------------------------------------------------------------------------------------------------
+
+
+def holds_the_gil(rank: int) -> float:
+    group = bagua.init(timeout=60)
+    x, y = np.ones(1000), np.ones(1000)
+    group.barrier()
+    start = time.monotonic()
+    handles = [group.all_reduce(x, "max", async_op=True) for _ in range(50)]
+    if rank == 0:
+        # A C function called with the GIL held: no Python runs in this process for two seconds.
+        ctypes.PyDLL(None).usleep(2_000_000)
+    for handle in handles:
+        handle.wait()
+    took = time.monotonic() - start
+    # Heartbeats, whose timeout is one second here, went on.
+    group.all_reduce(y)
+    bagua.shutdown()
+    return took
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_rank_that_holds_the_gil_stops_neither_its_peers_nor_its_heartbeats(world: World, transport: str) -> None:
+    env = {"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport}
+    took = world(2, env=env).run(holds_the_gil)
+    assert took[0] >= 2.0
+    assert took[1] < 1.5
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def leaves_an_operation_behind(rank: int) -> str:
+    group = bagua.init(timeout=300)
+    group.barrier()
+    if rank == 0:
+        group.all_reduce(np.ones(1000), async_op=True)
+    return "done"
+
+
+def test_the_interpreter_ends_although_an_operation_is_pending(world: World) -> None:
+    assert world(2).run(leaves_an_operation_behind) == ["done", "done"]
+
+
+def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
+    group = bagua.init(timeout=300)
+    group.barrier()
+    if rank == 1:
+        with pytest.raises(bagua.PeerRaisedError) as raised:
+            for_ever(group.communicator.cause)
+        return raised.value.kind, 0.0
+    x = np.ones(1000)
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.3, press)
+    timer.start()
+    try:
+        if blocking:
+            group.all_reduce(x)
+        else:
+            group.all_reduce(x, async_op=True).wait()
+    except KeyboardInterrupt:
+        took = time.monotonic() - pressed[0]
+        group.communicator.raise_("KeyboardInterrupt", "")
+        return "KeyboardInterrupt", took
+    raise AssertionError("rank 1 never took part")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_ctrl_c_ends_a_wait_within_a_second_and_the_peers_hear_it(world: World, blocking: bool) -> None:
+    results = world(2).run(interrupted, blocking)
+    assert [kind for kind, _ in results] == ["KeyboardInterrupt", "KeyboardInterrupt"]
+    assert results[0][1] < 1.0
+
+
+def forks(rank: int) -> list[str]:
+    group = bagua.init(timeout=60)
+    x = np.ones(100)
+    group.all_reduce(x)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # A child that ends as a program does, atexit and all, and meets the error first.
+        try:
+            group.all_reduce(x)
+        except bagua.BaguaError as error:
+            os.write(write, str(error).encode())
+        try:
+            bagua.all_reduce(x)
+        except bagua.BaguaError as error:
+            os.write(write, b"|" + str(error).encode())
+        raise SystemExit(0)
+    os.close(write)
+    said = os.read(read, 4096)
+    while more := os.read(read, 4096):
+        said += more
+    os.waitpid(child, 0)
+    y = np.ones(100)
+    group.all_reduce(y)
+    assert (y == group.size).all()
+    bagua.shutdown()
+    return said.decode().split("|")
+
+
+def test_a_forked_child_cannot_use_or_break_its_parents_group(world: World) -> None:
+    for group, default in world(2).run(forks):
+        assert "fork" in group
+        assert "bagua.init()" in default

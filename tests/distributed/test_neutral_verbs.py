@@ -1,0 +1,310 @@
+"""Every verb on arrays against a float64 NumPy oracle, in one run of processes per world of one to four ranks."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+
+SIZES = (0, 1, 7, 1023, (1 << 20) + 3)
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("uint8", "int8", "int32", "int64")
+OPS: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "bor": np.bitwise_or,
+    "band": np.bitwise_and,
+    "bxor": np.bitwise_xor,
+}
+
+
+def data(seed: int, shape: int | tuple[int, ...], dtype: str, world: int) -> list[np.ndarray]:
+    """What every rank contributes: each rank computes all of them, and so knows what must come out."""
+    made = []
+    for rank in range(world):
+        random = np.random.default_rng([seed, rank])
+        if dtype == "bool":
+            made.append(random.integers(0, 2, shape).astype(bool))
+        elif dtype in INTEGERS:
+            made.append(random.integers(0, 5, shape).astype(dtype))
+        else:
+            made.append(random.uniform(0.5, 1.5, shape).astype(dtype))
+    return made
+
+
+def expected(inputs: list[np.ndarray], op: str) -> np.ndarray:
+    """In float64 for floats; in the type itself, wrapping around, for the others."""
+    name = "sum" if op == "avg" else op
+    wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in inputs]
+    total = wide[0]
+    for x in wide[1:]:
+        total = np.asarray(OPS[name](total, x)).astype(wide[0].dtype)
+    return total / len(inputs) if op == "avg" else total
+
+
+def close(result: np.ndarray, inputs: list[np.ndarray], op: str) -> bool:
+    oracle = expected(inputs, op)
+    if result.dtype.kind != "f" or op in ("min", "max"):
+        return bool((result == oracle.astype(result.dtype)).all())
+    eps = float(np.finfo(result.dtype).eps)
+    return bool((np.abs(result.astype(np.float64) - oracle) <= len(inputs) * eps * np.abs(oracle)).all())
+
+
+def allowed(op: str, dtype: str) -> bool:
+    if op == "avg":
+        return dtype in FLOATS
+    if op in ("bor", "band", "bxor"):
+        return dtype not in FLOATS
+    return not (op == "sum" and dtype == "bool")
+
+
+def reductions(group: bagua.Group, note: Callable[[np.ndarray], None]) -> None:
+    rank, world = group.rank, group.size
+    for dtype in (*FLOATS, *INTEGERS, "bool"):
+        for op in (*OPS, "avg"):
+            if not allowed(op, dtype):
+                continue
+            for size in SIZES[:4] if (dtype, op) != ("float32", "sum") else SIZES:
+                inputs = data(size, size, dtype, world)
+                x = inputs[rank].copy()
+                assert bagua.all_reduce(x, op) is x
+                assert close(x, inputs, op), (dtype, op, size)
+                note(x)
+    inputs = data(3, (4, 5), "float32", world)
+    x, out = inputs[rank].copy(), np.empty((4, 5), np.float32)
+    assert group.all_reduce(x, out=out) is out
+    assert (x == inputs[rank]).all()
+    assert close(out, inputs, "sum")
+    again = np.empty_like(out)
+    group.all_reduce(x, out=again)
+    assert again.tobytes() == out.tobytes()
+    strided = np.zeros((4, 10), np.float32)[:, ::2]
+    strided[...] = inputs[rank]
+    group.all_reduce(strided, out=again)
+    assert again.tobytes() == out.tobytes()
+    scalar = np.array(float(rank + 1))
+    group.all_reduce(scalar, "max")
+    assert scalar.shape == ()
+    assert scalar == world
+    for root in range(world):
+        x = inputs[rank].copy()
+        result = group.reduce(x, root)
+        if rank == root:
+            assert result is x
+            assert close(x, inputs, "sum")
+        else:
+            assert result is None
+            assert (x == inputs[rank]).all()
+        result = group.reduce(inputs[rank], root, "max", out=np.empty((4, 5), np.float32))
+        assert (result is not None) == (rank == root)
+        assert result is None or close(result, inputs, "max")
+    inputs = data(4, (2 * world, 3), "float64", world)
+    part = slice(2 * rank, 2 * rank + 2)
+    given = inputs[rank].copy()
+    result = group.reduce_scatter(given, "avg")
+    assert result.shape == (2, 3)
+    assert close(result, [x[part] for x in inputs], "avg")
+    assert (given == inputs[rank]).all()
+    assert group.reduce_scatter(given, "avg", out=given[part]) is not None
+    assert (given[part] == result).all()
+    note(group.all_gather(result))
+
+
+def movements(group: bagua.Group) -> None:
+    rank, world = group.rank, group.size
+    for size in SIZES:
+        inputs = data(size, size, "int32", world)
+        for root in {0, world - 1}:
+            x = inputs[rank].copy()
+            assert group.broadcast(x, root) is x
+            assert (x == inputs[root]).all()
+            frozen, out = inputs[rank].copy(), np.empty(size, np.int32)
+            frozen.flags.writeable = False
+            assert group.broadcast(frozen, root, out=out) is out
+            assert (out == inputs[root]).all()
+            gathered = group.gather(inputs[rank], root)
+            assert (gathered is None) == (rank != root)
+            assert gathered is None or (gathered == np.stack(inputs)).all()
+            row = np.empty(size, np.int32)
+            rows = np.stack([x + root for x in inputs])
+            scattered = group.scatter(rows, root) if rank == root else group.scatter(src=root, out=row)
+            assert (scattered == inputs[rank] + root).all()
+        assert (group.all_gather(inputs[rank]) == np.stack(inputs)).all()
+        whole = np.zeros((world, size), np.int32)
+        whole[rank] = inputs[rank]
+        assert group.all_gather(whole[rank], out=whole) is whole
+        assert (whole == np.stack(inputs)).all()
+        table = np.stack([inputs[rank] + to for to in range(world)])
+        turned = np.stack([inputs[sender] + rank for sender in range(world)])
+        out = np.empty_like(table)
+        assert group.all_to_all(table, out=out) is out
+        assert (out == turned).all()
+        assert group.all_to_all(table) is table
+        assert (table == turned).all()
+    rows = np.arange(world * 2.0).reshape(world, 2)
+    if rank == 0:
+        group.scatter(rows, 0, out=rows[0])
+    else:
+        assert (group.scatter(src=0, out=np.empty(2)) == rows[rank]).all()
+    if world > 1:
+        around, before = (rank + 1) % world, (rank - 1) % world
+        x, got = np.full(1000, rank, np.int64), np.empty(1000, np.int64)
+        sent = group.send(x, around, async_op=True) if rank % 2 else group.send(x, around) if rank < world - 1 else None
+        if rank == world - 1 and not rank % 2:
+            group.recv(got, before)
+            group.send(x, around)
+        else:
+            assert group.recv(got, before) is got
+        if sent is not None:
+            assert sent.wait() is None
+        assert (got == before).all()
+    group.barrier()
+
+
+def other_arrays(group: bagua.Group) -> None:
+    rank, world = group.rank, group.size
+    numbers = array.array("i", [rank, 1])
+    assert group.all_reduce(numbers) is numbers
+    assert list(numbers) == [sum(range(world)), world]
+    text = bytearray(b"rank %d" % rank)
+    group.broadcast(memoryview(text), world - 1)
+    assert text == b"rank %d" % (world - 1)
+    out = bytearray(3)
+    group.all_reduce(bytes([rank, 1, 2]), "max", out=out)
+    assert out == bytes([world - 1, 1, 2])
+
+
+def asynchronous(group: bagua.Group) -> None:
+    rank, world = group.rank, group.size
+    x = np.full(5000, 1.0)
+    handles = [group.all_reduce(x, async_op=True) for _ in range(10)]
+    y = np.full(3, float(rank))
+    last = group.all_reduce(y, "max", async_op=True)
+    # Blocking verbs come after what was submitted before.
+    z = np.full(3, float(rank))
+    group.all_reduce(z, "min")
+    assert all(handle.is_completed() for handle in [*handles, last])
+    assert handles[3].wait() is x
+    assert last.wait(timeout=30) is y
+    assert (x == float(world) ** 10).all()
+    assert (y == world - 1).all()
+    assert (z == 0).all()
+    temporary = [group.all_gather(np.full(1000, i), async_op=True) for i in range(5)]
+    assert all((handle.wait() == i).all() for i, handle in enumerate(temporary))
+    assert group.barrier(async_op=True).wait() is None
+
+
+def refusals(group: bagua.Group) -> None:
+    """Each is raised before anything is sent: the other ranks never hear of it, and the group stays usable."""
+    rank, world = group.rank, group.size
+    floats, frozen = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (TypeError, "avg of int32", lambda: group.all_reduce(np.zeros(3, np.int32), "avg")),
+        (TypeError, "sum of bool", lambda: group.all_reduce(np.zeros(3, bool))),
+        (TypeError, "bor of float32", lambda: group.all_reduce(floats, "bor")),
+        (ValueError, "op='mean' is none of", lambda: group.all_reduce(floats, "mean")),
+        (ValueError, "op=5", lambda: group.all_reduce(floats, 5)),
+        (TypeError, "complex64", lambda: group.all_reduce(np.zeros(3, np.complex64))),
+        (TypeError, "list", lambda: group.all_reduce([1.0])),  # type: ignore[arg-type]
+        (ValueError, "read-only: give out=", lambda: group.all_reduce(frozen)),
+        (ValueError, "not contiguous", lambda: group.all_reduce(np.zeros((3, 4)).T)),
+        (ValueError, "out has shape", lambda: group.all_reduce(floats, out=np.zeros(4, np.float32))),
+        (TypeError, "out has elements", lambda: group.all_reduce(floats, out=np.zeros(3))),
+        (ValueError, "out is read-only", lambda: group.all_reduce(floats, out=frozen)),
+        (ValueError, "src=9 is not a rank", lambda: group.broadcast(floats, 9)),
+        (ValueError, "dst=-1 is not a rank", lambda: group.reduce(floats, -1)),
+        (ValueError, "this rank itself", lambda: group.send(floats, rank)),
+        (
+            ValueError,
+            "cannot be divided",
+            lambda: group.reduce_scatter(np.zeros(world * 2 + 1)) if world > 1 else oops(),
+        ),
+        (ValueError, "cannot be divided", lambda: group.all_to_all(np.array(1.0))),
+        (ValueError, "needs an array", lambda: group.scatter(src=rank)),
+        (ValueError, "overlap", lambda: group.all_reduce(floats[:2], out=floats[1:])),
+        (ValueError, "timeout is -1", lambda: group.barrier(timeout=-1)),
+    ]
+
+    def oops() -> None:
+        raise ValueError("cannot be divided: one rank divides everything")
+
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
+    x = np.ones(2)
+    group.all_reduce(x)
+    assert (x == world).all()
+
+
+def subgroups(group: bagua.Group) -> None:
+    rank, world = group.rank, group.size
+    members = [r for r in range(world) if r != 0] or [0]
+    part = group.new_group(members)
+    assert (part is not None) == (rank in members)
+    if part is not None:
+        assert (part.rank, part.size, part.ranks) == (members.index(rank), len(members), members)
+        x = np.array([float(rank)])
+        part.all_reduce(x)
+        assert x[0] == sum(members)
+        part.broadcast(x, part.size - 1)
+        assert part.name in bagua.stats()["groups"]
+        second = group.subgroup(members)
+        assert second is not None
+        assert second.name != part.name
+        second.barrier()
+    group.barrier()
+
+
+def everything(rank: int) -> dict[str, Any]:
+    group = bagua.init(timeout=60)
+    assert (group.rank, group.size, group.ranks) == (rank, group.size, list(range(group.size)))
+    with pytest.raises(bagua.BaguaError, match="already"):
+        bagua.init()
+    digest = hashlib.sha256()
+    reductions(group, lambda x: digest.update(x.tobytes()))
+    movements(group)
+    other_arrays(group)
+    asynchronous(group)
+    refusals(group)
+    subgroups(group)
+    stats = bagua.stats()["groups"]["world"]
+    bagua.shutdown()
+    bagua.shutdown()
+    return {"digest": digest.hexdigest(), "stats": stats, "hosts": group.local_world_size}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_verb_equals_the_oracle_and_shm_equals_tcp(world: Callable[..., Any], size: int) -> None:
+    near = world(size).run(everything)
+    assert len({result["digest"] for result in near}) == 1
+    assert {result["stats"]["collective"] for result in near} == {"solo" if size == 1 else "shm"}
+    for result in near:
+        ops = result["stats"]["ops"]
+        assert ops["all_reduce"]["calls"] > 100
+        assert ops["all_reduce"]["payload_bytes"] > 4 << 20
+        assert all(counts["wire_bytes_sent"] == 0 for counts in ops.values())
+    if size == 1:
+        return
+    far = world(size, env={"BAGUA_TRANSPORT": "tcp"}).run(everything)
+    assert {result["digest"] for result in far} == {near[0]["digest"]}
+    for rank, result in enumerate(far):
+        others = [name for to, name in result["stats"]["transports"].items() if to != rank]
+        assert others == ["tcp"] * (size - 1)
+        assert result["stats"]["ops"]["all_reduce"]["wire_bytes_sent"] > 0
+
+
+def test_two_hosts_of_two_ranks_add_inside_the_hosts_first(world: Callable[..., Any]) -> None:
+    results = world(4, hosts=[[0, 1], [2, 3]]).run(everything)
+    assert {result["stats"]["collective"] for result in results} == {"hier"}
+    assert len({result["digest"] for result in results}) == 1
+    assert results[0]["stats"]["transports"] == {0: "self", 1: "shm", 2: "tcp", 3: "tcp"}
+    assert [result["hosts"] for result in results] == [2, 2, 2, 2]

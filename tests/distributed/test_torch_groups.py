@@ -1,0 +1,315 @@
+"""Joining and leaving through torch: who wins over whom, what is left alone, what the others hear, and forks."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
+from tests.distributed.torch_ranks import ENVIRONMENT
+from tests.world import World
+
+Runner = Any
+
+
+def run(size: int, function: Runner, *args: Any, **options: Any) -> list[Any]:
+    options.setdefault("env", ENVIRONMENT)
+    return World(size, timeout=90.0, **options).run(function, *args)
+
+
+def summed(rank: int) -> float:
+    tensor = torch.tensor([rank + 1.0])
+    bagua.allreduce_inplace(tensor)
+    return tensor.item()
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def joins_again_and_again(rank: int) -> list[float]:
+    assert not bagua.is_initialized()
+    sums, counts = [], []
+    port = int(os.environ["MASTER_PORT"])
+    for _ in range(3):
+        # Through one store that outlives the groups.
+        store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=30), wait_for_workers=False)
+        for _ in range(2):
+            # The ranks count the other way round than their launcher did.
+            bagua.init_process_group(store, 2 - rank, 3, 3)
+            assert bagua.is_initialized()
+            assert (bagua.get_rank(), bagua.get_world_size()) == (2 - rank, 3)
+            assert (bagua.get_local_rank(), bagua.get_local_size()) == (2 - rank, 3)
+            assert dist.is_initialized()
+            with pytest.raises(RuntimeError, match="called twice"):
+                bagua.init_process_group()
+            sums.append(summed(2 - rank))
+            model = torch.nn.Linear(2, 2)
+            model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
+            assert model.bagua_module_name == "Linear_0"
+            model(torch.ones(1, 2)).sum().backward()
+            bagua.barrier()
+            bagua.destroy_process_group()
+            assert not bagua.is_initialized()
+            assert not dist.is_initialized()
+            assert not hasattr(model, "bagua_ddp")
+            # Trains on alone.
+            model(torch.ones(1, 2)).sum().backward()
+            counts.append(threads())
+        del store
+        port += 1
+    bagua.destroy_process_group()
+    assert counts[-1] <= counts[0], f"threads are left behind: {counts}"
+    return sums
+
+
+def test_one_process_joins_group_after_group_and_explicit_ranks_win() -> None:
+    assert run(3, joins_again_and_again) == [[6.0] * 6] * 3
+
+
+def leaves_torch_alone(rank: int) -> float:
+    dist.init_process_group("gloo")
+    bagua.init_process_group()
+    total = summed(rank)
+    with pytest.raises(RuntimeError, match="called twice"):
+        bagua.init_process_group()
+    neutral.shutdown()
+    assert not bagua.is_initialized()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+    with pytest.raises(ValueError, match=r"rank \d was given, but torch.distributed is initialised with \d"):
+        bagua.init_process_group(rank=1 - rank)
+    # Ranks and size are those of torch when the environment says nothing.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    bagua.init_process_group()
+    assert (bagua.get_rank(), bagua.get_world_size()) == (dist.get_rank(), 2)
+    assert summed(rank) == total
+    bagua.destroy_process_group()
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return total
+
+
+def test_a_torch_distributed_that_somebody_else_began_is_left_alone() -> None:
+    assert run(2, leaves_torch_alone) == [3.0, 3.0]
+
+
+def works_without_a_launcher(rank: int) -> float:
+    with pytest.raises(BaguaError, match=r"call bagua\.torch_api\.init_process_group"):
+        bagua.barrier()
+    with pytest.raises(BaguaError, match=r"call bagua\.torch_api\.init_process_group"):
+        torch.nn.Linear(1, 1).with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
+    with pytest.raises(ValueError, match="with a store also needs rank, local_world_size"):
+        bagua.init_process_group(dist.HashStore(), world_size=1)
+    with pytest.raises(ValueError, match="rank 3 is not in a world of 2"):
+        bagua.init_process_group(dist.HashStore(), 3, 2, 2)
+    with pytest.raises(ValueError, match="local rank"):
+        bagua.init_process_group(dist.HashStore(), 0, 1, 0)
+    assert not dist.is_initialized()
+    bagua.init_process_group()
+    return summed(rank)
+
+
+def test_a_plain_script_is_a_world_of_one() -> None:
+    assert run(1, works_without_a_launcher, launcher_env=False) == [1.0]
+
+
+def waits_for_a_rank_that_does_not_come(rank: int) -> str:
+    dist.init_process_group("gloo")
+    if rank == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(BaguaTimeoutError) as caught:
+        bagua.init_process_group()
+    dist.barrier()
+    assert caught.value.missing == (1,)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    text = run(2, waits_for_a_rank_that_does_not_come, env={"BAGUA_TIMEOUT": "2"})[0]
+    assert "no word from rank(s) 1 after 2.0 s" in text
+
+
+def skips_a_parameter(rank: int, do_flatten: bool) -> str:
+    bagua.init_process_group()
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model.forward = lambda x, names: sum(model[name](x) for name in names)
+    model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
+    model(torch.ones(1, 2), "ab").sum().backward()
+
+    def train() -> None:
+        # A peer may be done with a step before it hears what this one met, but not with another one.
+        for _ in range(2):
+            model(torch.ones(1, 2), "a" if rank == 1 else "ab").sum().backward()
+
+    with pytest.raises(BaguaError) as caught:
+        train()
+    assert isinstance(caught.value, PeerRaisedError) == (rank != 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_an_unused_parameter_is_named_by_its_rank_and_heard_by_the_others(do_flatten: bool) -> None:
+    mine, *_ = texts = run(3, skips_a_parameter, do_flatten)
+    for text in texts:
+        assert "no gradient for 'b.weight', 'b.bias' of model 'ModuleDict_0'" in text or "'b.bias', 'b.weight'" in text
+        assert "on rank 1" in text
+        assert "find_unused_parameters=True" in text
+    assert mine.startswith("rank 1 on ")
+
+
+def all_skip_a_parameter(rank: int) -> tuple[str, str]:
+    bagua.init_process_group()
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model.forward = lambda x: model["a"](x)
+    model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
+    with pytest.raises(BaguaError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_every_rank_that_skipped_a_parameter_names_it_itself() -> None:
+    for rank, (kind, text) in enumerate(run(2, all_skip_a_parameter)):
+        # Never the other's report: this rank knows it first-hand.
+        assert kind == "BaguaError"
+        assert f"on rank {rank}" in text
+
+
+def a_function_of_a_bucket_fails(rank: int) -> str:
+    bagua.init_process_group()
+    model = torch.nn.Linear(2, 2)
+    model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
+
+    def fail(name: str) -> None:
+        if rank == 1:
+            raise LookupError(f"no luck with bucket {name}")
+
+    model.bagua_buckets[0].append_python_op(fail)
+
+    def train() -> None:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            bagua.barrier()
+
+    with pytest.raises(BaguaError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_an_error_on_the_communication_thread_is_raised_by_backward_on_every_rank() -> None:
+    assert all("LookupError: no luck with bucket 0" in text for text in run(2, a_function_of_a_bucket_fails))
+
+
+def raises_in_user_code(rank: int) -> str:
+    bagua.init_process_group()
+    model = torch.nn.Linear(2, 2)
+
+    def train() -> None:
+        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
+        if rank == 1:
+            raise LookupError("user code of rank 1")
+        while True:
+            model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(PeerRaisedError, match=r"rank 1 on .* raised LookupError: user code of rank 1") as caught:
+        train()
+    return caught.value.kind
+
+
+def test_an_exception_of_user_code_reaches_the_other_ranks_backward() -> None:
+    assert run(3, raises_in_user_code, expect_exit={1: 1}) == ["LookupError", None, "LookupError"]
+
+
+class Squares(torch.utils.data.Dataset[torch.Tensor]):
+    """Made in worker processes."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert not bagua.is_initialized(), "a forked worker is not a rank"
+        return torch.tensor([float(index), float(index**2)])
+
+
+def trains_with_forked_workers(rank: int, persistent: bool) -> list[float]:
+    bagua.init_process_group()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model.with_bagua([optimizer], bagua.algorithms.GradientAllReduceAlgorithm())
+    loader = DataLoader(
+        Squares(), 8, num_workers=2, multiprocessing_context="fork", persistent_workers=persistent, shuffle=True
+    )
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_data_loader_workers_forked_after_init_neither_hang_nor_disturb(persistent: bool) -> None:
+    # Ends without destroy_process_group too: the interpreter's exit leaves the group.
+    first, second = run(2, trains_with_forked_workers, persistent)
+    assert first == second
+
+
+def exits_with_an_operation_pending(rank: int) -> float:
+    bagua.init_process_group()
+    tensor = torch.zeros(4)
+    if rank == 0:
+        bagua.allreduce_inplace(tensor, async_op=True)
+    return time.time()
+
+
+def test_exit_with_a_pending_operation_does_not_hang() -> None:
+    started = run(2, exits_with_an_operation_pending)
+    assert time.time() - max(started) < 20
+
+
+def hierarchical(rank: int) -> tuple[Any, ...]:
+    bagua.init_process_group()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(64, 8)
+    model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(hierarchical=True))
+    model(torch.randn(4, 64)).square().sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    group = bagua.new_group()
+    intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
+    parts = (intra.rank(), intra.nranks(), inter.rank(), inter.nranks())
+    return gradient.numpy().tobytes(), parts, neutral.stats()["groups"]["world"]["collective"]
+
+
+def test_two_pretended_hosts_agree_and_know_their_leaders() -> None:
+    found = run(4, hierarchical, hosts=[[0, 1], [2, 3]])
+    assert len({gradient for gradient, _, _ in found}) == 1
+    assert [parts for _, parts, _ in found] == [(0, 2, 0, 2), (1, 2, -1, -1), (0, 2, 1, 2), (1, 2, -1, -1)]
+    assert {collective for _, _, collective in found} == {"hier"}
+
+
+def joins_twice_by_the_environment(rank: int) -> list[float]:
+    sums = []
+    for _ in range(3):
+        bagua.init_process_group()
+        sums.append(summed(rank))
+        bagua.destroy_process_group()
+    return sums
+
+
+def test_the_environment_can_be_joined_by_again() -> None:
+    assert run(2, joins_twice_by_the_environment) == [[3.0] * 3] * 2

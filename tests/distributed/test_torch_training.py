@@ -1,0 +1,576 @@
+"""with_bagua where it is easy to go wrong: what a model may be, and what a user may do between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import bagua.torch_api as bagua
+from bagua.errors import BaguaError, MismatchError
+from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+
+
+def allreduce() -> bagua.algorithms.GradientAllReduceAlgorithm:
+    return bagua.algorithms.GradientAllReduceAlgorithm()
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def wrapped(model: torch.nn.Module, **options: object) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], allreduce(), **options)
+    return optimizer
+
+
+def averaged(tensor: torch.Tensor) -> torch.Tensor:
+    mean = tensor.clone()
+    bagua.allreduce_inplace(mean, bagua.ReduceOp.AVG)
+    return mean
+
+
+class Branches(torch.nn.Module):
+    """Two layers, of which a forward uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Linear(3, 2)
+        self.right = torch.nn.Linear(3, 2)
+        self.never = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        return sum((getattr(self, name)(x) for name in names), torch.zeros(len(x), 2))
+
+
+def parameters_at_the_root_are_synchronised(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = wrapped(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        assert same_everywhere(model.weight.grad, model.bias.grad)
+        optimizer.step()
+    assert same_everywhere(model.weight, model.bias)
+
+
+def gradients_are_the_average_of_the_ranks(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = torch.nn.Linear(3, 2)
+        wrapped(model, do_flatten=do_flatten)
+        alone = copy.deepcopy(model)
+        x = torch.randn(4, 3)
+        model(x).sum().backward()
+        alone(x).sum().backward()
+        assert torch.equal(model.weight.grad, averaged(alone.weight.grad))
+
+
+def a_sum_is_not_divided(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.with_bagua([sgd(model)], bagua.algorithms.GradientAllReduceAlgorithm(average=False))
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.bias.grad, torch.full((2,), float(bagua.get_world_size())))
+
+
+def buffers_and_frozen_parameters_start_equal(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model[0].weight.requires_grad_(False)
+    model[1].running_mean.fill_(float(rank))
+    model[1].num_batches_tracked.fill_(rank)
+    model.register_buffer("phase", torch.full((2,), 1j * rank))
+    model.register_buffer("short", torch.full((3,), rank, dtype=torch.int16))
+    wrapped(model)
+    assert same_everywhere(model[0].weight, model[1].running_mean, model[1].num_batches_tracked, model.short)
+    assert torch.equal(model.phase, torch.zeros(2, dtype=torch.complex64))
+
+
+def buffers_are_those_of_rank_0_before_each_training_forward(rank: int) -> None:
+    for broadcast_buffers in (True, False):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        wrapped(model, broadcast_buffers=broadcast_buffers)
+        model(torch.randn(5, 3))
+        model(torch.randn(5, 3))
+        seen: list[torch.Tensor] = []
+        handle = model[1].register_forward_pre_hook(lambda norm, _, seen=seen: seen.append(norm.running_mean.clone()))
+        model(torch.randn(5, 3))
+        handle.remove()
+        assert same_everywhere(seen[0]) == (broadcast_buffers or bagua.get_world_size() == 1)
+
+
+def a_forward_may_come_twice_before_a_backward(rank: int) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("factor", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # The buffer is saved for backward, and broadcast again by the second forward.
+            return self.weight * self.factor * x
+
+    model = Scaled()
+    wrapped(model)
+    (model(torch.ones(3)).sum() + model(torch.ones(3)).sum()).backward()
+    assert torch.equal(model.weight.grad, torch.full((3,), 2.0))
+
+
+def ignored_parameters_and_buffers_stay_apart(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model._bagua_params_and_buffers_to_ignore = ["0.bias"]
+    model._ddp_params_and_buffers_to_ignore = ["1.running_mean"]
+    with torch.no_grad():
+        model[0].bias.fill_(float(rank))
+        model[1].running_mean.fill_(float(rank))
+    wrapped(model)
+    assert model[0].bias.sum() == 4.0 * rank
+    assert model[1].running_mean.sum() == 4.0 * rank
+    (model(torch.randn(5, 3)) * (rank + 1)).square().sum().backward()
+    assert same_everywhere(model[0].weight.grad)
+    assert "0.bias" not in [name for name, _ in model.bagua_ddp.bagua_build_params()]
+
+
+def an_unused_parameter_is_tolerated_where_that_was_asked_for(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = Branches()
+        wrapped(model, find_unused_parameters=True, do_flatten=do_flatten)
+        size, x = bagua.get_world_size(), torch.ones(1, 3)
+        for _ in range(2):
+            model.zero_grad()
+            # The last rank takes another way than the others; nobody ever takes the third.
+            model(x, "left" if rank == size - 1 else "right").sum().backward()
+            assert model.never.weight.grad is None
+            assert torch.allclose(model.left.bias.grad, torch.full((2,), 1 / size))
+            if size > 1:
+                assert torch.allclose(model.right.bias.grad, torch.full((2,), (size - 1) / size))
+            assert same_everywhere(*(parameter.grad for parameter in model.parameters()))
+
+
+def an_old_gradient_of_a_parameter_that_nobody_used_does_not_change(rank: int) -> None:
+    model = Branches()
+    wrapped(model, find_unused_parameters=True)
+    model(torch.full((1, 3), 1.1), "left", "right").sum().backward()
+    before = model.right.weight.grad.clone()
+    model.left.zero_grad()
+    model(torch.full((1, 3), 1.1), "left").sum().backward()
+    assert torch.equal(model.right.weight.grad, before)
+
+
+def a_second_backward_without_a_forward_is_communicated_too(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    wrapped(model)
+    loss = (model(torch.ones(1, 3)) * (rank + 1)).sum()
+    loss.backward(retain_graph=True)
+    once = model.weight.grad.clone()
+    loss.backward()
+    assert same_everywhere(model.weight.grad)
+    assert torch.allclose(model.weight.grad, 2 * once)
+
+
+def gradients_accumulate_under_no_sync(rank: int) -> None:
+    for do_flatten, set_to_none in ((True, True), (True, False), (False, True), (False, False)):
+        model = torch.nn.Linear(3, 2)
+        optimizer = wrapped(model, do_flatten=do_flatten)
+        alone = copy.deepcopy(model)
+        for step in range(2):
+            xs = [torch.randn(4, 3) for _ in range(3)]
+            optimizer.zero_grad(set_to_none=set_to_none)
+            alone.zero_grad()
+            with model.bagua_ddp.no_sync():
+                model(xs[0]).sum().backward()
+            with bagua.no_sync(model):
+                model(xs[1]).sum().backward()
+            if step == 0 and bagua.get_world_size() > 1:
+                assert not same_everywhere(model.weight.grad)
+            model(xs[2]).sum().backward()
+            for x in xs:
+                alone(x).sum().backward()
+            assert torch.equal(model.weight.grad, averaged(alone.weight.grad))
+
+
+def a_parameter_used_only_under_no_sync_is_sent_by_the_next_backward(rank: int) -> None:
+    model = Branches()
+    del model.never
+    wrapped(model)
+    with model.bagua_ddp.no_sync():
+        model(torch.ones(1, 3) * rank, "right").sum().backward()
+    model(torch.ones(1, 3), "left").sum().backward()
+    size = bagua.get_world_size()
+    assert torch.allclose(model.right.weight.grad, torch.full((2, 3), (size - 1) / 2))
+
+
+def tied_weights_are_sent_once(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    wrapped(model)
+    alone = copy.deepcopy(model)
+    assert alone[1].weight is alone[0].weight
+    x = torch.randn(2, 3)
+    model(x).square().sum().backward()
+    alone(x).square().sum().backward()
+    assert torch.allclose(model[0].weight.grad, averaged(alone[0].weight.grad))
+    assert sum(len(bucket.tensors) for bucket in model.bagua_buckets) == 3
+
+
+def element_types_do_not_share_a_bucket(rank: int) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, dtype=dtype) for dtype in (torch.float32, torch.float64) * 2))
+    model.append(torch.nn.Linear(3, 3, dtype=torch.bfloat16))
+    model.append(torch.nn.Linear(3, 3, dtype=torch.float16))
+    wrapped(model)
+    assert [len(bucket.tensors) for bucket in model.bagua_buckets] == [2, 2, 4, 4]
+    x: torch.Tensor = torch.randn(2, 3)
+    for layer in model:
+        x = layer(x.to(layer.weight.dtype))
+    x.float().sum().backward()
+    assert same_everywhere(*(parameter.grad.view(torch.uint8) for parameter in model.parameters()))
+
+
+def empty_and_scalar_parameters_are_parameters(rank: int) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = torch.nn.Parameter(torch.tensor(2.0))
+            self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+            self.no_more = torch.nn.Parameter(torch.empty(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scalar * x.sum() + self.nothing.sum() + self.no_more.sum()
+
+    for do_flatten in (True, False):
+        model = Odd()
+        wrapped(model, do_flatten=do_flatten)
+        model(torch.full((2,), float(rank))).backward()
+        assert model.scalar.grad.item() == bagua.get_world_size() - 1
+
+
+def gradients_keep_the_layout_of_their_parameters(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        wrapped(model, do_flatten=do_flatten)
+        alone = copy.deepcopy(model)
+        x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+        model(x).square().sum().backward()
+        alone(x).square().sum().backward()
+        assert model.weight.grad.stride() == model.weight.stride()
+        assert torch.allclose(model.weight.grad, averaged(alone.weight.grad.contiguous()), rtol=1e-5)
+
+
+def a_gradient_with_gaps_is_averaged_too(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = torch.nn.Linear(4, 2, bias=False)
+        wrapped(model, do_flatten=do_flatten)
+        model.weight.grad = torch.zeros(2, 8)[:, ::2]
+        (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()
+        assert torch.allclose(model.weight.grad, torch.full((2, 4), (bagua.get_world_size() + 1) / 2))
+
+
+def a_graph_of_the_gradient_survives(rank: int) -> None:
+    for do_flatten in (True, False):
+        weight = torch.nn.Linear(3, 1, bias=False)
+        wrapped(weight, do_flatten=do_flatten)
+        loss = weight(torch.ones(1, 3)).pow(3).sum() * (rank + 1)
+        loss.backward(create_graph=True)
+        assert same_everywhere(weight.weight.grad)
+        assert weight.weight.grad.requires_grad
+        (second,) = torch.autograd.grad(weight.weight.grad.sum(), weight.weight)
+        assert second.abs().sum() > 0
+
+
+def checkpoints_are_waited_for_whole(rank: int) -> None:
+    for use_reentrant in (True, False):
+        for checkpointed in ((0, 1), (0,), (1,)):
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+            wrapped(model)
+            y = torch.randn(2, 3, requires_grad=True)
+            for i, layer in enumerate(model):
+                y = checkpoint(layer, y, use_reentrant=use_reentrant) if i in checkpointed else layer(y)
+            y.square().sum().backward()
+            assert same_everywhere(*(parameter.grad for parameter in model.parameters()))
+
+
+def two_models_are_trained_in_turn(rank: int) -> None:
+    generator, discriminator = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+    algorithm = allreduce()
+    g, d = sgd(generator), sgd(discriminator)
+    generator.with_bagua([g], algorithm)
+    discriminator.with_bagua([d], algorithm)
+    assert generator.bagua_module_name != discriminator.bagua_module_name
+    for _ in range(4):
+        d.zero_grad()
+        fake = generator(torch.randn(4, 2))
+        (discriminator(fake.detach()).mean() - discriminator(torch.randn(4, 3)).mean()).backward()
+        d.step()
+        g.zero_grad()
+        # Reaches the discriminator's parameters as well.
+        (-discriminator(fake).mean()).backward()
+        g.step()
+    assert same_everywhere(*generator.parameters(), *discriminator.parameters())
+
+
+def a_model_can_be_wrapped_again(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = wrapped(model)
+    threads = None
+    for average in (True, False, True):
+        model.with_bagua([optimizer], bagua.algorithms.GradientAllReduceAlgorithm(average=average))
+        count = len(list(Path("/proc/self/task").iterdir()))
+        threads = threads or count
+        assert count == threads, "the engine of an earlier wrapping still has its thread"
+        assert len(model._forward_pre_hooks) == 1
+        assert len(model.weight._post_accumulate_grad_hooks) == 1
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        assert model.bias.grad[0] == (1 if average else bagua.get_world_size())
+
+
+def a_model_that_is_gone_leaves_no_thread(rank: int) -> None:
+    before = len(list(Path("/proc/self/task").iterdir()))
+    model = torch.nn.Linear(3, 2)
+    optimizer = wrapped(model)
+    gone = weakref.ref(model.bagua_ddp)
+    assert len(list(Path("/proc/self/task").iterdir())) > before
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+    del optimizer
+
+
+def unwrapping_ends_the_communication(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    wrapped(model)
+    bagua.unwrap(model)
+    assert not hasattr(model, "bagua_ddp")
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 3), float(rank)))
+
+
+def copies_of_a_model_are_plain_and_train_alone(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    wrapped(model)
+    model(torch.randn(5, 3)).square().sum().backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert not hasattr(twin, "bagua_ddp")
+        assert list(twin.state_dict()) == list(model.state_dict())
+        assert not any(parameter.is_bagua_tensor() for parameter in twin.parameters())
+        twin.zero_grad()
+        (twin(torch.randn(5, 3)) * (rank + 1)).square().sum().backward()
+        assert not same_everywhere(twin[0].weight.grad) or bagua.get_world_size() == 1
+    assert list(model.state_dict())[:2] == ["0.weight", "0.bias"]
+    model.zero_grad()
+    model(torch.randn(5, 3)).square().sum().backward()
+    assert same_everywhere(model[0].weight.grad)
+
+
+def optimizer_state_becomes_that_of_rank_0(rank: int) -> None:
+    kinds = (
+        lambda p: torch.optim.Adam(p, lr=0.1 * (rank + 1)),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Rprop(p, lr=0.1),
+    )
+    for make in kinds:
+        for fresh in (None, 0, 1):
+            model = torch.nn.Linear(3, 2)
+            optimizer = make(model.parameters())
+            # One rank has nothing to tell, or nothing to receive into.
+            for _ in range(0 if rank == fresh else 1 + rank):
+                model(torch.randn(2, 3)).sum().backward()
+                optimizer.step()
+            model.with_bagua([optimizer], allreduce())
+            state = pickle.dumps(_plain(optimizer.state_dict()))
+            assert bagua.broadcast_object(state) == state
+            assert bool(optimizer.state) == (fresh != 0)
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+            assert same_everywhere(model.weight)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def models_that_differ_are_named_on_every_rank(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return
+    last = rank == bagua.get_world_size() - 1
+    models = (
+        torch.nn.Linear(3, 4 if last else 2),
+        torch.nn.Linear(3, 2, bias=not last),
+        torch.nn.Linear(3, 2, dtype=torch.float64 if last else torch.float32),
+    )
+    for model, said in zip(models, ("'weight' float32[2, 3]", "'bias'", "'weight' float64[2, 3]"), strict=True):
+        with pytest.raises(MismatchError) as caught:
+            wrapped(model)
+        assert said in str(caught.value)
+        assert f"rank {bagua.get_world_size() - 1} has" in str(caught.value)
+    # The comparison comes before everything else, so nothing is broken.
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(MismatchError, match="bucket_size"):
+        wrapped(model, bucket_size=100 + rank)
+    wrapped(model)
+
+
+def models_that_cannot_be_wrapped_are_refused(rank: int) -> None:
+    with pytest.raises(NotImplementedError, match="'0' has sparse gradients"):
+        wrapped(torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True)))
+    with pytest.raises(TypeError, match=r"parameter 'weight' has dtype torch.complex64"):
+        wrapped(torch.nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="'weight' has no shape yet"):
+        wrapped(torch.nn.LazyLinear(2))
+    with pytest.raises(NotImplementedError, match="is on meta"):
+        wrapped(torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(TypeError, match="algorithm must be an Algorithm"):
+        torch.nn.Linear(2, 2).with_bagua([], "gradient_allreduce")
+    shared = torch.nn.Linear(2, 2)
+    wrapped(shared)
+    with pytest.raises(ValueError, match=r"'0.weight' is already communicated by model 'Linear"):
+        wrapped(torch.nn.Sequential(shared))
+    if bagua.get_world_size() > 1:
+        # One rank's own mistake is heard by the others, and harms nothing.
+        with pytest.raises(NotImplementedError if rank == 0 else MismatchError, match="sparse"):
+            wrapped(torch.nn.Embedding(4, 2, sparse=rank == 0))
+    wrapped(torch.nn.Linear(2, 2))
+
+
+def parameters_that_come_or_change_later_are_named(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = wrapped(model)
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(BaguaError, match=r"\['0.bias'\] no longer do"):
+        model(torch.ones(1, 3))
+    model[0].bias.requires_grad_(True)
+    model.append(torch.nn.Linear(3, 3))
+    with pytest.raises(BaguaError, match=r"'2.weight', '2.bias'\] now need"):
+        model(torch.ones(1, 3))
+    model.with_bagua([optimizer], allreduce())
+    model(torch.ones(1, 3)).sum().backward()
+    assert same_everywhere(model[2].weight.grad)
+
+
+def a_backward_that_broke_off_is_forgotten(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    wrapped(model, bucket_size=1)
+    handle = model[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 3)).sum().backward()
+    handle.remove()
+    bagua.barrier()
+    model.zero_grad()
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    assert same_everywhere(*(parameter.grad for parameter in model.parameters()))
+
+
+def evaluation_and_recomputation_do_not_communicate(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    wrapped(model)
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        model.train()
+    checkpoint(model, torch.randn(4, 3), use_reentrant=False).square().sum().backward()
+    assert same_everywhere(model[0].weight.grad)
+
+
+def an_error_of_the_communication_thread_surfaces_in_backward(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    wrapped(model)
+    names: list[tuple[str, int]] = []
+    main = threading.get_ident()
+    for bucket in model.bagua_buckets:
+        bucket.append_python_op(lambda name: names.append((name, threading.get_ident())))
+    model(torch.ones(1, 3)).sum().backward()
+    assert [name for name, _ in names] == [bucket.name for bucket in model.bagua_buckets]
+    assert all(thread != main for _, thread in names)
+
+
+def a_model_trains_on_a_sub_group(rank: int) -> None:
+    size = bagua.get_world_size()
+    ranks = list(range(1, size)) or [0]
+    group = bagua.new_group(ranks)
+    model = torch.nn.Linear(3, 2)
+    if rank in ranks:
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], allreduce(), process_group=group)
+        (model(torch.ones(1, 3)) * rank).sum().backward()
+        assert torch.allclose(model.bias.grad, torch.full((2,), sum(ranks) / len(ranks)))
+    else:
+        with pytest.raises(ValueError, match="this rank is not in"):
+            model.with_bagua([sgd(model)], allreduce(), process_group=group)
+
+
+def the_original_names_are_there(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.bagua_module_name = f"net_{id(model) * 0}"
+    optimizer = wrapped(model)
+    assert model.bagua_module_name == "net_0"
+    assert model.bagua_optimizers == [optimizer]
+    assert isinstance(model.bagua_algorithm, bagua.algorithms.AlgorithmImpl)
+    assert [tensor.bagua_tensor_name for tensor in model.bagua_buckets[0].tensors] == ["bias", "weight"]
+    with contextlib.suppress(AttributeError):
+        assert torch.nn.Linear(2, 2).bagua_ddp is None
+    assert bagua.communication.get_backend("net_0") is model.bagua_ddp.backend
+
+
+CASES: list[Case] = [
+    parameters_at_the_root_are_synchronised,
+    gradients_are_the_average_of_the_ranks,
+    a_sum_is_not_divided,
+    buffers_and_frozen_parameters_start_equal,
+    buffers_are_those_of_rank_0_before_each_training_forward,
+    a_forward_may_come_twice_before_a_backward,
+    ignored_parameters_and_buffers_stay_apart,
+    an_unused_parameter_is_tolerated_where_that_was_asked_for,
+    an_old_gradient_of_a_parameter_that_nobody_used_does_not_change,
+    a_second_backward_without_a_forward_is_communicated_too,
+    gradients_accumulate_under_no_sync,
+    a_parameter_used_only_under_no_sync_is_sent_by_the_next_backward,
+    tied_weights_are_sent_once,
+    element_types_do_not_share_a_bucket,
+    empty_and_scalar_parameters_are_parameters,
+    gradients_keep_the_layout_of_their_parameters,
+    a_gradient_with_gaps_is_averaged_too,
+    a_graph_of_the_gradient_survives,
+    checkpoints_are_waited_for_whole,
+    two_models_are_trained_in_turn,
+    a_model_can_be_wrapped_again,
+    a_model_that_is_gone_leaves_no_thread,
+    unwrapping_ends_the_communication,
+    copies_of_a_model_are_plain_and_train_alone,
+    optimizer_state_becomes_that_of_rank_0,
+    models_that_differ_are_named_on_every_rank,
+    models_that_cannot_be_wrapped_are_refused,
+    parameters_that_come_or_change_later_are_named,
+    a_backward_that_broke_off_is_forgotten,
+    evaluation_and_recomputation_do_not_communicate,
+    an_error_of_the_communication_thread_surfaces_in_backward,
+    a_model_trains_on_a_sub_group,
+    the_original_names_are_there,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int) -> None:
+    check(run, size, case)

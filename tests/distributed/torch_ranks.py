@@ -1,0 +1,60 @@
+"""Many cases in one world of ranks, because every rank that starts imports torch for seconds.
+
+A case is a function of the rank. All ranks run all cases in order; a test for each looks at what became of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import bagua.torch_api as bagua
+from tests.world import make_world
+
+Case = Callable[[int], None]
+
+#: A case that hangs must not cost the whole deadline of the run.
+ENVIRONMENT = {"BAGUA_TIMEOUT": "30"}
+
+
+def run_cases(rank: int, cases: Sequence[Case]) -> dict[str, str]:
+    """Runs the cases on this rank; by name, what each raised ("" when nothing)."""
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    outcome = {}
+    for case in cases:
+        torch.manual_seed(17 + rank)
+        try:
+            case(rank)
+            bagua.barrier()
+            outcome[case.__name__] = ""
+        except Exception:
+            outcome[case.__name__] = traceback.format_exc()
+    bagua.destroy_process_group()
+    return outcome
+
+
+@functools.cache
+def outcomes(function: Callable[..., Any], size: int) -> list[dict[str, str]]:
+    """Every rank's outcomes of ``function``, which calls :func:`run_cases`. Runs once for all tests of a module."""
+    found: list[dict[str, str]] = make_world(size, env=ENVIRONMENT, timeout=150.0).run(function)
+    return found
+
+
+def check(function: Callable[..., Any], size: int, case: Case) -> None:
+    """Fails with every rank's traceback when a case failed."""
+    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(function, size))]
+    assert not any(texts[case.__name__] for texts in outcomes(function, size)), "\n".join(failed)
+
+
+def same_everywhere(*tensors: torch.Tensor | None) -> bool:
+    """True on every rank if the tensors are bitwise equal on all ranks (``None`` equals ``None``)."""
+    mine = [None if tensor is None else tensor.detach().contiguous().numpy().tobytes() for tensor in tensors]
+    theirs = bagua.broadcast_object(mine)
+    differs = torch.tensor([int(mine != theirs)], dtype=torch.int32)
+    bagua.allreduce_inplace(differs, bagua.ReduceOp.MAX)
+    return differs.item() == 0

@@ -1,0 +1,42 @@
+"""What users write, type-checked but never run."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from typing_extensions import assert_type
+
+import bagua
+import bagua.torch_api
+from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+
+
+def neutral() -> None:
+    group = bagua.init(rank=0, world_size=1, init_method="tcp://127.0.0.1:29500", timeout=30.0)
+    assert_type(group, bagua.Group)
+    assert_type(group.rank, int)
+    assert_type(group.size, int)
+    x = np.zeros(4, dtype=np.float32)
+    bagua.all_reduce(x, op="max")
+    handle = group.all_reduce(x, async_op=True)
+    handle.wait(timeout=1.0)
+    assert_type(handle.is_completed(), bool)
+    try:
+        bagua.barrier()
+    except bagua.PeerLostError as error:
+        assert_type(error.rank, int)
+        assert_type(error.host, str)
+    except bagua.BaguaTimeoutError as error:
+        assert_type(error.missing, tuple[int, ...])
+    bagua.shutdown()
+
+
+def torch_layer() -> None:
+    bagua.torch_api.init_process_group()
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = bagua.torch_api.with_bagua(model, [optimizer], GradientAllReduceAlgorithm(average=True))
+    with bagua.torch_api.no_sync(wrapped):
+        wrapped(torch.zeros(1, 4)).sum().backward()
+    bagua.torch_api.allreduce_inplace(torch.zeros(3), op=bagua.torch_api.ReduceOp.SUM)
+    assert_type(bagua.torch_api.get_rank(), int)

@@ -1,0 +1,10 @@
+"""What users must not get past a type checker: every line that is wrong says which error it expects."""
+
+from __future__ import annotations
+
+import bagua
+
+bagua.init(rank="0")  # expect: arg-type
+bagua.init(nprocs=2)  # expect: call-arg
+bagua.all_reduce("text", op="sum", out=1, async_op="yes")  # expect: call-overload
+bagua.no_such_name()  # expect: attr-defined

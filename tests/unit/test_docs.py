@@ -1,0 +1,116 @@
+"""The documents say what is so: their examples run, their links lead somewhere, their lists are complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bagua
+from tools.blocks import python_blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+BLOCKS = [(document, *block) for document in DOCUMENTS for block in python_blocks(document)]
+DEADLINE_S = 150
+
+
+def run_ranks(code: str, size: int, folder: Path) -> list[str]:
+    """Runs the code as ranks of one job; its output per rank. A rank that fails fails the test, in its own words."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = folder / "block.py"
+    script.write_text(code)
+    world = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        shown = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0] * size, "\n".join(shown)
+    return shown
+
+
+def size_of(marks: frozenset[str]) -> int:
+    return next((int(mark.removeprefix("ranks=")) for mark in marks if mark.startswith("ranks=")), 1)
+
+
+@pytest.mark.parametrize(
+    ("marks", "code"),
+    [
+        pytest.param(marks, code, id=f"{path.relative_to(ROOT)}:{line}")
+        for path, line, marks, code in BLOCKS
+        if "runnable" in marks
+    ],
+)
+def test_a_block_that_is_marked_runnable_runs(marks: frozenset[str], code: str, tmp_path: Path) -> None:
+    if "torch" in code:
+        pytest.importorskip("torch", reason="torch is not installed: make setup")
+    run_ranks(code, size_of(marks), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, id=f"{path.relative_to(ROOT)}:{line}") for path, line, _, code in BLOCKS]
+)
+def test_every_python_block_is_python(code: str) -> None:
+    compile(code, "block", "exec")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (document.parent / file).resolve() if file else document
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}, (
+                target
+            )
+
+
+def test_every_environment_variable_that_is_read_is_documented() -> None:
+    sources = [path.read_text() for path in (ROOT / "python" / "bagua").rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r"[\"'](BAGUA_[A-Z_]+)[\"']", source)}
+    documented = set(re.findall(r"`(BAGUA_[A-Z_]+)`", (ROOT / "docs" / "configuration.md").read_text()))
+    assert read == documented
+
+
+def test_every_error_class_is_documented() -> None:
+    classes = {name for name in bagua.errors.__all__ if issubclass(getattr(bagua.errors, name), bagua.BaguaError)}
+    documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "errors.md").read_text()))
+    assert classes - documented == set()
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(
+        re.findall(r"\b((?:rust|python|tests|tools|examples|benchmarks|docs)/[\w/.-]+\.(?:rs|py|pyi|md))\b", text)
+    )
+    assert named, "the map names no files"
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []

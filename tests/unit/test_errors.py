@@ -1,0 +1,71 @@
+"""The classes of bagua.errors, and the one match in Rust that raises them."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import bagua
+from bagua import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+FIELDS = {
+    "PeerLostError": {"rank": 2, "host": "node7", "reason": "no heartbeat for 5.0 s", "noticed_by": 0},
+    "BaguaTimeoutError": {"missing": (1, 3), "after": 5.0, "noticed_by": 2},
+    "PeerRaisedError": {"rank": 1, "host": "node7", "kind": "ValueError", "message": "bad"},
+}
+PROGRESS = {"during": "all_reduce(sum)", "bucket": "b0", "done_bytes": 3, "total_bytes": 10}
+
+
+def test_every_error_is_a_bagua_error_and_a_runtime_error() -> None:
+    for cls in CLASSES:
+        assert issubclass(cls, bagua.BaguaError)
+        assert issubclass(cls, RuntimeError)
+        assert getattr(bagua, cls.__name__) is cls
+
+
+def test_a_timeout_is_a_timeout_error() -> None:
+    assert issubclass(bagua.BaguaTimeoutError, TimeoutError)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_errors_keep_text_and_fields_on_the_way_to_another_process(cls: type[bagua.BaguaError]) -> None:
+    fields = dict(FIELDS.get(cls.__name__, {}))
+    if cls.__name__ in ("PeerLostError", "BaguaTimeoutError"):
+        fields |= PROGRESS
+    error = pickle.loads(pickle.dumps(cls("what happened", **fields)))
+    assert type(error) is cls
+    assert str(error) == "what happened"
+    assert {name: getattr(error, name) for name in fields} == fields
+
+
+def test_a_timeouts_text_is_its_text() -> None:
+    # OSError, the base of TimeoutError, has opinions of its own about arguments.
+    error = bagua.BaguaTimeoutError("timed out after 5.0 s", missing=(1,))
+    assert (str(error), error.args) == ("timed out after 5.0 s", ("timed out after 5.0 s",))
+
+
+def test_every_core_error_is_matched_and_every_class_is_used() -> None:
+    core = (ROOT / "rust/bagua-core/src/error.rs").read_text()
+    door = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
+    body = re.search(r"pub enum Error \{(.*?)\n\}", core, re.S)
+    assert body is not None
+    variants = re.findall(r"^    (\w+)(?: \{|\(|,)", body[1], re.M)
+    assert len(variants) >= 9
+    for variant in variants:
+        assert f"Error::{variant}" in door, variant
+    for cls in CLASSES:
+        assert f'"{cls.__name__}"' in door, cls
+
+
+def test_the_fields_that_rust_sets_exist() -> None:
+    door = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
+    fields = set(re.findall(r'set_item\("(\w+)"', door))
+    accepted = {name for cls in (*CLASSES, errors._During._note) for name in inspect.signature(cls).parameters}
+    assert fields <= accepted

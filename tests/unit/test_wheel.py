@@ -1,0 +1,65 @@
+"""The check of the wheel finds what must not be in one."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools import check_lengths, wheel
+
+GOOD = "bagua-0.1.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
+FILES = ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi", "bagua-0.1.0.dist-info/licenses/LICENSE")
+
+
+def build(folder: Path, name: str = GOOD, without: str = "", extension: str = "bagua/_bagua.abi3.so") -> Path:
+    """A wheel whose extension is a program of the system: it links libc and its friends."""
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in FILES:
+            if file != without:
+                archive.writestr(file, "")
+        archive.write(Path(shutil.which("true") or "/bin/true").resolve(), extension)
+    return path
+
+
+def test_a_wheel_with_everything_in_place_passes(tmp_path: Path) -> None:
+    assert wheel.audit(build(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("bagua-0.1.0-cp311-cp311-manylinux_2_17_x86_64.whl", "not one wheel for every Python"),
+        ("bagua-0.1.0-cp310-abi3-linux_x86_64.whl", "not for every Linux"),
+        ("bagua-0.1.0-cp310-abi3-manylinux_2_36_x86_64.whl", "not for every Linux"),
+    ],
+)
+def test_a_wheel_for_too_few_machines_is_refused(tmp_path: Path, name: str, complaint: str) -> None:
+    assert any(complaint in problem for problem in wheel.audit(build(tmp_path, name)))
+
+
+@pytest.mark.parametrize("file", FILES[:3])
+def test_a_wheel_that_lacks_a_file_is_refused(tmp_path: Path, file: str) -> None:
+    assert any(problem.endswith(f"lacks {file}") for problem in wheel.audit(build(tmp_path, without=file)))
+
+
+def test_a_wheel_with_a_library_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    assert any(
+        "not bagua/_bagua.abi3.so alone" in problem
+        for problem in wheel.audit(build(tmp_path, extension="bagua.libs/libtorch.so"))
+    )
+
+
+def test_a_wheel_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "LIMIT_MIB", 0.001)
+    assert any("more than 0.001" in problem for problem in wheel.audit(build(tmp_path)))
+
+
+def test_a_file_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> None:
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "long.py").write_text("pass\n" * 601)
+    (tmp_path / "python" / "short.py").write_text("pass\n" * 600)
+    assert check_lengths.too_long(tmp_path) == ["python/long.py: 601 lines"]

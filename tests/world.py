@@ -1,0 +1,260 @@
+"""Starts ranks as processes, runs one function on all of them, and leaves nothing behind.
+
+    def work(rank: int, greeting: str) -> str:
+        bagua.init()
+        ...
+
+    def test_ranks_greet(world):
+        assert world(3).run(work, "hello") == ["hello from 0", "hello from 1", "hello from 2"]
+
+The function must live at the top of a module, because each rank imports it anew; its arguments and results are
+pickled. A rank that raises tells its peers as an uncaught exception of a program would. The failure of a run shows
+every rank's output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Seconds that a run may take in all, on a machine that has other things to do.
+DEADLINE = 60.0
+
+# Below the range that the kernel takes the ports of outgoing connections from.
+_PORTS = range(20000, 30000)
+
+
+class RankFailed(AssertionError):
+    """A rank did not end as it was expected to; the text has the output of all."""
+
+
+class World:
+    """`size` ranks on this machine.
+
+    `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
+    pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
+    killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
+        expect_exit: Mapping[int, int] | None = None,
+        timeout: float = DEADLINE,
+        launcher_env: bool = True,
+    ) -> None:
+        self.size = size
+        self.hosts = [list(range(size))] if hosts is None else [list(host) for host in hosts]
+        if sorted(rank for host in self.hosts for rank in host) != list(range(size)):
+            raise ValueError(f"hosts={hosts} does not hold each of {size} ranks once")
+        self._pretend = hosts is not None
+        self._env = env
+        self._expect_exit = dict(expect_exit or {})
+        self._timeout = timeout
+        self._launcher_env = launcher_env
+        #: What each rank printed in the last run.
+        self.output: list[str] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Runs `function(rank, *args)` on every rank, and returns the results by rank; None for a rank that
+        left none.
+        """
+        with tempfile.TemporaryDirectory(prefix="bagua-world-") as folder, _free_port() as port:
+            call = Path(folder, "call")
+            module = sys.modules[function.__module__]
+            assert module.__file__ is not None
+            call.write_bytes(
+                pickle.dumps((module.__file__, function.__module__, function.__qualname__, pickle.dumps(args)))
+            )
+            ranks: list[subprocess.Popen[bytes]] = []
+            try:
+                for rank in range(self.size):
+                    ranks.append(self._start(rank, call, port))
+                codes = self._wait(ranks)
+                self._check(folder, ranks, codes)
+                return [_result(Path(folder, f"result{rank}")) for rank in range(self.size)]
+            finally:
+                for rank in ranks:
+                    _kill(rank)
+                self.output = [_text(Path(folder, f"output{rank}")) for rank in range(self.size)]
+
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """The variables of one rank."""
+        ours = ("BAGUA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+        for key in ("RANK", "WORLD_SIZE", "NODE_RANK"):
+            env.pop(key, None)
+        host = next(number for number, host in enumerate(self.hosts) if rank in host)
+        if self._launcher_env:
+            env |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_RANK": str(self.hosts[host].index(rank)),
+                "LOCAL_WORLD_SIZE": str(len(self.hosts[host])),
+                "GROUP_RANK": str(host),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        # Threads of numerical libraries would fight for the cores that the ranks have.
+        env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+        if self._pretend:
+            env["BAGUA_HOST_ID"] = f"pretended-host-{host}"
+        more = self._env(rank) if callable(self._env) else self._env
+        return env | dict(more or {})
+
+    def _start(self, rank: int, call: Path, port: int) -> subprocess.Popen[bytes]:
+        with open(call.with_name(f"output{rank}"), "wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-u", "-m", "tests.world", str(call), str(rank)],
+                cwd=ROOT,
+                env=self.environment(rank, port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A process group of its own: what a rank starts is found and ended with it.
+                start_new_session=True,
+            )
+
+    def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
+        """Exit codes; None for a rank that was still running at the deadline."""
+        until = time.monotonic() + self._timeout
+        codes: list[int | None] = []
+        for rank in ranks:
+            try:
+                codes.append(rank.wait(max(0.0, until - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                # Shows where it hangs, in its output.
+                for late in ranks:
+                    if late.poll() is None:
+                        late.send_signal(signal.SIGABRT)
+                return codes + [
+                    None if late.wait(10) == -signal.SIGABRT else late.returncode for late in ranks[len(codes) :]
+                ]
+        return codes
+
+    def _check(self, folder: str, ranks: list[subprocess.Popen[bytes]], codes: list[int | None]) -> None:
+        wrong = []
+        for number, (rank, code) in enumerate(zip(ranks, codes, strict=True)):
+            expected = self._expect_exit.get(number, 0)
+            if code is None:
+                wrong.append(f"rank {number} was still running after {self._timeout} s")
+            elif code != expected:
+                wrong.append(f"rank {number} ended with {code} instead of {expected}")
+            if left := _living(rank.pid):
+                wrong.append(f"rank {number} left processes behind: {left}")
+        if wrong:
+            shown = [f"--- rank {rank} ---\n{_text(Path(folder, f'output{rank}'))}" for rank in range(self.size)]
+            raise RankFailed("\n".join(["; ".join(wrong), *shown]))
+
+
+def make_world(size: int, **options: Any) -> World:
+    """What the fixture `world` is."""
+    return World(size, **options)
+
+
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that nobody listens on, and that no other run gets as long as this one holds it."""
+    locks = Path(tempfile.gettempdir(), f"bagua-test-ports-{os.getuid()}")
+    locks.mkdir(exist_ok=True)
+    start = int.from_bytes(os.urandom(2), "little") % len(_PORTS)
+    for offset in range(len(_PORTS)):
+        port = _PORTS[(start + offset) % len(_PORTS)]
+        with open(locks / str(port), "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+            yield port
+            return
+    raise RuntimeError("every port is taken")
+
+
+def _living(group: int) -> list[str]:
+    """Processes of this process group that run; the dead that nobody has collected yet do not count."""
+    living = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            name, _, rest = entry.joinpath("stat").read_text().rpartition(")")
+            state, _, process_group = rest.split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                living.append(name.replace("(", "", 1))
+    return living
+
+
+def _kill(rank: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(rank.pid, signal.SIGKILL)
+    rank.wait()
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _result(path: Path) -> Any:
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def _load(path: str, name: str) -> ModuleType:
+    """The module that the function lives in, under its own name, so that what it defines can be pickled."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+def _rank(call: str, rank: int) -> None:
+    """One rank: the main function of its process."""
+    path, module, qualname, args = pickle.loads(Path(call).read_bytes())
+    function: Any = _load(path, module)
+    for part in qualname.split("."):
+        function = getattr(function, part)
+    result = function(rank, *pickle.loads(args))
+    whole = Path(call).with_name(f"result{rank}.part")
+    whole.write_bytes(pickle.dumps(result))
+    whole.rename(whole.with_suffix(""))
+
+
+@pytest.fixture
+def world() -> Callable[..., World]:
+    """`world(n, **options).run(function, *args)`: see `tests.world`."""
+    return make_world
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,55 @@
+"""Reads which shared libraries an ELF file asks the loader for, with nothing but the standard library."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
+
+
+def needed(path: str | Path) -> list[str]:
+    """The DT_NEEDED entries of a 64-bit little-endian ELF file, in their order."""
+    data = Path(path).read_bytes()
+    if data[:4] != b"\x7fELF":
+        raise ValueError(f"{path} is not an ELF file")
+    if data[4:6] != b"\x02\x01":
+        raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
+    (offset,) = struct.unpack_from("<Q", data, 0x20)
+    size, count = struct.unpack_from("<HH", data, 0x36)
+    # Type, flags, offset in the file, address, physical address, bytes in the file.
+    segments = [struct.unpack_from("<IIQQQQ", data, offset + index * size) for index in range(count)]
+
+    def in_file(address: int) -> int:
+        for kind, _, start, virtual, _, length in segments:
+            if kind == _PT_LOAD and virtual <= address < virtual + length:
+                return start + address - virtual
+        raise ValueError(f"{path}: no segment holds the address {address:#x}")
+
+    dynamic = [segment for segment in segments if segment[0] == _PT_DYNAMIC]
+    if not dynamic:
+        return []
+    _, _, start, _, _, length = dynamic[0]
+    entries: list[tuple[int, int]] = []
+    for tag, value in struct.iter_unpack("<qQ", data[start : start + length]):
+        if tag == _DT_NULL:
+            break
+        entries.append((tag, value))
+    names = in_file(next(value for tag, value in entries if tag == _DT_STRTAB))
+
+    def text(at: int) -> str:
+        return data[at : data.index(b"\0", at)].decode()
+
+    return [text(names + value) for tag, value in entries if tag == _DT_NEEDED]
+
+
+#: What every Linux with glibc has: its own libraries, the loader, and the compiler's run-time library.
+SYSTEM_LIBRARIES = frozenset(
+    {"libc", "libm", "libdl", "libpthread", "librt", "libutil", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
+)
+
+
+def foreign(libraries: list[str]) -> list[str]:
+    """Those that a bare system need not have, such as libtorch, libpython or libcudart."""
+    return [name for name in libraries if name.split(".so")[0] not in SYSTEM_LIBRARIES]
