@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io::Read;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Broken, Readiness, Transport};
@@ -26,17 +27,23 @@ const BURST: f64 = 4e-3;
 /// Bytes taken from the transport at a time to be held back, and the most that are held: a longer line is not believable.
 const HELD: (usize, usize) = (64 << 10, 64 << 20);
 
+/// Tells the time, from any beginning. It is asked once by every call that sends, and by those that receive where there is a delay.
+pub type Clock = Arc<dyn Fn() -> Duration + Send + Sync>;
+
 /// A transport with [`Faults`].
 pub struct Fault<T> {
     inner: T,
     faults: Faults,
+    /// The time that rate and delay go by.
+    clock: Clock,
     /// Bytes that may be sent now, as of `since`.
     credit: f64,
-    since: Instant,
+    /// When `credit` was last counted.
+    since: Duration,
     /// Bytes that were sent.
     sent: u64,
     /// What came and must not be received before its time. None of them is empty.
-    held: VecDeque<(Instant, VecDeque<u8>)>,
+    held: VecDeque<(Duration, VecDeque<u8>)>,
     /// Bytes in `held`.
     holds: usize,
     /// The end, when it came: after what is held.
@@ -46,8 +53,14 @@ pub struct Fault<T> {
 impl<T: Transport> Fault<T> {
     /// Puts faults into a transport.
     pub fn new(inner: T, faults: Faults) -> Fault<T> {
-        let held = VecDeque::new();
-        Fault { inner, faults, credit: 0.0, since: Instant::now(), sent: 0, held, holds: 0, end: None }
+        let start = Instant::now();
+        Fault::by_clock(inner, faults, Arc::new(move || start.elapsed()))
+    }
+
+    /// Puts faults into a transport that go by another clock than the system's.
+    pub fn by_clock(inner: T, faults: Faults, clock: Clock) -> Fault<T> {
+        let since = clock();
+        Fault { inner, faults, clock, credit: 0.0, since, sent: 0, held: VecDeque::new(), holds: 0, end: None }
     }
 
     /// How many bytes may be sent now.
@@ -55,8 +68,8 @@ impl<T: Transport> Fault<T> {
         let left = self.faults.break_after.map_or(u64::MAX, |limit| limit - self.sent);
         let left = usize::try_from(left).unwrap_or(usize::MAX);
         let Some(rate) = self.faults.rate else { return left };
-        let now = Instant::now();
-        let earned = rate * (now - self.since).as_secs_f64();
+        let now = (self.clock)();
+        let earned = rate * now.saturating_sub(self.since).as_secs_f64();
         (self.credit, self.since) = ((self.credit + earned).min((rate * BURST).max(1.0)), now);
         left.min(self.credit as usize)
     }
@@ -67,7 +80,7 @@ impl<T: Transport> Fault<T> {
     }
 
     /// Takes what came, and notes when it may be received.
-    fn hold(&mut self) {
+    fn hold(&mut self, now: Duration) {
         while self.end.is_none() && self.holds < HELD.1 {
             let mut came = vec![0; HELD.0];
             match self.inner.recv(&mut came) {
@@ -75,7 +88,7 @@ impl<T: Transport> Fault<T> {
                 Ok(count) => {
                     came.truncate(count);
                     self.holds += count;
-                    self.held.push_back((Instant::now() + self.faults.delay, came.into()));
+                    self.held.push_back((now + self.faults.delay, came.into()));
                 }
                 Err(end) => self.end = Some(end),
             }
@@ -104,9 +117,10 @@ impl<T: Transport> Transport for Fault<T> {
         if self.faults.delay.is_zero() {
             return self.inner.recv(into);
         }
-        self.hold();
+        let now = (self.clock)();
+        self.hold(now);
         match self.held.front_mut() {
-            Some((due, bytes)) if *due <= Instant::now() => {
+            Some((due, bytes)) if *due <= now => {
                 let count = bytes.read(into).unwrap_or(0);
                 self.holds -= count;
                 if bytes.is_empty() {

@@ -12,7 +12,7 @@ pub mod shm;
 mod tcp;
 
 pub use call::{Call, Incoming, Outgoing};
-pub use fault::{Fault, Faults};
+pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
 pub(crate) use mesh::Plan;
 pub use mesh::{Mesh, Step};

@@ -148,40 +148,6 @@ fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize
             assert!(outcome.reduce.is_empty() && r != root || outcome.reduce == *first, "{what}: reduce on rank {r}");
         }
         let c = chunk_of(count) * dtype.size();
-        let mut reduce_scatter = run(say, &chunks, c, &|c, call, io| c.reduce_scatter(call, io, op));
-        if !split {
-            let own = reduce_scatter[r * c..(r + 1) * c].to_vec();
-            reduce_scatter[r * c..(r + 1) * c].copy_from_slice(&chunks[r * c..(r + 1) * c]);
-            assert_eq!(reduce_scatter, chunks, "reduce_scatter changed chunks that are not rank {r}'s");
-            reduce_scatter = own;
-        }
-        Reduced { all_reduce, reduce, reduce_scatter }
-    })
-}
-
-fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize, in_order: bool) {
-    let n = ranks.len();
-    let root = (count + op as usize) % n;
-    let what = format!("{op:?} of {count} {dtype:?} over {n}");
-    let inputs: Vec<Vec<u8>> = (0..n).map(|r| input(dtype, op, r, count)).collect();
-    let chunks: Vec<Vec<u8>> = (0..n).map(|r| input(dtype, op, r, n * chunk_of(count))).collect();
-    let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-    let outcomes = [true, false].map(|split| reduce_all(ranks, dtype, op, count, root, split));
-    let first = &outcomes[0][0].all_reduce;
-    assert_eq!(first.len(), count * dtype.size());
-    assert_combined(&what, dtype, op, &inputs, first);
-    let of_forms = outcomes.iter().enumerate();
-    for (form, r, outcome) in of_forms.flat_map(|(form, o)| o.iter().enumerate().map(move |(r, o)| (form, r, o))) {
-        assert!(outcome.all_reduce == *first, "{what}: rank {r}'s all_reduce has other bits than rank 0's");
-        if r == root && !in_order {
-            assert_combined(&format!("{what}: reduce"), dtype, op, &inputs, &outcome.reduce);
-        } else {
-            assert!(outcome.reduce.is_empty() && r != root || outcome.reduce == *first, "{what}: reduce on rank {r}");
-        }
-        let c = count * dtype.size();
-=======
-        assert!(outcome.reduce.is_empty() && r != root || outcome.reduce == *first, "{what}: reduce on rank {r}");
-        let c = chunk_of(count) * dtype.size();
         assert_eq!(outcome.reduce_scatter.len(), c);
         let of_chunk: Vec<&[u8]> = chunks.iter().map(|chunk| &chunk[r * c..(r + 1) * c]).collect();
         // The other form's bits are compared below.

@@ -122,7 +122,8 @@ impl Collective for Net {
         let n = self.size();
         let way = if n == 1 { Way::Whole } else { choose(self.algorithm, call.dtype(), bytes, n) };
         match way {
-            Way::Whole => return self.reduce_whole(call, io, op, None),
+            Way::Whole if bytes <= SMALL || n == 1 => return self.reduce_whole(call, io, op, None),
+            Way::Whole => return self.reduce_everywhere(call, io, op),
             Way::Direct => return self.reduce_shares(call, io, op),
             Way::Ring | Way::Doubling => {}
         }

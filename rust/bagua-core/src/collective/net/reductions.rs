@@ -88,6 +88,16 @@ impl Net {
         (0..n).map(share).map(|share| share.start * size..share.end * size).collect()
     }
 
+    /// Every rank combines everything.
+    pub(super) fn reduce_everywhere(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let place = match io {
+            Io::InPlace(data) => Place::Whole(data),
+            Io::Split { src, dst } => Place::Two(src, dst),
+        };
+        let shares = vec![0..place.len(); self.size()];
+        self.run_shares(call, op, place, shares, Results::Kept)
+    }
+
     /// Each rank combines its share of the elements and sends the result to all.
     pub(super) fn reduce_shares(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
@@ -146,6 +156,8 @@ impl Net {
         let own = shares[rank].len();
         let gets = results == Results::All || results == Results::Root(rank);
         let total = (own * (n - 1) + if gets { place.len() - own } else { 0 }) as u64;
+        let overlap = n > 1 && own > 0 && shares.iter().all(|share| *share == shares[rank]);
+        let waits_for_sending = overlap && matches!(place, Place::Whole(_));
         let mut plan = Shares {
             call,
             op,
@@ -157,6 +169,7 @@ impl Net {
             staging: grown(&mut self.staging, window * n * piece),
             window: vec![(None, 0); window],
             free: (0..window).rev().collect(),
+            unsent: if waits_for_sending { vec![n - 1; own.div_ceil(piece)] } else { Vec::new() },
             folded: 0,
             begun: vec![(0, 0); n],
             total,

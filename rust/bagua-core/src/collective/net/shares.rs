@@ -1,4 +1,4 @@
-//! Reductions in which each rank combines its share of the elements: piece by piece, while further pieces travel both ways.
+//! Reductions in which each rank combines its share of the elements (or everything): piece by piece, while further pieces travel both ways.
 //!
 //! A message to a peer is a piece of what the peer combines, or of what this rank has combined. Results go first, while they are
 //! in the cache; inputs fill the line otherwise. A piece is combined as soon as it is there from all ranks, and while that
@@ -52,7 +52,7 @@ pub(super) struct Shares<'a, 'c> {
     pub rank: usize,
     /// Who gets them, besides the rank itself.
     pub results: Results,
-    /// By rank: the bytes that it combines.
+    /// By rank: the bytes that it combines. Shares may overlap where nobody else gets the results.
     pub shares: Vec<Range<usize>>,
     /// Bytes of a piece, the last one of a share excepted: whole elements.
     pub piece: usize,
@@ -66,6 +66,8 @@ pub(super) struct Shares<'a, 'c> {
     /// Groups that are free. What was left last is taken first, so that as little memory is used as the peers allow, and that
     /// from the cache.
     pub free: Vec<usize>,
+    /// By piece: peers that must be sent this rank's values before the sum can take their place. Empty where shares do not overlap.
+    pub unsent: Vec<usize>,
     /// Pieces of the own share that are combined: all before this one.
     pub folded: usize,
     /// By peer: inputs and results that were begun.
@@ -103,7 +105,7 @@ impl Shares<'_, '_> {
             let range = self.range(rank, self.folded);
             let places = self.window.len();
             let (group, present) = &mut self.window[self.folded % places];
-            if *present < n - 1 {
+            if *present < n - 1 || self.unsent.get(self.folded).is_some_and(|peers| *peers > 0) {
                 return;
             }
             *present = 0;
@@ -165,6 +167,13 @@ impl Plan for Shares<'_, '_> {
             }
         };
         (self.call.fingerprint, bytes)
+    }
+
+    fn sent(&mut self, _peer: usize, number: usize) {
+        if let Some(peers) = self.unsent.get_mut(number) {
+            *peers -= 1;
+            self.fold();
+        }
     }
 
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {

@@ -90,6 +90,8 @@ pub(super) struct Flow {
     to_begin: usize,
     /// The message of which streams take chunks.
     cut: Option<Cut>,
+    /// By number of a message to the peer that was begun: bytes that were not handed over.
+    unsent: Vec<usize>,
     /// By number of a message from the peer: bytes that are missing, or [`UNSEEN`], or [`COMPLETE`].
     missing: Vec<usize>,
     /// Messages from the peer that are not complete.
@@ -115,6 +117,7 @@ impl Flow {
             before: (0, 0),
             to_begin: 0,
             cut: None,
+            unsent: Vec::new(),
             missing: Vec::new(),
             to_arrive: 0,
             send_broken: None,
@@ -126,6 +129,8 @@ impl Flow {
         let (sends, recvs) = plan.counts(self.peer);
         self.to_begin = sends;
         self.to_arrive = recvs;
+        self.unsent.clear();
+        self.unsent.resize(sends, 0);
         self.missing.clear();
         self.missing.resize(recvs, UNSEEN);
         self.send_broken = None;
@@ -196,7 +201,9 @@ impl Flow {
             if self.cut.is_none() && self.to_begin > 0 {
                 self.cut = plan.next(self.peer).map(|number| {
                     self.to_begin -= 1;
-                    Cut { number, at: 0, len: plan.outgoing(self.peer, number).1.len() }
+                    let len = plan.outgoing(self.peer, number).1.len();
+                    self.unsent[number] = len;
+                    Cut { number, at: 0, len }
                 });
             }
             let Some(cut) = &self.cut else { return false };
@@ -237,6 +244,12 @@ impl Flow {
         let moved = span.moved + count;
         let whole = moved == head + span.len;
         stream.out = (!whole).then_some(Span { moved, ..span });
+        if whole {
+            self.unsent[span.number] -= span.len;
+            if self.unsent[span.number] == 0 {
+                plan.sent(self.peer, span.number);
+            }
+        }
         whole
     }
 

@@ -20,6 +20,9 @@ pub(crate) trait Plan {
     /// A message to the peer that `next` gave.
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]);
 
+    /// A message to the peer was handed over: its bytes are not needed again.
+    fn sent(&mut self, _peer: usize, _number: usize) {}
+
     /// What a message from the peer must say of itself, and its length.
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize);
 
