@@ -6,11 +6,11 @@ takes them away again. Nothing outside of them is touched::
     sudo python benchmarks/network.py                          # unlimited, 10, 1 and 0.1 Gbit/s
     sudo python benchmarks/network.py --rates 1gbit --sizes 16MiB --record
 
-A limited rate is ``tc qdisc add dev X root tbf rate R burst 256kb latency 50ms`` on both ends. The contenders take turns,
-call by call, in the same two processes; buffers are rewritten before every call and every answer is checked. A call's time
-is that of its slower rank, the figure is the median over calls. Between two ranks an all_reduce must move as many bytes
-each way as the tensor has, and so many the bare sockets move, both ways at once, without any protocol: what they reach is
-what the network gives to one connection.
+A limited rate is ``tc qdisc add dev X root tbf rate R burst 256kb latency 50ms`` on both ends. The contenders take
+turns, call by call, in the same two processes; buffers are rewritten before every call and every answer is checked. A
+call's time is that of its slower rank, the figure is the median over calls. Between two ranks an all_reduce must move
+as many bytes each way as the tensor has, and so many the bare sockets move, both ways at once, without any protocol:
+what they reach is what the network gives to one connection.
 
 Columns: milliseconds, gigabytes of the tensor per second, and how many times faster ours is than gloo and than the bare
 sockets.
@@ -26,6 +26,7 @@ import os
 import platform
 import select
 import shutil
+import signal
 import socket
 import statistics
 import struct
@@ -259,9 +260,10 @@ def main() -> None:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("this benchmark makes network namespaces: it needs root, ip and tc")
     rows = []
-    print(
-        f"{'rate':>10} {'bytes':>9} {'ours ms':>9} {'gloo ms':>9} {'bare ms':>9} {'ours GB/s':>9} {'x gloo':>7} {'x bare':>7}"
-    )
+    # Ended from outside, it takes the namespaces away all the same.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    heads = ("ours ms", "gloo ms", "bare ms", "ours GB/s")
+    print(f"{'rate':>10} {'bytes':>9}", *(f"{head:>9}" for head in heads), f"{'x gloo':>7} {'x bare':>7}")
     with Namespaces() as namespaces:
         for rate in options.rates:
             namespaces.limit(rate)

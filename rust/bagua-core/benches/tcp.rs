@@ -157,7 +157,8 @@ fn first(streams: usize) {
 }
 
 fn second(port: u16, streams: usize) {
-    let mut connected = (0..streams + 2).map(|_| TcpStream::connect(("127.0.0.1", port)).expect("the first rank listens"));
+    let mut connected =
+        (0..streams + 2).map(|_| TcpStream::connect(("127.0.0.1", port)).expect("the first rank listens"));
     let (bare, talk) = (connected.next().expect("one"), connected.next().expect("two"));
     let mut rank = Rank::new(1, connected.collect(), bare, talk);
     for bytes in SIZES {

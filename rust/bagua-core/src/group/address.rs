@@ -183,7 +183,9 @@ mod tests {
         let other = address(1, 5).encode();
         assert!(matches!(refused(&[good(0), other], 0), Error::Mismatch(text) if text.contains("rank 1 was told")));
         let ring = Address { algorithm: Algorithm::Ring as u8, ..address(1, 2) }.encode();
-        assert!(matches!(refused(&[good(0), ring], 0), Error::Mismatch(text) if text.contains("rank 1") && text.contains("ring")));
+        assert!(
+            matches!(refused(&[good(0), ring], 0), Error::Mismatch(text) if text.contains("rank 1") && text.contains("ring"))
+        );
         let twin = Address { nonce: [0; 16], ..address(1, 2) }.encode();
         assert!(matches!(refused(&[good(0), twin], 0), Error::Value(text) if text.contains("same address")));
         let mut version = good(1);

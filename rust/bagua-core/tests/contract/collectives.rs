@@ -298,7 +298,10 @@ fn results_are_bitwise_those_of_local_streams(ranks: Ranks, size: usize) {
             };
             let (first, again, reference) = (bits(ranks), bits(ranks), bits(local));
             assert!(first == again, "{op:?} of {count} {dtype:?} over {size} differs from run to run");
-            assert!(first == reference || !in_rank_order(ranks, size), "{op:?} of {count} {dtype:?} over {size} differs from local streams");
+            assert!(
+                first == reference || !in_rank_order(ranks, size),
+                "{op:?} of {count} {dtype:?} over {size} differs from local streams"
+            );
         }
     }
 }

@@ -14,7 +14,9 @@ use bagua_core::transport::{Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::watch::Watch;
 
-use crate::world::{Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, world};
+use crate::world::{
+    Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, world,
+};
 
 const EVERY: [Ranks; 4] = [local, tcp, mixed, bundled];
 const SOON: Duration = Duration::from_secs(1);

@@ -142,11 +142,7 @@ impl Collective for Net {
             Io::InPlace(data) => data.len(),
             Io::Split { src, .. } => src.len(),
         };
-        if bytes <= SMALL {
-            self.reduce_whole(call, io, op, Some(root))
-        } else {
-            self.reduce_to(call, io, op, root)
-        }
+        if bytes <= SMALL { self.reduce_whole(call, io, op, Some(root)) } else { self.reduce_to(call, io, op, root) }
     }
 
     fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {

@@ -117,9 +117,7 @@ impl Shares<'_, '_> {
             let (own, out) = match &mut self.place {
                 Place::Whole(data) => (None, &mut data[range]),
                 Place::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
-                Place::Share(src, dst) => {
-                    (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start])
-                }
+                Place::Share(src, dst) => (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start]),
             };
             let slots = slots.chunks_exact(self.piece).enumerate();
             let inputs: Vec<_> =

@@ -213,8 +213,7 @@ impl Flow {
             let fingerprint = plan.outgoing(self.peer, span.number).0;
             let message = self.before.0 + span.number as u64;
             let header = Header { fingerprint, part, body: cut.len as u64 };
-            stream.out_head =
-                Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
+            stream.out_head = Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
             span
         };
         let body = &plan.outgoing(self.peer, span.number).1[span.from..span.from + span.len];
@@ -275,13 +274,7 @@ impl Flow {
     }
 
     /// Receives some bytes by one stream; false when there are none now.
-    fn recv_by(
-        &mut self,
-        at: usize,
-        plan: &mut dyn Plan,
-        tally: &mut Tally,
-        any: &mut bool,
-    ) -> Result<bool, Trouble> {
+    fn recv_by(&mut self, at: usize, plan: &mut dyn Plan, tally: &mut Tally, any: &mut bool) -> Result<bool, Trouble> {
         let head = head_len(self.streams.len());
         let stream = &mut self.streams[at];
         if stream.into.is_none() && stream.in_headed == head {
@@ -349,13 +342,7 @@ impl Flow {
 
 /// Compares a header with what the message must be: the span that follows it, `None` while that is not admitted. The error says
 /// what the peer does.
-fn place(
-    head: &[u8],
-    peer: usize,
-    plan: &dyn Plan,
-    before: u64,
-    missing: &[usize],
-) -> Result<Option<Span>, String> {
+fn place(head: &[u8], peer: usize, plan: &dyn Plan, before: u64, missing: &[usize]) -> Result<Option<Span>, String> {
     let theirs = Chunk::decode(head).map_err(|bad| bad.to_string())?;
     let Header { fingerprint, part, body } = theirs.header;
     let next = missing.iter().position(|missing| *missing == UNSEEN).unwrap_or(missing.len());
