@@ -171,6 +171,7 @@ impl Net {
             free: (0..window).rev().collect(),
             unsent: if waits_for_sending { vec![n - 1; own.div_ceil(piece)] } else { Vec::new() },
             folded: 0,
+            came: vec![0; n],
             begun: vec![(0, 0); n],
             total,
         };

@@ -70,6 +70,8 @@ pub(super) struct Shares<'a, 'c> {
     pub unsent: Vec<usize>,
     /// Pieces of the own share that are combined: all before this one.
     pub folded: usize,
+    /// By peer: inputs that came from it.
+    pub came: Vec<usize>,
     /// By peer: inputs and results that were begun.
     pub begun: Vec<(usize, usize)>,
     /// Bytes that arrive.
@@ -204,12 +206,17 @@ impl Plan for Shares<'_, '_> {
         }
     }
 
-    fn arrived(&mut self, _peer: usize, number: usize) {
+    fn arrived(&mut self, peer: usize, number: usize) {
         if number < self.pieces(self.rank) {
+            self.came[peer] += 1;
             let places = self.window.len();
             self.window[number % places].1 += 1;
             self.fold();
         }
+    }
+
+    fn owes(&self, peer: usize) -> bool {
+        self.folded < self.pieces(self.rank) && self.came[peer] <= self.folded
     }
 
     fn part(&self, number: usize) -> u32 {

@@ -196,11 +196,11 @@ impl Mesh {
                 drive.moved();
                 busy = busy.wrapping_add(1);
                 if busy.is_multiple_of(BUSY_SWEEPS) && (call.watch.check().is_err() || call.deadline.passed()) {
-                    self.check(drive)?;
+                    self.check(drive, plan)?;
                 }
             } else if drive.idle_for() < SPIN {
                 std::hint::spin_loop();
-            } else if let Err(error) = self.check(drive) {
+            } else if let Err(error) = self.check(drive, plan) {
                 // A peer may have sent its part and left between the look and the check: look once more before blaming it.
                 let ended = call.watch.check().is_err() || call.deadline.passed();
                 if ended || !self.sweep(drive, plan)? {
@@ -239,11 +239,15 @@ impl Mesh {
         Ok(any)
     }
 
-    /// Looks at the watch and the deadline. Missing are those who have something to send, or, if nobody has, to receive.
-    fn check(&mut self, drive: &Drive<'_, '_>) -> Result<()> {
-        let senders = self.active.iter().filter(|peer| self.flows[**peer].wants_to_recv());
+    /// Looks at the watch and the deadline. Missing are those who owe something, or have something to send, or, if nobody has, to
+    /// receive.
+    fn check(&mut self, drive: &Drive<'_, '_>, plan: &dyn Plan) -> Result<()> {
+        let senders = || self.active.iter().filter(|peer| self.flows[**peer].wants_to_recv());
         self.missing.clear();
-        self.missing.extend(senders.map(|peer| self.members[*peer]));
+        self.missing.extend(senders().filter(|peer| plan.owes(**peer)).map(|peer| self.members[*peer]));
+        if self.missing.is_empty() {
+            self.missing.extend(senders().map(|peer| self.members[*peer]));
+        }
         if self.missing.is_empty() {
             self.missing.extend(self.active.iter().map(|peer| self.members[*peer]));
         }

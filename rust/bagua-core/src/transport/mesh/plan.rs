@@ -37,6 +37,11 @@ pub(crate) trait Plan {
     /// A message from the peer is complete.
     fn arrived(&mut self, _peer: usize, _number: usize) {}
 
+    /// False for a peer that cannot send what is still to come from it before others have done their part: a timeout names those.
+    fn owes(&self, _peer: usize) -> bool {
+        true
+    }
+
     /// The `part` in the header of a message. Where all messages say the same, a single stream carries them in order.
     fn part(&self, number: usize) -> u32;
 
