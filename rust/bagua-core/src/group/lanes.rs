@@ -1,12 +1,13 @@
 //! Building a lane: its sockets, its shared memory, and the collective that fits the group.
 //!
-//! One stream per pair that is joined by TCP; the higher rank connects, the lower waits. Several streams per pair would be
-//! several values of `index`. The ranks of one host share one segment of memory per lane: the first of them creates it and
+//! A few streams per pair that is joined by TCP, as many as the address of either asks for; the higher rank connects, the lower
+//! waits. The ranks of one host share one segment of memory per lane: the first of them creates it and
 //! hands out its descriptor over Unix connections that are closed again afterwards.
 
 use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -42,6 +43,9 @@ const LANE: u32 = 0;
 /// `index` of the connections that an arena comes by; its number stands where a lane has its channel.
 const ARENA: u32 = 1;
 
+/// Where the number of a stream among those of one pair stands in its `index`.
+const NUMBER: u32 = 8;
+
 /// The one byte that a descriptor travels with.
 const SEGMENT: u8 = b'M';
 
@@ -64,7 +68,7 @@ pub(super) struct Builder<'a> {
 }
 
 /// Streams by group rank.
-type Streams = HashMap<usize, Box<dyn Transport>>;
+type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl Builder<'_> {
     /// The collective for this group, connected.
@@ -136,11 +140,11 @@ impl Builder<'_> {
             let (links, own) = spare_links(arena, local, host.len());
             bell = Some(own);
             let named = host.iter().copied().zip(links);
-            streams.extend(named.filter_map(|(member, link)| link.map(|link| (member, link))));
+            streams.extend(named.filter_map(|(member, link)| link.map(|link| (member, vec![link]))));
         }
         let place = members.iter().position(|member| *member == rank).unwrap_or(0);
-        let links = members.iter().map(|member| streams.remove(member)).collect();
-        Net::new(Mesh::new(place, members, links, bell))
+        let bundles = members.iter().map(|member| streams.remove(member).unwrap_or_default()).collect();
+        Net::new(Mesh::bundled(place, members, bundles, bell)).with(self.control.plane.config.algorithm)
     }
 
     fn seat(&self, peer: usize, purpose: Purpose, index: u32) -> Seat {
@@ -203,28 +207,43 @@ impl Builder<'_> {
         })
     }
 
-    /// One stream to each of these group ranks.
+    /// The streams to each of these group ranks.
     fn streams(&self, peers: &[usize], index: u32, marks: &mut Vec<Mark>) -> Result<Streams> {
-        let rank = self.watch.rank();
-        let lower = peers.iter().filter(|peer| **peer < rank);
-        let dialling: Vec<_> = lower.map(|peer| (*peer, self.dial(*peer, Purpose::Stream, index))).collect();
-        let mut made = Vec::new();
-        for (peer, answer) in &dialling {
-            made.push((*peer, self.dialled(*peer, answer)?));
-        }
-        for peer in peers.iter().filter(|peer| **peer > rank) {
-            made.push((*peer, self.awaited(*peer, Purpose::Stream, index)?));
-        }
+        let addresses = &self.control.plane.book()?.addresses;
+        let asks = |peer: usize| addresses[self.watch.world_rank(peer)].streams;
+        let own = asks(self.watch.rank());
+        let both = |peer: usize| u32::from(own.min(asks(peer)).max(1));
+        let numbers = |peer: usize| (0..both(peer)).map(move |number| (peer, index | number << NUMBER));
+        let made = self.connect(peers.iter().copied().flat_map(numbers).collect(), marks)?;
         let mut streams = Streams::new();
-        for (peer, Plain { mark, plug }) in made {
+        for (peer, stream) in made {
+            let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a stream of data", e))?;
+            streams.entry(peer).or_default().push(Box::new(stream));
+        }
+        Ok(streams)
+    }
+
+    /// One TCP connection for each of these group ranks and indices, in this order.
+    fn connect(&self, wanted: Vec<(usize, u32)>, marks: &mut Vec<Mark>) -> Result<Vec<(usize, TcpStream)>> {
+        let rank = self.watch.rank();
+        // All are dialled before the first is waited for.
+        let dialling: Vec<_> = wanted
+            .into_iter()
+            .map(|(peer, index)| (peer, index, (peer < rank).then(|| self.dial(peer, Purpose::Stream, index))))
+            .collect();
+        let mut made = Vec::with_capacity(dialling.len());
+        for (peer, index, answer) in dialling {
+            let Plain { mark, plug } = match answer {
+                Some(answer) => self.dialled(peer, &answer)?,
+                None => self.awaited(peer, Purpose::Stream, index)?,
+            };
             let Plug::Tcp(stream) = plug else {
                 return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
             };
-            let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a stream of data", e))?;
             marks.push(mark);
-            streams.insert(peer, Box::new(stream));
+            made.push((peer, stream));
         }
-        Ok(streams)
+        Ok(made)
     }
 
     /// Memory that the ranks of this host share: made, with `len` bytes, by the first of them.
