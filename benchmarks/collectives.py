@@ -45,7 +45,9 @@ SMALL = 64 << 10
 CALLS_TOGETHER = 40
 
 
-def time_case(case: Any, contenders: list[Any], rank: int, ranks: int, budget: float, meeting: Meeting) -> dict[str, list[float]]:
+def time_case(
+    case: Any, contenders: list[Any], rank: int, ranks: int, budget: float, meeting: Meeting
+) -> dict[str, list[float]]:
     """Seconds per call on this rank, of each contender that has the case."""
     from contenders import Buffers
 
@@ -100,7 +102,6 @@ def child(options: dict[str, Any]) -> None:
     """One rank: joins as every contender, runs every case, and lets rank 0 write the rows."""
     import torch
     import torch.distributed as dist
-
     from contenders import Case, Gloo, OpenMpi, Ours, OursInArena
 
     torch.set_num_threads(1)
@@ -172,7 +173,9 @@ def show(rows: list[Any], statistic: str = "seconds") -> None:
         if dtype != "float32" and full is not None:
             for name in theirs.keys() & full.keys() & set(OURS):
                 ratio = theirs[name][statistic] / full[name][statistic]
-                print(f"{ranks} ranks, {verb} of {show_size(size)}, {name}: {dtype} takes {ratio:.2f}x the time of float32")
+                print(
+                    f"{ranks} ranks, {verb} of {show_size(size)}, {name}: {dtype} takes {ratio:.2f}x the time of float32"
+                )
 
 
 def plot(rows: list[Any], path: Path) -> None:
@@ -261,7 +264,12 @@ def main() -> None:
         keep_if_asked(args, "door", rows)
         return
     if args.quick:
-        args.ranks, args.sizes, args.dtypes, args.budget = args.ranks[:1], [1 << 10, 1 << 20], ["float32", "bfloat16"], 0.05
+        args.ranks, args.sizes, args.dtypes, args.budget = (
+            args.ranks[:1],
+            [1 << 10, 1 << 20],
+            ["float32", "bfloat16"],
+            0.05,
+        )
     why = "it was left out" if args.no_mpi else openmpi_missing()
     if why:
         print(f"no column for openmpi: {why}")

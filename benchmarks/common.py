@@ -147,7 +147,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 def machine() -> str:
     """The processor and the number of its cores that may be used here."""
     model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     return f"{model}, {len(os.sched_getaffinity(0))} cores"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from common import show_size
 
 VERBS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")

@@ -46,9 +46,7 @@ def build(name: str) -> Any:
     from torch import nn
 
     if name == "mlp":  # 25 million parameters, hardly any arithmetic: communication decides
-        return nn.Sequential(
-            nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)
-        )
+        return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
     if name == "cnn":
         return nn.Sequential(
             *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -191,11 +189,16 @@ def throughput(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting)
 
 def check_losses(everyone: list[dict[str, list[float]]]) -> None:
     """AssertionError unless all contenders learn the same: float32 alike, the bf16 hook about so."""
-    mean = {name: [statistics.fmean(step) for step in zip(*(r[name] for r in everyone), strict=True)] for name in everyone[0]}
+    mean = {
+        name: [statistics.fmean(step) for step in zip(*(r[name] for r in everyone), strict=True)]
+        for name in everyone[0]
+    }
     for name, allowed in ((OURS, 1e-3), ("ddp-bf16", 5e-2)):
         worst = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(mean[name], mean["ddp"], strict=True))
         if worst > allowed:
-            raise AssertionError(f"the losses of {name} differ from those of DDP by {worst:.2g} of them, more than {allowed}")
+            raise AssertionError(
+                f"the losses of {name} differ from those of DDP by {worst:.2g} of them, more than {allowed}"
+            )
 
 
 def proportional_set_size() -> int:
@@ -224,7 +227,11 @@ def memory(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> 
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, grown)
     if rank == 0:
-        row = {"contender": options["contender"], "grown_bytes": statistics.fmean(everyone), "gradient_bytes": gradients}
+        row = {
+            "contender": options["contender"],
+            "grown_bytes": statistics.fmean(everyone),
+            "gradient_bytes": gradients,
+        }
         write_row(options, row)
 
 
@@ -245,7 +252,14 @@ def handover(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -
         for _ in range(12):
             torch.mm(matrix, matrix)
 
-    ways: dict[str, list[float]] = {"blocking": [], "handed over": [], "mark_ready": [], "compute": [], "compute beside": [], "wait": []}
+    ways: dict[str, list[float]] = {
+        "blocking": [],
+        "handed over": [],
+        "mark_ready": [],
+        "compute": [],
+        "compute beside": [],
+        "wait": [],
+    }
     with Engine("handover") as engine:
         engine.register([Bucket("b", {"x": bucket}).append_centralized()])
 
@@ -274,7 +288,9 @@ def handover(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -
         raise AssertionError(f"rank {rank} has {bucket[0]} and {alone[0]} instead of the average {expected}")
     if rank == 0:
         for way, times in ways.items():
-            write_row(options, {"what": way, "p50_us": percentile(times, 0.5) * 1e6, "p99_us": percentile(times, 0.99) * 1e6})
+            write_row(
+                options, {"what": way, "p50_us": percentile(times, 0.5) * 1e6, "p99_us": percentile(times, 0.99) * 1e6}
+            )
 
 
 def child(options: dict[str, Any]) -> None:
@@ -328,7 +344,9 @@ def main() -> None:
 
     print(f"{machine()}, {args.ranks} ranks")
     if "throughput" in args.parts:
-        print(f"{'model':<12}{'':<10}{'samples/s':>11}{'ms/step':>10}{'blocked ms':>12}{'wait ms':>10}{'CPU ms':>10}{'step/ours':>12}")
+        print(
+            f"{'model':<12}{'':<10}{'samples/s':>11}{'ms/step':>10}{'blocked ms':>12}{'wait ms':>10}{'CPU ms':>10}{'step/ours':>12}"
+        )
         rows = []
         for model in args.models:
             found = run("throughput", model=model, rounds=args.rounds, block=args.block)
