@@ -17,7 +17,7 @@ from bagua.aggregation.peers import BaguaPeers, Group, find
 from tests.distributed import torch_ranks
 
 SIZES = [1, 2, 3, 4]
-MODULES = ["all_reduce", "power"]
+MODULES = ["all_reduce", "power", "sparsified", "decentralized", "peers", "optim"]
 
 Case = Callable[[int], None]
 
@@ -92,6 +92,13 @@ def assert_is_mean(result: torch.Tensor, everybody: torch.Tensor) -> None:
     size = everybody.shape[0]
     bound = size * torch.finfo(result.dtype).eps * everybody.abs().mean(0)
     assert bool(((result.to(torch.float64) - everybody.mean(0)).abs() <= bound).all())
+
+
+def assert_close(result: torch.Tensor | None, expected: torch.Tensor, rtol: float = 1e-6, atol: float = 1e-5) -> None:
+    """As ``torch.testing.assert_close``, which takes each rank seconds to import."""
+    assert result is not None
+    assert result.shape == expected.shape
+    assert bool(((result - expected).abs() <= atol + rtol * expected.abs()).all()), (result, expected)
 
 
 def collectives(action: Callable[[], Any]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from tests.distributed.aggregation_ranks import (
     SIZES,
     Case,
     Several,
+    assert_close,
     assert_is_mean,
     check,
     collectives,
@@ -112,7 +113,7 @@ def a3_a_custom_denominator_divides_the_sum(rank: int) -> None:
                     fill(model, rank)
                     AllReduceAggregation(size, before, group=group).agg_grad()(model, op, denom=denom)
                     for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
-                        torch.testing.assert_close(result.double(), everybody.sum(0) / 7, rtol=1e-5, atol=1e-6)
+                        assert_close(result.double(), everybody.sum(0) / 7, rtol=1e-5, atol=1e-6)
 
 
 def a3_a_denominator_of_the_world_size_is_the_average(rank: int) -> None:
@@ -131,11 +132,11 @@ def a3_different_denominators_divide_before_the_sum_or_each_rank_its_own(rank: i
     fill(model, rank)
     AllReduceAggregation(size, divide_before=True).agg_grad()(model, "avg_custom", rank + 2.0)
     parts = everybody / torch.arange(2.0, size + 2, dtype=torch.float64).view(-1, 1, 1)
-    torch.testing.assert_close(gradients(model)[0].double(), parts.sum(0), rtol=1e-5, atol=1e-6)
+    assert_close(gradients(model)[0].double(), parts.sum(0), rtol=1e-5, atol=1e-6)
     assert same_everywhere(*gradients(model))
     fill(model, rank)
     AllReduceAggregation(size).agg_grad()(model, "avg_custom", rank + 2.0)
-    torch.testing.assert_close(gradients(model)[0].double(), everybody.sum(0) / (rank + 2), rtol=1e-5, atol=1e-6)
+    assert_close(gradients(model)[0].double(), everybody.sum(0) / (rank + 2), rtol=1e-5, atol=1e-6)
 
 
 def a3_a_large_denominator_does_not_lose_who_has_a_gradient(rank: int) -> None:
@@ -145,7 +146,7 @@ def a3_a_large_denominator_does_not_lose_who_has_a_gradient(rank: int) -> None:
         if rank == 0:
             model.list[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
         AllReduceAggregation(size, before).agg_grad()(model, "avg_custom", 1e9)
-        torch.testing.assert_close(gradients(model)[0].float(), torch.full((3,), 3e-5), rtol=0.01, atol=0)
+        assert_close(gradients(model)[0].float(), torch.full((3,), 3e-5), rtol=0.01, atol=0)
 
 
 def a4_dividing_before_equals_dividing_after(rank: int) -> None:
@@ -328,9 +329,9 @@ def a10_with_horovod_the_operation_is_sum_again_and_again(rank: int) -> None:
     half.list[0].grad = torch.full((4,), 40000.0, dtype=torch.float16)
     aggregation.agg_grad()(half, "avg_world")
     assert gradients(half)[0].tolist() == [40000.0] * 4
+    wrong = AllReduceAggregationHVD(size + 1)
+    wrong._horovod = horovod
     with pytest.raises(ValueError, match="Horovod has"):
-        wrong = AllReduceAggregationHVD(size + 1)
-        wrong._horovod = horovod
         wrong.agg_grad()(half, "avg_world")
 
 
