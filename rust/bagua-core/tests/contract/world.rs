@@ -134,14 +134,11 @@ pub fn direct(size: usize) -> Vec<Box<dyn Collective>> {
 fn bundles(size: usize, algorithm: Algorithm, streams: usize) -> Vec<Box<dyn Collective>> {
     let mut links: Vec<Vec<Vec<Box<dyn Transport>>>> =
         (0..size).map(|_| (0..size).map(|_| Vec::new()).collect()).collect();
-    for a in 0..size {
-        for b in a + 1..size {
-            for _ in 0..streams {
-                let (left, right) = sockets();
-                links[a][b].push(Box::new(Tcp::new(left).unwrap()));
-                links[b][a].push(Box::new(Tcp::new(right).unwrap()));
-            }
-        }
+    let pairs = (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b)));
+    for (a, b) in pairs.flat_map(|pair| std::iter::repeat_n(pair, streams)) {
+        let (left, right) = sockets();
+        links[a][b].push(Box::new(Tcp::new(left).unwrap()));
+        links[b][a].push(Box::new(Tcp::new(right).unwrap()));
     }
     let mesh = |(rank, links)| Mesh::bundled(rank, (0..size).collect(), links, None);
     let net = |rank| Box::new(Net::new(mesh(rank)).with(algorithm)) as Box<dyn Collective>;
