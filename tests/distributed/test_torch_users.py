@@ -210,7 +210,7 @@ def uses_it_in_a_child(rank: int) -> str:
 
 
 def test_a_forked_child_can_evaluate_a_wrapped_model_and_not_train_it() -> None:
-    for said in make_world(2, env=ENVIRONMENT).run(uses_it_in_a_child):
+    for said in make_world(2, env=ENVIRONMENT, timeout=150.0).run(uses_it_in_a_child):
         assert "this process was forked" in said
 
 
@@ -248,7 +248,7 @@ def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("how", ["constant", "autograd.grad"])
 def test_a_step_without_a_gradient_of_the_model_is_an_error_on_every_rank(how: str) -> None:
-    for text, unchanged in make_world(2, env=ENVIRONMENT).run(reaches_no_parameter, how):
+    for text, unchanged in make_world(2, env=ENVIRONMENT, timeout=150.0).run(reaches_no_parameter, how):
         assert "optimizer.step() on rank 0, but no gradient of model 'Linear_0'" in text
         assert unchanged
 
@@ -278,4 +278,4 @@ def steps_again_and_evaluates(rank: int) -> bool:
 
 
 def test_forwards_that_are_not_meant_to_be_learnt_from_are_none() -> None:
-    assert all(make_world(2, env=ENVIRONMENT).run(steps_again_and_evaluates))
+    assert all(make_world(2, env=ENVIRONMENT, timeout=150.0).run(steps_again_and_evaluates))
