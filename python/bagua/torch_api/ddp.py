@@ -43,7 +43,7 @@ class _ForwardHook:
     def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
 
-    # Communication is nothing to compile. The first call imports the compiler, which making an optimizer has done before.
+    # Communication is nothing to compile. The first call imports the compiler, as making an optimizer does.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if (ddp := self._ddp()) is not None:
