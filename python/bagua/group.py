@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import arenas, config, engine, exits
@@ -32,7 +33,9 @@ class Group(Verbs):
         # How often a set of ranks became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         exits.watch(self)
-        _groups[self.name] = self
+        # A name that is taken (two worlds in one process) gets a number in `stats()`.
+        self._key = next(key for key in _keys(self.name) if key not in _groups)
+        _groups[self._key] = self
 
     def __repr__(self) -> str:
         return f"<bagua.Group {self.name!r}: rank {self.rank} of {self.size}>"
@@ -119,10 +122,15 @@ class Group(Verbs):
         """Says goodbye and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
         global _default
         self._communicator.leave()
-        if _groups.get(self.name) is self:
-            del _groups[self.name]
+        if _groups.get(self._key) is self:
+            del _groups[self._key]
         if _default is self:
             _default = None
+
+
+def _keys(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}#{number}" for number in itertools.count(2))
 
 
 _default: Group | None = None

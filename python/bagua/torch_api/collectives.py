@@ -116,8 +116,9 @@ def _check(tensor: torch.Tensor, what: str) -> int:
 
 def _source(tensor: torch.Tensor, what: str) -> torch.Tensor:
     _check(tensor, what)
-    # Strides do not travel; a copy is what anybody would make of a tensor with holes before sending it.
-    return tensor.detach().contiguous()
+    # Strides do not travel, nor does a negation that torch has put off; a copy is what anybody would make of such a
+    # tensor before sending it.
+    return tensor.detach().contiguous().resolve_neg()
 
 
 def _target(tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -126,12 +127,15 @@ def _target(tensor: torch.Tensor, what: str) -> torch.Tensor:
         raise ValueError(
             f"{what} of shape {list(tensor.shape)} is not contiguous, so results cannot be written into it"
         )
+    if tensor.is_neg():
+        raise ValueError(f"{what} is the negation of another tensor, so results cannot be written into it")
     # Autograd must learn that values which it may have saved are about to change.
     torch.autograd.graph.increment_version(tensor)
     return tensor
 
 
 def _same_dtype(send: torch.Tensor, recv: torch.Tensor) -> None:
+    _check(recv, "recv_tensor")
     if send.dtype != recv.dtype:
         raise TypeError(f"send_tensor has dtype {send.dtype}, recv_tensor {recv.dtype}: they must be equal")
 
@@ -139,6 +143,15 @@ def _same_dtype(send: torch.Tensor, recv: torch.Tensor) -> None:
 def _require(send: int, recv: int, relation: str, right: bool) -> None:
     if not right:
         raise ValueError(f"send_tensor has {send} elements, recv_tensor {recv}: {relation}")
+
+
+def _part(part: torch.Tensor, whole: torch.Tensor, rank: int) -> int | None:
+    """The part's address; None, which is in place for the core, where it is rank ``rank``'s part of ``whole`` itself.
+
+    Whoever gives such a pair means what NCCL does with it.
+    """
+    place = whole.data_ptr() + rank * part.numel() * part.element_size()
+    return None if part.numel() > 0 and part.data_ptr() == place else part.data_ptr()
 
 
 def _chunk(tensor: torch.Tensor, n: int) -> int:
@@ -154,6 +167,9 @@ def _room(tensor: torch.Tensor, count: int, n: int) -> None:
 
 def check_op(op: ReduceOp | int, dtype: torch.dtype) -> int:
     """The core's number for a reduction, if it means something for this element type."""
+    # An int, as torch.distributed's ReduceOp equals ours by number and means something else by it.
+    if not isinstance(op, int):
+        raise TypeError(f"op must be a bagua.torch_api.ReduceOp, not {op!r}")
     op = ReduceOp(op)
     floating = dtype.is_floating_point
     if (
@@ -218,9 +234,9 @@ def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None, *, async_op
 def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, verb: Any) -> Handle | None:
     if not tensors:
         raise ValueError("tensors is empty")
-    kinds = {tensor.dtype for tensor in tensors}
     for i, tensor in enumerate(tensors):
         _check(tensor, f"tensors[{i}]")
+    kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1:
         raise TypeError(f"tensors of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
     with torch.no_grad():
@@ -318,10 +334,12 @@ def _reduction(
     c: Communicator, send: torch.Tensor | None, recv: torch.Tensor, op: ReduceOp, root: int | None, async_op: bool
 ) -> Handle | None:
     source = None if send is None else _source(send, "send_tensor")
-    if source is not None:
+    if source is None:
+        _check(recv, "tensor")
+    else:
         _same_dtype(source, recv)
         _require(source.numel(), recv.numel(), "they must be equal", source.numel() == recv.numel())
-    code = check_op(op, recv.dtype) if recv.dtype in DTYPES else 0
+    code = check_op(op, recv.dtype)
     target = _target(recv, "tensor" if send is None else "recv_tensor")
     if source is not None and source.data_ptr() == target.data_ptr():
         source = None
@@ -352,8 +370,9 @@ def allgather(
     count, room = source.numel(), recv_tensor.numel()
     _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
     target = _target(recv_tensor, "recv_tensor")
+    mine = _part(source, target, c.rank())
     return c.raw.all_gather(
-        source.data_ptr(), target.data_ptr(), count, DTYPES[source.dtype], async_op=async_op, keep=(source, target)
+        mine, target.data_ptr(), count, DTYPES[source.dtype], async_op=async_op, keep=(source, target)
     )
 
 
@@ -380,7 +399,7 @@ def gather(
         _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
         target = _target(recv_tensor, "recv_tensor")
     return c.raw.gather(
-        source.data_ptr(),
+        source.data_ptr() if target is None else _part(source, target, c.rank()),
         None if target is None else target.data_ptr(),
         count,
         DTYPES[source.dtype],
@@ -456,9 +475,10 @@ def reduce_scatter(
     _require(source.numel(), count, f"{n} ranks need {count * n} to send", source.numel() == count * n)
     code = check_op(op, source.dtype)
     target = _target(recv_tensor, "recv_tensor")
+    inside = _part(target, source, c.rank()) is None
     return c.raw.reduce_scatter(
-        source.data_ptr(),
-        target.data_ptr(),
+        None if inside else source.data_ptr(),
+        source.data_ptr() if inside else target.data_ptr(),
         count,
         DTYPES[source.dtype],
         code,

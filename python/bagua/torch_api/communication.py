@@ -6,12 +6,13 @@ through the Rust core.
 
 from __future__ import annotations
 
+import os
 import secrets
 from datetime import timedelta
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 import bagua
@@ -105,8 +106,8 @@ __all__ = [
     "to_bagua_process_group",
 ]
 
-#: How long torch's rendezvous may take; peers of a large job do not start together.
-_RENDEZVOUS = timedelta(minutes=30)
+#: How long torch.distributed waits for a peer: its own default.
+_PATIENCE = timedelta(minutes=30)
 
 
 class _Begun:
@@ -117,6 +118,14 @@ class _Begun:
     # the first one's store still holds, nor find it on a peer that is slower to end.
     stores: ClassVar[dict[tuple[str | None, str | None], Store]] = {}
 
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked child: torch.distributed is the parent's, and ending it here would end the process."""
+        cls.torch_distributed = False
+
+
+os.register_at_fork(after_in_child=_Begun.forget)
+
 
 def init_process_group(
     store: Store | None = None, rank: int = -1, world_size: int = -1, local_world_size: int = -1
@@ -126,9 +135,14 @@ def init_process_group(
     Without arguments the environment that torchrun sets says who this is; values given here win over it and are written
     back to it. With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises
     torch.distributed with gloo if nobody has.
+
+    RuntimeError when there is a group already; BaguaTimeoutError, which names the ranks that did not come, after
+    ``BAGUA_TIMEOUT`` seconds.
     """
     if is_initialized():
         raise RuntimeError("init_process_group was called twice: call destroy_process_group() in between")
+    if neutral.default() is not None:
+        raise RuntimeError("bagua.init() was called already: call bagua.shutdown() before init_process_group")
     given = {"rank": rank, "world_size": world_size, "local_world_size": local_world_size}
     if store is not None and (absent := [name for name, value in given.items() if value < 0]):
         raise ValueError(f"init_process_group with a store also needs {', '.join(absent)}")
@@ -156,16 +170,17 @@ def init_process_group(
     # addresses.
     incarnation = store.add(f"bagua/rank{rank}/incarnations", 1)
     board = PrefixStore(f"bagua/{incarnation}", store)
+    # Before torch's own group, which would not say who is missing.
+    _join(board, rank, world_size, local_rank, local_world_size)
     if not foreign:
         _Begun.torch_distributed = True
-        dist.init_process_group(
-            "gloo", store=PrefixStore("torch", board), rank=rank, world_size=world_size, timeout=_RENDEZVOUS
-        )
-    try:
-        _join(board, rank, world_size, local_rank, local_world_size)
-    except BaseException:
-        _end_torch()
-        raise
+        try:
+            dist.init_process_group(
+                "gloo", store=PrefixStore("torch", board), rank=rank, world_size=world_size, timeout=_PATIENCE
+            )
+        except BaseException:
+            bagua.shutdown()
+            raise
 
 
 def _agree(what: str, given: int, torchs: int) -> int:
@@ -181,8 +196,27 @@ def _environment_store(rank: int, world_size: int) -> Store:
         # A plain `python script.py`: nobody to meet.
         return HashStore()
     if place not in _Begun.stores:
-        _Begun.stores[place], _, _ = next(rendezvous("env://", rank, world_size, timeout=_RENDEZVOUS))
+        _Begun.stores[place] = _meet(rank, world_size)
     return _Begun.stores[place]
+
+
+def _meet(rank: int, world_size: int) -> Store:
+    limit = config.settings().timeout
+    if config.agent_serves_store():
+        found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
+        return found
+    host, port = config.master()
+    try:
+        # As torch's rendezvous does it, but without waiting for workers: who waits for whom is seen when addresses are
+        # read, and can be named.
+        return TCPStore(
+            host, port, world_size, rank == 0, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as failure:
+        if rank == 0:
+            raise
+        text = f"init_process_group: rank 0 does not serve {host}:{port} after {limit:.1f} s"
+        raise BaguaTimeoutError(text, missing=(0,), after=limit, noticed_by=rank) from failure
 
 
 def _end_torch() -> None:

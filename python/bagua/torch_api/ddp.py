@@ -43,6 +43,8 @@ class _ForwardHook:
     def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
 
+    # Communication is nothing to compile. The first call imports the compiler, as making an optimizer does.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if (ddp := self._ddp()) is not None:
             ddp.before_forward(module, inputs)
@@ -90,6 +92,8 @@ class BaguaDistributedDataParallel:
             raise ValueError(f"this rank is not in {process_group}, so it cannot train there")
         # Weakly: the model may be collected, and then this with it.
         self._module = weakref.ref(module)
+        if isinstance(optimizers, torch.optim.Optimizer):
+            raise TypeError(f"optimizers must be a list of optimizers: [{type(optimizers).__name__}(...)]")
         self.bagua_module_name = name
         self.bagua_optimizers = list(optimizers)
         self.process_group = process_group
@@ -102,6 +106,11 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
         self._in_backward = False
+        # A training forward whose backward should communicate, while no gradient has come since.
+        self._forward_waits = False
+        # Backwards that reached a parameter; and how many there were when each optimizer stepped last.
+        self._backwards = 0
+        self._stepped_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._communicator = communicator
 
@@ -197,7 +206,13 @@ class BaguaDistributedDataParallel:
             if (ddp := this()) is not None:
                 ddp._post_step_hook(optimizer)
 
-        self._handles.extend(optimizer.register_step_post_hook(after_step) for optimizer in self.bagua_optimizers)
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (ddp := this()) is not None:
+                ddp._check_step(optimizer)
+
+        for optimizer in self.bagua_optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(before_step))
+            self._handles.append(optimizer.register_step_post_hook(after_step))
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Before each forward of the model: nothing in evaluation, nor when a checkpoint computes the forward again."""
@@ -208,6 +223,7 @@ class BaguaDistributedDataParallel:
             self.gradients.abandon()
         self._check_unchanged(module)
         self.bagua_train_step_counter += 1
+        self._forward_waits = self.require_backward_grad_sync and torch.is_grad_enabled()
         if self.bagua_algorithm.need_reset():
             self._init_algorithm()
         if self.broadcast_buffers and self.require_backward_grad_sync:
@@ -237,12 +253,32 @@ class BaguaDistributedDataParallel:
     def on_gradient(self, name: str, param: torch.nn.Parameter) -> None:
         """A parameter's gradient has its final local value."""
         if not self.require_backward_grad_sync:
+            self._backwards += 1
             self.gradients.accumulated(name)
             return
+        self._forward_waits = False
         if not self._in_backward:
             self._in_backward = True
+            self._backwards += 1
             _at_end_of_backward(self._after_backward)
         self._backward_hook(name, param)
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A backward that reaches no parameter calls no hook of ours: here it is noticed that one is missing.
+
+        Without this, the next gradients of this rank would be combined with those of the others' last step.
+        """
+        before, self._stepped_at[optimizer] = self._stepped_at.get(optimizer, 0), self._backwards
+        if not (self._forward_waits and self._tracked and before == self._backwards):
+            return
+        error = BaguaError(
+            f"optimizer.step() on rank {self.backend.rank}, but no gradient of model {self.bagua_module_name!r} came "
+            "since its last step: the loss depends on none of its parameters, or torch.autograd.grad computed what "
+            "only backward() communicates"
+        )
+        # The others wait for this rank's gradients.
+        self._communicator.raw.raise_(type(error).__name__, str(error))
+        raise error
 
     def _after_backward(self) -> None:
         # None outside of any node, which its type does not say.

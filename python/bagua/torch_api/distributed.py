@@ -44,6 +44,9 @@ def with_bagua(
     Parameters, buffers and the optimizers' state become rank 0's. From then on ``loss.backward()`` returns with
     gradients that are communicated as ``algorithm`` says. Called again, it replaces what was there before.
 
+    With ``do_flatten`` a gradient is a view of its bucket's memory, which every backward overwrites: clone what must
+    outlive ``zero_grad()``.
+
     ``find_unused_parameters``: parameters that do not take part in a step are not an error. ``broadcast_buffers``: rank
     0's buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: the
     environment's).
@@ -128,9 +131,20 @@ class BaguaModule:
 
 
 def _patch_torch() -> None:
+    properties = set()
     for name, member in vars(BaguaModule).items():
         if "bagua" in name:
             setattr(torch.nn.Module, name, member)
+        if isinstance(member, property):
+            properties.add(name)
+    everything = torch.nn.Module.__dir__
+
+    def visible(self: torch.nn.Module) -> list[str]:
+        """What a module has. torch.compile reads every name that stands here, and fails with the first that raises."""
+        names = everything(self)  # type: ignore[no-untyped-call]
+        return [name for name in names if name not in properties or hasattr(self, name)]
+
+    torch.nn.Module.__dir__ = visible  # type: ignore[method-assign]
 
 
 def _end_all() -> None:

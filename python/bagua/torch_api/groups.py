@@ -7,9 +7,10 @@ original.
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -133,8 +134,8 @@ class _State:
 
     def __init__(self) -> None:
         self.default: BaguaProcessGroup | None = None
-        # Ranks of every group by name, as torch.distributed keeps them.
-        self.ranks_of: dict[BaguaProcessGroup, dict[int, int]] = {}
+        # World rank -> rank in the group, of every group. Weakly: a group that its owner forgets is left.
+        self.ranks_of: MutableMapping[BaguaProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
         self.default = None
@@ -148,7 +149,7 @@ _state = _State()
 # parent's.
 os.register_at_fork(after_in_child=_state.clear)
 
-# The original's name for: world rank -> rank in the group, per group.
+# The original's name for it.
 _pg_group_ranks = _state.ranks_of
 
 
@@ -193,7 +194,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
     Its members must call this in the same order for the same ranks.
     """
     size = _world().nranks()
-    chosen = list(range(size)) if ranks is None else sorted(ranks)
+    chosen = list(range(size)) if ranks is None else sorted(map(operator.index, ranks))
     if not chosen:
         raise ValueError("new_group: ranks is empty")
     if len(set(chosen)) != len(chosen):

@@ -59,6 +59,13 @@ def registration(tensor: torch.Tensor) -> Registration:
     return found
 
 
+def _attribute_of(tensor: torch.Tensor) -> Registration:
+    # So that hasattr and getattr with a default answer for any tensor.
+    if (found := _registrations.get(tensor)) is None:
+        raise AttributeError("this tensor is not a Bagua tensor: call ensure_bagua_tensor(name) on it")
+    return found
+
+
 def effective(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose values are communicated."""
     getter = registration(tensor).getter
@@ -87,13 +94,13 @@ class BaguaTensor:
 
     @property
     def bagua_tensor_name(self: Any) -> str:
-        """Unique among the tensors of its model."""
-        return registration(self).name
+        """Unique among the tensors of its model. AttributeError unless it was registered."""
+        return _attribute_of(self).name
 
     @property
     def bagua_module_name(self: Any) -> str | None:
-        """The model that it belongs to."""
-        return registration(self).module_name
+        """The model that it belongs to. AttributeError unless it was registered."""
+        return _attribute_of(self).module_name
 
     def is_bagua_tensor(self: Any) -> bool:
         """True when it was registered."""

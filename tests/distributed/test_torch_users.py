@@ -1,0 +1,281 @@
+"""What users of the torch layer do beside the main road, and the mistakes that they make."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, check, run_cases, same_everywhere
+from tests.world import make_world
+
+
+def wrapped(model: torch.nn.Module, **options: object) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.with_bagua(model, [optimizer], bagua.algorithms.GradientAllReduceAlgorithm(), **options)
+    return optimizer
+
+
+def step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(5, 3)).pow(2).sum().backward()
+    optimizer.step()
+
+
+def a_compiled_model_trains(rank: int) -> None:
+    before, after, in_place = (torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)) for _ in range(3))
+    optimizer = wrapped(before)
+    compiled = torch.compile(before, backend="eager")
+    other = torch.compile(after, backend="eager")
+    third = wrapped(in_place)
+    in_place.compile(backend="eager")
+    for model, which in ((compiled, optimizer), (other, wrapped(other)), (in_place, third)):
+        for _ in range(2):
+            step(model, which)
+    assert before.bagua_ddp.bagua_train_step_counter == in_place.bagua_ddp.bagua_train_step_counter == 2
+    assert same_everywhere(*before.parameters(), *after.parameters(), *in_place.parameters())
+
+
+def reductions_of_another_library_are_refused(rank: int) -> None:
+    # Equal to ours by number: its AVG would be our PRODUCT.
+    with pytest.raises(TypeError, match=r"bagua\.torch_api\.ReduceOp"):
+        bagua.allreduce_inplace(torch.ones(3), torch.distributed.ReduceOp.AVG)
+    with pytest.raises(ValueError, match="4 is not a valid ReduceOp"):
+        bagua.allreduce_inplace(torch.ones(3), 4)
+
+
+def what_is_no_tensor_is_named(rank: int) -> None:
+    wrong: list[Callable[[], object]] = [
+        lambda: bagua.allreduce(torch.ones(1), [0.0]),
+        lambda: bagua.allgather(torch.ones(1), [0.0]),
+        lambda: bagua.reduce_scatter(torch.ones(bagua.get_world_size()), [0.0]),
+    ]
+    for call in wrong:
+        with pytest.raises(TypeError, match=r"recv_tensor must be a torch\.Tensor, not list"):
+            call()
+    with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor, not list"):
+        bagua.allreduce_inplace([0.0])
+    with pytest.raises(TypeError, match=r"tensors\[1\] must be a torch\.Tensor, not float"):
+        bagua.allreduce_coalesced_inplace([torch.ones(1), 1.0])
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        bagua.new_group([0.0])
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"a list of optimizers: \[SGD"):
+        bagua.with_bagua(model, optimizer, bagua.algorithms.GradientAllReduceAlgorithm())
+
+
+def a_negation_that_is_put_off_travels(rank: int) -> None:
+    minus, result = torch._neg_view(torch.tensor([1.0 + rank])), torch.zeros(1)
+    bagua.allreduce(minus, result, bagua.ReduceOp.MAX)
+    assert result.item() == -1.0
+    with pytest.raises(ValueError, match="is the negation of another tensor"):
+        bagua.allreduce_inplace(minus)
+
+
+def a_part_of_the_result_may_be_given_as_such(rank: int) -> None:
+    n, count = bagua.get_world_size(), 5
+    mine = slice(rank * count, (rank + 1) * count)
+    whole = torch.full((n * count,), -1.0)
+    whole[mine] = rank
+    everybody = torch.arange(n).repeat_interleave(count).float()
+    bagua.allgather(whole[mine], whole)
+    assert torch.equal(whole, everybody)
+    bagua.reduce_scatter(whole, whole[mine])
+    assert torch.equal(whole[mine], torch.full((count,), float(rank * n)))
+    whole = torch.full((n * count,), -1.0)
+    whole[mine] = rank
+    bagua.gather(whole[mine], whole, 0)
+    assert rank != 0 or torch.equal(whole, everybody)
+
+
+def a_sub_group_that_is_forgotten_is_left(rank: int) -> None:
+    def use() -> None:
+        group = bagua.new_group(list(range(bagua.get_world_size())))
+        assert group.group_name in neutral.stats()["groups"]
+        bagua.allreduce_inplace(torch.ones(3), comm=group)
+
+    use()
+    gc.collect()
+    bagua.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        use()
+    gc.collect()
+    bagua.barrier()
+    assert list(neutral.stats()["groups"]) == ["world"]
+    # Each held at least one: some may be on their way out.
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+
+
+def a_second_start_is_refused_whoever_made_the_first(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="init_process_group was called twice"):
+        bagua.init_process_group()
+    with pytest.raises(BaguaError, match="bagua is initialised already"):
+        neutral.init()
+
+
+CASES: list[Case] = [
+    a_compiled_model_trains,
+    reductions_of_another_library_are_refused,
+    what_is_no_tensor_is_named,
+    a_negation_that_is_put_off_travels,
+    a_part_of_the_result_may_be_given_as_such,
+    a_sub_group_that_is_forgotten_is_left,
+    a_second_start_is_refused_whoever_made_the_first,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int) -> None:
+    check(run, size, case)
+
+
+def test_every_name_that_a_plain_module_or_tensor_lists_can_be_read() -> None:
+    module = torch.nn.Linear(1, 1)
+    for name in dir(module):
+        getattr(module, name)
+    assert "bagua_ddp" not in dir(module)
+    assert "with_bagua" in dir(module)
+    assert not hasattr(torch.ones(1), "bagua_tensor_name")
+    assert getattr(torch.ones(1), "bagua_module_name", None) is None
+
+
+def starts_twice(rank: int) -> str:
+    neutral.init()
+    with pytest.raises(RuntimeError) as caught:
+        bagua.init_process_group()
+    neutral.barrier()
+    neutral.shutdown()
+    return str(caught.value)
+
+
+def test_the_torch_layer_does_not_take_the_place_of_a_group_that_stands() -> None:
+    assert "bagua.init() was called already" in make_world(1).run(starts_twice)[0]
+
+
+def comes_unless_it_is(rank: int, absent: int) -> tuple[str, tuple[int, ...]]:
+    if rank == absent:
+        return "", ()
+    with pytest.raises(BaguaTimeoutError) as caught:
+        bagua.init_process_group()
+    return str(caught.value), caught.value.missing
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_to_the_environments_address_is_named_within_the_timeout(absent: int) -> None:
+    found = make_world(2, env={"BAGUA_TIMEOUT": "2"}).run(comes_unless_it_is, absent)
+    for rank, (text, missing) in enumerate(found):
+        assert rank == absent or missing == (absent,), text
+
+
+def uses_it_in_a_child(rank: int) -> str:
+    bagua.init_process_group()
+    model = torch.nn.Linear(3, 1)
+    optimizer = wrapped(model)
+    step(model, optimizer)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            with torch.no_grad():
+                model.eval()(torch.ones(1, 3))
+            model.train()
+            step(model, optimizer)
+        except BaguaError as error:
+            said = str(error)
+        # Neither may end what is the parent's, nor this process.
+        neutral.shutdown()
+        bagua.destroy_process_group()
+        os.write(write, said.encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    step(model, optimizer)
+    assert same_everywhere(*model.parameters())
+    torch.distributed.barrier()
+    bagua.destroy_process_group()
+    return os.read(read, 1000).decode()
+
+
+def test_a_forked_child_can_evaluate_a_wrapped_model_and_not_train_it() -> None:
+    for said in make_world(2, env=ENVIRONMENT, timeout=150.0).run(uses_it_in_a_child):
+        assert "this process was forked" in said
+
+
+def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
+    bagua.init_process_group()
+    model = torch.nn.Linear(3, 1)
+    optimizer = wrapped(model)
+    before = torch.zeros(0)
+
+    def train() -> None:
+        nonlocal before
+        step(model, optimizer)
+        before = model.weight.detach().clone()
+        # The others may be in that first step still when they hear of what comes now.
+        while rank != 0:
+            step(model, optimizer)
+            before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum()
+        if how == "constant":
+            torch.zeros(1, requires_grad=True).sum().backward()
+        else:
+            for param, grad in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                param.grad = grad
+        optimizer.step()
+
+    first = model.weight.detach().clone()
+    with pytest.raises(BaguaError) as caught:
+        train()
+    assert isinstance(caught.value, PeerRaisedError) == (rank != 0)
+    return str(caught.value), torch.equal(before if before.numel() else first, model.weight)
+
+
+@pytest.mark.parametrize("how", ["constant", "autograd.grad"])
+def test_a_step_without_a_gradient_of_the_model_is_an_error_on_every_rank(how: str) -> None:
+    for text, unchanged in make_world(2, env=ENVIRONMENT, timeout=150.0).run(reaches_no_parameter, how):
+        assert "optimizer.step() on rank 0, but no gradient of model 'Linear_0'" in text
+        assert unchanged
+
+
+def steps_again_and_evaluates(rank: int) -> bool:
+    """What looks alike and is meant."""
+    bagua.init_process_group()
+    model = torch.nn.Linear(3, 1)
+    optimizer = wrapped(model)
+    step(model, optimizer)
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    optimizer.step()
+    model.eval()(torch.ones(1, 3))
+    optimizer.step()
+    model.train()
+    with model.bagua_ddp.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, 3))
+    optimizer.step()
+    same = same_everywhere(*model.parameters())
+    bagua.destroy_process_group()
+    return same
+
+
+def test_forwards_that_are_not_meant_to_be_learnt_from_are_none() -> None:
+    assert all(make_world(2, env=ENVIRONMENT, timeout=150.0).run(steps_again_and_evaluates))
