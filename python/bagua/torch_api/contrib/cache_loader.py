@@ -101,8 +101,8 @@ class CacheLoader:
         self._seen_failures = self._failures()
 
     def __del__(self) -> None:
-        # A loader whose construction failed has nothing to write.
-        if "_buffer" in self.__dict__ and self._buffer:
+        # A loader whose construction failed has nothing to write; at the end of the interpreter that was done before.
+        if "_buffer" in self.__dict__ and not sys.is_finalizing():
             self.flush()
 
     def get(self, key: K, load_fn: Callable[[K], V]) -> V:
