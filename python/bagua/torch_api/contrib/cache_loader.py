@@ -119,13 +119,12 @@ class CacheLoader:
             try:
                 value: V = self._serializer.loads(name, raw)
             except UnreadableError:
-                self._counters.add("unreadable")
+                self._counters.add(unreadable=1)
             else:
-                self._counters.add("hits")
-                self._counters.add("bytes_read", len(raw))
+                self._counters.add(hits=1, bytes_read=len(raw))
                 return value
-        self._counters.add("misses")
         value = load_fn(key)
+        self._counters.add(misses=1)
         self._write({name: self._serializer.dumps(name, value)})
         return value
 
@@ -152,17 +151,16 @@ class CacheLoader:
                     values[place] = self._serializer.loads(name, raw)
                 except UnreadableError:
                     raws[name] = None
-                    self._counters.add("unreadable")
+                    self._counters.add(unreadable=1)
                 else:
                     found, size = found + 1, size + len(raw)
                     continue
             missing.setdefault(name, key)
-        self._counters.add("hits", found)
-        self._counters.add("bytes_read", size)
+        self._counters.add(hits=found, bytes_read=size)
         if not missing:
             return values
-        self._counters.add("misses", len(missing))
         loaded = load_many(list(missing.values()))
+        self._counters.add(misses=len(missing))
         written = {name: self._serializer.dumps(name, value) for name, value in zip(missing, loaded, strict=True)}
         fresh: dict[str, Any] = dict(zip(missing, loaded, strict=True))
         for place, name in enumerate(names):
@@ -183,7 +181,7 @@ class CacheLoader:
             if self._buffer:
                 batch = dict(self._buffer)
                 self.store.mset(batch)
-                self._counters.add("bytes_written", sum(map(len, batch.values())))
+                self._counters.add(bytes_written=sum(map(len, batch.values())))
                 # Only now: another thread that reads meanwhile finds them here.
                 self._buffer.clear()
             self._publish()
@@ -227,7 +225,7 @@ class CacheLoader:
             failures = self._failures()
             for name, count in failures.items():
                 if more := count - self._seen_failures[name]:
-                    self._counters.add(name, more)
+                    self._counters.add(**{name: more})
             self._seen_failures = failures
         self._counters.publish()
 

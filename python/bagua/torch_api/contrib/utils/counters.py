@@ -54,9 +54,10 @@ class SharedCounters:
             self._shared.close()
             os.close(self._file)
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Adds to one counter. A thread that interrupts another here may cost a count, never a crash."""
-        self._waiting[self._place[name]] += amount
+    def add(self, **amounts: int) -> None:
+        """Adds to counters. A thread that interrupts another here may cost a count, never a crash."""
+        for name, amount in amounts.items():
+            self._waiting[self._place[name]] += amount
         self._events += 1
         if self._events >= _BATCH:
             self.publish()

@@ -18,17 +18,22 @@ __all__ = ["RedisServer", "address_towards", "start_redis_server_cli"]
 #: Seconds until a started server must answer.
 _START_S = 20.0
 
-# The shell becomes the server, so the process that was started is the server. Its child holds the reading end of a
-# pipe whose writing end only the owner has: the pipe breaks when the owner ends in whatever way, SIGKILL included,
-# and the child kills the server. A word on the pipe means that the owner has seen to it. The name is checked because
-# the number could belong to another process by then. (PR_SET_PDEATHSIG would not do: it fires when the starting
-# *thread* ends.)
+# The shell becomes the server, so the process that was started is the server. Its child holds the reading end of a pipe
+# whose writing end only the owner has: the pipe breaks when the owner ends in whatever way, SIGKILL included, and the
+# child kills the server. A word on the pipe means that the owner has seen to it. The name is checked because the
+# number could belong to another process by then. (PR_SET_PDEATHSIG would not do: it fires when the starting *thread*
+# ends.) The configuration comes through the pipe too: a command line can be read by every user of the machine.
 _GUARDED = """
-exec 4<&0
-(
-    read -r word <&3 || { read -r name </proc/$$/comm; [ "$name" = redis-server ] && kill -9 $$; }
-) 4<&- >/dev/null 2>&1 &
-exec "$@" - <&4 3<&- 4<&-
+configuration=
+while read -r line && [ "$line" != end ]; do
+    configuration="$configuration$line
+"
+done
+exec 3<&0
+( read -r word <&3 || { read -r name </proc/$$/comm; [ "$name" = redis-server ] && kill -9 $$; } ) >/dev/null 2>&1 &
+exec "$@" - 3<&- <<END
+$configuration
+END
 """
 
 
@@ -54,10 +59,10 @@ class RedisServer:
         if capacity <= 0:
             raise ValueError(f"the capacity is {capacity} bytes; it must be positive")
         self.host = host
-        self.password = password
+        self.password = dict(settings).get("requirepass", password)
         for attempt in range(20):
             self.port = port or _free_port(host)
-            said = self._start(program, capacity, settings)
+            said = self._start(program, capacity, password, settings)
             if said is None:
                 break
             # Somebody took the port between looking and listening.
@@ -76,7 +81,9 @@ class RedisServer:
         """Ends the server. May be called twice; does nothing in a forked child."""
         self._end()
 
-    def _start(self, program: str, capacity: int, settings: Sequence[tuple[str, str]]) -> str | None:
+    def _start(
+        self, program: str, capacity: int, password: str | None, settings: Sequence[tuple[str, str]]
+    ) -> str | None:
         """None if the server answers, else its words."""
         lines = [
             ("bind", self.host),
@@ -89,44 +96,44 @@ class RedisServer:
             ("daemonize", "no"),
             ("loglevel", "warning"),
             ("dir", tempfile.gettempdir()),
-            *([("requirepass", self.password)] if self.password else []),
+            *([("requirepass", password)] if password else []),
             *settings,
         ]
-        reading, self._line = os.pipe()
-        _lines.add(self._line)
-        try:
-            with tempfile.TemporaryFile() as words:
-                self._process = subprocess.Popen(
-                    ["/bin/sh", "-c", f"exec 3<&{reading}\n{_GUARDED}", "sh", program],
-                    stdin=subprocess.PIPE,
-                    stdout=words,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[reading],
-                    # Ctrl-C in a terminal is meant for the training, which still wants its cache while it ends.
-                    start_new_session=True,
-                )
-                assert self._process.stdin is not None
-                # Through stdin: a command line can be read by every user of the machine.
-                with self._process.stdin as configuration:
-                    configuration.write("".join(f"{name} {value}\n" for name, value in lines).encode())
-                if self._answers():
-                    return None
-                _stop(self._process, self._line)
-                words.seek(0)
-                return words.read().decode(errors="replace")
-        finally:
-            os.close(reading)
+        with tempfile.TemporaryFile() as words:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARDED, "sh", program],
+                stdin=subprocess.PIPE,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal is meant for the training, which still wants its cache while it ends.
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            self._line = os.dup(self._process.stdin.fileno())
+            _lines.add(self._line)
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as configuration:
+                configuration.write("".join(f"{name} {value}\n" for name, value in lines).encode() + b"end\n")
+            if self._answers():
+                return None
+            _stop(self._process, self._line)
+            words.seek(0)
+            return words.read().decode(errors="replace")
 
     def _answers(self) -> bool:
+        # Another server may have the port: only the process that was started has this number.
+        asked = f"AUTH {self.password}\r\n" if self.password else ""
+        ours = f"process_id:{self._process.pid}\r\n".encode()
         until = time.monotonic() + _START_S
         while time.monotonic() < until and self._process.poll() is None:
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection((self.host, self.port), timeout=1.0) as connection,
             ):
-                connection.sendall(b"PING\r\n")
-                # "+PONG", or "-NOAUTH" from a server with a password.
-                if connection.recv(64)[:1] in (b"+", b"-") and self._process.poll() is None:
+                connection.sendall(f"{asked}INFO server\r\nQUIT\r\n".encode())
+                said = b""
+                while more := connection.recv(4096):
+                    said += more
+                if ours in said:
                     return True
             time.sleep(0.01)
         return False

@@ -215,21 +215,48 @@ class _Reader:
         return taken
 
     def tensor(self, body: bytes) -> torch.Tensor:
-        name, shape, device = self.unpack(body)
-        dtype = _DTYPES[name]
-        count = _count(shape)
+        dtype, shape, count, device = self._tensor_form(body)
         raw = self._take(count * dtype.itemsize)
         tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
         return tensor if device == "cpu" else tensor.to(device)
 
     def array(self, body: bytes) -> np.ndarray[Any, Any]:
-        name, shape = self.unpack(body)
-        dtype = np.dtype(name)
-        count = _count(shape)
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype=dtype, count=count).reshape(shape)
+        dtype, shape, count = self._array_form(body)
+        return np.ndarray(shape, dtype, self._take(count * dtype.itemsize))
+
+    # The samples of a data set have few forms among them, so each is read once.
+
+    def _tensor_form(self, body: bytes) -> tuple[torch.dtype, list[int], int, str]:
+        form = _tensor_forms.get(body)
+        if form is None:
+            name, shape, device = self.unpack(body)
+            form = _DTYPES[name], shape, _count(shape), device
+            _remember(_tensor_forms, body, form)
+        return form
+
+    def _array_form(self, body: bytes) -> tuple[np.dtype[Any], list[int], int]:
+        form = _array_forms.get(body)
+        if form is None:
+            name, shape = self.unpack(body)
+            dtype = np.dtype(name)
+            if dtype.hasobject:
+                raise UnreadableError("an array of objects")
+            form = dtype, shape, _count(shape)
+            _remember(_array_forms, body, form)
+        return form
 
     def scalar(self, body: bytes) -> Any:
         return self.array(body)[()]
+
+
+_tensor_forms: dict[bytes, tuple[torch.dtype, list[int], int, str]] = {}
+_array_forms: dict[bytes, tuple[np.dtype[Any], list[int], int]] = {}
+
+
+def _remember(forms: dict[bytes, Any], body: bytes, form: Any) -> None:
+    # Where samples have a thousand shapes, remembering does not help.
+    if len(forms) < 1024:
+        forms[body] = form
 
 
 def _count(shape: list[int]) -> int:
