@@ -655,7 +655,8 @@ def test_warming_up_computes_what_is_missing_and_shows_it(
 
 def test_a_data_set_without_indices_is_refused() -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg, name-defined]
-        pass
+        def __iter__(self) -> Any:
+            return iter(())
 
     with pytest.raises(TypeError, match="no indices"):
         CachedDataset(Stream(), "memory")
