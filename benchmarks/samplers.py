@@ -1,0 +1,63 @@
+"""An epoch of four ranks on samples of skewed lengths: the load-balancing sampler against torch's DistributedSampler.
+
+A step lasts as long as its slowest rank, because gradients are averaged after it. The ranks are threads that sleep
+for the cost of their batch and meet at a barrier, so the time is a real one, and the ideal is the sum of all costs
+divided by the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+
+import numpy as np
+from torch.utils.data import DistributedSampler
+
+from bagua.torch_api.contrib import LoadBalancingDistributedSampler
+
+
+def epoch_s(by_rank: list[list[int]], seconds: np.ndarray, batch: int) -> float:
+    """How long the ranks take for an epoch in which each sample costs so many seconds."""
+    steps = [[seconds[rank[start : start + batch]].sum() for start in range(0, len(rank), batch)] for rank in by_rank]
+    together = threading.Barrier(len(by_rank))
+
+    def rank(costs: list[float]) -> None:
+        for cost in costs:
+            time.sleep(cost)
+            together.wait()
+
+    threads = [threading.Thread(target=rank, args=(costs,)) for costs in steps]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    """Prints each sampler's time as a ratio to the ideal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=10.0, help="the ideal time of an epoch")
+    chosen = parser.parse_args()
+    lengths = np.exp(np.random.default_rng(0).normal(4.0, 1.0, chosen.samples)).astype(np.int64) + 1
+    seconds = lengths * (chosen.seconds * chosen.ranks / lengths.sum())
+    samplers = {
+        "LoadBalancingDistributedSampler": lambda rank: LoadBalancingDistributedSampler(
+            lengths, None, chosen.ranks, rank, complexities=lengths
+        ),
+        "DistributedSampler": lambda rank: DistributedSampler(lengths, chosen.ranks, rank),
+    }
+    for name, make in samplers.items():
+        by_rank = [list(make(rank)) for rank in range(chosen.ranks)]
+        assert set().union(*by_rank) == set(range(chosen.samples))
+        taken = epoch_s(by_rank, seconds, chosen.batch)
+        print(f"{name:32} {taken:6.2f} s   {taken / chosen.seconds:.3f} x ideal")
+
+
+if __name__ == "__main__":
+    main()

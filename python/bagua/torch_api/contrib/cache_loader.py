@@ -1,0 +1,344 @@
+"""A cache of values that are expensive to compute, in Redis, in an LMDB file or in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from multiprocessing import util as exits
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from bagua import config
+
+from .utils.counters import SharedCounters
+from .utils.lmdb_store import LmdbStore
+from .utils.memory_store import MemoryStore
+from .utils.redis_store import RedisStore
+from .utils.serialization import Serializer, UnreadableError
+from .utils.store import Store
+
+__all__ = ["CacheLoader", "default_path"]
+
+_log = logging.getLogger(__name__)
+K = TypeVar("K")
+V = TypeVar("V")
+
+_COUNTS = ("hits", "misses", "unreadable", "bytes_read", "bytes_written", "failed_reads", "failed_writes")
+
+
+class CacheLoader:
+    """Values by key, computed at the first :meth:`get` and read from a store afterwards.
+
+    Args:
+        backend: ``"redis"`` (arguments of :class:`~bagua.torch_api.contrib.utils.redis_store.RedisStore`: ``hosts``,
+            ``cluster_mode``, ``capacity_per_node``, ``redis_cluster``, ``timeout``); ``"lmdb"``, a file of this host
+            (``path``, by default one per user and data set under the platform's cache folder; ``capacity_per_node``);
+            ``"memory"``, this process alone (``capacity_per_node``); or ``"auto"``: Redis if ``hosts`` are given or
+            ``redis-server`` is installed, else LMDB, else memory.
+        dataset_name: Values are indexed by ``"{dataset_name}_{key}"``. Loaders of one name share their values.
+        writer_buffer_size: How many values are written to the store at a time. Buffered values are seen by this
+            process's reads, and written at exit, before a fork, by :meth:`flush` and :meth:`close`.
+        allow_pickle: Values are numbers, text, bytes, ``None``, lists, tuples, dictionaries, sets, NumPy arrays and
+            tensors. With this, others are pickled and signed with the job's secret (``BAGUA_JOB_SECRET``; servers
+            that the job starts share a secret of their own), and a pickle that is not signed with it is never read.
+
+    A store that is lost, hangs or is full costs speed, never a value: it is then computed, with one warning per
+    server, and counted in :meth:`stats`. May be used from several threads and in DataLoader workers, forked or
+    spawned.
+
+    Raises ValueError and TypeError for arguments that cannot be used, ImportError for a missing package
+    (``pip install bagua[cache]``), ConnectionError if no server answers.
+    """
+
+    def __init__(
+        self,
+        backend: str = "redis",
+        dataset_name: str = "",
+        writer_buffer_size: int = 1,
+        *,
+        allow_pickle: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if writer_buffer_size < 1:
+            raise ValueError(f"writer_buffer_size is {writer_buffer_size}; it must be at least 1")
+        #: The store behind this loader.
+        self.store: Store = _make_store(backend, dataset_name, kwargs)
+        self._prefix = f"{dataset_name}_"
+        secret = _secret(self.store) if allow_pickle else b""
+        self._serializer = Serializer(dataset_name, allow_pickle=allow_pickle, secret=secret)
+        self._buffer_size = writer_buffer_size
+        self._counters = SharedCounters(_COUNTS)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to this process alone."""
+        # Written values that the store does not have yet.
+        self._buffer: dict[str, bytes] = {}
+        self._writing = threading.RLock()
+        self._seen_failures = {"failed_reads": 0, "failed_writes": 0}
+        _loaders.add(self)
+        _flush_at_exit()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        state = self.__dict__.copy()
+        for name in ("_buffer", "_writing", "_seen_failures"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+        # Failures that this copy of the store brought along are counted already.
+        self._seen_failures = self._failures()
+
+    def __del__(self) -> None:
+        # A loader whose construction failed has nothing to write; at the end of the interpreter that was done before.
+        if "_buffer" in self.__dict__ and not sys.is_finalizing():
+            self.flush()
+
+    def get(self, key: K, load_fn: Callable[[K], V]) -> V:
+        """The value of ``key``; on a miss ``load_fn(key)``, which is then stored.
+
+        What ``load_fn`` raises comes through. TypeError names a value that cannot be stored. Changing what is
+        returned changes nothing in the cache.
+        """
+        name = f"{self._prefix}{key}"
+        raw = self._buffer.get(name)
+        if raw is None:
+            raw = self.store.get(name)
+        if raw is not None:
+            try:
+                value: V = self._serializer.loads(name, raw)
+            except UnreadableError:
+                self._counters.add(unreadable=1)
+            else:
+                self._counters.add(hits=1, bytes_read=len(raw))
+                return value
+        value = load_fn(key)
+        self._counters.add(misses=1)
+        self._write({name: self._serializer.dumps(name, value)})
+        return value
+
+    def get_many(self, keys: Sequence[K], load_fn: Callable[[K], V]) -> list[V]:
+        """The values of many keys in their order, read in one round trip per server.
+
+        ``load_fn`` is called for each that is missing. Otherwise as :meth:`get`.
+        """
+        return self._get_many(keys, lambda missing: [load_fn(key) for key in missing])
+
+    def _get_many(self, keys: Sequence[K], load_many: Callable[[list[K]], Sequence[V]]) -> list[V]:
+        names = [f"{self._prefix}{key}" for key in keys]
+        raws: dict[str, bytes | None] = {name: self._buffer.get(name) for name in names}
+        absent = [name for name, raw in raws.items() if raw is None]
+        if absent:
+            raws.update(zip(absent, self.store.mget(absent), strict=True))
+        values: list[Any] = [None] * len(keys)
+        missing: dict[str, K] = {}
+        found = size = 0
+        for place, (key, name) in enumerate(zip(keys, names, strict=True)):
+            raw = raws[name]
+            if raw is not None:
+                try:
+                    values[place] = self._serializer.loads(name, raw)
+                except UnreadableError:
+                    raws[name] = None
+                    self._counters.add(unreadable=1)
+                else:
+                    found, size = found + 1, size + len(raw)
+                    continue
+            missing.setdefault(name, key)
+        self._counters.add(hits=found, bytes_read=size)
+        if not missing:
+            return values
+        loaded = load_many(list(missing.values()))
+        self._counters.add(misses=len(missing))
+        written = {name: self._serializer.dumps(name, value) for name, value in zip(missing, loaded, strict=True)}
+        fresh: dict[str, Any] = dict(zip(missing, loaded, strict=True))
+        for place, name in enumerate(names):
+            if name in written:
+                # A key that was asked for twice gets two values, so that changing one leaves the other.
+                values[place] = fresh.pop(name) if name in fresh else self._serializer.loads(name, written[name])
+        self._write(written)
+        return values
+
+    def num_keys(self) -> int:
+        """How many values the store holds, those of other data sets and those still buffered here included."""
+        self.flush()
+        return self.store.num_keys()
+
+    def flush(self) -> None:
+        """Writes what is buffered to the store."""
+        with self._writing:
+            if self._buffer:
+                batch = dict(self._buffer)
+                self.store.mset(batch)
+                self._counters.add(bytes_written=sum(map(len, batch.values())))
+                # Only now: another thread that reads meanwhile finds them here.
+                self._buffer.clear()
+            self._publish()
+
+    def close(self) -> None:
+        """Flushes, closes connections, and ends servers that this process started for the job. May be called twice."""
+        self.flush()
+        self.store.shutdown()
+
+    def stats(self) -> dict[str, float]:
+        """Counts of this loader in this process and its DataLoader workers, and the state of its store.
+
+        ``hits``, ``misses``, ``hit_rate`` (of all reads; 0 before the first), ``bytes_read``, ``bytes_written``,
+        ``unreadable`` (stored values that were foreign or damaged, and were computed again), ``failed_reads`` and
+        ``failed_writes`` (values that a lost or full store did not give or take), ``lost_servers``, ``buffered``
+        (values that are not written yet), ``stored_bytes`` and ``evictions`` of the whole store. Workers add their
+        counts in small batches, and the rest when they end.
+        """
+        self._publish()
+        counts: dict[str, float] = dict(self._counters.read())
+        reads = counts["hits"] + counts["misses"]
+        store = self.store.stats()
+        return {
+            **counts,
+            "hit_rate": counts["hits"] / reads if reads else 0.0,
+            "buffered": len(self._buffer),
+            **{name: store[name] for name in ("stored_bytes", "evictions", "lost_servers")},
+        }
+
+    def _write(self, values: dict[str, bytes]) -> None:
+        with self._writing:
+            self._buffer.update(values)
+            if len(self._buffer) >= self._buffer_size:
+                self.flush()
+
+    def _failures(self) -> dict[str, int]:
+        return self.store.failures()
+
+    def _publish(self) -> None:
+        with self._writing:
+            failures = self._failures()
+            for name, count in failures.items():
+                if more := count - self._seen_failures[name]:
+                    self._counters.add(**{name: more})
+            self._seen_failures = failures
+        self._counters.publish()
+
+    def _in_child(self) -> None:
+        # The parent flushed before the fork. What another of its threads wrote meanwhile is the parent's.
+        self._buffer = {}
+        self._writing = threading.RLock()
+        self._counters.in_child()
+        self._seen_failures = self._failures()
+
+
+_loaders: weakref.WeakSet[CacheLoader] = weakref.WeakSet()
+
+
+def _flush_all() -> None:
+    for loader in list(_loaders):
+        try:
+            loader.flush()
+        except Exception:
+            # At a fork or at exit nobody is there to be told, and the samples can be computed again.
+            _log.exception("cached values were not written")
+
+
+def _flush_at_exit() -> None:
+    # multiprocessing's own exit handling also runs at the end of DataLoader workers, where atexit does not. Before
+    # servers of this process end (priority -10).
+    exits.Finalize(None, _flush_all, exitpriority=100)
+
+
+def _in_child() -> None:
+    for loader in list(_loaders):
+        loader._in_child()
+    if len(_loaders):
+        _flush_at_exit()
+
+
+os.register_at_fork(before=_flush_all, after_in_child=_in_child)
+
+
+def _after_multiprocessing_fork(_: Any) -> None:
+    # Its children forget every finalizer after the hook above has run.
+    if len(_loaders):
+        _flush_at_exit()
+
+
+exits.register_after_fork(CacheLoader, _after_multiprocessing_fork)
+
+
+def default_path(dataset_name: str) -> Path:
+    """Where the LMDB file of a data set lies by default: in the user's cache folder, as the platform knows it."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        # https://specifications.freedesktop.org/basedir-spec/latest/
+        given = config.text("XDG_CACHE_HOME")
+        base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
+    name = quote(dataset_name, safe="")
+    if len(name) > 100:
+        name = hashlib.sha256(dataset_name.encode()).hexdigest()
+    return base / "bagua" / "datasets" / f"data-{name}"
+
+
+def _make_store(backend: str, dataset_name: str, options: dict[str, Any]) -> Store:
+    if backend == "auto":
+        return _best_store(dataset_name, options)
+    if backend == "redis":
+        return RedisStore(**options)
+    capacity = {"capacity": options.pop("capacity_per_node")} if "capacity_per_node" in options else {}
+    if backend == "lmdb":
+        path = options.pop("path", None)
+        _refuse(backend, options)
+        return LmdbStore(default_path(dataset_name) if path is None else path, **capacity)
+    if backend == "memory":
+        _refuse(backend, options)
+        return MemoryStore(**capacity)
+    raise ValueError(f"backend {backend!r} is none of 'redis', 'lmdb', 'memory' and 'auto'")
+
+
+def _refuse(backend: str, options: Iterable[str]) -> None:
+    if options:
+        raise TypeError(f"the cache backend {backend!r} does not know {', '.join(sorted(options))}")
+
+
+_REDIS = {"hosts", "cluster_mode", "capacity_per_node", "redis_cluster", "timeout"}
+
+
+def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
+    _refuse("auto", set(options) - _REDIS - {"path"})
+    redis = {name: value for name, value in options.items() if name in _REDIS}
+    if options.get("hosts") is not None:
+        return RedisStore(**redis)
+    if find_spec("redis") is not None and find_spec("xxhash") is not None:
+        try:
+            return RedisStore(**redis)
+        except RuntimeError as failure:
+            # Every rank hears of it when one host has no server, so that all of them choose the same.
+            _log.info("no Redis for the cache: %s", failure)
+    rest = {name: value for name, value in options.items() if name in ("path", "capacity_per_node")}
+    if find_spec("lmdb") is not None:
+        return _make_store("lmdb", dataset_name, rest)
+    rest.pop("path", None)
+    return _make_store("memory", dataset_name, rest)
+
+
+def _secret(store: Store) -> bytes:
+    """What pickles are signed with: the job's secret, or one that everybody who sees the store knows."""
+    if secret := config.settings().secret:
+        return secret
+    if isinstance(store, RedisStore) and store.secret:
+        return store.secret
+    if store.shared_by == "process":
+        return secrets.token_bytes(32)
+    raise ValueError(
+        "allow_pickle=True needs a secret, because others may write to this store: set BAGUA_JOB_SECRET, the same on"
+        " all ranks"
+    )

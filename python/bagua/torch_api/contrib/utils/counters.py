@@ -1,0 +1,99 @@
+"""Counts that a process and the processes forked or spawned from it keep together."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from multiprocessing import context, reduction
+from typing import Any
+
+__all__ = ["SharedCounters"]
+
+# How many counts gather in a process before they are added to everybody's.
+_BATCH = 64
+
+
+class SharedCounters:
+    """Named counters of one loader, equal in a training process and its DataLoader workers.
+
+    Each process counts for itself and adds now and then under a file lock, which the kernel releases when its holder is
+    killed; a lock of multiprocessing would stay, and stop everybody.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._open(_anonymous_file(8 * len(self._names)))
+
+    def _open(self, file: int) -> None:
+        self._file = file
+        self._shared = mmap.mmap(file, 8 * len(self._names))
+        self._layout = struct.Struct(f"={len(self._names)}q")
+        self._waiting = [0] * len(self._names)
+        self._place = {name: place for place, name in enumerate(self._names)}
+        self._events = 0
+        self._guard = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.publish()
+        # Only while a process is being started can a descriptor go with it; another copy counts for itself.
+        spawning = context.get_spawning_popen() is not None
+        return {"names": self._names, "file": reduction.DupFd(self._file) if spawning else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._names = state["names"]
+        file = state["file"]
+        self._open(_anonymous_file(8 * len(self._names)) if file is None else file.detach())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_shared"):
+            self._shared.close()
+            os.close(self._file)
+
+    def add(self, **amounts: int) -> None:
+        """Adds to counters. A thread that interrupts another here may cost a count, never a crash."""
+        for name, amount in amounts.items():
+            self._waiting[self._place[name]] += amount
+        self._events += 1
+        if self._events >= _BATCH:
+            self.publish()
+
+    def publish(self) -> None:
+        """Adds what this process counted to everybody's counts."""
+        with self._guard:
+            waiting, self._waiting = self._waiting, [0] * len(self._names)
+            self._events = 0
+            if not any(waiting):
+                return
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                together = self._layout.unpack(self._shared[:])
+                self._shared[:] = self._layout.pack(*(a + b for a, b in zip(together, waiting, strict=True)))
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def read(self) -> dict[str, int]:
+        """Everybody's counts, by name."""
+        self.publish()
+        return dict(zip(self._names, self._layout.unpack(self._shared[:]), strict=True))
+
+    def in_child(self) -> None:
+        """After a fork: what the parent had not published yet is the parent's to publish."""
+        self._waiting = [0] * len(self._names)
+        self._events = 0
+        self._guard = threading.Lock()
+
+
+def _anonymous_file(size: int) -> int:
+    """A file without a name, so that nothing is left behind."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("bagua-cache-counters")
+    else:
+        with tempfile.TemporaryFile() as named:
+            file = os.dup(named.fileno())
+    os.ftruncate(file, size)
+    return file

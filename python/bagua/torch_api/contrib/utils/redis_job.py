@@ -1,0 +1,144 @@
+"""The servers of one job: each host starts one, and all ranks learn of all of them through torch's store."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from bagua import config
+from bagua.errors import BaguaTimeoutError
+
+from .redis_server import RedisServer, address_towards, new_password
+
+__all__ = ["Server", "job_servers", "stop_job_servers"]
+
+#: host, port and password of one server.
+Server = dict[str, Any]
+
+_lock = threading.Lock()
+# What this process's first call found; and the server that this process started, if it did.
+_known: tuple[list[Server], int] | None = None
+_own: RedisServer | None = None
+
+
+def job_servers(capacity: int) -> tuple[list[Server], int]:
+    """The job's servers, ordered by host, and the index of this host's; started at the first call.
+
+    Collective over torch.distributed's world when that is initialised. ``capacity`` is in bytes per host.
+    RuntimeError on every rank, with the reason, if a host cannot start its server; BaguaTimeoutError names ranks that
+    did not come.
+    """
+    global _known, _own
+    with _lock:
+        if _known is None:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                _known = _together(capacity)
+            else:
+                _own = RedisServer("127.0.0.1", capacity, password=new_password())
+                _known = [_described(_own)], 0
+        return _known
+
+
+def stop_job_servers() -> None:
+    """Ends the server that this process started, if it did. The next call of :func:`job_servers` starts anew."""
+    global _known, _own
+    with _lock:
+        if _own is not None:
+            _own.stop()
+        _known = _own = None
+
+
+def _described(server: RedisServer) -> Server:
+    return {"host": server.host, "port": server.port, "password": server.password}
+
+
+def _together(capacity: int) -> tuple[list[Server], int]:
+    global _own
+    board = _Board()
+    hosts = board.everybody("host", _host_identity())
+    # The lowest rank of each host starts its server.
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    mine = leaders.index(hosts.index(hosts[board.rank]))
+    if board.rank in leaders:
+        try:
+            address = _own_address(board, leaders)
+            _own = RedisServer(address, capacity, password=new_password())
+            said: dict[str, Any] = _described(_own)
+        except Exception as failure:
+            # The others wait for a word, not for a deadline.
+            said = {"error": f"rank {board.rank}: {failure}"}
+        board.say("server", json.dumps(said))
+    servers: list[Server] = [json.loads(text) for text in board.read("server", leaders)]
+    if wrong := [str(server["error"]) for server in servers if "error" in server]:
+        if _own is not None:
+            _own.stop()
+            _own = None
+        raise RuntimeError("the job's cache servers did not start: " + "; ".join(wrong))
+    return servers, mine
+
+
+class _Board:
+    """What ranks tell each other through torch's default store, once per call of :func:`job_servers`."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        store: Any = dist.distributed_c10d._get_default_store()
+        # Each rank counts its own calls, so a restarted job does not read what its predecessor wrote.
+        count = store.add(f"bagua/cache/rank{self.rank}/calls", 1)
+        self._store: Any = PrefixStore(f"bagua/cache/{count}", store)
+
+    def say(self, what: str, text: str) -> None:
+        self._store.set(f"{what}{self.rank}", text)
+
+    def read(self, what: str, ranks: list[int]) -> list[str]:
+        limit = config.settings().timeout
+        keys = [f"{what}{rank}" for rank in ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=limit))
+        except Exception as failure:
+            missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key]))
+            text = f"starting cache servers: no word from rank(s) {', '.join(map(str, missing))} after {limit:.1f} s"
+            raise BaguaTimeoutError(text, missing=missing, after=limit, noticed_by=self.rank) from failure
+        return [self._store.get(key).decode() for key in keys]
+
+    def everybody(self, what: str, text: str) -> list[str]:
+        self.say(what, text)
+        return self.read(what, list(range(self.size)))
+
+
+def _host_identity() -> str:
+    """Equal for ranks that reach each other by loopback: BAGUA_HOST_ID, or the machine's boot and network namespace."""
+    if given := config.settings().host_id:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return f"node {config.integer('GROUP_RANK', config.integer('NODE_RANK', 0))}"
+
+
+def _own_address(board: _Board, leaders: list[int]) -> str:
+    """Where the other hosts reach this one: loopback if there are none."""
+    if len(leaders) == 1:
+        return "127.0.0.1"
+    try:
+        found = address_towards(config.text("MASTER_ADDR") or "127.0.0.1")
+    except OSError:
+        # The master's name means nothing here; another host's address may.
+        found = "127.0.0.1"
+    board.say("address", found)
+    others = board.read("address", leaders)
+    if ipaddress.ip_address(found).is_loopback:
+        # The master's own name may lead to its loopback: then the way to another host says who it is to them.
+        for other in others:
+            if not ipaddress.ip_address(other).is_loopback:
+                return address_towards(other)
+    return found

@@ -1,0 +1,208 @@
+"""Redis servers that the cache starts: one per host of the job, with a password, gone when their owner is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import util as exits
+
+__all__ = ["RedisServer", "address_towards", "start_redis_server_cli"]
+
+#: Seconds until a started server must answer.
+_START_S = 20.0
+
+# The shell becomes the server, so the process that was started is the server. Its child holds the reading end of a pipe
+# whose writing end only the owner has: the pipe breaks when the owner ends in whatever way, SIGKILL included, and the
+# child kills the server. A word on the pipe means that the owner has seen to it. The name is checked because the
+# number could belong to another process by then. (PR_SET_PDEATHSIG would not do: it fires when the starting *thread*
+# ends.) The configuration comes through the pipe too: a command line can be read by every user of the machine.
+_GUARDED = """
+configuration=
+while read -r line && [ "$line" != end ]; do
+    configuration="$configuration$line
+"
+done
+exec 3<&0
+( read -r word <&3 || { read -r name </proc/$$/comm; [ "$name" = redis-server ] && kill -9 $$; } ) >/dev/null 2>&1 &
+exec "$@" - 3<&- <<END
+$configuration
+END
+"""
+
+
+class RedisServer:
+    """One ``redis-server`` of this process.
+
+    ``host`` is the address it listens on, ``port`` 0 takes a free one, ``capacity`` is its limit in bytes, ``password``
+    ``None`` lets everybody in who reaches the address. RuntimeError with the server's words if it does not start.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        capacity: int,
+        *,
+        port: int = 0,
+        password: str | None = None,
+        settings: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            raise RuntimeError("redis-server was not found: install the package redis-server, or give hosts")
+        if capacity <= 0:
+            raise ValueError(f"the capacity is {capacity} bytes; it must be positive")
+        self.host = host
+        self.password = dict(settings).get("requirepass", password)
+        for attempt in range(20):
+            self.port = port or _free_port(host)
+            said = self._start(program, capacity, password, settings)
+            if said is None:
+                break
+            # Somebody took the port between looking and listening.
+            if port or attempt == 19 or "in use" not in said:
+                raise RuntimeError(f"redis-server did not start on {host}:{self.port}: {said.strip() or 'no word'}")
+        # After the loaders' own (priority 100), whose buffers may go here; and after multiprocessing has ended its
+        # children, which is why the priority is negative.
+        self._end = exits.Finalize(self, _stop, (self._process, self._line), exitpriority=-10)
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Ends the server. May be called twice; does nothing in a forked child."""
+        self._end()
+
+    def _start(
+        self, program: str, capacity: int, password: str | None, settings: Sequence[tuple[str, str]]
+    ) -> str | None:
+        """None if the server answers, else its words."""
+        lines = [
+            ("bind", self.host),
+            ("port", str(self.port)),
+            ("maxmemory", str(capacity)),
+            # Epochs read every sample once per turn: least-recently-used would evict exactly what comes next.
+            ("maxmemory-policy", "allkeys-random"),
+            ("appendonly", "no"),
+            ("save", '""'),
+            ("daemonize", "no"),
+            ("loglevel", "warning"),
+            ("dir", tempfile.gettempdir()),
+            *([("requirepass", password)] if password else []),
+            *settings,
+        ]
+        with tempfile.TemporaryFile() as words:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARDED, "sh", program],
+                stdin=subprocess.PIPE,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal is meant for the training, which still wants its cache while it ends.
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            self._line = os.dup(self._process.stdin.fileno())
+            _lines.add(self._line)
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as configuration:
+                configuration.write("".join(f"{name} {value}\n" for name, value in lines).encode() + b"end\n")
+            if self._answers():
+                return None
+            _stop(self._process, self._line)
+            words.seek(0)
+            return words.read().decode(errors="replace")
+
+    def _answers(self) -> bool:
+        # Another server may have the port: only the process that was started has this number.
+        asked = f"AUTH {self.password}\r\n" if self.password else ""
+        ours = f"process_id:{self._process.pid}\r\n".encode()
+        until = time.monotonic() + _START_S
+        while time.monotonic() < until and self._process.poll() is None:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((self.host, self.port), timeout=1.0) as connection,
+            ):
+                connection.sendall(f"{asked}INFO server\r\nQUIT\r\n".encode())
+                said = b""
+                while more := connection.recv(4096):
+                    said += more
+                if ours in said:
+                    return True
+            time.sleep(0.01)
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes], line: int) -> None:
+    process.kill()
+    with contextlib.suppress(OSError):
+        os.write(line, b"stopped\n")
+    process.wait()
+    _lines.discard(line)
+    os.close(line)
+
+
+# The writing ends that this process holds.
+_lines: set[int] = set()
+
+
+def _in_child() -> None:
+    # A child that kept the writing end would keep the server alive after its owner's death.
+    for line in _lines:
+        os.close(line)
+    _lines.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the route to another, as the routing table says; nothing is sent.
+
+    A host's name would not do: on many systems it resolves to a loopback address that nobody else reaches.
+    """
+    kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def new_password() -> str:
+    """A password that nobody guesses."""
+    return secrets.token_urlsafe(32)
+
+
+_started: list[RedisServer] = []
+
+
+def start_redis_server_cli(port: int, capacity: int, *args: str) -> RedisServer:
+    """Starts a server on this machine's loopback address that holds at most ``capacity`` bytes.
+
+    ``args`` are settings as on redis-server's command line (``"--requirepass", "..."``). It ends with this process.
+    Only for this machine and without a password unless one is given; ``RedisStore(hosts=None)`` does better.
+    """
+    settings: list[tuple[str, list[str]]] = []
+    for word in args:
+        if word.startswith("--"):
+            settings.append((word[2:], []))
+        elif settings:
+            settings[-1][1].append(word)
+        else:
+            raise ValueError(f"{word!r} does not follow a setting such as --maxclients")
+    server = RedisServer(
+        "127.0.0.1", capacity, port=port, settings=[(name, " ".join(values)) for name, values in settings]
+    )
+    _started.append(server)
+    return server

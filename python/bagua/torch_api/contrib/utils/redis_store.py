@@ -1,0 +1,265 @@
+"""Redis as a cache store: given servers, a Redis Cluster, or servers that the job starts for itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...env import get_node_rank
+from .redis_job import job_servers, stop_job_servers
+from .redis_server import start_redis_server_cli
+from .store import ClusterStore, LossyStore, Shared
+
+__all__ = ["RedisClusterNodes", "RedisNode", "RedisStore", "start_redis_server_cli"]
+
+
+def _redis() -> Any:
+    try:
+        import redis
+        import redis.cluster
+    except ImportError as absent:
+        raise ImportError(
+            "the cache backend 'redis' needs the package redis, which is not installed: pip install bagua[cache]"
+        ) from absent
+    return redis
+
+
+class RedisNode(LossyStore):
+    """One Redis server. ``options`` go to redis-py's client: host, port, password, username, timeouts, TLS."""
+
+    shared_by: Shared = "job"
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._options = dict(options)
+        self._client: Any = None
+        self._process = 0
+        self._know_errors()
+
+    def _know_errors(self) -> None:
+        errors = _redis().exceptions
+        self.losses = (errors.RedisError, OSError)  # type: ignore[misc]
+        self.refusals = (errors.ResponseError, errors.DataError)  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None, "losses": None, "refusals": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know_errors()
+
+    def client(self) -> Any:
+        """The redis-py client of this process: sockets are not shared with a parent or child."""
+        if self._process != os.getpid() or self._client is None:
+            self._client, self._process = self._connect(), os.getpid()
+        return self._client
+
+    def _connect(self) -> Any:
+        redis = _redis()
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        # Once more for a connection that the server had closed meanwhile, never for a server that hangs.
+        retry = Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,))
+        return redis.Redis(**self._options, retry=retry)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._attempt(lambda: self.client().set(key, value), None, writes=1)
+
+    def get(self, key: str) -> bytes | None:
+        found: bytes | None = self._attempt(lambda: self.client().get(key), None, reads=1)
+        return found
+
+    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
+        if dictionary:
+            self._attempt(lambda: self.client().mset(dictionary), None, writes=len(dictionary))
+
+    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        found: list[bytes | None] = self._attempt(lambda: self.client().mget(keys), [None] * len(keys), reads=len(keys))
+        return found
+
+    def num_keys(self) -> int:
+        return self._attempt(lambda: int(self.client().dbsize()), 0)
+
+    def clear(self) -> None:
+        self._attempt(lambda: self.client().flushdb(), None)
+
+    def status(self) -> bool:
+        return self._attempt(lambda: bool(self.client().ping()), False)
+
+    def shutdown(self) -> None:
+        if self._client is not None and self._process == os.getpid():
+            self._client.close()
+        self._client = None
+
+    def check(self, until: float) -> None:
+        """Waits for the server, at most until that time. Its own errors, also for a wrong password."""
+        errors = _redis().exceptions
+        while True:
+            try:
+                self.client().ping()
+                return
+            except errors.AuthenticationError:
+                raise
+            except (errors.ConnectionError, errors.TimeoutError, OSError):
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.05)
+
+    def _info(self) -> list[Mapping[str, Any]]:
+        return [self.client().info()]
+
+    def stats(self) -> dict[str, int]:
+        nothing: list[Mapping[str, Any]] = []
+        found = self._attempt(self._info, nothing)
+        return super().stats() | {
+            "stored_bytes": sum(int(info["used_memory"]) for info in found),
+            "evictions": sum(int(info["evicted_keys"]) for info in found),
+        }
+
+
+class RedisClusterNodes(RedisNode):
+    """A Redis Cluster (https://redis.io/docs/reference/cluster-spec/), which routes keys by its own slots."""
+
+    def __init__(self, name: str, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
+        super().__init__(name, options)
+        self._hosts = list(hosts)
+
+    def _connect(self) -> Any:
+        cluster = _redis().cluster
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        nodes = [cluster.ClusterNode(host, port) for host, port in self._hosts]
+        # A try to find the new owner of a slot after a failure; each costs at most the timeout.
+        return cluster.RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 1), **self._options)
+
+    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
+        if dictionary:
+            self._attempt(lambda: self.client().mset_nonatomic(dictionary), None, writes=len(dictionary))
+
+    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        found: list[bytes | None] = self._attempt(
+            lambda: self.client().mget_nonatomic(keys), [None] * len(keys), reads=len(keys)
+        )
+        return found
+
+    def _primaries(self, command: str) -> list[Any]:
+        client = self.client()
+        return [getattr(client, command)(target_nodes=node) for node in client.get_primaries()]
+
+    def num_keys(self) -> int:
+        return self._attempt(lambda: int(sum(self._primaries("dbsize"))), 0)
+
+    def clear(self) -> None:
+        self._attempt(lambda: self._primaries("flushdb"), None)
+
+    def status(self) -> bool:
+        return self._attempt(lambda: all(self._primaries("ping")), False)
+
+    def _info(self) -> list[Mapping[str, Any]]:
+        return self._primaries("info")
+
+
+class RedisStore(ClusterStore):
+    """A store on Redis servers.
+
+    ``hosts`` are dictionaries of ``"host"`` and ``"port"``, with ``"password"`` and ``"username"`` where a server wants
+    them, and any other option of redis-py's client (``"ssl"``, ``"db"``). With ``cluster_mode`` keys are spread over
+    all of them by xxh64, without it each host of the job uses one, ``hosts[node rank modulo their number]``. With
+    ``redis_cluster`` they are nodes of a real Redis Cluster, any of which names the others.
+
+    ``hosts=None`` starts ``redis-server`` on each host of the job, once per process however many stores there are, with
+    at most ``capacity_per_node`` bytes, on the host's own address and with a password that only this job knows; all
+    ranks must do so together when torch.distributed is initialised, and each process has its own server when it is
+    not.
+
+    ``timeout`` is in seconds: how long a server may take to answer before it counts as lost, and how long to wait for
+    the first answer at construction. A lost server's values are misses; see :class:`LossyStore`.
+
+    Raises ImportError without the package ``redis``, ValueError for hosts that cannot be used, ConnectionError if no
+    server answers or one refuses the password.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Mapping[str, Any]] | None = None,
+        cluster_mode: bool = True,
+        capacity_per_node: int = 107374182400,
+        *,
+        redis_cluster: bool = False,
+        timeout: float = 5.0,
+    ) -> None:
+        redis = _redis()
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout} s; it must be positive")
+        self.secret = b""
+        self._spawned = hosts is None
+        mine = get_node_rank()
+        if hosts is None:
+            if redis_cluster:
+                raise ValueError("redis_cluster=True needs hosts: the job starts single servers, not a Redis Cluster")
+            servers, mine = job_servers(capacity_per_node)
+            hosts = servers
+            # Every rank knows every server's password, and nobody else does.
+            self.secret = str(servers[0]["password"]).encode()
+        options = [_options(host, timeout) for host in hosts]
+        if not options:
+            raise ValueError("hosts is empty; None starts servers")
+        nodes: list[RedisNode]
+        if redis_cluster:
+            shared = {name: value for name, value in options[0].items() if name not in ("host", "port")}
+            addresses = [(host["host"], host["port"]) for host in options]
+            name = ", ".join(f"{host}:{port}" for host, port in addresses)
+            nodes = [RedisClusterNodes(f"redis cluster at {name}", addresses, shared)]
+        else:
+            chosen = options if cluster_mode else [options[mine % len(options)]]
+            nodes = [RedisNode(f"redis {host['host']}:{host['port']}", host) for host in chosen]
+        super().__init__(nodes)
+        if not cluster_mode and len(options) > 1 and not redis_cluster:
+            self.shared_by = "host"
+        self._check(redis, nodes, timeout)
+
+    @staticmethod
+    def _check(redis: Any, nodes: Sequence[RedisNode], timeout: float) -> None:
+        until = time.monotonic() + timeout
+        failures = {}
+        for node in nodes:
+            try:
+                node.check(until)
+            except redis.exceptions.AuthenticationError as refused:
+                raise ConnectionError(f"{node.name} refuses the password: {refused}") from refused
+            except redis.exceptions.ResponseError as refused:
+                raise ConnectionError(f"{node.name} refuses: {refused}") from refused
+            except (redis.exceptions.RedisError, OSError) as failure:
+                failures[node.name] = failure
+        if len(failures) == len(nodes):
+            told = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
+            raise ConnectionError(f"no cache server answered within {timeout} s: {told}")
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._spawned:
+            stop_job_servers()
+
+
+def _options(host: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    if "host" not in host or "port" not in host:
+        raise ValueError(f"a host of the cache names no {'port' if 'host' in host else 'host'}: {sorted(host)}")
+    try:
+        port = int(host["port"])
+    except ValueError:
+        raise ValueError(f"the port of cache host {host['host']} is {host['port']!r}, not a number") from None
+    return {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        **host,
+        "host": str(host["host"]),
+        "port": port,
+    }

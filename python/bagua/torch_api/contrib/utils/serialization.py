@@ -1,0 +1,280 @@
+"""How samples become bytes: MessagePack and raw buffers, never a pickle unless the user asks for it.
+
+A cache server holds bytes that others may have written. Unpickling them would run whatever they say, so values are
+written by a schema (https://github.com/msgpack/msgpack/blob/master/spec.md): numbers, text, bytes, containers, arrays
+and tensors. With ``allow_pickle=True`` other values are pickled, and then carry an HMAC-SHA256 (RFC 2104) by the
+job's secret over key and pickle; one that does not match is not unpickled.
+
+One value: ``"bg", kind, 8 bytes of the data set, length of the structure``, the structure, then the raw buffers of
+arrays and tensors in the order in which the structure names them, so that a large tensor is copied once on either
+way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Serializer", "UnreadableError"]
+
+_HEADER = struct.Struct("<2sB8sI")
+_MAGIC = b"bg"
+_SCHEMA, _PICKLE = 1, 2
+_DIGEST = 32
+
+# Extension types of the structure.
+_TUPLE, _SET, _FROZENSET, _INTEGER, _COMPLEX, _ARRAY, _SCALAR, _TENSOR = range(8)
+
+#: The tensor types that are written, by name.
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class UnreadableError(ValueError):
+    """Bytes that are no value of this data set: foreign, cut off, damaged, or a pickle that nobody may read."""
+
+
+class Serializer:
+    """Turns values of one data set into bytes and back; see the module for the form.
+
+    What is read is always new: changing it changes nothing in the cache. Everything comes back as the type that it was,
+    but for a bytearray, which comes back as bytes. ``secret`` is needed with ``allow_pickle``.
+    ImportError without the package ``msgpack``.
+    """
+
+    def __init__(self, dataset_name: str, *, allow_pickle: bool = False, secret: bytes = b"") -> None:
+        try:
+            import msgpack
+        except ImportError as absent:
+            raise ImportError(
+                "the cache needs the package msgpack, which is not installed: pip install bagua[cache]"
+            ) from absent
+        if allow_pickle and not secret:
+            raise ValueError("allow_pickle=True needs a secret: set BAGUA_JOB_SECRET, the same on all ranks")
+        self._msgpack: Any = msgpack
+        # "a_b" + "_" + "c" and "a" + "_" + "b_c" are one key: the data set in the value tells them apart.
+        self._tag = hashlib.sha256(dataset_name.encode()).digest()[:8]
+        self._allow_pickle = allow_pickle
+        self._secret = hashlib.sha256(b"bagua cache pickle\0" + secret).digest() if secret else b""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_msgpack": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        import msgpack
+
+        self._msgpack = msgpack
+
+    def dumps(self, key: str, value: Any) -> bytes:
+        """The value as bytes. TypeError names a type that cannot be written without ``allow_pickle``."""
+        buffers: list[Any] = []
+        try:
+            body = self._pack(value, buffers)
+        except TypeError:
+            if not self._allow_pickle:
+                raise
+            text = pickle.dumps(value, protocol=5)
+            return _HEADER.pack(_MAGIC, _PICKLE, self._tag, _DIGEST) + self._sign(key, text) + text
+        head = _HEADER.pack(_MAGIC, _SCHEMA, self._tag, len(body))
+        return b"".join([head, body, *buffers])
+
+    def loads(self, key: str, raw: bytes) -> Any:
+        """The value that :meth:`dumps` wrote under this key. UnreadableError for anything else."""
+        try:
+            magic, kind, tag, size = _HEADER.unpack_from(raw)
+        except struct.error:
+            raise UnreadableError("too short for a cached value") from None
+        if magic != _MAGIC or tag != self._tag:
+            raise UnreadableError("not a value of this data set")
+        end = _HEADER.size + size
+        if kind == _PICKLE:
+            return self._unpickle(key, raw[_HEADER.size : end], raw[end:])
+        if kind != _SCHEMA or end > len(raw):
+            raise UnreadableError("cut off, or written by another version")
+        reader = _Reader(self._msgpack, memoryview(raw), end)
+        try:
+            value = reader.unpack(raw[_HEADER.size : end])
+        # A damaged value fails in as many ways as there are types; each means that it is computed again.
+        except Exception as failure:
+            raise UnreadableError(f"damaged: {failure}") from failure
+        if reader.place != len(raw):
+            raise UnreadableError("damaged: the buffers have another length than the structure says")
+        return value
+
+    def _sign(self, key: str, text: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._secret, struct.pack("<I", len(name)) + name + self._tag + text, "sha256")
+
+    def _unpickle(self, key: str, digest: bytes, text: bytes) -> Any:
+        if not self._allow_pickle:
+            raise UnreadableError("a pickle, and allow_pickle is not set")
+        if not hmac.compare_digest(digest, self._sign(key, text)):
+            raise UnreadableError("a pickle that was not signed with this job's secret")
+        return pickle.loads(text)
+
+    def _pack(self, value: Any, buffers: list[Any]) -> bytes:
+        pack, extension = self._msgpack.packb, self._msgpack.ExtType
+
+        def write(code: int, content: Any) -> Any:
+            return extension(code, pack(content, default=other, strict_types=True))
+
+        def other(item: Any) -> Any:
+            # strict_types: only exact built-in types arrive as themselves, so no subclass loses what it adds.
+            kind = type(item)
+            if kind is tuple:
+                return write(_TUPLE, list(item))
+            if kind is torch.Tensor:
+                return write(_TENSOR, _put_tensor(item, buffers))
+            if kind is np.ndarray:
+                return write(_ARRAY, _put_array(item, buffers))
+            if isinstance(item, np.generic):
+                return write(_SCALAR, _put_array(np.asarray(item), buffers))
+            if kind is int:
+                return extension(_INTEGER, str(item).encode())
+            if kind is complex:
+                return extension(_COMPLEX, struct.pack("<dd", item.real, item.imag))
+            if kind is set or kind is frozenset:
+                return write(_SET if kind is set else _FROZENSET, list(item))
+            raise TypeError(
+                f"a sample with a {kind.__module__}.{kind.__qualname__} cannot be cached; cached are numbers, text,"
+                " bytes, None, lists, tuples, dictionaries, sets, NumPy arrays and tensors, and everything that can be"
+                " pickled with allow_pickle=True"
+            )
+
+        packed: bytes = pack(value, default=other, strict_types=True)
+        return packed
+
+
+def _put_tensor(tensor: torch.Tensor, buffers: list[Any]) -> list[Any]:
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be cached without allow_pickle=True")
+    if tensor.requires_grad:
+        raise TypeError("a tensor that requires gradients cannot be cached: detach() it in the data set")
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    raw: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    buffers.append(memoryview(raw))
+    return [_NAMES[tensor.dtype], list(tensor.shape), str(tensor.device)]
+
+
+def _put_array(array: np.ndarray[Any, Any], buffers: list[Any]) -> list[Any]:
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise TypeError(f"a NumPy array of {array.dtype} cannot be cached without allow_pickle=True")
+    buffers.append(array.tobytes())
+    return [array.dtype.str, list(array.shape)]
+
+
+class _Reader:
+    """Reads one structure, and takes the buffers after it in order."""
+
+    def __init__(self, msgpack: Any, raw: memoryview, place: int) -> None:
+        self._msgpack = msgpack
+        self._raw = raw
+        #: Where the next buffer begins.
+        self.place = place
+
+    def unpack(self, body: bytes) -> Any:
+        return self._msgpack.unpackb(body, ext_hook=self._extension, strict_map_key=False)
+
+    def _extension(self, code: int, body: bytes) -> Any:
+        return _READERS[code](self, body)
+
+    def _take(self, count: int) -> bytearray:
+        if count < 0 or self.place + count > len(self._raw):
+            raise UnreadableError("cut off")
+        taken = bytearray(self._raw[self.place : self.place + count])
+        self.place += count
+        return taken
+
+    def tensor(self, body: bytes) -> torch.Tensor:
+        dtype, shape, count, device = self._tensor_form(body)
+        raw = self._take(count * dtype.itemsize)
+        tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+        return tensor if device == "cpu" else tensor.to(device)
+
+    def array(self, body: bytes) -> np.ndarray[Any, Any]:
+        dtype, shape, count = self._array_form(body)
+        return np.ndarray(shape, dtype, self._take(count * dtype.itemsize))
+
+    # The samples of a data set have few forms among them, so each is read once.
+
+    def _tensor_form(self, body: bytes) -> tuple[torch.dtype, list[int], int, str]:
+        form = _tensor_forms.get(body)
+        if form is None:
+            name, shape, device = self.unpack(body)
+            form = _DTYPES[name], shape, _count(shape), device
+            _remember(_tensor_forms, body, form)
+        return form
+
+    def _array_form(self, body: bytes) -> tuple[np.dtype[Any], list[int], int]:
+        form = _array_forms.get(body)
+        if form is None:
+            name, shape = self.unpack(body)
+            dtype = np.dtype(name)
+            if dtype.hasobject:
+                raise UnreadableError("an array of objects")
+            form = dtype, shape, _count(shape)
+            _remember(_array_forms, body, form)
+        return form
+
+    def scalar(self, body: bytes) -> Any:
+        return self.array(body)[()]
+
+
+_tensor_forms: dict[bytes, tuple[torch.dtype, list[int], int, str]] = {}
+_array_forms: dict[bytes, tuple[np.dtype[Any], list[int], int]] = {}
+
+
+def _remember(forms: dict[bytes, Any], body: bytes, form: Any) -> None:
+    # Where samples have a thousand shapes, remembering does not help.
+    if len(forms) < 1024:
+        forms[body] = form
+
+
+def _count(shape: list[int]) -> int:
+    count = 1
+    for length in shape:
+        if length < 0:
+            raise UnreadableError("a negative length")
+        count *= length
+    return count
+
+
+_READERS: dict[int, Callable[[_Reader, bytes], Any]] = {
+    _TUPLE: lambda reader, body: tuple(reader.unpack(body)),
+    _SET: lambda reader, body: set(reader.unpack(body)),
+    _FROZENSET: lambda reader, body: frozenset(reader.unpack(body)),
+    _INTEGER: lambda reader, body: int(body),
+    _COMPLEX: lambda reader, body: complex(*struct.unpack("<dd", body)),
+    _ARRAY: _Reader.array,
+    _SCALAR: _Reader.scalar,
+    _TENSOR: _Reader.tensor,
+}

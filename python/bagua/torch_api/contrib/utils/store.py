@@ -1,0 +1,215 @@
+"""Key-value stores of bytes: the seam that the cache writes to, and several stores that act as one.
+
+Stores of a cache may lose what they were given: a value that is gone is computed again. So a store that fails says
+"not here" instead of raising, warns once, and counts (:class:`LossyStore`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, Literal, TypeVar
+
+__all__ = ["ClusterStore", "LossyStore", "Store"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Shared = Literal["job", "host", "process"]
+
+
+class Store(ABC):
+    """Bytes by key. Keys are text; a text value is stored as UTF-8; what is not there is ``None``."""
+
+    #: Who sees the same values: every rank, the processes of one host, or this process alone.
+    shared_by: Shared = "process"
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Stores one value."""
+        self.mset({key: value})
+
+    def get(self, key: str) -> bytes | None:
+        """One value, ``None`` if it is not there."""
+        return self.mget([key])[0]
+
+    @abstractmethod
+    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
+        """Stores many values."""
+
+    @abstractmethod
+    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values in the order of ``keys``, ``None`` for each that is not there."""
+
+    @abstractmethod
+    def num_keys(self) -> int:
+        """How many values the store holds, whoever stored them."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Removes every value, whoever stored it."""
+
+    def status(self) -> bool:
+        """True if the store answers now."""
+        return True
+
+    def shutdown(self) -> None:
+        """Closes what this process opened, and ends the servers that it started; others' servers go on."""
+        return
+
+    def failures(self) -> dict[str, int]:
+        """``failed_reads`` and ``failed_writes`` of this process, in values. Asks nobody."""
+        return {"failed_reads": 0, "failed_writes": 0}
+
+    def stats(self) -> dict[str, int]:
+        """``stored_bytes`` and ``evictions`` of the whole store, whoever caused them, and ``lost_servers``."""
+        return {"stored_bytes": 0, "evictions": 0, "lost_servers": 0}
+
+
+class LossyStore(Store):
+    """A store whose failures are misses.
+
+    After a loss the store is left alone for a while, a second at first and up to a minute when it stays lost, so that a
+    hanging server costs its timeout now and then instead of at every sample.
+    """
+
+    #: Errors that mean that the store cannot be reached.
+    losses: ClassVar[tuple[type[BaseException], ...]] = (OSError,)
+    #: Errors that mean that the store refuses this request, for instance because it is full.
+    refusals: ClassVar[tuple[type[BaseException], ...]] = ()
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        #: What messages call it; never holds a password.
+        self.name = name
+        self.failed_reads = 0
+        self.failed_writes = 0
+        self._clock = clock
+        #: Whether the last request failed for a loss, and when the next may be tried.
+        self.lost = False
+        self._pause = 0.0
+        self._again = 0.0
+        self._warned: set[str] = set()
+
+    def _attempt(self, action: Callable[[], T], otherwise: T, *, reads: int = 0, writes: int = 0) -> T:
+        """What ``action`` returns, or ``otherwise`` if it fails as stores fail. Programming errors come through."""
+        if self.lost and self._clock() < self._again:
+            self.failed_reads += reads
+            self.failed_writes += writes
+            return otherwise
+        try:
+            result = action()
+        # Refusals first: a library's error of that kind may also be one of its general errors.
+        except self.refusals as refusal:
+            self._warn("refusal", f"the cache store {self.name} refuses requests, samples are computed: {refusal}")
+        except self.losses as loss:
+            self._warn("loss", f"the cache store {self.name} is lost, its samples are computed: {loss}")
+            self.lost = True
+            self._pause = min(60.0, max(1.0, 2 * self._pause))
+            self._again = self._clock() + self._pause
+        else:
+            if self.lost:
+                self.lost, self._pause = False, 0.0
+                _log.info("the cache store %s is back", self.name)
+            return result
+        self.failed_reads += reads
+        self.failed_writes += writes
+        return otherwise
+
+    def _warn(self, kind: str, text: str) -> None:
+        # Logged, not warnings.warn: where warnings are errors the sample would be lost with the server.
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", text)
+
+    def failures(self) -> dict[str, int]:
+        return {"failed_reads": self.failed_reads, "failed_writes": self.failed_writes}
+
+    def stats(self) -> dict[str, int]:
+        return super().stats() | {"lost_servers": int(self.lost)}
+
+
+class ClusterStore(Store):
+    """Several stores as one: xxh64 of the key, modulo the number of stores, says which one holds it.
+
+    The hash is Yann Collet's XXH64 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) with seed 0 over the
+    key's UTF-8. A lost store keeps its keys: moving them would move them back when it returns.
+    """
+
+    shared_by: Shared = "job"
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        if not stores:
+            raise ValueError("a cluster needs at least one store")
+        self.stores = list(stores)
+        self._hash: Callable[[bytes], int] | None = None
+        if len(self.stores) > 1:
+            try:
+                from xxhash import xxh64_intdigest
+            except ImportError as absent:
+                raise ImportError(
+                    "several cache stores are routed by xxhash, which is not installed: pip install bagua[cache]"
+                ) from absent
+            self._hash = xxh64_intdigest
+
+    def route(self, key: str) -> Store:
+        """The store that holds this key."""
+        return self.stores[self._number(key)]
+
+    def _number(self, key: str) -> int:
+        return 0 if self._hash is None else self._hash(key.encode()) % len(self.stores)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.route(key).set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        return self.route(key).get(key)
+
+    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
+        if self._hash is None:
+            self.stores[0].mset(dictionary)
+            return
+        parts: dict[int, dict[str, str | bytes]] = {}
+        for key, value in dictionary.items():
+            parts.setdefault(self._number(key), {})[key] = value
+        for number, part in parts.items():
+            self.stores[number].mset(part)
+
+    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        if self._hash is None:
+            return self.stores[0].mget(keys)
+        places: dict[int, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(self._number(key), []).append(place)
+        values: list[bytes | None] = [None] * len(keys)
+        for number, part in places.items():
+            for place, value in zip(part, self.stores[number].mget([keys[place] for place in part]), strict=True):
+                values[place] = value
+        return values
+
+    def num_keys(self) -> int:
+        return sum(store.num_keys() for store in self.stores)
+
+    def clear(self) -> None:
+        for store in self.stores:
+            store.clear()
+
+    def status(self) -> bool:
+        return all(store.status() for store in self.stores)
+
+    def shutdown(self) -> None:
+        for store in self.stores:
+            store.shutdown()
+
+    def failures(self) -> dict[str, int]:
+        return _sum(store.failures() for store in self.stores)
+
+    def stats(self) -> dict[str, int]:
+        return _sum(store.stats() for store in self.stores)
+
+
+def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0) + value
+    return total

@@ -1,0 +1,662 @@
+"""Cached values come back as they were, whoever reads them, and a cache that fails costs only speed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
+pytest.importorskip("msgpack", reason="msgpack is not installed: make setup")
+pytest.importorskip("lmdb", reason="lmdb is not installed: make setup")
+pytest.importorskip("xxhash", reason="xxhash is not installed: make setup")
+
+from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
+
+from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
+from bagua.torch_api.contrib.cache_loader import default_path  # noqa: E402
+from bagua.torch_api.contrib.utils.lmdb_store import LmdbStore  # noqa: E402
+from bagua.torch_api.contrib.utils.memory_store import MemoryStore  # noqa: E402
+from bagua.torch_api.contrib.utils.serialization import Serializer, UnreadableError  # noqa: E402
+from bagua.torch_api.contrib.utils.store import ClusterStore, LossyStore, Store  # noqa: E402
+
+Point = namedtuple("Point", "x y")
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equal in type and value, all the way down; NaN equals NaN."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and one.shape == two.shape and one.numpy(force=True).tobytes() == bits(two)
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    return bool(one == two) or one != one
+
+
+def bits(tensor: Any) -> bytes:
+    return bytes(tensor.numpy(force=True).tobytes())
+
+
+class Squares(Dataset):  # type: ignore[type-arg]
+    """Samples that tell how often they were computed."""
+
+    def __init__(self, length: int = 102) -> None:
+        self.length = length
+        self.computed: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        self.computed.append(index)
+        return torch.full((index % 7, 2), float(index)), {"square": index * index, "name": f"sample {index}"}
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Arguments of a loader for each backend that needs no server."""
+    return {"backend": request.param, **({"path": tmp_path / "cache"} if request.param == "lmdb" else {})}
+
+
+# --- the form of a value ---------------------------------------------------------------------------------------------
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+keys = st.integers() | st.text() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.sets(st.integers(), max_size=4)
+        | st.frozensets(st.text(), max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_plain_values_come_back_with_their_types(value: Any) -> None:
+    form = Serializer("d")
+    assert same(form.loads("k", form.dumps("k", value)), value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6, dtype=torch.int64).reshape(2, 3),
+        torch.randn(3, 4).t(),
+        torch.tensor(3.5),
+        torch.zeros(0, 5),
+        torch.tensor([1.5, float("nan"), -0.0], dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        torch.arange(5, dtype=torch.uint8)[::2],
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}",
+)
+def test_tensors_come_back_bitwise(tensor: Any) -> None:
+    form = Serializer("d")
+    back = form.loads("k", form.dumps("k", [tensor, {"again": (tensor,)}]))
+    assert same(back[0], tensor.resolve_conj())
+    assert same(back[1]["again"][0], tensor.resolve_conj())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint16])
+def test_types_that_numpy_lacks_come_back_bitwise(dtype: Any) -> None:
+    tensor = torch.arange(16, dtype=torch.uint8).view(dtype)
+    form = Serializer("d")
+    back = form.loads("k", form.dumps("k", tensor))
+    assert back.dtype == dtype
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.random.default_rng(0).random((3, 4))),
+        np.array("2020-01-01", dtype="M8[D]"),
+        np.zeros((0, 2), dtype=np.float16),
+        np.array(["a", "bcd"]),
+        np.float32(1.5),
+        np.bool_(True),
+    ],
+    ids=lambda array: f"{type(array).__name__}-{array.dtype}",
+)
+def test_arrays_and_their_scalars_come_back_with_their_types(array: Any) -> None:
+    form = Serializer("d")
+    back = form.loads("k", form.dumps("k", (array, 1)))[0]
+    assert same(back, array)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Point(1, 2),
+        OrderedDict(a=1),
+        object(),
+        np.array([object()]),
+        torch.nn.Parameter(torch.zeros(1)),
+        torch.zeros(1, requires_grad=True),
+        torch.eye(2).to_sparse(),
+        {"deep": [Point(1, 2)]},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_something_else_is_refused_with_its_type(value: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be cached"):
+        Serializer("d").dumps("k", value)
+
+
+def test_a_pickle_is_read_only_with_the_secret_it_was_signed_with_and_under_its_own_key() -> None:
+    writer = Serializer("d", allow_pickle=True, secret=b"ours")
+    raw = writer.dumps("k", Point(1, 2))
+    assert writer.loads("k", raw) == Point(1, 2)
+    for reader, key in (
+        (Serializer("d", allow_pickle=True, secret=b"theirs"), "k"),
+        (Serializer("d"), "k"),
+        (writer, "another"),
+    ):
+        with pytest.raises(UnreadableError, match="pickle"):
+            reader.loads(key, raw)
+
+
+def test_a_planted_pickle_never_runs(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    planted = Serializer("d", allow_pickle=True, secret=b"theirs").dumps("d_k", Bomb())
+    store = MemoryStore()
+    for raw in (planted, pickle.dumps(Bomb()), planted[:-1] + b"x"):
+        store.set("d_k", raw)
+        loader = CacheLoader("memory", "d", allow_pickle=True)
+        loader.store = store
+        assert loader.get("k", lambda key: 7) == 7
+        assert loader.stats()["unreadable"] == 1
+    assert not (tmp_path / "exploded").exists()
+
+
+@given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 255))
+def test_damaged_bytes_are_unreadable_and_nothing_worse(junk: bytes, place: int, byte: int) -> None:
+    form = Serializer("d")
+    whole = form.dumps("k", (torch.arange(9), np.arange(4.0), [1, "x", {2: b"y"}]))
+    damaged = bytearray(whole)
+    damaged[place % len(whole)] = byte
+    for raw in (junk, whole[:place], whole + junk[:1], bytes(damaged)):
+        # A changed byte inside a buffer or a number is another value; everything else is noticed.
+        try:
+            form.loads("k", raw)
+        except UnreadableError:
+            continue
+        assert len(raw) == len(whole)
+
+
+def test_a_length_beyond_the_value_is_not_believed() -> None:
+    form = Serializer("d")
+    whole = form.dumps("k", torch.zeros(4))
+    assert whole.count(b"\x91\x04") == 1
+    with pytest.raises(UnreadableError, match="cut off"):
+        form.loads("k", whole.replace(b"\x91\x04", b"\x91\x7f"))
+
+
+# --- stores ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_evicts_at_its_limit_and_never_exceeds_it() -> None:
+    store = MemoryStore(capacity=1000)
+    for number in range(50):
+        store.set(str(number), bytes(100))
+    store.set("too large", bytes(1001))
+    assert store.num_keys() == 10
+    assert store.stats() == {"stored_bytes": 1000, "evictions": 40, "lost_servers": 0}
+    assert store.get("too large") is None
+    assert store.get("49") == bytes(100)
+    store.set("49", b"smaller")
+    assert store.stats()["stored_bytes"] == 907
+
+
+def test_a_cluster_spreads_keys_by_xxh64_and_keeps_the_order() -> None:
+    import xxhash
+
+    parts = [MemoryStore() for _ in range(3)]
+    cluster = ClusterStore(parts)
+    names = [f"key {number}" for number in range(30)]
+    cluster.mset({name: name.upper() for name in names})
+    assert cluster.mget([*names[::-1], "absent"]) == [*(name.upper().encode() for name in names[::-1]), None]
+    for name in names:
+        assert parts[xxhash.xxh64(name.encode()).intdigest() % 3].get(name) == name.upper().encode()
+    assert all(part.num_keys() for part in parts)
+    assert cluster.num_keys() == 30
+    cluster.clear()
+    assert cluster.num_keys() == 0
+    with pytest.raises(ValueError, match="at least one"):
+        ClusterStore([])
+
+
+class Failing(LossyStore):
+    """A store whose server is away when `away` says so, on a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__("failing", clock=lambda: self.now)
+        self.inner = MemoryStore()
+        self.away = False
+        self.asked = 0
+
+    def _ask(self) -> None:
+        self.asked += 1
+        if self.away:
+            raise ConnectionError("nobody there")
+
+    def mset(self, dictionary: Any) -> None:
+        self._attempt(lambda: (self._ask(), self.inner.mset(dictionary)), None, writes=len(dictionary))
+
+    def mget(self, keys: Any) -> list[bytes | None]:
+        return self._attempt(lambda: (self._ask(), self.inner.mget(keys))[1], [None] * len(keys), reads=len(keys))
+
+    def num_keys(self) -> int:
+        return self.inner.num_keys()
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+
+def test_a_lost_store_is_asked_again_ever_more_rarely_and_is_used_when_it_returns() -> None:
+    store = Failing()
+    store.set("a", b"1")
+    store.away = True
+    tries = []
+    for second in range(200):
+        store.now, before = float(second), store.asked
+        assert store.get("a") is None
+        if store.asked > before:
+            tries.append(second)
+    assert tries == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    assert store.failures() == {"failed_reads": 200, "failed_writes": 0}
+    assert store.stats()["lost_servers"] == 1
+    store.away, store.now = False, 300.0
+    assert store.get("a") == b"1"
+    assert store.stats()["lost_servers"] == 0
+
+
+def test_a_lost_store_costs_no_sample_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loader = CacheLoader("memory", "d")
+    loader.store = store = Failing()
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(3):
+            store.away = epoch > 0
+            assert [loader.get(key, lambda key: key * 2) for key in range(20)] == [key * 2 for key in range(20)]
+    assert len(caplog.records) == 1
+    assert "failing is lost" in caplog.text
+    stats = loader.stats()
+    assert stats["hits"] == 0
+    assert stats["misses"] == 60
+    assert (stats["failed_reads"], stats["failed_writes"], stats["lost_servers"]) == (40, 40, 1)
+
+
+def test_programming_errors_are_no_losses() -> None:
+    store = Failing()
+    with pytest.raises(ZeroDivisionError):
+        store._attempt(lambda: 1 // 0, None)
+
+
+def test_lmdb_keeps_its_values_for_the_next_job(tmp_path: Path) -> None:
+    with_long_key = {"a": b"1", "x" * 2000: b"2"}
+    store: Store = LmdbStore(tmp_path / "file")
+    store.mset(with_long_key)
+    store.shutdown()
+    store = LmdbStore(tmp_path / "file")
+    assert store.mget(["a", "x" * 2000, "b"]) == [b"1", b"2", None]
+    assert store.num_keys() == 2
+    assert (tmp_path / "file").stat().st_mode & 0o077 == 0
+    store.clear()
+    assert store.num_keys() == 0
+    store.shutdown()
+
+
+def test_a_full_lmdb_file_keeps_what_it_holds_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = CacheLoader("lmdb", "d", path=tmp_path, capacity_per_node=1 << 17)
+    sample = {key: np.full(1000, key) for key in range(60)}
+    for _ in range(2):
+        for key in sample:
+            assert np.array_equal(loader.get(key, lambda key: sample[key]), sample[key])
+    stats = loader.stats()
+    assert 0 < stats["hits"] < 60
+    assert stats["failed_writes"] > 0
+    assert stats["lost_servers"] == 0
+    assert [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()] == [
+        caplog.messages[0]
+    ]
+    loader.close()
+
+
+def test_two_loaders_share_one_lmdb_file_in_one_process(tmp_path: Path) -> None:
+    one, two = (CacheLoader("lmdb", "d", path=tmp_path) for _ in range(2))
+    assert one.get("k", lambda key: 1) == 1
+    one.close()
+    assert two.get("k", lambda key: 2) == 1
+    two.close()
+
+
+def test_the_default_file_is_one_per_user_and_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths = [default_path(name) for name in ("", "a", "A", "../a", "a/b", ".", "x" * 500)]
+    assert len(set(paths)) == len(paths)
+    assert {path.parent for path in paths} == {tmp_path / "bagua" / "datasets"}
+    loader = CacheLoader("lmdb", "a")
+    assert default_path("a").is_dir()
+    loader.close()
+
+
+# --- the loader ------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_is_computed_once(options: dict[str, Any]) -> None:
+    loader = CacheLoader(dataset_name="d", **options)
+    asked = []
+
+    def load(key: str) -> Any:
+        asked.append(key)
+        return (key, torch.ones(2))
+
+    for _ in range(3):
+        for key in ("a", "b"):
+            assert same(loader.get(key, load), (key, torch.ones(2)))
+    assert asked == ["a", "b"]
+    stats = loader.stats()
+    assert (stats["hits"], stats["misses"], stats["hit_rate"]) == (4, 2, pytest.approx(2 / 3))
+    assert stats["bytes_read"] == 2 * stats["bytes_written"] > 0
+    loader.close()
+
+
+def test_a_reader_that_changes_its_value_changes_nothing_in_the_cache(options: dict[str, Any]) -> None:
+    loader = CacheLoader(dataset_name="d", writer_buffer_size=2, **options)
+    for reads in range(4):
+        first = loader.get("k", lambda key: ([1, 2], torch.zeros(3), np.zeros(3)))
+        assert same(first, ([1, 2], torch.zeros(3), np.zeros(3))), reads
+        first[0].append(3)
+        first[1].fill_(9)
+        first[2][:] = 9
+        if reads == 2:
+            loader.flush()
+    one, two = loader.get_many(["new", "new"], lambda key: torch.zeros(2))
+    one.fill_(9)
+    assert same(two, torch.zeros(2))
+    loader.close()
+
+
+def test_buffered_values_are_read_counted_and_written_at_the_limit(options: dict[str, Any]) -> None:
+    loader = CacheLoader(dataset_name="d", writer_buffer_size=10, **options)
+    for key in range(9):
+        loader.get(key, lambda key: key)
+    assert loader.stats()["buffered"] == 9
+    assert loader.store.num_keys() == 0
+    assert loader.get(3, lambda key: -1) == 3
+    assert loader.get_many([8, 0], lambda key: -1) == [8, 0]
+    loader.get(9, lambda key: key)
+    assert loader.store.num_keys() == 10
+    loader.get(10, lambda key: key)
+    assert loader.num_keys() == 11
+    loader.close()
+
+
+def test_many_keys_are_read_in_one_round_trip() -> None:
+    loader = CacheLoader("memory", "d")
+    loader.store = store = Failing()
+    asked = []
+    assert loader.get_many(list(range(50)), lambda key: asked.append(key) or key) == list(range(50))
+    assert store.asked == 2  # one read, one write
+    assert loader.get_many([*range(40, 60), 40], lambda key: asked.append(key) or key) == [*range(40, 60), 40]
+    assert asked == list(range(60))
+    assert store.asked == 4
+    assert loader.get_many([], lambda key: key) == []
+
+
+def test_names_that_run_into_each_other_are_told_apart() -> None:
+    one, two = CacheLoader("memory", "a"), CacheLoader("memory", "a_b")
+    two.store = one.store
+    assert one.get("b_c", lambda key: "one") == "one"
+    assert two.get("c", lambda key: "two") == "two"
+    assert two.stats()["unreadable"] == 1
+
+
+def test_what_the_load_function_raises_comes_through_and_is_not_cached(options: dict[str, Any]) -> None:
+    loader = CacheLoader(dataset_name="d", **options)
+    with pytest.raises(IndexError, match="beyond"):
+        loader.get("k", lambda key: (_ for _ in ()).throw(IndexError("beyond")))
+    with pytest.raises(TypeError, match="Point cannot be cached"):
+        loader.get("k", lambda key: Point(1, 2))
+    assert loader.get("k", lambda key: 5) == 5
+    loader.close()
+
+
+def test_pickles_need_a_secret_where_others_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("BAGUA_JOB_SECRET", raising=False)
+    with pytest.raises(ValueError, match="BAGUA_JOB_SECRET"):
+        CacheLoader("lmdb", "d", allow_pickle=True, path=tmp_path)
+    monkeypatch.setenv("BAGUA_JOB_SECRET", "ours")
+    loader = CacheLoader("lmdb", "d", allow_pickle=True, path=tmp_path)
+    assert loader.get("k", lambda key: Point(1, 2)) == Point(1, 2)
+    assert loader.get("k", lambda key: None) == Point(1, 2)
+    loader.close()
+    monkeypatch.setenv("BAGUA_JOB_SECRET", "theirs")
+    loader = CacheLoader("lmdb", "d", allow_pickle=True, path=tmp_path)
+    assert loader.get("k", lambda key: Point(3, 4)) == Point(3, 4)
+    loader.close()
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    for error, text, arguments in (
+        (ValueError, "'disk' is none of", {"backend": "disk"}),
+        (ValueError, "writer_buffer_size is 0", {"backend": "memory", "writer_buffer_size": 0}),
+        (ValueError, "capacity is 0", {"backend": "memory", "capacity_per_node": 0}),
+        (TypeError, "does not know hosts", {"backend": "memory", "hosts": []}),
+        (TypeError, "does not know colour", {"backend": "auto", "colour": 1}),
+        (TypeError, "does not know cluster_mode", {"backend": "lmdb", "path": tmp_path, "cluster_mode": True}),
+    ):
+        with pytest.raises(error, match=text):
+            CacheLoader(**arguments)  # type: ignore[arg-type]
+
+
+def test_auto_takes_lmdb_where_no_redis_server_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    loader = CacheLoader("auto", "d", path=tmp_path)
+    assert isinstance(loader.store, LmdbStore)
+    loader.close()
+
+
+def test_threads_share_a_loader(options: dict[str, Any]) -> None:
+    loader = CacheLoader(dataset_name="d", writer_buffer_size=7, **options)
+    wrong = []
+
+    def read(start: int) -> None:
+        for step in range(300):
+            key = (start * 37 + step) % 100
+            if loader.get(key, lambda key: [key]) != [key]:
+                wrong.append(key)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert loader.num_keys() == 100
+    loader.close()
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def in_a_fork(work: Any) -> int:
+    """The exit code of a forked child that runs this and ends as a script does."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(tmp_path: Path) -> None:
+    loader = CacheLoader("lmdb", "d", 100, path=tmp_path)
+    loader.get("parent", lambda key: 1)
+
+    def child() -> None:
+        assert loader.stats()["buffered"] == 0
+        assert loader.get("parent", lambda key: 2) == 1
+        loader.get("child", lambda key: 3)
+        loader.flush()
+
+    assert in_a_fork(child) == 0
+    assert loader.stats()["buffered"] == 0
+    assert loader.get("child", lambda key: 4) == 3
+    assert loader.stats()["hits"] == 2  # the child's too
+    loader.close()
+
+
+def test_what_is_buffered_at_exit_is_written(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = f"""
+from bagua.torch_api.contrib import CacheLoader
+loader = CacheLoader("lmdb", "d", 100, path={str(tmp_path)!r})
+loader.get("k", lambda key: "kept")
+raise SystemExit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
+    loader = CacheLoader("lmdb", "d", path=tmp_path)
+    assert loader.get("k", lambda key: "lost") == "kept"
+    loader.close()
+
+
+def test_a_loader_that_is_thrown_away_writes_its_buffer(tmp_path: Path) -> None:
+    loader = CacheLoader("lmdb", "d", 100, path=tmp_path)
+    loader.get("k", lambda key: 1)
+    del loader
+    loader = CacheLoader("lmdb", "d", path=tmp_path)
+    assert loader.num_keys() == 1
+    loader.close()
+
+
+def test_a_pickled_loader_is_a_loader_of_the_same_store(tmp_path: Path) -> None:
+    loader = CacheLoader("lmdb", "d", 100, path=tmp_path)
+    loader.get("k", lambda key: 1)
+    copy = pickle.loads(pickle.dumps(loader))
+    assert copy.get("k", lambda key: 2) == 1
+    copy.close()
+    loader.close()
+
+
+# --- the data set ----------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_is_the_data_sets_and_computed_once(options: dict[str, Any]) -> None:
+    plain, inner = Squares(), Squares()
+    cached = CachedDataset(inner, dataset_name="d", **options)
+    assert len(cached) == 102
+    for _ in range(2):
+        seen = 0
+        # As a sequence: until the data set raises IndexError.
+        for index, sample in enumerate(cached):
+            assert same(sample, plain[index])
+            seen += 1
+        assert seen == 102
+    assert inner.computed == list(range(102))
+    assert cached.cache_loader.num_keys() == 102
+    cached.cache_loader.close()
+
+
+def test_two_data_sets_in_one_store_hold_their_own_samples(tmp_path: Path) -> None:
+    one = CachedDataset(Squares(102), "lmdb", "one", path=tmp_path)
+    two = CachedDataset(TensorDataset(torch.arange(102)), "lmdb", "two", path=tmp_path)
+    assert [one[index][1]["square"] for index in range(102)] == [index**2 for index in range(102)]
+    assert one.cache_loader.num_keys() == 102
+    assert [int(two[index][0]) for index in range(102)] == list(range(102))
+    assert two.cache_loader.num_keys() == 204
+    one.cache_loader.close()
+    two.cache_loader.close()
+
+
+def test_indices_of_every_kind_name_the_same_sample(options: dict[str, Any]) -> None:
+    inner = Squares(10)
+    cached = CachedDataset(inner, dataset_name="d", **options)
+    for index in (9, -1, np.int64(9), torch.tensor(9)):
+        assert cached[index][1]["square"] == 81
+    assert cached.__getitems__([9, torch.tensor(-1)])[1][1]["square"] == 81
+    assert inner.computed == [9]
+    cached.cache_loader.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_data_loader_workers_fill_the_cache_flush_their_buffers_and_are_counted(tmp_path: Path, method: str) -> None:
+    cached = CachedDataset(Squares(), "lmdb", "d", 1000, path=tmp_path)
+    cached.warm_up(range(50), progress=False)
+    workers = {"num_workers": 1 if method == "spawn" else 2, "multiprocessing_context": method}
+    batches = DataLoader(cached, batch_size=8, collate_fn=squares_of, **workers)  # type: ignore[arg-type]
+    assert [square for batch in batches for square in batch] == [index**2 for index in range(102)]
+    stats = cached.stats()
+    assert (stats["misses"], stats["hits"]) == (102, 50)
+    assert cached.cache_loader.num_keys() == 102
+    cached.cache_loader.close()
+
+
+def squares_of(samples: list[Any]) -> list[int]:
+    return [sample[1]["square"] for sample in samples]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_warming_up_computes_what_is_missing_and_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed: make setup")
+    cached = CachedDataset(Squares(), "lmdb", "d", path=tmp_path)
+    assert cached.warm_up(range(50), progress=False) == 50
+    assert capsys.readouterr().err == ""
+    assert cached.warm_up(batch_size=10, num_workers=workers) == 52
+    assert "102/102" in capsys.readouterr().err
+    assert cached.warm_up() == 0
+    assert cached.cache_loader.num_keys() == 102
+    cached.cache_loader.close()
+
+
+def test_a_data_set_without_indices_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg, name-defined]
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(TypeError, match="no indices"):
+        CachedDataset(Stream(), "memory")

@@ -1,0 +1,320 @@
+"""Load-balancing samplers: an exact partition, equally many steps on every rank, similar costs at every step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
+
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
+
+from bagua.torch_api.contrib import (  # noqa: E402
+    LoadBalancingDistributedBatchSampler,
+    LoadBalancingDistributedSampler,
+)
+
+costs_of = st.lists(st.integers(0, 1000), max_size=60)
+replicas_of = st.integers(1, 7)
+levels = st.floats(0, 1)
+
+
+def samplers(costs: list[int], replicas: int, **options: Any) -> list[Any]:
+    """The sampler of every rank, over a data set whose samples are their own costs."""
+    return [
+        LoadBalancingDistributedSampler(costs, lambda cost: cost, replicas, rank, **options) for rank in range(replicas)
+    ]
+
+
+@given(costs_of, replicas_of, st.booleans(), st.booleans(), levels, st.integers(0, 5))
+def test_ranks_partition_the_data_exactly_and_yield_equally_many(
+    costs: list[int], replicas: int, shuffle: bool, drop_last: bool, level: float, epoch: int
+) -> None:
+    ranks = samplers(costs, replicas, shuffle=shuffle, drop_last=drop_last, random_level=level)
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    given_out = [list(sampler) for sampler in ranks]
+    expected = len(costs) // replicas if drop_last else math.ceil(len(costs) / replicas)
+    assert [len(indices) for indices in given_out] == [expected] * replicas == [len(sampler) for sampler in ranks]
+    counts = Counter(index for indices in given_out for index in indices)
+    if drop_last:
+        assert set(counts.values()) <= {1}
+        assert len(counts) == len(costs) - len(costs) % replicas
+    else:
+        assert set(counts) == set(range(len(costs)))
+        assert sum(counts.values()) - len(costs) == -len(costs) % replicas
+
+
+@given(costs_of, replicas_of, levels, st.integers(0, 3), st.integers(0, 3))
+def test_seed_and_epoch_decide_the_order(costs: list[int], replicas: int, level: float, seed: int, epoch: int) -> None:
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        ranks = samplers(costs, replicas, seed=seed, random_level=level)
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        return [list(sampler) for sampler in ranks]
+
+    assert order(seed, epoch) == order(seed, epoch)
+    before = torch.get_rng_state()
+    order(seed, epoch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    sampler = samplers(list(range(100)), 2, random_level=0.5)[0]
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(samplers(list(range(100)), 2, random_level=0.5, seed=7)[0]) != first
+
+
+def test_without_shuffling_one_replica_yields_the_sorted_order() -> None:
+    costs = [5, 3, 9, 3, 1]
+    assert list(samplers(costs, 1, shuffle=False)[0]) == [4, 1, 3, 0, 2]
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=60), replicas_of)
+def test_random_level_0_puts_neighbours_in_complexity_at_the_same_step(costs: list[int], replicas: int) -> None:
+    ranks = samplers(costs, replicas, drop_last=True)
+    steps = [[costs[index] for index in step] for step in zip(*ranks, strict=True)]
+    # Steps do not overlap: sorted by their least, each begins where the one before ends.
+    steps.sort(key=lambda step: (min(step), max(step)))
+    assert [cost for step in steps for cost in sorted(step)] == sorted(costs)[: len(costs) - len(costs) % replicas]
+
+
+def test_random_level_1_is_far_less_ordered_than_0() -> None:
+    costs = np.random.default_rng(0).permutation(4000).tolist()
+
+    def spread(level: float) -> float:
+        chunks = samplers(costs, 4, random_level=level)[0].chunks()
+        return float(np.mean([max(costs[i] for i in step) - min(costs[i] for i in step) for step in chunks]))
+
+    # Neighbours of a permutation differ by 3; four random ones by 3/5 of the range.
+    assert spread(0) == 3
+    assert spread(0) < spread(0.1) < spread(1)
+    assert spread(1) > 1000
+
+
+def test_with_drop_last_the_most_complex_are_left_out() -> None:
+    ranks = samplers([10, 50, 20, 40, 30], 2, drop_last=True, shuffle=True)
+    assert sorted(index for sampler in ranks for index in sampler) == [0, 2, 3, 4]
+
+
+def test_complexities_are_computed_once_and_can_be_handed_on(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def complexity(cost: int) -> int:
+        asked.append(cost)
+        return cost
+
+    file = tmp_path / "complexities.npy"
+    first = LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0, complexity_cache=file)
+    for epoch in range(3):
+        first.set_epoch(epoch)
+        list(first)
+    second = LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0, complexity_cache=file)
+    third = LoadBalancingDistributedSampler([3, 1, 2], None, 1, 0, complexities=first.complexities)
+    assert asked == [3, 1, 2]
+    assert list(first.chunks()) == list(LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0, seed=2).chunks())
+    assert second.complexities.tolist() == third.complexities.tolist() == [3, 1, 2]
+    with pytest.raises(ValueError, match="one integer per sample"):
+        LoadBalancingDistributedSampler([3, 1], complexity, 1, 0, complexity_cache=file)
+
+
+def test_complexities_may_be_tensors_of_one_element() -> None:
+    data = TensorDataset(torch.randn(6, 2), torch.tensor([5, 0, 4, 1, 3, 2]))
+    sampler = LoadBalancingDistributedSampler(data, lambda sample: sample[1], 1, 0, shuffle=False)
+    assert list(sampler) == [1, 3, 5, 4, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("num_replicas is 0", {"num_replicas": 0, "rank": 0}),
+        ("rank 2 is not one of 2", {"num_replicas": 2, "rank": 2}),
+        ("random_level is 1.5", {"random_level": 1.5}),
+        ("random_level is -0.1", {"random_level": -0.1}),
+        ("complexity_fn is None", {"complexity_fn": None}),
+        ("one integer per sample", {"complexities": [1, 2]}),
+    ],
+)
+def test_bad_arguments_are_refused(text: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=text):
+        LoadBalancingDistributedSampler([1, 2, 3], **{"complexity_fn": int, **arguments})
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def growing(indices: list[int]) -> list[list[int]]:
+    """Batches of 1, 2, 3, ... indices."""
+    batches, start, size = [], 0, 1
+    while start < len(indices):
+        batches.append(indices[start : start + size])
+        start, size = start + size, size + 1
+    return batches
+
+
+def by_cost(limit: int, costs: list[int]) -> Any:
+    """Batches of at most this cost in all, so that ranks have different numbers of them."""
+
+    def cut(indices: list[int]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        cost = limit + 1
+        for index in indices:
+            cost += costs[index]
+            if cost > limit:
+                batches.append([])
+                cost = costs[index]
+            batches[-1].append(index)
+        return batches
+
+    return cut
+
+
+def batch_samplers(costs: list[int], replicas: int, cut: Any, drop_last: bool, **options: Any) -> list[Any]:
+    return [
+        LoadBalancingDistributedBatchSampler(sampler, cut, drop_last)
+        for sampler in samplers(costs, replicas, **options)
+    ]
+
+
+def test_batches_of_one_replica_are_what_the_function_made() -> None:
+    (sampler,) = batch_samplers([5, 3, 9, 3, 1, 8, 7], 1, growing, False, shuffle=False)
+    assert list(sampler) == [[4], [1, 3], [0, 6, 5], [2]]
+    assert len(sampler) == 4
+
+
+@given(costs_of, replicas_of, st.integers(1, 3000), st.booleans(), st.booleans(), levels, st.integers(0, 3))
+def test_every_rank_yields_equally_many_batches_for_any_batch_function(
+    costs: list[int], replicas: int, limit: int, drop_last: bool, shuffle: bool, level: float, epoch: int
+) -> None:
+    cut = by_cost(limit, costs)
+    ranks = batch_samplers(costs, replicas, cut, drop_last, shuffle=shuffle, random_level=level)
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    steps = ranks[0].sampler.chunks()
+    own = [cut([step[rank] for step in steps]) for rank in range(replicas)]
+    total = (min if drop_last else max)(map(len, own))
+    for rank, sampler in enumerate(ranks):
+        batches = list(sampler)
+        assert len(batches) == len(sampler) == total
+        # Own batches in order, from the beginning again where they do not suffice.
+        assert batches == [own[rank][number % len(own[rank])] for number in range(total)]
+
+
+def test_a_rank_far_ahead_of_the_others_drops_down_to_their_count() -> None:
+    costs = list(range(16))
+
+    def cut(indices: list[int]) -> list[list[int]]:
+        return [indices] if 0 in indices else [[index] for index in indices]
+
+    dropping = batch_samplers(costs, 4, cut, True, shuffle=False)
+    assert [len(list(sampler)) for sampler in dropping] == [1, 1, 1, 1]
+    padding = batch_samplers(costs, 4, cut, False, shuffle=False)
+    assert [len(list(sampler)) for sampler in padding] == [4, 4, 4, 4]
+
+
+def test_batch_samplers_refuse_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="drop_last=True"):
+        LoadBalancingDistributedBatchSampler(samplers([1, 2], 1, drop_last=True)[0], growing)
+    with pytest.raises(TypeError, match="SequentialSampler"):
+        LoadBalancingDistributedBatchSampler(torch.utils.data.SequentialSampler([1]), growing)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no batch for rank 1"):
+        len(
+            batch_samplers([1, 2, 3, 4], 2, lambda indices: [[i] for i in indices if i % 2 == 0], False, shuffle=False)[
+                0
+            ]
+        )
+
+
+# --- position --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=40), replicas_of, st.data(), st.booleans())
+def test_a_loaded_state_yields_the_rest_of_the_epoch_and_then_whole_ones(
+    costs: list[int], replicas: int, data: st.DataObject, in_batches: bool
+) -> None:
+    def fresh() -> Any:
+        if in_batches:
+            return batch_samplers(costs, replicas, growing, False, random_level=0.3)[-1]
+        return samplers(costs, replicas, random_level=0.3)[-1]
+
+    first = fresh()
+    first.set_epoch(2)
+    whole = list(first)
+    taken = data.draw(st.integers(0, len(whole)))
+    walk = iter(first)
+    assert [next(walk) for _ in range(taken)] == whole[:taken]
+    for state in (first.state_dict(), first.state_dict(consumed=taken)):
+        second = fresh()
+        second.load_state_dict(state)
+        # A training loop says the epoch again.
+        second.set_epoch(2)
+        assert list(second) == whole[taken:]
+        assert list(second) == whole
+        second.load_state_dict(state)
+        second.set_epoch(3)
+        assert len(list(second)) == len(second)
+    assert fresh().state_dict()["position"] == 0
+
+
+def test_a_state_of_another_sampler_is_refused_with_what_differs() -> None:
+    state = samplers([1, 2, 3], 1)[0].state_dict()
+    with pytest.raises(ValueError, match="num_replicas 1 instead of 3"):
+        samplers([1, 2, 3], 3)[0].load_state_dict(state)
+    with pytest.raises(ValueError, match="length 3 instead of 2"):
+        samplers([1, 2], 1)[0].load_state_dict(state)
+    with pytest.raises(ValueError, match="consumed is 4"):
+        samplers([1, 2, 3], 1)[0].state_dict(consumed=4)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_fetch_ahead_do_not_move_the_position_that_training_gives() -> None:
+    data = TensorDataset(torch.arange(40))
+    sampler = LoadBalancingDistributedSampler(data, lambda sample: sample[0], 2, 1)
+    whole = list(sampler)
+    seen: list[int] = []
+    for batch in DataLoader(data, batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=2):
+        seen += batch[0].tolist()
+        if len(seen) == 8:
+            state = sampler.state_dict(consumed=len(seen))
+            break
+    resumed = LoadBalancingDistributedSampler(data, lambda sample: sample[0], 2, 1)
+    resumed.load_state_dict(state)
+    for batch in DataLoader(data, batch_size=4, sampler=resumed, num_workers=2):
+        seen += batch[0].tolist()
+    assert seen == whole
+
+
+def test_batches_in_workers_are_the_batch_samplers() -> None:
+    data = TensorDataset(torch.arange(30))
+    (sampler,) = batch_samplers(list(range(30)), 1, growing, False)
+    loaded = [batch[0].tolist() for batch in DataLoader(data, batch_sampler=sampler)]
+    assert loaded == list(sampler)
+
+
+# --- balance ---------------------------------------------------------------------------------------------------------
+
+
+def epoch_cost(indices_by_rank: list[list[int]], costs: np.ndarray[Any, Any], batch: int) -> float:
+    """What an epoch costs when every step lasts as long as its slowest rank."""
+    by_rank = np.stack([costs[indices] for indices in indices_by_rank])
+    steps = np.add.reduceat(by_rank, np.arange(0, by_rank.shape[1], batch), axis=1)
+    return float(steps.max(axis=0).sum())
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_four_ranks_stay_within_5_percent_of_the_ideal_on_skewed_lengths(batch: int) -> None:
+    costs = np.exp(np.random.default_rng(0).normal(4.0, 1.0, 8000)).astype(np.int64) + 1
+    ideal = costs.sum() / 4
+    balanced = [list(sampler) for sampler in samplers(costs.tolist(), 4)]
+    plain = [list(DistributedSampler(costs.tolist(), 4, rank)) for rank in range(4)]
+    assert epoch_cost(balanced, costs, batch) <= 1.05 * ideal
+    assert epoch_cost(plain, costs, batch) > 1.2 * ideal
