@@ -1,6 +1,6 @@
 """Bagua for torch, under the names of the original. Conventionally ``import bagua.torch_api as bagua``."""
 
-from . import algorithms, bucket, communication, distributed, env, tensor, utils
+from . import algorithms, bucket, communication, contrib, distributed, env, tensor, utils
 from .communication import (
     ReduceOp,
     allgather,
@@ -57,6 +57,7 @@ __all__ = [
     "broadcast_object",
     "bucket",
     "communication",
+    "contrib",
     "destroy_process_group",
     "distributed",
     "env",
