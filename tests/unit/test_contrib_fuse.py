@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import io
-import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +12,6 @@ import torch
 from torch import optim
 
 from bagua.torch_api.contrib import fuse_optimizer
-from bagua.torch_api.contrib.fuse import is_fused_optimizer
 
 Make = Callable[[Any], optim.Optimizer]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -31,7 +32,7 @@ def whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One flat tensor over the memory of dense pieces that lie one after the other; ``None`` if they do not."""
     if any(not is_dense(piece) for piece in pieces):
         return None
-    if any(not adjacent(one, other) for one, other in zip(pieces, pieces[1:], strict=False)):
+    if any(not adjacent(one, other) for one, other in pairwise(pieces)):
         return None
     return pieces[0].detach().as_strided((sum(piece.numel() for piece in pieces),), (1,))
 
