@@ -88,9 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         if communicator is None:
             plain: torch.Tensor = super().forward(input)
             return plain
-        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, communicator
-        )
+        output, mean, variance, count = _SyncBatchNorm.apply(input, self.weight, self.bias, self.eps, communicator)
         if self.track_running_stats:
             self._track(mean, variance, count)
         result: torch.Tensor = output
@@ -125,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         converted = module
         if isinstance(module, _BatchNorm):
-            if any(is_lazy(tensor) for tensor in (module.weight, module.running_mean)):
+            if any(t is not None and is_lazy(t) for t in (module.weight, module.running_mean)):
                 raise ValueError("a lazy batch normalisation has no shape yet: run one forward before converting")
             converted = cls._like(module, process_group)
         for name, child in module.named_children():

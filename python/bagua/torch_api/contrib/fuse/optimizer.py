@@ -82,7 +82,7 @@ class FusedOptimizer:
         optimizer.__dict__["_bagua_fused_count"] = 0
         optimizer.__dict__["fuse_step"] = self.fuse_step
         # Runs the hooks around a step, with the original as its optimizer.
-        self._hooked: Callable[..., Any] = Optimizer.profile_hook_step(_step_of)  # type: ignore[arg-type]
+        self._hooked: Callable[..., Any] = Optimizer.profile_hook_step(_step_of)
         optimizer.register_step_post_hook(self._after_step)
 
     def fuse_step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
@@ -123,7 +123,6 @@ class FusedOptimizer:
 
     def _step(self) -> None:
         outer, inner = self._optimizer, self._inner
-        self._refuse_sparse()
         groups = self._current()
         inner.__dict__.update(_own_attributes(outer))
         for name in [name for name in vars(inner) if name not in vars(outer)]:
@@ -133,7 +132,7 @@ class FusedOptimizer:
         for group, options in zip(groups, outer.param_groups, strict=True):
             params: list[torch.nn.Parameter] = []
             for run in group.runs:
-                run.take_gradients([_grad(param) for param in run.params])
+                run.take_gradients()
                 inner.state[run.flat] = dict(run.state)
                 params.append(run.flat)
             for param in group.single:
@@ -163,6 +162,7 @@ class FusedOptimizer:
     def _current(self) -> list[_Group]:
         """The plan of the last step if it still holds; otherwise a new one."""
         if self._groups is None or not self._holds(self._groups):
+            self._refuse_sparse()
             self._groups = [self._plan(group["params"]) for group in self._optimizer.param_groups]
         self._stepped_plainly = False
         return self._groups
@@ -178,10 +178,12 @@ class FusedOptimizer:
             params = options["params"]
             if len(params) != len(group.params) or not all(map(_is, params, group.params)):
                 return False
-            if any(param.grad is not None for param in group.idle) or any(param.grad is None for param in group.single):
+            if any(param.grad is not None for param in group.idle):
+                return False
+            if any(param.grad is None or param.grad.layout is not torch.strided for param in group.single):
                 return False
             for run in group.runs:
-                if any(param.grad is None for param in run.params) or not run.intact():
+                if not run.look_for_gradients() or not run.intact():
                     return False
                 if self._check_flatten and not run.in_place():
                     return False
@@ -200,6 +202,7 @@ class FusedOptimizer:
         def end() -> None:
             if len(stretch) > 1:
                 group.runs.append(Run(stretch, state))
+                group.runs[-1].look_for_gradients()
             else:
                 group.single.extend(stretch)
             stretch.clear()
@@ -230,11 +233,6 @@ def _is(one: object, other: object) -> bool:
 
 def _is_tensor(key: object) -> bool:
     return isinstance(key, torch.Tensor)
-
-
-def _grad(param: torch.nn.Parameter) -> torch.Tensor:
-    assert param.grad is not None
-    return param.grad
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Run:
         # alive for it.
         self._watched = min(range(len(params)), key=lambda i: params[i].numel())
         self._last: torch.Tensor | None = None
+        self._found: list[torch.Tensor] = []
         # How often gradients that were put into the flat memory were found elsewhere again.
         self._taken_away = 0
         self._entries: list[dict[str, Any]] = []
@@ -125,8 +126,19 @@ class Run:
         """True if the scalars of all parameters are equal."""
         return all(_equal(vector) for vector in self._vectors.values())
 
-    def take_gradients(self, grads: Sequence[torch.Tensor]) -> None:
+    def look_for_gradients(self) -> bool:
+        """True if every parameter has a dense gradient; they are remembered for :meth:`take_gradients`."""
+        self._found = []
+        for param in self.params:
+            grad = param.grad
+            if grad is None or grad.layout is not torch.strided:
+                return False
+            self._found.append(grad)
+        return True
+
+    def take_gradients(self) -> None:
         """Brings the gradients together. Those that are kept from step to step (``set_to_none=False``) stay there."""
+        grads, self._found = self._found, []
         found = [(view, grad) for view, grad in zip(self._grad_views, grads, strict=True) if grad is not view]
         if found:
             torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
@@ -136,8 +148,7 @@ class Run:
             if kept and self._taken_away < 2:
                 for param, view in zip(self.params, self._grad_views, strict=True):
                     param.grad = view
-        watched = self.params[self._watched].grad
-        self._last = watched
+        self._last = self.params[self._watched].grad
         self.flat.grad = self._grad
 
     def spread(self, flat_state: dict[str, Any], state: State) -> None:
@@ -151,11 +162,11 @@ class Run:
             for entry in self._entries:
                 entry.pop(key, None)
         for key, value in flat_state.items():
-            if isinstance(value, torch.Tensor) and value is self.state.get(key):
-                if key in self._vectors:
-                    self._vectors[key][1:].copy_(value)
-            elif isinstance(value, torch.Tensor):
-                self._adopt(key, value)
+            if isinstance(value, torch.Tensor):
+                if value is not self.state.get(key):
+                    self._adopt(key, value)
+                elif (vector := self._vectors.get(key)) is not None:
+                    vector[1:].copy_(value)
             else:
                 self._adopt_value(key, value)
 

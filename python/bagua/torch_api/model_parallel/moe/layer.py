@@ -98,16 +98,16 @@ class MOELayer(torch.nn.Module):
         if communicator is None:
             answers: torch.Tensor = self.experts(sent)
             return answers
-        received: torch.Tensor = _AllToAll.apply(sent, communicator)  # type: ignore[no-untyped-call]
+        received: torch.Tensor = _AllToAll.apply(sent, communicator)
         divisor = communicator.nranks() if self._averaged() else 1
         if divisor != 1:
             # An expert's gradient is the sum over the tokens of all ranks. Where all other gradients are averages it is
             # divided too, and the tokens' own gradient is not.
-            received = _ScaleGradient.apply(received, float(divisor))  # type: ignore[no-untyped-call]
+            received = _ScaleGradient.apply(received, float(divisor))
         answered = self.experts(received)
         if divisor != 1:
-            answered = _ScaleGradient.apply(answered, 1.0 / divisor)  # type: ignore[no-untyped-call]
-        returned: torch.Tensor = _AllToAll.apply(answered, communicator)  # type: ignore[no-untyped-call]
+            answered = _ScaleGradient.apply(answered, 1.0 / divisor)
+        returned: torch.Tensor = _AllToAll.apply(answered, communicator)
         return returned
 
     def _averaged(self) -> bool:
