@@ -221,7 +221,7 @@ def test_a_file_with_code_in_it_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    model, optimizer, scheduler = training()
+    model, optimizer, _ = training()
     save_checkpoint(1, tmp_path, model)
     before = [param.clone() for param in model.parameters()]
     with pytest.raises(BaguaError, match="no state for the optimizer"):
