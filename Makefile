@@ -83,9 +83,17 @@ format: setup ## Formats Rust and Python, and applies the fixes of ruff that are
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## Benchmarks of the kernels and the collectives, and all_reduce against gloo
+bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo and, where it can be installed, OpenMPI
+	tools/system_packages bench
 	cargo bench
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce_vs_gloo.py
+	$(BIN)/python benchmarks/collectives.py --budget 0.5 --sizes 1KiB 1MiB 16MiB
+	$(BIN)/python benchmarks/collectives.py --door
+	$(BIN)/python benchmarks/train.py --rounds 5
+	$(BIN)/python benchmarks/growth.py --ranks 2 8 --budget 1
+
+$(VENV)/.bench: $(VENV)/.packages requirements/bench.in requirements/constraints.txt
+	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/bench.in
+	touch $@
 
 .PHONY: wheel
 wheel: $(VENV)/.wheel ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it

@@ -7,6 +7,7 @@ What is here speaks in addresses, element counts and codes, and trusts its calle
 from __future__ import annotations
 
 from bagua._bagua import (
+    Arena,
     Bucket,
     Communicator,
     Engine,
@@ -23,6 +24,7 @@ from bagua._bagua import (
 __all__ = [
     "DTYPES",
     "OPS",
+    "Arena",
     "Bucket",
     "Communicator",
     "Engine",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from bagua import config, engine, exits
+from bagua import arenas, config, engine, exits
 from bagua.errors import BaguaError
 from bagua.verbs import Handle, Verbs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike
 
 __all__ = ["Group", "default", "join", "set_default", "shutdown", "shutdown_hooks", "stats"]
 
@@ -97,6 +101,15 @@ class Group(Verbs):
         return None if communicator is None else Group(communicator)
 
     subgroup = new_group
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "float32") -> np.ndarray[Any, Any]:
+        """A new array, of zeros, in memory that the ranks of this host share.
+
+        Verbs on such arrays work on the peers' memory in place, several times faster than on any other array. Every
+        rank of the group calls it, in the same order, with the same size. The memory goes with the array and its
+        views, and may outlive the group.
+        """
+        return arenas.empty(self._communicator, shape, dtype)
 
     def abort(self, reason: str = "aborted by the user") -> None:
         """Ends every wait of the group, on every rank, with AbortedError."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from bagua import arenas
+
 from .backend import raw_bucket
 from .collectives import check_on_cpu, dtype_code
-from .groups import BaguaProcessGroup
+from .groups import BaguaProcessGroup, Communicator
 from .tensor import BaguaTensor, effective, layout_of, registration
 from .utils import check_contiguous
 
@@ -18,14 +20,32 @@ def _missing(what: str) -> NotImplementedError:
     return NotImplementedError(f"{what} does not exist yet")
 
 
+def _shared(group: BaguaProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor | None:
+    """Zeros that the group's ranks on this host share; None where there is no need."""
+    communicator = None if group is None else group.get_global_communicator()
+    if not isinstance(communicator, Communicator) or communicator.nranks() == 1 or count == 0:
+        return None
+    memory = arenas.memory(communicator.raw, count * dtype.itemsize, f"bagua-bucket-{name}")
+    return torch.frombuffer(memory, dtype=dtype)
+
+
 class BaguaBucket:
     """Bagua tensors of one dtype and device under one name.
 
     With ``flatten`` their effective tensors are moved to one piece of memory. With ``alignment`` > 1 a tensor of zeros
-    is added where needed, so that the number of elements can be divided by it.
+    is added where needed, so that the number of elements can be divided by it. With ``group`` as well, its ranks on one
+    host share that memory and work on it in place: all of them build the bucket, in the same order.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        name: str,
+        flatten: bool,
+        alignment: int = 1,
+        *,
+        group: BaguaProcessGroup | None = None,
+    ) -> None:
         if not tensors:
             raise ValueError(f"bucket {name!r} has no tensors")
         if alignment < 1:
@@ -42,7 +62,7 @@ class BaguaBucket:
         self._check()
         self._pad()
         if flatten:
-            self._flatten()
+            self._flatten(group)
         self.flatten = flatten
         # What the core was told of must stay alive as long as it knows of it.
         self._registered = self._effective()
@@ -94,8 +114,9 @@ class BaguaBucket:
             described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
         return described
 
-    def _flatten(self) -> None:
-        flat = self.flattened_tensor()
+    def _flatten(self, group: BaguaProcessGroup | None) -> None:
+        parts = self._effective()
+        flat = self._filled(_shared(group, sum(part.numel() for part in parts), parts[0].dtype, self.name))
         storage, offset = flat.untyped_storage(), 0
         for tensor in self._members():
             BaguaTensor.bagua_set_storage(tensor, storage, offset)
@@ -104,8 +125,12 @@ class BaguaBucket:
 
     def flattened_tensor(self) -> torch.Tensor:
         """A new tensor, gapless in memory, with the values of the effective tensors and the padding."""
+        return self._filled(None)
+
+    def _filled(self, flat: torch.Tensor | None) -> torch.Tensor:
         parts = self._effective()
-        flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+        if flat is None:
+            flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
         offset = 0
         with torch.no_grad():
             for part in parts:

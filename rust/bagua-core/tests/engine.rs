@@ -457,3 +457,16 @@ fn jobs_queued_behind_a_failure_end_with_its_cause() {
     assert_eq!(second.wait(LONG), Err(Error::System("broken".into())));
     assert_eq!(first.wait(LONG), Err(Error::System("broken".into())));
 }
+
+#[test]
+fn a_step_that_was_complete_is_not_failed_by_what_came_after() {
+    let (engine, watch) = alone();
+    engine.register(buckets("a")).unwrap();
+    engine.mark_ready("a", None).unwrap();
+    // In order with the bucket, so the bucket is done when this is.
+    engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
+    let _ = watch.fail(Error::Aborted("a peer failed in its next step".to_owned()));
+    assert_eq!(engine.wait(LONG).unwrap(), 1);
+    assert!(matches!(engine.mark_ready("a", None), Err(Error::Aborted(_))));
+    assert!(matches!(engine.wait(LONG), Err(Error::Aborted(_))));
+}

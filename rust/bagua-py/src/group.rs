@@ -15,6 +15,7 @@ use bagua_core::types::Shape;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::arena::Arena;
 use crate::engine::{Engine, Handle};
 use crate::errors::{self, seconds};
 use crate::tensor::{self, Operands};
@@ -454,6 +455,13 @@ impl Communicator {
         Ok(opened.map(Communicator::of))
     }
 
+    /// Memory for tensors, `nbytes` on every rank, zeroed. Verbs on tensors that lie in it on all ranks of a host work on the peers'
+    /// memory in place. Every rank of the group calls it, in the same order, with the same size.
+    #[pyo3(signature = (nbytes, *, label="bagua-arena"))]
+    fn arena(&self, py: Python<'_>, nbytes: usize, label: &str) -> PyResult<Arena> {
+        waiting::blocking(py, self.group(), || self.group().arena(nbytes, label)).map(Arena::of)
+    }
+
     /// An engine with a lane and a thread of its own. Every rank of the group calls it, in the same order.
     fn engine(&self, py: Python<'_>, name: &str) -> PyResult<Engine> {
         let group = self.group().clone();
@@ -488,6 +496,7 @@ impl Communicator {
         for (kind, counts) in group.stats().snapshot() {
             let shown = PyDict::new(py);
             shown.set_item("calls", counts.calls)?;
+            shown.set_item("in_place", counts.in_place)?;
             shown.set_item("payload_bytes", counts.payload_bytes)?;
             shown.set_item("wire_bytes_sent", counts.wire_bytes_sent)?;
             shown.set_item("wire_bytes_received", counts.wire_bytes_received)?;

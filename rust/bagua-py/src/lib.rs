@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`pending`] | `Pending`: a rank on its way into a group |
 //! | [`group`] | `Communicator`: a group's verbs by address |
+//! | [`arena`] | `Arena`: memory that peers on this host see |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
 //! | [`rendezvous`] | spreading addresses; what this machine offers |
 //! | [`waiting`] | the GIL is released around work, and Ctrl-C is heard |
@@ -12,6 +13,7 @@
 
 #![deny(unsafe_code)]
 
+mod arena;
 mod engine;
 mod errors;
 mod group;
@@ -23,6 +25,8 @@ mod waiting;
 /// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
 #[pyo3::pymodule]
 mod _bagua {
+    #[pymodule_export]
+    use crate::arena::Arena;
     #[pymodule_export]
     use crate::engine::{Bucket, Engine, Handle};
     #[pymodule_export]

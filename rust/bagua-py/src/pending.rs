@@ -71,6 +71,7 @@ impl Pending {
             connect_timeout: seconds("connect_timeout", connect_timeout)?,
             heartbeat_timeout: seconds("heartbeat_timeout", heartbeat_timeout)?,
             transport,
+            ..Config::new(rank, world_size)
         };
         let pending = py.detach(|| group::Pending::bind(config)).map_err(raise)?;
         let address = pending.address().to_vec();

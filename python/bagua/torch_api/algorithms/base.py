@@ -34,7 +34,8 @@ class AlgorithmImpl:
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """One bucket for each list."""
-        return [BaguaBucket(bucket, flatten=do_flatten, name=str(i)) for i, bucket in enumerate(tensors)]
+        group = self.process_group
+        return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
         """Appends the operations to a bucket."""

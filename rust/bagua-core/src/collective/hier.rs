@@ -7,8 +7,9 @@
 //! Every stage runs under the fingerprint of the whole operation. A difference between hosts is seen by the leaders; the ranks
 //! behind them hear it as the group's first cause.
 //!
-//! Large tensors go chunk by chunk, so that what a stage holds in between stays bounded. Overlapping the stages of different
-//! chunks is the next thing to try where hosts are joined by a slow network.
+//! Large tensors go chunk by chunk, so that what a stage holds in between stays bounded. The stages of different chunks do not
+//! overlap: a collective runs on its caller's thread until it is done, so that would take a second thread on every leader, or
+//! collectives that can be left half done and taken up again.
 
 use std::ops::Range;
 

@@ -17,7 +17,7 @@ pub mod shm;
 mod solo;
 
 pub use hier::Hier;
-pub use net::Net;
+pub use net::{Algorithm, Net};
 pub use shm::Shm;
 pub use solo::Solo;
 

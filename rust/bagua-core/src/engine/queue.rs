@@ -104,11 +104,14 @@ impl Engine {
         self.channel.check_process()?;
         // Not `check`: after an error the buckets' own outcomes come first, and they hold the same cause.
         let done = self.settle(timeout)?;
-        self.channel.check()?;
         let mut state = self.state();
         let missing: Vec<String> = state.schedule.blocking().into_iter().map(quoted).collect();
         if state.pending.is_empty() {
             state.went.fill(false);
+        }
+        // A step that is complete stays so, even if a faster rank has failed in its next one by now: the next call hears of that.
+        if done == 0 || !missing.is_empty() {
+            self.channel.check()?;
         }
         if missing.is_empty() {
             return Ok(done);

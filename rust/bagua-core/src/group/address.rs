@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 
 use super::wire::{Garbled, Reader, Writer};
 use super::{Config, VERSION};
+use crate::collective::Algorithm;
 use crate::error::{self, Error};
 
 /// First bytes of a blob.
@@ -29,6 +30,10 @@ pub(super) struct Address {
     pub(super) host_id: String,
     /// For people.
     pub(super) host_name: String,
+    /// TCP streams that it wants for each lane and peer.
+    pub(super) streams: u8,
+    /// Code of the algorithm that it was told to use between hosts.
+    pub(super) algorithm: u8,
     /// Makes two groups of the same ranks different, and stale blobs recognisable.
     pub(super) nonce: [u8; 16],
 }
@@ -39,7 +44,7 @@ impl Address {
         let mut out = Writer::default();
         out.fixed(&MAGIC).u16(VERSION).rank(self.rank).rank(self.world_size).u32(self.pid).fixed(&self.nonce);
         out.text(&self.tcp.map(|tcp| tcp.to_string()).unwrap_or_default()).bytes(&self.unix);
-        out.text(&self.host_id).text(&self.host_name);
+        out.text(&self.host_id).text(&self.host_name).u8(self.streams).u8(self.algorithm);
         out.0
     }
 
@@ -62,8 +67,9 @@ impl Address {
         };
         let unix = from.bytes()?.to_vec();
         let (host_id, host_name) = (from.text()?, from.text()?);
+        let (streams, algorithm) = (from.u8()?, from.u8()?);
         from.end()?;
-        Ok(Address { rank, world_size, pid, tcp, unix, host_id, host_name, nonce })
+        Ok(Address { rank, world_size, pid, tcp, unix, host_id, host_name, streams, algorithm, nonce })
     }
 
     /// The addresses of a whole world, in rank order, checked against each other and against the own one.
@@ -85,6 +91,16 @@ impl Address {
                 return Err(Error::Mismatch(format!(
                     "rank {rank} was told that there are {theirs} ranks, rank {} that there are {size}",
                     config.rank
+                )));
+            }
+            let algorithm = config.algorithm as u8;
+            if address.algorithm != algorithm {
+                let name = |code: u8| Algorithm::ALL.get(usize::from(code)).map_or("unknown", |known| known.name());
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} was told to use the {} algorithm between hosts, rank {} the {}",
+                    name(address.algorithm),
+                    config.rank,
+                    name(algorithm),
                 )));
             }
             if let Some(twin) = all.iter().find(|other| other.nonce == address.nonce) {
@@ -141,6 +157,8 @@ mod tests {
             unix: b"bagua-1".to_vec(),
             host_id: "a".to_owned(),
             host_name: "b".to_owned(),
+            streams: 2,
+            algorithm: 0,
             nonce: [u8::try_from(rank).unwrap(); 16],
         }
     }
@@ -164,6 +182,10 @@ mod tests {
         assert!(matches!(refused(&[good(1), good(0)], 0), Error::Value(text) if text.contains("place 0")));
         let other = address(1, 5).encode();
         assert!(matches!(refused(&[good(0), other], 0), Error::Mismatch(text) if text.contains("rank 1 was told")));
+        let ring = Address { algorithm: Algorithm::Ring as u8, ..address(1, 2) }.encode();
+        assert!(
+            matches!(refused(&[good(0), ring], 0), Error::Mismatch(text) if text.contains("rank 1") && text.contains("ring"))
+        );
         let twin = Address { nonce: [0; 16], ..address(1, 2) }.encode();
         assert!(matches!(refused(&[good(0), twin], 0), Error::Value(text) if text.contains("same address")));
         let mut version = good(1);

@@ -1,12 +1,13 @@
 //! Building a lane: its sockets, its shared memory, and the collective that fits the group.
 //!
-//! One stream per pair that is joined by TCP; the higher rank connects, the lower waits. Several streams per pair would be
-//! several values of `index`. The ranks of one host share one segment of memory per lane: the first of them creates it and
+//! A few streams per pair that is joined by TCP, as many as the address of either asks for; the higher rank connects, the lower
+//! waits. The ranks of one host share one segment of memory per lane: the first of them creates it and
 //! hands out its descriptor over Unix connections that are closed again afterwards.
 
 use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -19,12 +20,12 @@ use rustix::net::{
 
 use super::control::{Control, Dial};
 use super::fork::{Home, Mark};
-use super::handshake::Purpose;
+use super::handshake::{Purpose, digest};
 use super::line::{Absent, Plain, Plug, Seat};
 use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Call, Collective, Hier, Incoming, Io, Net, Outgoing, Shm, Solo};
 use crate::error::{Error, Progress, Result};
-use crate::memory::Arena;
+use crate::memory::{Arena, Registry, SharedArena, part_stride};
 use crate::sync::{Deadline, SLICE};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::types::ReduceOp;
@@ -36,6 +37,15 @@ const FLAT: u32 = 0;
 /// `index` of the streams between the first ranks of hosts.
 const LEADERS: u32 = 1;
 
+/// `index` of the connections that a lane's memory comes by.
+const LANE: u32 = 0;
+
+/// `index` of the connections that an arena comes by; its number stands where a lane has its channel.
+const ARENA: u32 = 1;
+
+/// Where the number of a stream among those of one pair stands in its `index`.
+const NUMBER: u32 = 8;
+
 /// The one byte that a descriptor travels with.
 const SEGMENT: u8 = b'M';
 
@@ -45,16 +55,20 @@ pub(super) struct Builder<'a> {
     pub(super) watch: &'a Arc<Watch>,
     /// Id of the group.
     pub(super) group: u64,
-    /// Which of its lanes.
+    /// "lane" or "arena", for error texts.
+    pub(super) what: &'static str,
+    /// Which of its lanes, or of its arenas.
     pub(super) channel: u32,
     /// Group ranks on each host.
     pub(super) hosts: &'a [Vec<usize>],
     /// When it must be done.
     pub(super) deadline: Deadline,
+    /// Arenas that lanes may find tensors in.
+    pub(super) registry: &'a Arc<Registry>,
 }
 
 /// Streams by group rank.
-type Streams = HashMap<usize, Box<dyn Transport>>;
+type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl Builder<'_> {
     /// The collective for this group, connected.
@@ -63,13 +77,16 @@ impl Builder<'_> {
         if size == 1 {
             return Ok(Box::new(Solo::new()));
         }
-        let host = self.hosts.iter().find(|host| host.contains(&rank));
-        let host = host.ok_or_else(|| Error::System("this rank is on no host of its group".to_owned()))?;
-        let local = host.iter().position(|member| *member == rank).unwrap_or(0);
-        let arena = if host.len() > 1 { Some(self.segment(host)?) } else { None };
+        let (host, local) = self.host()?;
+        let arena = if host.len() > 1 {
+            Some(Arc::new(self.memory(host, LANE, "bagua-lane", segment_len(host.len()))?))
+        } else {
+            None
+        };
+        let shm = |arena| Shm::new(arena, local, host.to_vec()).map(|shm| shm.knowing(Arc::clone(self.registry)));
         let mut marks: Vec<Mark> = arena.iter().map(|arena| Mark::new(&arena.fd())).collect();
         let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
-            Box::new(Shm::new(Arc::clone(arena), local, host.clone())?)
+            Box::new(shm(Arc::clone(arena))?)
         } else {
             let far: Vec<usize> = (0..size).filter(|other| !host.contains(other)).collect();
             let streams = self.streams(&far, FLAT, &mut marks)?;
@@ -78,7 +95,7 @@ impl Builder<'_> {
             } else {
                 let flat = self.mesh((0..size).collect(), streams, arena.as_ref().map(|arena| (arena, local, host)));
                 let intra: Box<dyn Collective> = match arena {
-                    Some(arena) => Box::new(Shm::new(arena, local, host.clone())?),
+                    Some(arena) => Box::new(shm(arena)?),
                     None => Box::new(Solo::new()),
                 };
                 let leaders: Vec<usize> = self.hosts.iter().map(|host| host[0]).collect();
@@ -95,19 +112,39 @@ impl Builder<'_> {
         Ok(Box::new(AtHome { marks, inner: Some(inner), home: self.control.plane.home }))
     }
 
+    /// The ranks of this rank's host, and which of them it is.
+    fn host(&self) -> Result<(&[usize], usize)> {
+        let rank = self.watch.rank();
+        let place = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
+        let found = self.hosts.iter().find_map(|host| place(host).map(|at| (host.as_slice(), at)));
+        found.ok_or_else(|| Error::System("this rank is on no host of its group".to_owned()))
+    }
+
+    /// Memory for tensors: one file for all ranks of this host, private memory for a rank that is alone there.
+    pub(super) fn arena(&self, len: usize, label: &str) -> Result<SharedArena> {
+        let (host, local) = self.host()?;
+        let whole = part_stride(len, host.len())? * host.len();
+        if host.len() == 1 {
+            return SharedArena::private(len, self.watch.world_rank(self.watch.rank()), self.registry);
+        }
+        let ranks = host.iter().map(|member| self.watch.world_rank(*member)).collect();
+        let file = self.memory(host, ARENA, label, whole)?;
+        SharedArena::shared(file, arena_id(self.group, self.channel), ranks, local, len, self.registry)
+    }
+
     /// A mesh of some members of the group: shared memory where there is some, streams otherwise.
-    fn mesh(&self, members: Vec<usize>, mut streams: Streams, near: Option<(&Arc<Arena>, usize, &Vec<usize>)>) -> Net {
+    fn mesh(&self, members: Vec<usize>, mut streams: Streams, near: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
         let rank = self.watch.rank();
         let mut bell = None;
         if let Some((arena, local, host)) = near {
             let (links, own) = spare_links(arena, local, host.len());
             bell = Some(own);
             let named = host.iter().copied().zip(links);
-            streams.extend(named.filter_map(|(member, link)| link.map(|link| (member, link))));
+            streams.extend(named.filter_map(|(member, link)| link.map(|link| (member, vec![link]))));
         }
         let place = members.iter().position(|member| *member == rank).unwrap_or(0);
-        let links = members.iter().map(|member| streams.remove(member)).collect();
-        Net::new(Mesh::new(place, members, links, bell))
+        let bundles = members.iter().map(|member| streams.remove(member).unwrap_or_default()).collect();
+        Net::new(Mesh::bundled(place, members, bundles, bell)).with(self.control.plane.config.algorithm)
     }
 
     fn seat(&self, peer: usize, purpose: Purpose, index: u32) -> Seat {
@@ -157,7 +194,7 @@ impl Builder<'_> {
     }
 
     fn late(&self, peer: usize) -> Error {
-        let what = format!("opening lane {} of the group", self.channel);
+        let what = format!("opening {} {} of the group", self.what, self.channel);
         self.watch.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
     }
 
@@ -170,48 +207,62 @@ impl Builder<'_> {
         })
     }
 
-    /// One stream to each of these group ranks.
+    /// The streams to each of these group ranks.
     fn streams(&self, peers: &[usize], index: u32, marks: &mut Vec<Mark>) -> Result<Streams> {
-        let rank = self.watch.rank();
-        let lower = peers.iter().filter(|peer| **peer < rank);
-        let dialling: Vec<_> = lower.map(|peer| (*peer, self.dial(*peer, Purpose::Stream, index))).collect();
-        let mut made = Vec::new();
-        for (peer, answer) in &dialling {
-            made.push((*peer, self.dialled(*peer, answer)?));
-        }
-        for peer in peers.iter().filter(|peer| **peer > rank) {
-            made.push((*peer, self.awaited(*peer, Purpose::Stream, index)?));
-        }
+        let addresses = &self.control.plane.book()?.addresses;
+        let asks = |peer: usize| addresses[self.watch.world_rank(peer)].streams;
+        let own = asks(self.watch.rank());
+        let both = |peer: usize| u32::from(own.min(asks(peer)).max(1));
+        let numbers = |peer: usize| (0..both(peer)).map(move |number| (peer, index | number << NUMBER));
+        let made = self.connect(peers.iter().copied().flat_map(numbers).collect(), marks)?;
         let mut streams = Streams::new();
-        for (peer, Plain { mark, plug }) in made {
-            let Plug::Tcp(stream) = plug else {
-                return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
-            };
+        for (peer, stream) in made {
             let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a stream of data", e))?;
-            marks.push(mark);
-            streams.insert(peer, Box::new(stream));
+            streams.entry(peer).or_default().push(Box::new(stream));
         }
         Ok(streams)
     }
 
-    /// The memory that the ranks of this host share.
-    fn segment(&self, host: &[usize]) -> Result<Arc<Arena>> {
+    /// One TCP connection for each of these group ranks and indices, in this order.
+    fn connect(&self, wanted: Vec<(usize, u32)>, marks: &mut Vec<Mark>) -> Result<Vec<(usize, TcpStream)>> {
         let rank = self.watch.rank();
-        let len = segment_len(host.len());
+        // All are dialled before the first is waited for.
+        let dialling: Vec<_> = wanted
+            .into_iter()
+            .map(|(peer, index)| (peer, index, (peer < rank).then(|| self.dial(peer, Purpose::Stream, index))))
+            .collect();
+        let mut made = Vec::with_capacity(dialling.len());
+        for (peer, index, answer) in dialling {
+            let Plain { mark, plug } = match answer {
+                Some(answer) => self.dialled(peer, &answer)?,
+                None => self.awaited(peer, Purpose::Stream, index)?,
+            };
+            let Plug::Tcp(stream) = plug else {
+                return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
+            };
+            marks.push(mark);
+            made.push((peer, stream));
+        }
+        Ok(made)
+    }
+
+    /// Memory that the ranks of this host share: made, with `len` bytes, by the first of them.
+    fn memory(&self, host: &[usize], index: u32, label: &str, len: usize) -> Result<Arena> {
+        let rank = self.watch.rank();
         let first = host[0];
         if first == rank {
-            let arena = Arena::create("bagua-lane", len)?;
+            let arena = Arena::create(label, len)?;
             for peer in &host[1..] {
-                let plain = self.awaited(*peer, Purpose::Segment, 0)?;
+                let plain = self.awaited(*peer, Purpose::Segment, index)?;
                 let Plug::Unix(stream) = &plain.plug else {
                     return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
                 };
                 // A peer that is gone by now is the control plane's to report, with its name.
                 give(stream, &arena).map_err(|e| Error::system("handing out shared memory", e))?;
             }
-            return Ok(Arc::new(arena));
+            return Ok(arena);
         }
-        let plain = self.dialled(first, &self.dial(first, Purpose::Segment, 0))?;
+        let plain = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
         let Plug::Unix(stream) = &plain.plug else {
             return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
         };
@@ -229,12 +280,14 @@ impl Builder<'_> {
                 Err(e) => return Err(failed(e)),
             }
         };
-        let arena = Arena::from_fd(descriptor)?;
-        if arena.len() < len {
-            return Err(Error::System(format!("{} bytes of shared memory where {len} are needed", arena.len())));
-        }
-        Ok(Arc::new(arena))
+        Arena::from_fd(descriptor)
     }
+}
+
+/// Computed alike by all members, without a word. Never used again, as groups and their arenas are numbered; 0 means none.
+fn arena_id(group: u64, nth: u32) -> u64 {
+    let hash = digest(&[b"bagua arena", &group.to_le_bytes(), &nth.to_le_bytes()]);
+    u64::from_le_bytes(*hash.first_chunk().expect("32 bytes have a first 8")).max(1)
 }
 
 /// Sends the descriptor of some memory.

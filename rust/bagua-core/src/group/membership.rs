@@ -11,6 +11,7 @@ use super::lane::Lane;
 use super::lanes::Builder;
 use super::lock;
 use crate::error::{Error, Result};
+use crate::memory::{Registry, SharedArena, part_stride};
 use crate::stats::Stats;
 use crate::sync::Deadline;
 use crate::watch::Watch;
@@ -37,6 +38,10 @@ struct Membership {
     hosts: Vec<Vec<usize>>,
     /// Lanes opened so far.
     channels: AtomicU32,
+    /// Arenas made so far.
+    arenas: AtomicU32,
+    /// Those that still live, of the world and all its sub-groups.
+    registry: Arc<Registry>,
     /// How often a sub-group of these world ranks was built.
     children: Mutex<HashMap<Vec<usize>, u64>>,
     /// Set by the first who leaves.
@@ -60,6 +65,8 @@ impl Group {
             epoch: book.epoch(),
             hosts,
             channels: AtomicU32::new(0),
+            arenas: AtomicU32::new(0),
+            registry: Arc::default(),
             children: Mutex::default(),
             left: AtomicBool::new(false),
             parent: None,
@@ -119,14 +126,39 @@ impl Group {
     /// # Errors
     /// The group's first cause; what goes wrong here becomes it.
     pub fn lane(&self) -> Result<Lane> {
-        let Membership { watch, stats, id, epoch, hosts, channels, control, .. } = &*self.membership;
-        control.plane.home.check()?;
-        watch.check()?;
-        let channel = channels.fetch_add(1, Ordering::Relaxed);
-        let deadline = Deadline::after(control.plane.config.connect_timeout);
-        let builder = Builder { control, watch, group: *id, channel, hosts, deadline };
+        let Membership { watch, stats, epoch, channels, .. } = &*self.membership;
+        let builder = self.builder("lane", channels)?;
+        let channel = builder.channel;
         let collective = builder.build().map_err(|error| watch.fail(error))?;
         Ok(Lane::new(collective, Arc::clone(watch), Arc::clone(stats), *epoch, channel, self.timeout()))
+    }
+
+    /// Memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups on tensors
+    /// that lie in one arena on all ranks of a host work on the peers' memory in place. `label` shows in `/proc/<pid>/maps`.
+    /// It stays valid after the group is gone, until the last clone is dropped. Collective: all members make their arenas in the
+    /// same order.
+    ///
+    /// # Errors
+    /// `Value` for a size that does not fit the address space, otherwise the group's first cause; what goes wrong here, like too
+    /// little memory or sizes that differ, becomes it.
+    pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
+        // Alike on all members, as they ask for the same size.
+        part_stride(bytes, self.size())?;
+        let Membership { watch, arenas, .. } = &*self.membership;
+        // The kernel takes 249 bytes, and no NUL.
+        let label: String = label.chars().filter(|c| *c != '\0').take(50).collect();
+        let builder = self.builder("arena", arenas)?;
+        builder.arena(bytes, &label).map_err(|error| watch.fail(error))
+    }
+
+    /// What builds the next thing of a kind.
+    fn builder<'a>(&'a self, what: &'static str, counter: &AtomicU32) -> Result<Builder<'a>> {
+        let Membership { watch, id, hosts, control, registry, .. } = &*self.membership;
+        control.plane.home.check()?;
+        watch.check()?;
+        let channel = counter.fetch_add(1, Ordering::Relaxed);
+        let deadline = Deadline::after(control.plane.config.connect_timeout);
+        Ok(Builder { control, watch, group: *id, what, channel, hosts, deadline, registry })
     }
 
     /// The group of some members, given as ranks of this group (any order; the new group sorts them; duplicates are refused).
@@ -179,6 +211,8 @@ impl Group {
             epoch: parent.epoch,
             hosts,
             channels: AtomicU32::new(0),
+            arenas: AtomicU32::new(0),
+            registry: Arc::clone(&parent.registry),
             children: Mutex::default(),
             left: AtomicBool::new(false),
             parent: Some(Arc::clone(parent)),

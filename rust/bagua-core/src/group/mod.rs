@@ -28,12 +28,19 @@ pub use membership::Group;
 pub use pending::Pending;
 pub use rendezvous::{local_address_towards, rendezvous_file, rendezvous_tcp};
 
+use crate::collective::Algorithm;
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Version of everything that ranks say to each other outside of operations.
 const VERSION: u16 = 1;
+
+/// Streams to a peer unless the configuration says otherwise.
+const STREAMS: usize = 2;
+
+/// The most streams to a peer that a configuration may ask for.
+const MOST_STREAMS: usize = 64;
 
 /// Locks; a thread that panicked while it held the lock left plain data behind.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -75,10 +82,15 @@ pub struct Config {
     pub heartbeat_timeout: Duration,
     /// Which transports may be used.
     pub transport: TransportChoice,
+    /// TCP streams to a peer on another host, for each lane (1 to 64); of two ranks the one that asks for fewer is heard.
+    pub streams_per_peer: usize,
+    /// How all_reduce goes between hosts; all ranks must say the same.
+    pub algorithm: Algorithm,
 }
 
 impl Config {
-    /// A configuration with the defaults: operations 300 s, connecting 60 s, heartbeat 5 s, loopback, automatic transports.
+    /// A configuration with the defaults: operations 300 s, connecting 60 s, heartbeat 5 s, loopback, automatic transports and
+    /// algorithms, two streams per peer.
     pub fn new(rank: usize, world_size: usize) -> Config {
         Config {
             rank,
@@ -92,6 +104,8 @@ impl Config {
             connect_timeout: Duration::from_secs(60),
             heartbeat_timeout: Duration::from_secs(5),
             transport: TransportChoice::Auto,
+            streams_per_peer: STREAMS,
+            algorithm: Algorithm::Auto,
         }
     }
 }

@@ -9,7 +9,7 @@ use super::control::{Book, Building, Control, Listeners, Plane};
 use super::fork::Home;
 use super::membership::Group;
 use super::wire::Message;
-use super::{Config, handshake, lock};
+use super::{Config, MOST_STREAMS, handshake, lock};
 use crate::error::{Error, Progress, Result};
 use crate::sync::{Deadline, SLICE};
 use crate::watch::Watch;
@@ -56,6 +56,8 @@ impl Pending {
             unix: listeners.as_ref().map(|listeners| listeners.name.clone()).unwrap_or_default(),
             host_id: config.host_id.clone(),
             host_name: config.host_name.clone(),
+            streams: config.streams_per_peer.clamp(1, MOST_STREAMS) as u8,
+            algorithm: config.algorithm as u8,
             nonce: handshake::random()?,
         };
         let plane = Plane::new(config, home);

@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
 
+use super::mapping::Mapping;
 use crate::error::{Error, Result};
 
 /// An anonymous shared-memory file and its mapping in this process.
@@ -16,16 +15,9 @@ use crate::error::{Error, Result};
 /// The descriptor travels to peers, each of which maps it with [`Arena::from_fd`].
 #[derive(Debug)]
 pub struct Arena {
-    ptr: NonNull<u8>,
-    len: usize,
+    mapping: Mapping,
     fd: OwnedFd,
 }
-
-// SAFETY: the mapping is plain memory, valid in every thread until drop; shared access goes through atomics, or through
-// the unsafe slice methods, whose callers promise exclusion.
-unsafe impl Send for Arena {}
-// SAFETY: as above.
-unsafe impl Sync for Arena {}
 
 impl Arena {
     /// New zeroed memory of `len` bytes (rounded up to whole pages). `label` shows in `/proc/<pid>/maps`.
@@ -39,7 +31,7 @@ impl Arena {
         rustix::fs::ftruncate(&fd, len as u64).map_err(failed)?;
         // A peer that shrank the file could make this process die of SIGBUS: nobody may change its size from here on.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(failed)?;
-        Arena::map(fd, len)
+        Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }
 
     /// Maps the memory that a peer created.
@@ -56,23 +48,12 @@ impl Arena {
         if len == 0 {
             return Err(Error::System("a peer's shared memory is empty".to_owned()));
         }
-        Arena::map(fd, len)
-    }
-
-    fn map(fd: OwnedFd, len: usize) -> Result<Arena> {
-        // SAFETY: a fresh mapping at an address that the kernel chooses overlaps nothing.
-        let ptr = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0)
-        };
-        let ptr = ptr.map_err(|e| Error::system(&format!("mapping {len} bytes of shared memory"), e))?;
-        let ptr =
-            NonNull::new(ptr.cast()).ok_or_else(|| Error::System("shared memory mapped at address 0".to_owned()))?;
-        Ok(Arena { ptr, len, fd })
+        Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }
 
     /// Size in bytes.
     pub fn len(&self) -> usize {
-        self.len
+        self.mapping.len()
     }
 
     /// Never true: an arena has at least one page.
@@ -85,14 +66,19 @@ impl Arena {
         self.fd.as_fd()
     }
 
+    /// The mapping alone: nobody else can get the memory from this process any more.
+    pub fn into_mapping(self) -> Mapping {
+        self.mapping
+    }
+
     /// The 4-byte atomic at `offset`.
     ///
     /// # Panics
     /// When `offset` is out of bounds or not aligned: layouts are computed once, from the world size.
     pub fn word(&self, offset: usize) -> &AtomicU32 {
-        assert!(offset.is_multiple_of(4) && offset <= self.len - 4);
+        assert!(offset.is_multiple_of(4) && offset <= self.len() - 4);
         // SAFETY: in bounds and aligned (checked); the memory lives as long as self; atomics allow shared writes.
-        unsafe { AtomicU32::from_ptr(self.ptr.as_ptr().add(offset).cast()) }
+        unsafe { AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) }
     }
 
     /// The 8-byte atomic at `offset`.
@@ -100,12 +86,12 @@ impl Arena {
     /// # Panics
     /// As [`Arena::word`].
     pub fn long(&self, offset: usize) -> &AtomicU64 {
-        assert!(offset.is_multiple_of(8) && offset <= self.len - 8);
+        assert!(offset.is_multiple_of(8) && offset <= self.len() - 8);
         // SAFETY: as in `word`.
-        unsafe { AtomicU64::from_ptr(self.ptr.as_ptr().add(offset).cast()) }
+        unsafe { AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) }
     }
 
-    /// The bytes in `range`.
+    /// See [`Mapping::slice`].
     ///
     /// # Panics
     /// When the range is out of bounds.
@@ -113,12 +99,11 @@ impl Arena {
     /// # Safety
     /// While the slice lives nobody, in any process, writes to the range.
     pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
-        assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: in bounds (checked); no writer by this function's promise.
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().add(range.start), range.len()) }
+        // SAFETY: by this function's promise.
+        unsafe { self.mapping.slice(range) }
     }
 
-    /// The bytes in `range`, to write.
+    /// See [`Mapping::slice_mut`].
     ///
     /// # Panics
     /// When the range is out of bounds.
@@ -130,17 +115,8 @@ impl Arena {
         reason = "exclusion is across processes, which only the caller's protocol can promise"
     )]
     pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [u8] {
-        assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: in bounds (checked); exclusive by this function's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().add(range.start), range.len()) }
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: this mapping was made by `map`, and no slice of it outlives self.
-        let unmapped = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) };
-        debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+        // SAFETY: by this function's promise.
+        unsafe { self.mapping.slice_mut(range) }
     }
 }
 

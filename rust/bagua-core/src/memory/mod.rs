@@ -5,7 +5,11 @@
 #![allow(unsafe_code)]
 
 mod arena;
+mod mapping;
 mod region;
+mod shared;
 
 pub use arena::Arena;
+pub use mapping::Mapping;
 pub use region::Region;
+pub use shared::{Finder, Registry, SharedArena, part_stride};

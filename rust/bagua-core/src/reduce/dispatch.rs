@@ -5,30 +5,62 @@ use super::op::{And, Fraction, Max, Min, Number, Op, Or, Ordered, Product, Sum, 
 use super::{Level, kernel};
 use crate::types::{DType, ReduceOp};
 
+/// What a loop works on.
+pub(super) enum Work<'w, 'a> {
+    /// See [`super::combine`].
+    Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
+    /// See [`super::combine_everywhere`].
+    Everywhere(&'w mut [&'a mut [u8]]),
+}
+
+impl Work<'_, '_> {
+    /// How many inputs there are.
+    fn ranks(&self) -> usize {
+        match self {
+            Work::Into { inputs, .. } => inputs.len(),
+            Work::Everywhere(parts) => parts.len(),
+        }
+    }
+}
+
 /// As [`super::combine`], on a given level.
 pub(super) fn combine(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     check(dtype, inputs, out);
+    work(level, dtype, op, Work::Into { inputs, out });
+}
+
+/// As [`super::combine_everywhere`], on a given level.
+pub(super) fn combine_everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
+    let len = parts.first().expect("something to combine").len();
+    assert!(len.is_multiple_of(dtype.size()), "{len} bytes of {}", dtype.name());
+    assert!(parts.iter().all(|part| part.len() == len), "parts differ in length");
+    work(level, dtype, op, Work::Everywhere(parts));
+}
+
+fn work(level: Level, dtype: DType, op: ReduceOp, work: Work<'_, '_>) {
     match dtype {
-        DType::F16 => float::<F16>(level, op, inputs, out),
-        DType::BF16 => float::<Bf16>(level, op, inputs, out),
-        DType::F32 => float::<F32>(level, op, inputs, out),
-        DType::F64 => float::<F64>(level, op, inputs, out),
-        DType::U8 => integer::<U8, U8>(level, op, inputs, out),
-        DType::I8 => integer::<I8, U8>(level, op, inputs, out),
-        DType::I32 => integer::<I32, I32>(level, op, inputs, out),
-        DType::I64 => integer::<I64, I64>(level, op, inputs, out),
-        DType::Bool => boolean(level, op, inputs, out),
+        DType::F16 => float::<F16>(level, op, work),
+        DType::BF16 => float::<Bf16>(level, op, work),
+        DType::F32 => float::<F32>(level, op, work),
+        DType::F64 => float::<F64>(level, op, work),
+        DType::U8 => integer::<U8, U8>(level, op, work),
+        DType::I8 => integer::<I8, U8>(level, op, work),
+        DType::I32 => integer::<I32, I32>(level, op, work),
+        DType::I64 => integer::<I64, I64>(level, op, work),
+        DType::Bool => boolean(level, op, work),
     }
 }
 
 /// As [`super::divide`], on a given level: an average of one input, with another divisor.
 pub(super) fn divide(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
-    check(dtype, &[None], data);
+    let inputs = &[None];
+    check(dtype, inputs, data);
+    let work = Work::Into { inputs, out: data };
     match dtype {
-        DType::F16 => run::<F16, _>(level, SumOver(divisor), &[None], data),
-        DType::BF16 => run::<Bf16, _>(level, SumOver(divisor), &[None], data),
-        DType::F32 => run::<F32, _>(level, SumOver(divisor), &[None], data),
-        DType::F64 => run::<F64, _>(level, SumOver(divisor), &[None], data),
+        DType::F16 => run::<F16, _>(level, SumOver(divisor), work),
+        DType::BF16 => run::<Bf16, _>(level, SumOver(divisor), work),
+        DType::F32 => run::<F32, _>(level, SumOver(divisor), work),
+        DType::F64 => run::<F64, _>(level, SumOver(divisor), work),
         DType::U8 | DType::I8 | DType::I32 | DType::I64 | DType::Bool => refused(ReduceOp::Avg),
     }
 }
@@ -46,25 +78,25 @@ fn refused(op: ReduceOp) -> ! {
     panic!("{} of this element type should have been refused", op.name())
 }
 
-fn float<E>(level: Level, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8])
+fn float<E>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where
     E: Element,
     E::Acc: Fraction + Ordered,
     <E::Wide as Element>::Acc: Fraction + Ordered,
 {
     match op {
-        ReduceOp::Sum => run::<E, _>(level, Sum, inputs, out),
-        ReduceOp::Avg => run::<E, _>(level, SumOver(inputs.len()), inputs, out),
-        ReduceOp::Product => run::<E, _>(level, Product, inputs, out),
-        ReduceOp::Min => run::<E, _>(level, Min, inputs, out),
-        ReduceOp::Max => run::<E, _>(level, Max, inputs, out),
+        ReduceOp::Sum => run::<E, _>(level, Sum, work),
+        ReduceOp::Avg => run::<E, _>(level, SumOver(work.ranks()), work),
+        ReduceOp::Product => run::<E, _>(level, Product, work),
+        ReduceOp::Min => run::<E, _>(level, Min, work),
+        ReduceOp::Max => run::<E, _>(level, Max, work),
         ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => refused(op),
     }
 }
 
 /// `W` is what wrapping arithmetic is done in: the type itself, or one of the same size for which the bits come out the same
 /// and whose loop exists anyway. Bitwise operations are done byte by byte for the same reason.
-fn integer<E, W>(level: Level, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8])
+fn integer<E, W>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where
     E: Element<Wide = E>,
     W: Element<Wide = W>,
@@ -72,39 +104,45 @@ where
     W::Acc: Number,
 {
     match op {
-        ReduceOp::Sum => run::<W, _>(level, Sum, inputs, out),
-        ReduceOp::Product => run::<W, _>(level, Product, inputs, out),
-        ReduceOp::Min => run::<E, _>(level, Min, inputs, out),
-        ReduceOp::Max => run::<E, _>(level, Max, inputs, out),
-        ReduceOp::Bor => run::<U8, _>(level, Or, inputs, out),
-        ReduceOp::Band => run::<U8, _>(level, And, inputs, out),
-        ReduceOp::Bxor => run::<U8, _>(level, Xor, inputs, out),
+        ReduceOp::Sum => run::<W, _>(level, Sum, work),
+        ReduceOp::Product => run::<W, _>(level, Product, work),
+        ReduceOp::Min => run::<E, _>(level, Min, work),
+        ReduceOp::Max => run::<E, _>(level, Max, work),
+        ReduceOp::Bor => run::<U8, _>(level, Or, work),
+        ReduceOp::Band => run::<U8, _>(level, And, work),
+        ReduceOp::Bxor => run::<U8, _>(level, Xor, work),
         ReduceOp::Avg => refused(op),
     }
 }
 
 /// Of 0 and 1, the product and the smaller are the conjunction, the larger is the disjunction.
-fn boolean(level: Level, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
+fn boolean(level: Level, op: ReduceOp, work: Work<'_, '_>) {
     match op {
-        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<Bool, _>(level, And, inputs, out),
-        ReduceOp::Max | ReduceOp::Bor => run::<Bool, _>(level, Or, inputs, out),
-        ReduceOp::Bxor => run::<Bool, _>(level, Xor, inputs, out),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<Bool, _>(level, And, work),
+        ReduceOp::Max | ReduceOp::Bor => run::<Bool, _>(level, Or, work),
+        ReduceOp::Bxor => run::<Bool, _>(level, Xor, work),
         ReduceOp::Sum | ReduceOp::Avg => refused(op),
     }
 }
 
 /// Runs the loop at the given level.
-fn run<E, O>(level: Level, op: O, inputs: &[Option<&[u8]>], out: &mut [u8])
+fn run<E, O>(level: Level, op: O, work: Work<'_, '_>)
 where
     E: Element,
     O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
 {
-    match level {
-        Level::Portable => {
+    match (level, work) {
+        (Level::Portable, Work::Into { inputs, out }) => {
             let all = 0..out.len();
             kernel::combine::<E, O>(op, inputs, out, all);
         }
+        (Level::Portable, Work::Everywhere(parts)) => {
+            let all = 0..parts[0].len();
+            kernel::combine_everywhere::<E, O>(op, parts, all);
+        }
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2(token) => token.combine::<E, O>(op, inputs, out),
+        (Level::Avx2(token), Work::Into { inputs, out }) => token.combine::<E, O>(op, inputs, out),
+        #[cfg(target_arch = "x86_64")]
+        (Level::Avx2(token), Work::Everywhere(parts)) => token.combine_everywhere::<E, O>(op, parts),
     }
 }

@@ -51,6 +51,14 @@ pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [
     dispatch::combine(Level::best(), dtype, op, inputs, out);
 }
 
+/// `parts[0] op parts[1] op …`, as [`combine`], and the result goes into every part.
+///
+/// # Panics
+/// As [`combine`].
+pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
+    dispatch::combine_everywhere(Level::best(), dtype, op, parts);
+}
+
 /// Divides every element of a float tensor by `divisor` (the second half of `Avg` when the sum was made in stages).
 ///
 /// # Panics

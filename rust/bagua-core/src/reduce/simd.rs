@@ -35,6 +35,16 @@ impl Avx2 {
         // SAFETY: an `Avx2` exists only where `new` found both features.
         unsafe { combine::<E, O>(op, inputs, out) }
     }
+
+    /// As [`super::combine_everywhere`].
+    pub(super) fn combine_everywhere<E, O>(self, op: O, parts: &mut [&mut [u8]])
+    where
+        E: Element,
+        O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
+    {
+        // SAFETY: an `Avx2` exists only where `new` found both features.
+        unsafe { combine_everywhere::<E, O>(op, parts) }
+    }
 }
 
 /// As [`super::combine`]: the wide element as far as it goes, and its narrow twin for the rest.
@@ -52,6 +62,22 @@ where
     if wide > size_of::<E::Bytes>() {
         let rest = whole..out.len();
         kernel::combine::<E, O>(op, inputs, out, rest);
+    }
+}
+
+/// As [`super::combine_everywhere`], wide element and narrow twin as above.
+#[target_feature(enable = "avx2,f16c")]
+fn combine_everywhere<E, O>(op: O, parts: &mut [&mut [u8]])
+where
+    E: Element,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
+{
+    let wide = size_of::<<E::Wide as Element>::Bytes>();
+    let len = parts[0].len();
+    let whole = len - len % wide;
+    kernel::combine_everywhere::<E::Wide, O>(op, parts, 0..whole);
+    if wide > size_of::<E::Bytes>() {
+        kernel::combine_everywhere::<E, O>(op, parts, whole..len);
     }
 }
 

@@ -338,3 +338,23 @@ proptest! {
         prop_assert_eq!(whole, parts.concat());
     }
 }
+
+#[test]
+fn what_is_left_everywhere_is_what_one_output_would_hold_at_every_level() {
+    for (dtype, op) in pairs() {
+        for count in COUNTS {
+            for ranks in 1..=5 {
+                let mut random = Random(count as u64 * 31 + ranks);
+                let before: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
+                let mut expected = vec![0; count * dtype.size()];
+                combine(dtype, op, &before.iter().map(|part| Some(part.as_slice())).collect::<Vec<_>>(), &mut expected);
+                for level in [Level::Portable, Level::best()] {
+                    let mut parts = before.clone();
+                    let mut slices: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
+                    dispatch::combine_everywhere(level, dtype, op, &mut slices);
+                    assert!(parts.iter().all(|part| *part == expected), "{} of {ranks} × {}", op.name(), dtype.name());
+                }
+            }
+        }
+    }
+}

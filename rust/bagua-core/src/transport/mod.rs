@@ -4,6 +4,7 @@
 //! [`Mesh`] owns one transport per peer, frames messages, checks fingerprints, and drives many transfers at once.
 
 mod call;
+mod fault;
 pub mod frame;
 mod local;
 mod mesh;
@@ -11,7 +12,9 @@ pub mod shm;
 mod tcp;
 
 pub use call::{Call, Incoming, Outgoing};
+pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
+pub(crate) use mesh::Plan;
 pub use mesh::{Mesh, Step};
 pub use tcp::Tcp;
 
@@ -27,6 +30,8 @@ pub enum Readiness<'a> {
     Descriptor(BorrowedFd<'a>),
     /// The peer rings the mesh's doorbell.
     Doorbell,
+    /// Nothing tells: look again after a nap.
+    Nap,
 }
 
 /// A reliable, ordered, non-blocking, full-duplex stream of bytes to one peer.

@@ -14,9 +14,11 @@ use bagua_core::transport::{Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::watch::Watch;
 
-use crate::world::{Ends, Rank, Ranks, Say, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, world};
+use crate::world::{
+    Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, world,
+};
 
-const EVERY: [Ranks; 3] = [local, tcp, mixed];
+const EVERY: [Ranks; 4] = [local, tcp, mixed, bundled];
 const SOON: Duration = Duration::from_secs(1);
 
 fn all_reduce(rank: &mut Rank, say: Say) -> Result<()> {
@@ -198,7 +200,7 @@ fn ranks_that_are_out_of_step_both_see_it() {
 fn a_late_rank_gets_named_in_a_timeout() {
     for ranks in EVERY {
         for count in [1, 1 << 20] {
-            let limit = Duration::from_millis(80);
+            let limit = Duration::from_millis(300);
             let outcomes = each(&mut world(ranks, 3), |r, rank| match r {
                 2 => Ok(()),
                 _ => all_reduce(rank, Say { limit, ..floats(count) }),

@@ -4,5 +4,6 @@
 mod collectives;
 mod failures;
 mod oracle;
+mod streams;
 mod transports;
 mod world;

@@ -7,7 +7,7 @@ use bagua_core::transport::{Readiness, Transport};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::oracle::noise;
-use crate::world::{Ends, local_ends, shm_ends, tcp_ends};
+use crate::world::{Ends, late_ends, local_ends, shm_ends, tcp_ends};
 
 macro_rules! contract {
     ($name:ident, $ends:expr) => {
@@ -40,11 +40,13 @@ macro_rules! contract {
 contract!(local, local_ends);
 contract!(shm, shm_ends);
 contract!(tcp, tcp_ends);
+contract!(late, late_ends);
 
 /// Sleeps as the transport says, for a moment.
 fn sleep(end: &dyn Transport, bell: &Doorbell, rings: u32, wanted: PollFlags) {
     match end.readiness() {
         Readiness::Doorbell => bell.wait(rings, Duration::from_millis(20)),
+        Readiness::Nap => bell.wait(bell.rings(), Duration::from_millis(1)),
         Readiness::Descriptor(fd) => {
             let timeout = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
             let _ = poll(&mut [PollFd::from_borrowed_fd(fd, wanted)], Some(&timeout));

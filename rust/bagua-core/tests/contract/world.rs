@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bagua_core::collective::shm::{Shm, segment_len};
-use bagua_core::collective::{Call, Collective, Net};
+use bagua_core::collective::{Algorithm, Call, Collective, Net};
 use bagua_core::error::Result;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
 use bagua_core::sync::{Deadline, Doorbell};
 use bagua_core::transport::shm::{ring_links, rings_len};
-use bagua_core::transport::{Local, Mesh, Tcp, Transport, local_mesh};
+use bagua_core::transport::{Fault, Faults, Local, Mesh, Tcp, Transport, local_mesh};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::watch::Watch;
 
@@ -110,6 +110,41 @@ pub fn mixed(size: usize) -> Vec<Box<dyn Collective>> {
     mixed_mesh(size, |a, b| a % 2 == b % 2)
 }
 
+/// `net` over three TCP connections per pair.
+pub fn bundled(size: usize) -> Vec<Box<dyn Collective>> {
+    bundles(size, Algorithm::Auto, 3)
+}
+
+/// All_reduce along a ring, over two TCP connections per pair.
+pub fn ring(size: usize) -> Vec<Box<dyn Collective>> {
+    bundles(size, Algorithm::Ring, 2)
+}
+
+/// All_reduce by doubling.
+pub fn doubling(size: usize) -> Vec<Box<dyn Collective>> {
+    bundles(size, Algorithm::Doubling, 1)
+}
+
+/// All_reduce between every pair, whatever the size of the world.
+pub fn direct(size: usize) -> Vec<Box<dyn Collective>> {
+    let net = |mesh| Box::new(Net::new(mesh).with(Algorithm::Direct)) as Box<dyn Collective>;
+    local_mesh(size).into_iter().map(net).collect()
+}
+
+fn bundles(size: usize, algorithm: Algorithm, streams: usize) -> Vec<Box<dyn Collective>> {
+    let mut links: Vec<Vec<Vec<Box<dyn Transport>>>> =
+        (0..size).map(|_| (0..size).map(|_| Vec::new()).collect()).collect();
+    let pairs = (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b)));
+    for (a, b) in pairs.flat_map(|pair| std::iter::repeat_n(pair, streams)) {
+        let (left, right) = sockets();
+        links[a][b].push(Box::new(Tcp::new(left).unwrap()));
+        links[b][a].push(Box::new(Tcp::new(right).unwrap()));
+    }
+    let mesh = |(rank, links)| Mesh::bundled(rank, (0..size).collect(), links, None);
+    let net = |rank| Box::new(Net::new(mesh(rank)).with(algorithm)) as Box<dyn Collective>;
+    links.into_iter().enumerate().map(net).collect()
+}
+
 fn mixed_mesh(size: usize, is_local: fn(usize, usize) -> bool) -> Vec<Box<dyn Collective>> {
     let bells: Vec<_> = (0..size).map(|_| Doorbell::local()).collect();
     let mut links: Vec<Vec<Option<Box<dyn Transport>>>> =
@@ -150,6 +185,15 @@ pub fn local_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
 pub fn tcp_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
     let (left, right) = sockets();
     [left, right].map(|end| (Box::new(Tcp::new(end).unwrap()) as Box<dyn Transport>, Doorbell::local()))
+}
+
+/// The ends of a stream between threads on which everything is a little late.
+pub fn late_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
+    let bells = (Doorbell::local(), Doorbell::local());
+    let (left, right) = Local::pair(bells.clone(), 1 << 16);
+    let faults = Faults { delay: Duration::from_millis(1), ..Faults::default() };
+    let late = |end| Box::new(Fault::new(end, faults)) as Box<dyn Transport>;
+    [(late(left), bells.0), (late(right), bells.1)]
 }
 
 /// `shm` over one segment, which every rank has mapped for itself.

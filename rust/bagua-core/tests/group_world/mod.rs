@@ -153,16 +153,8 @@ impl Drop for Process {
 
 /// What a [`Process`] does: binds, tells its address, hears all, connects, and then obeys until its input ends.
 pub fn live() {
-    let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
-    let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
-    config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
-    let pending = Pending::bind(config).unwrap();
-    println!("\nADDRESS {}", hex(pending.address()));
-    let mut lines = std::io::stdin().lines().map(|line| line.unwrap());
-    let addresses: Vec<Vec<u8>> = lines.next().unwrap().split(' ').map(unhex).collect();
-    let group = pending.connect(&addresses).unwrap();
-    println!("\nCONNECTED");
-    for line in lines {
+    let group = join();
+    for line in std::io::stdin().lines().map(|line| line.unwrap()) {
         match line.as_str() {
             "cause" => println!("\nCAUSE {}", cause(&group)),
             "raise" => group.raise("ValueError", "bad number"),
@@ -173,6 +165,20 @@ pub fn live() {
             other => panic!("told {other:?}"),
         }
     }
+}
+
+/// The first half of what a [`Process`] does: its group, connected.
+pub fn join() -> Group {
+    let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
+    let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
+    config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
+    let pending = Pending::bind(config).unwrap();
+    println!("\nADDRESS {}", hex(pending.address()));
+    let line = std::io::stdin().lines().next().unwrap().unwrap();
+    let addresses: Vec<Vec<u8>> = line.split(' ').map(unhex).collect();
+    let group = pending.connect(&addresses).unwrap();
+    println!("\nCONNECTED");
+    group
 }
 
 /// A world in which the ranks of `processes` are processes and the others are threads of this one, all at `heartbeat`.

@@ -2,34 +2,36 @@
 //!
 //! | verb | when | how |
 //! |---|---|---|
-//! | all_reduce | at most [`SMALL`] bytes and [`FEW`] ranks | every rank gets all tensors and combines them itself: one round |
-//! | | otherwise | each rank combines its share of the elements and sends the result to all; pieces overlap |
+//! | all_reduce | as [`algorithm`] says | every rank combines everything, or its share; or a ring; or doubling |
 //! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
 //! | | otherwise | each rank combines its share and sends the result to root; pieces overlap |
 //! | broadcast | at most [`STAR`] ranks | root sends to all |
 //! | | otherwise | binomial tree; pieces overlap |
-//! | reduce_scatter, all_gather, gather, scatter, all_to_all | always | direct |
+//! | reduce_scatter | always | each rank combines its chunk; pieces overlap |
+//! | all_gather, gather, scatter, all_to_all | always | direct |
 //! | barrier | always | an empty message between every pair |
 //!
-//! Whichever is chosen, an element is combined on one rank (or on all, alike) from all ranks' values in rank order, so the
-//! choice never shows in the result. In the symmetric verbs every pair of ranks exchanges a header at least once, hence both
-//! sides of a disagreement see it; a ring or a recursive doubling would carry the same bytes, or fewer messages, but would
-//! combine in another order or leave pairs that never meet.
+//! Up to 16 ranks, and for f16 and bf16 always, an element is combined on one rank (or on all, alike) from all ranks' values in rank
+//! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
+//! once, hence both sides of a disagreement see it. A ring and a doubling combine in another order, the same on every rank and
+//! from run to run, and leave pairs that never meet: there a neighbour sees the disagreement, and the others hear of it as the
+//! group's first cause.
 
+mod algorithm;
+mod doubling;
 mod ranges;
 mod reductions;
+mod ring;
+mod shares;
+
+pub use algorithm::Algorithm;
 
 use super::{Call, Collective, Incoming, Io, Outgoing};
 use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
+use algorithm::{SMALL, Way, choose};
 use ranges::Pieces;
-
-/// Bytes up to which the number of rounds costs more than the bytes.
-const SMALL: usize = 16 << 10;
-
-/// Ranks up to which everybody sends a small tensor to everybody.
-const FEW: usize = 8;
 
 /// Ranks up to which a broadcast goes straight from root to all.
 const STAR: usize = 4;
@@ -43,12 +45,20 @@ pub struct Net {
     mesh: Mesh,
     /// Memory for what peers send and what is not yet combined, kept from call to call: a slot per rank.
     staging: Vec<u8>,
+    /// How to all_reduce.
+    algorithm: Algorithm,
 }
 
 impl Net {
     /// The collectives of the mesh's ranks.
     pub fn new(mesh: Mesh) -> Net {
-        Net { mesh, staging: Vec::new() }
+        Net { mesh, staging: Vec::new(), algorithm: Algorithm::Auto }
+    }
+
+    /// The same with an algorithm for all_reduce, which all ranks must agree on.
+    #[must_use]
+    pub fn with(self, algorithm: Algorithm) -> Net {
+        Net { algorithm, ..self }
     }
 
     /// Cuts runs of which the longest has `longest` elements of `size` bytes.
@@ -109,11 +119,22 @@ impl Collective for Net {
             Io::InPlace(data) => data.len(),
             Io::Split { src, .. } => src.len(),
         };
-        if bytes <= SMALL && self.size() <= FEW {
-            self.reduce_direct(call, io, op, None)
-        } else {
-            self.reduce_shares(call, io, op, None)
+        let n = self.size();
+        let way = if n == 1 { Way::Whole } else { choose(self.algorithm, call.dtype(), bytes, n) };
+        match way {
+            Way::Whole if bytes <= SMALL || n == 1 => return self.reduce_whole(call, io, op, None),
+            Way::Whole => return self.reduce_everywhere(call, io, op),
+            Way::Direct => return self.reduce_shares(call, io, op),
+            Way::Ring | Way::Doubling => {}
         }
+        let data = match io {
+            Io::InPlace(data) => data,
+            Io::Split { src, dst } => {
+                dst.copy_from_slice(src);
+                dst
+            }
+        };
+        if way == Way::Ring { self.reduce_ring(call, data, op) } else { self.reduce_doubling(call, data, op) }
     }
 
     fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
@@ -121,11 +142,7 @@ impl Collective for Net {
             Io::InPlace(data) => data.len(),
             Io::Split { src, .. } => src.len(),
         };
-        if bytes <= SMALL || self.size() <= 2 {
-            self.reduce_direct(call, io, op, Some(root))
-        } else {
-            self.reduce_shares(call, io, op, Some(root))
-        }
+        if bytes <= SMALL { self.reduce_whole(call, io, op, Some(root)) } else { self.reduce_to(call, io, op, root) }
     }
 
     fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {

@@ -10,11 +10,6 @@ pub fn share(count: usize, ranks: usize, rank: usize) -> Range<usize> {
     start..start + each + usize::from(rank < rest)
 }
 
-/// The longest share.
-pub fn longest_share(count: usize, ranks: usize) -> usize {
-    count.div_ceil(ranks)
-}
-
 /// A run of elements cut into pieces of nearly one length, at most a limit. Ranks whose runs differ by an element cut with the
 /// pieces of the longest run, so that all take the same number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +46,7 @@ mod tests {
                     let range = share(count, ranks, rank);
                     let end = rank.checked_sub(1).map_or(0, |before| share(count, ranks, before).end);
                     assert_eq!(range.start, end, "{count} over {ranks}");
-                    assert!(range.len() == count / ranks || range.len() == longest_share(count, ranks));
+                    assert!(range.len() == count / ranks || range.len() == count.div_ceil(ranks));
                 }
                 assert_eq!(share(count, ranks, ranks - 1).end, count);
             }

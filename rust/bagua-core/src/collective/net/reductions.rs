@@ -1,27 +1,53 @@
-//! The reducing verbs of [`Net`]: whole tensors at once, shares that overlap with sending them on, and chunks.
+//! The reducing verbs of [`Net`]: who combines what, and the buffers for it.
 
+use std::ops::Range;
 use std::time::Instant;
 
-use super::ranges::{longest_share, share};
-use super::{Net, slots, split};
+use super::ranges::share;
+use super::ring::Ring;
+use super::shares::{Place, Results, Shares};
+use super::{Net, slots};
 use crate::collective::{Call, Collective, Incoming, Io, Outgoing};
 use crate::error::Result;
 use crate::reduce::combine;
-use crate::transport::Step;
 use crate::types::ReduceOp;
 
-/// Combines what lies in the peers' slots with this rank's own input (`None`: what `out` holds), in rank order.
-fn fold(call: &Call<'_>, op: ReduceOp, slots: &[&mut [u8]], rank: usize, own: Option<&[u8]>, out: &mut [u8]) {
+/// Bytes of all pieces that may be under way at once.
+const STAGING: usize = 16 << 20;
+
+/// The shortest and the longest piece. A piece is combined while it is in the second-level cache, and a share has several, so
+/// that the first result is on its way while inputs still arrive.
+const PIECE: (usize, usize) = (64 << 10, 256 << 10);
+
+/// Pieces that a share is cut into where that makes them neither too short nor too long.
+const CUTS: usize = 4;
+
+/// The fewest and the most pieces that may be under way at once.
+const WINDOW: (usize, usize) = (2, 16);
+
+/// Combines what is there from every rank, in rank order; `None` is what `out` holds.
+pub(super) fn fold(call: &Call<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     let start = Instant::now();
-    let inputs: Vec<Option<&[u8]>> =
-        slots.iter().enumerate().map(|(r, slot)| if r == rank { own } else { Some(&slot[..out.len()]) }).collect();
-    combine(call.dtype(), op, &inputs, out);
+    combine(call.dtype(), op, inputs, out);
     call.stats.add_reduce(start.elapsed());
+}
+
+/// Bytes of a piece of shares of which the longest has `longest` bytes; a multiple of every element's size.
+fn piece(longest: usize) -> usize {
+    longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
+}
+
+/// At least so many bytes.
+fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
+    if staging.len() < len {
+        staging.resize(len, 0);
+    }
+    &mut staging[..len]
 }
 
 impl Net {
     /// Root, or every rank where there is none, gets all tensors whole and combines them.
-    pub(super) fn reduce_direct(
+    pub(super) fn reduce_whole(
         &mut self,
         call: &Call<'_>,
         io: Io<'_>,
@@ -30,183 +56,159 @@ impl Net {
     ) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = call.fingerprint;
-        let size = call.dtype().size();
         let combines = root.is_none_or(|root| root == rank);
         let (src, dst) = match io {
             Io::InPlace(data) if combines => (None, data),
             Io::InPlace(data) => (Some(&*data), &mut [][..]),
             Io::Split { src, dst } => (Some(src), dst),
         };
-        let len = src.map_or(dst.len(), <[u8]>::len);
-        let pieces = self.pieces(len / size, size);
-        let total = if combines { len as u64 * (n as u64 - 1) } else { len as u64 };
-        let mut before = 0;
-        for step in 0..pieces.steps {
-            let range = pieces.range(step, len / size);
-            let range = range.start * size..range.end * size;
-            let own = match src {
-                Some(src) => &src[range.clone()],
-                None => &dst[range.clone()],
-            };
-            let targets = self.peers().filter(|peer| root.is_none_or(|root| root == *peer));
-            let sends: Vec<_> = targets.map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
-            let mut landing = slots(&mut self.staging, n, if combines { range.len() } else { 0 });
-            let at = Step { part: step as u32, before, total };
-            let mut recvs: Vec<_> = Vec::new();
-            if combines {
-                let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-                recvs.extend(others.map(|(peer, slot)| Incoming { peer, fingerprint, data: slot }));
-            }
-            self.mesh.exchange_step(call, at, &sends, &mut recvs)?;
-            drop(recvs);
-            if combines {
-                let own = src.map(|src| &src[range.clone()]);
-                before += (range.len() * (n - 1)) as u64;
-                fold(call, op, &landing, rank, own, &mut dst[range]);
-            } else {
-                before += range.len() as u64;
-            }
+        let own = src.unwrap_or(&*dst);
+        let targets = self.peers().filter(|peer| root.is_none_or(|root| root == *peer));
+        let sends: Vec<_> = targets.map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
+        let mut landing = slots(&mut self.staging, n, if combines { own.len() } else { 0 });
+        let mut recvs: Vec<_> = Vec::new();
+        if combines {
+            let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
+            recvs.extend(others.map(|(peer, data)| Incoming { peer, fingerprint, data }));
+        }
+        self.mesh.exchange(call, &sends, &mut recvs)?;
+        drop(recvs);
+        if combines {
+            let inputs: Vec<_> =
+                landing.iter().enumerate().map(|(peer, slot)| if peer == rank { src } else { Some(&**slot) }).collect();
+            fold(call, op, &inputs, dst);
         }
         Ok(())
     }
 
-    /// Each rank combines its share of the elements and sends the result to root, or to all where there is none. While the
-    /// results of one piece travel, so do the inputs of the next.
-    pub(super) fn reduce_shares(
-        &mut self,
-        call: &Call<'_>,
-        io: Io<'_>,
-        op: ReduceOp,
-        root: Option<usize>,
-    ) -> Result<()> {
+    /// Everybody's share of a tensor, in bytes.
+    fn shares(&self, len: usize, size: usize) -> Vec<Range<usize>> {
+        let n = self.size();
+        let share = |rank| share(len / size, n, rank);
+        (0..n).map(share).map(|share| share.start * size..share.end * size).collect()
+    }
+
+    /// Every rank combines everything.
+    pub(super) fn reduce_everywhere(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let place = match io {
+            Io::InPlace(data) => Place::Whole(data),
+            Io::Split { src, dst } => Place::Two(src, dst),
+        };
+        let shares = vec![0..place.len(); self.size()];
+        self.run_shares(call, op, place, shares, Results::Kept)
+    }
+
+    /// Each rank combines its share of the elements and sends the result to all.
+    pub(super) fn reduce_shares(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let place = match io {
+            Io::InPlace(data) => Place::Whole(data),
+            Io::Split { src, dst } => Place::Two(src, dst),
+        };
+        let shares = self.shares(place.len(), call.dtype().size());
+        self.run_shares(call, op, place, shares, Results::All)
+    }
+
+    /// Each rank combines its share of the elements and sends the result to root; of two ranks root combines everything.
+    pub(super) fn reduce_to(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
-        let size = call.dtype().size();
-        let gets = |peer: usize| root.is_none_or(|root| root == peer);
-        // Where to read, where to write; one buffer when `src` is `None`. A rank that gets nothing combines in its own slot.
-        let (src, dst) = match io {
-            Io::InPlace(data) if gets(rank) => (None, data),
-            Io::InPlace(data) => (Some(&*data), &mut [][..]),
-            Io::Split { src, .. } if !gets(rank) => (Some(src), &mut [][..]),
-            Io::Split { src, dst } => (Some(src), dst),
+        let len = match &io {
+            Io::InPlace(data) => data.len(),
+            Io::Split { src, .. } => src.len(),
         };
-        let count = src.map_or(dst.len(), <[u8]>::len) / size;
-        let pieces = self.pieces(longest_share(count, n), size);
-        // Bytes of piece `step` of a rank's share, from the beginning of the tensor.
-        let piece = |owner: usize, step: usize| {
-            let whole = share(count, n, owner);
-            let part = pieces.range(step, whole.len());
-            (whole.start + part.start) * size..(whole.start + part.end) * size
+        let shares = if n == 2 {
+            (0..n).map(|owner| 0..if owner == root { len } else { 0 }).collect()
+        } else {
+            self.shares(len, call.dtype().size())
         };
-        let own_share = share(count, n, rank).len() as u64 * size as u64;
-        let total = own_share * (n as u64 - 1) + if gets(rank) { (count * size) as u64 - own_share } else { 0 };
-        let mut before = 0;
-        let slot = pieces.each * size;
-        for step in 0..=pieces.steps {
-            let mut landing = slots(&mut self.staging, n, slot);
-            let mut sends = Vec::with_capacity(2 * n);
-            let mut recvs = Vec::with_capacity(2 * n);
-            let peers = || (1..n).map(|distance| (rank + distance) % n);
-            // The last piece's result on its way; for a rank that keeps none it lies in the own slot.
-            let finished = piece(rank, step.wrapping_sub(1));
-            let mut results: Vec<&mut [u8]> = Vec::new();
-            let mut inputs: Vec<&[u8]> = Vec::new();
-            let mut own_result: &[u8] = &[];
-            if gets(rank) {
-                // Cuts every share into (what was combined last, what is to be combined now): disjoint, also in one buffer.
-                let mut rest = &mut *dst;
-                for owner in 0..n {
-                    let mine =
-                        rest.split_off_mut(..share(count, n, owner).len() * size).expect("shares cover the tensor");
-                    let start = share(count, n, owner).start * size;
-                    let now = piece(owner, step);
-                    let (done, coming) = mine.split_at_mut(now.start - start);
-                    let last = if step > 0 { piece(owner, step - 1).start - start } else { done.len() };
-                    results.push(&mut done[last..]);
-                    inputs.push(match src {
-                        Some(src) => &src[now],
-                        None => &coming[..now.len()],
-                    });
-                }
-                own_result = &*std::mem::take(&mut results[rank]);
-            } else if let Some(src) = src {
-                inputs.extend((0..n).map(|owner| &src[piece(owner, step)]));
-            }
-            let mut kept: &mut [u8] = &mut [];
-            if !gets(rank) {
-                kept = std::mem::take(&mut landing[rank]);
-                if step > 0 {
-                    own_result = &kept[..finished.len()];
-                }
-            }
-            for peer in peers() {
-                if step < pieces.steps {
-                    sends.push(Outgoing { peer, fingerprint, data: inputs[peer] });
-                }
-                if step > 0 && gets(peer) {
-                    sends.push(Outgoing { peer, fingerprint, data: own_result });
-                }
-            }
-            let now = piece(rank, step).len();
-            for (peer, slot) in landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank) {
-                if step < pieces.steps {
-                    recvs.push(Incoming { peer, fingerprint, data: &mut slot[..now] });
-                }
-                if step > 0 && gets(rank) {
-                    recvs.push(Incoming { peer, fingerprint, data: std::mem::take(&mut results[peer]) });
-                }
-            }
-            let at = Step { part: step as u32, before, total };
-            self.mesh.exchange_step(call, at, &sends, &mut recvs)?;
-            before += recvs.iter().map(|m| m.data.len() as u64).sum::<u64>();
-            drop((sends, recvs));
-            if step < pieces.steps {
-                let own = piece(rank, step);
-                if gets(rank) {
-                    fold(call, op, &landing, rank, src.map(|src| &src[own.clone()]), &mut dst[own]);
-                } else {
-                    let input = src.map(|src| &src[own]);
-                    fold(call, op, &landing, rank, input, &mut kept[..now]);
-                }
-            }
-        }
-        Ok(())
+        // A rank that gets nothing has no other place for what it combines.
+        let mut kept = vec![0; if rank == root { 0 } else { shares[rank].len() }];
+        let place = match io {
+            Io::InPlace(data) if rank == root => Place::Whole(data),
+            Io::Split { src, dst } if rank == root => Place::Two(src, dst),
+            Io::InPlace(data) => Place::Share(data, &mut kept),
+            Io::Split { src, .. } => Place::Share(src, &mut kept),
+        };
+        self.run_shares(call, op, place, shares, Results::Root(root))
     }
 
     /// Each rank combines its own chunk of all tensors.
     pub(super) fn reduce_chunks(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
-        let size = call.dtype().size();
-        let (inputs, own, out): (Vec<&[u8]>, Option<&[u8]>, &mut [u8]) = match io {
-            Io::InPlace(data) => {
-                let mut parts = split(data, n);
-                let out = std::mem::take(&mut parts[rank]);
-                (parts.into_iter().map(|part| &*part).collect(), None, out)
-            }
-            Io::Split { src, dst } => {
-                let each = dst.len();
-                let parts: Vec<&[u8]> = (0..n).map(|peer| &src[peer * each..(peer + 1) * each]).collect();
-                let own = parts[rank];
-                (parts, Some(own), dst)
-            }
+        let place = match io {
+            Io::InPlace(data) => Place::Whole(data),
+            Io::Split { src, dst } => Place::Share(src, dst),
         };
-        let pieces = self.pieces(out.len() / size, size);
-        let total = out.len() as u64 * (n as u64 - 1);
-        let mut before = 0;
-        for step in 0..pieces.steps {
-            let range = pieces.range(step, out.len() / size);
-            let range = range.start * size..range.end * size;
-            let sends: Vec<_> =
-                self.peers().map(|peer| Outgoing { peer, fingerprint, data: &inputs[peer][range.clone()] }).collect();
-            let mut landing = slots(&mut self.staging, n, range.len());
-            let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-            let mut recvs: Vec<_> = others.map(|(peer, slot)| Incoming { peer, fingerprint, data: slot }).collect();
-            self.mesh.exchange_step(call, Step { part: step as u32, before, total }, &sends, &mut recvs)?;
-            drop(recvs);
-            before += (range.len() * (n - 1)) as u64;
-            fold(call, op, &landing, rank, own.map(|own| &own[range.clone()]), &mut out[range]);
-        }
-        Ok(())
+        let shares = self.shares(place.len(), call.dtype().size());
+        self.run_shares(call, op, place, shares, Results::Kept)
     }
+
+    fn run_shares(
+        &mut self,
+        call: &Call<'_>,
+        op: ReduceOp,
+        place: Place<'_>,
+        shares: Vec<Range<usize>>,
+        results: Results,
+    ) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let longest = shares.iter().map(Range::len).max().unwrap_or(0);
+        let piece = piece(longest);
+        let window = window(n * piece, longest.div_ceil(piece));
+        let own = shares[rank].len();
+        let gets = results == Results::All || results == Results::Root(rank);
+        let total = (own * (n - 1) + if gets { place.len() - own } else { 0 }) as u64;
+        let overlap = n > 1 && own > 0 && shares.iter().all(|share| *share == shares[rank]);
+        let waits_for_sending = overlap && matches!(place, Place::Whole(_));
+        let mut plan = Shares {
+            call,
+            op,
+            rank,
+            results,
+            shares,
+            piece,
+            place,
+            staging: grown(&mut self.staging, window * n * piece),
+            window: vec![(None, 0); window],
+            free: (0..window).rev().collect(),
+            unsent: if waits_for_sending { vec![n - 1; own.div_ceil(piece)] } else { Vec::new() },
+            folded: 0,
+            came: vec![0; n],
+            begun: vec![(0, 0); n],
+            total,
+        };
+        // For a rank that is alone.
+        plan.fold();
+        self.mesh.run(call, &mut plan)
+    }
+
+    /// Sums go round a ring. `data` are this rank's values.
+    pub(super) fn reduce_ring(&mut self, call: &Call<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
+        let n = self.size();
+        let shares = self.shares(data.len(), call.dtype().size());
+        let longest = shares.iter().map(Range::len).max().unwrap_or(0);
+        let piece = piece(longest);
+        let pieces = longest.div_ceil(piece).max(1);
+        let window = window(piece, (n - 1) * pieces);
+        let mut plan = Ring {
+            call,
+            op,
+            rank: self.mesh.rank(),
+            shares,
+            piece,
+            pieces,
+            data,
+            staging: grown(&mut self.staging, window * piece),
+            window: vec![None; window],
+            free: (0..window).rev().collect(),
+            arrived: Vec::new(),
+            first: 0,
+            begun: 0,
+        };
+        plan.arrived = vec![false; plan.messages()];
+        self.mesh.run(call, &mut plan)
+    }
+}
+
+/// How many pieces may be under way at once, of `each` bytes of staging and `pieces` in all.
+fn window(each: usize, pieces: usize) -> usize {
+    (STAGING / each).clamp(WINDOW.0, WINDOW.1).min(pieces.max(1))
 }

@@ -1,10 +1,11 @@
 //! Collectives in memory that all ranks of one host map.
 //!
-//! Tensors are ordinary memory; what the others need of them goes through the segment in cache-sized pieces, and results are
-//! combined straight into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `stage` compares
-//! what the ranks are doing, and this file holds one pattern per operation: what to fill, what to take.
+//! Where all ranks' tensors lie in one arena, the ranks work in place, on their own and on the peers' memory (`in_place`).
+//! Otherwise what the others need of a tensor goes through the segment in cache-sized pieces, and results are combined straight
+//! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `stage` compares what the ranks are
+//! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
-//! all_reduce of a tensor that does not fit a slot is the one pattern that is more than that. Each rank reduces one share of
+//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that. Each rank reduces one share of
 //! every piece from all windows and its own tensor, into its own tensor and into the peers' windows, from where they copy it in
 //! the same pass that fills the window for the piece after next. So both sides read *and* write every shared line: rewriting a
 //! line that the peer has only read was measured at 7 to 9 GB/s, one that the peer has written too at 69 GB/s. Slots with a
@@ -12,6 +13,8 @@
 
 #![allow(unsafe_code)]
 
+mod in_place;
+mod pieces;
 mod run;
 mod segment;
 mod stage;
@@ -20,11 +23,11 @@ mod tests;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering::Relaxed;
 
 use super::{Call, Collective, Incoming, Io, Outgoing};
 use crate::error::{Error, Result};
-use crate::memory::Arena;
+use crate::memory::{Arena, Finder, Registry};
 use crate::reduce::combine;
 use crate::sync::Doorbell;
 use crate::transport::shm::ring_links;
@@ -33,12 +36,12 @@ use crate::types::{Kind, ReduceOp};
 
 pub use segment::segment_len;
 
-use run::{Route, Runner, Turn};
+use in_place::{Home, Tensors};
+use pieces::{Cut, Timer, combine_into, fill_for_each, inputs, turn_over};
+use run::{Offer, Route, Runner, Turn};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use stage::Stage;
 
-/// Kernels on less than this are not timed: reading the clock twice would cost as much.
-const TIMED: usize = 16 << 10;
 /// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
 const EARLY: usize = 32 << 10;
 
@@ -47,6 +50,8 @@ pub struct Shm {
     runner: Runner,
     /// Streams to the same ranks, for messages between two of them.
     mesh: Mesh,
+    /// Knows which tensors lie in arenas.
+    finder: Finder,
     /// The error after which the ranks are no longer in step.
     broken: Option<Error>,
 }
@@ -61,7 +66,13 @@ impl Shm {
         let segment = Segment::new(arena, index, members.len())?;
         let (links, bell) = ring_links(segment.arena(), segment.own_rings(), index, members.len());
         let mesh = Mesh::new(index, members.clone(), links, Some(bell));
-        Ok(Shm { runner: Runner::new(segment, members), mesh, broken: None })
+        Ok(Shm { runner: Runner::new(segment, members), mesh, finder: Finder::default(), broken: None })
+    }
+
+    /// Works in place on tensors in the arenas of this registry. The ranks may differ in what they know of.
+    #[must_use]
+    pub fn knowing(self, registry: Arc<Registry>) -> Shm {
+        Shm { finder: Finder::new(registry), ..self }
     }
 
     fn index(&self) -> usize {
@@ -72,19 +83,57 @@ impl Shm {
         self.runner.segment.ranks
     }
 
+    /// An operation that never works in place.
     fn run(
         &mut self,
         call: &Call<'_>,
         (verb, bytes): (Kind, usize),
         route: Route,
-        collect: bool,
         turn: impl FnMut(&Segment, Turn, Buffer),
     ) -> Result<()> {
+        let offers = self.guarded(|runner| {
+            let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
+            runner.run(call, &stage, route, false, Offer::Never, turn)
+        });
+        offers.map(|nobody| debug_assert!(nobody.is_none()))
+    }
+
+    /// An operation that works in place when all ranks have a home for what they offer, `bytes` long. With `Some`, nothing is done
+    /// yet: [`Shm::work_in_place`] must follow.
+    fn run_or_meet(
+        &mut self,
+        call: &Call<'_>,
+        (verb, bytes): (Kind, usize),
+        (route, collect): (Route, bool),
+        home: Option<Home>,
+        turn: impl FnMut(&Segment, Turn, Buffer),
+    ) -> Result<Option<Tensors>> {
+        self.guarded(|runner| {
+            let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
+            let windows = matches!(route, Route::Windows(_));
+            let offer = if windows { home.as_ref().map_or(Offer::Nowhere, Home::offer) } else { Offer::Never };
+            match (runner.run(call, &stage, route, collect, offer, turn)?, home) {
+                (Some(offsets), Some(home)) => home.tensors(call, &runner.members, &offsets).map(Some),
+                _ => Ok(None),
+            }
+        })
+    }
+
+    /// Does this rank's work on all ranks' tensors and waits until the others have done theirs.
+    fn work_in_place(&mut self, call: &Call<'_>, bytes: usize, work: impl FnOnce()) -> Result<()> {
+        call.stats.in_place.fetch_add(1, Relaxed);
+        self.guarded(|runner| {
+            work();
+            runner.leave(call, bytes as u64)
+        })
+    }
+
+    /// Remembers an error: the ranks are no longer in step after it.
+    fn guarded<T>(&mut self, body: impl FnOnce(&mut Runner) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
-        let outcome = self.runner.run(call, &stage, route, collect, turn);
+        let outcome = body(&mut self.runner);
         self.broken = outcome.as_ref().err().cloned();
         outcome
     }
@@ -102,10 +151,10 @@ impl Shm {
         let total = io.input().len();
         let gets = root.is_none_or(|root| root == me);
         if total == 0 {
-            return self.run(call, (verb, 0), Route::Nothing, false, |_, _, _| {});
+            return self.run(call, (verb, 0), Route::Nothing, |_, _, _| {});
         }
         if total <= small(ranks) {
-            return self.run(call, (verb, total), Route::Slots, false, |segment, turn, buffer| match turn {
+            return self.run(call, (verb, total), Route::Slots, |segment, turn, buffer| match turn {
                 Turn::Fill(_) => {
                     // SAFETY: S2, and S1 for who read this slot last.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
@@ -124,7 +173,12 @@ impl Shm {
             let each = len.div_ceil(ranks).next_multiple_of(ALIGN);
             (each * rank).min(len)..(each * (rank + 1)).min(len)
         };
-        self.run(call, (verb, total), Route::Windows(cut.pieces), gets, |segment, turn, buffer| match turn {
+        let home = match &io {
+            Io::InPlace(data) => Home::of(data, &mut self.finder),
+            Io::Split { .. } => None,
+        };
+        let route = (Route::Windows(cut.pieces), gets);
+        let met = self.run_or_meet(call, (verb, total), route, home, |segment, turn, buffer| match turn {
             Turn::Fill(piece) => {
                 let out = piece.checked_sub(2).filter(|_| gets);
                 let into = (piece < cut.pieces).then_some(piece);
@@ -184,7 +238,13 @@ impl Shm {
                     }
                 }
             }
-        })
+        })?;
+        match (met, io) {
+            (Some(tensors), Io::InPlace(data)) => {
+                self.work_in_place(call, total, || tensors.reduce(call, op, me, root, data))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// all_gather (no root) and gather.
@@ -196,7 +256,8 @@ impl Shm {
             Io::Split { src, .. } => (src.len(), 0),
         };
         let (route, cut) = self.route(chunk, chunk, self.runner.segment.window());
-        self.run(call, (verb, chunk), route, false, |segment, turn, buffer| match turn {
+        let home = Home::of(&io.input()[own..own + chunk], &mut self.finder);
+        let met = self.run_or_meet(call, (verb, chunk), (route, false), home, |segment, turn, buffer| match turn {
             Turn::Fill(piece) if piece < cut.pieces && root != Some(me) => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
@@ -213,6 +274,13 @@ impl Shm {
                 }
             }
             Turn::Fill(_) | Turn::Take(_) => {}
+        })?;
+        let Some(tensors) = met else { return Ok(()) };
+        self.work_in_place(call, chunk, || {
+            if gets {
+                io.keep_own(own..own + chunk, me * chunk);
+                tensors.pull(me, 0..chunk, |rank| shifted(0..chunk, rank * chunk), io.output());
+            }
         })
     }
 
@@ -267,19 +335,33 @@ impl Collective for Shm {
         let total = data.len();
         let part = (total / 4).clamp(EARLY, self.runner.segment.window());
         let (route, cut) = self.route(total, total, part / ALIGN * ALIGN);
-        self.run(call, (Kind::Broadcast, total), route, false, |segment, turn, buffer| match turn {
-            Turn::Fill(piece) if piece < cut.pieces && me == root => {
-                let range = cut.range(piece);
-                // SAFETY: S2 or W2.
-                unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
+        let home = Home::of(data, &mut self.finder);
+        let met =
+            self.run_or_meet(
+                call,
+                (Kind::Broadcast, total),
+                (route, false),
+                home,
+                |segment, turn, buffer| match turn {
+                    Turn::Fill(piece) if piece < cut.pieces && me == root => {
+                        let range = cut.range(piece);
+                        // SAFETY: S2 or W2.
+                        unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
+                    }
+                    Turn::Take(piece) if me != root => {
+                        let range = cut.range(piece);
+                        // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                        let from = unsafe { segment.read(root, buffer, 0..range.len()) };
+                        data[range].copy_from_slice(from);
+                    }
+                    Turn::Fill(_) | Turn::Take(_) => {}
+                },
+            )?;
+        let Some(tensors) = met else { return Ok(()) };
+        self.work_in_place(call, total, || {
+            if me != root {
+                tensors.copy(root, 0..total, data);
             }
-            Turn::Take(piece) if me != root => {
-                let range = cut.range(piece);
-                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
-                let from = unsafe { segment.read(root, buffer, 0..range.len()) };
-                data[range].copy_from_slice(from);
-            }
-            Turn::Fill(_) | Turn::Take(_) => {}
         })
     }
 
@@ -298,7 +380,7 @@ impl Collective for Shm {
             Io::Split { dst, .. } => (dst.len(), 0),
         };
         let (route, cut, stride) = self.route_for_each(chunk);
-        self.run(call, (Kind::Scatter, chunk), route, false, |segment, turn, buffer| match turn {
+        self.run(call, (Kind::Scatter, chunk), route, |segment, turn, buffer| match turn {
             Turn::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
@@ -321,9 +403,11 @@ impl Collective for Shm {
     fn reduce_scatter(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
-        let home = if matches!(io, Io::InPlace(_)) { me * chunk } else { 0 };
+        let to = if matches!(io, Io::InPlace(_)) { me * chunk } else { 0 };
         let (route, cut, stride) = self.route_for_each(chunk);
-        self.run(call, (Kind::ReduceScatter, chunk), route, false, |segment, turn, buffer| match turn {
+        let home = Home::of(io.input(), &mut self.finder);
+        let verb = (Kind::ReduceScatter, chunk);
+        let met = self.run_or_meet(call, verb, (route, false), home, |segment, turn, buffer| match turn {
             Turn::Fill(piece) if piece < cut.pieces => {
                 fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
             }
@@ -335,8 +419,15 @@ impl Collective for Shm {
                     unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
                 });
                 let from = shifted(range.clone(), me * chunk);
-                combine_into(call, op, inputs, me, &mut io, from, shifted(range, home));
+                combine_into(call, op, inputs, me, &mut io, from, shifted(range, to));
             }
+        })?;
+        let Some(tensors) = met else { return Ok(()) };
+        self.work_in_place(call, chunk, || {
+            let mine = shifted(0..chunk, me * chunk);
+            // SAFETY: D2; a result goes where only its own rank reads.
+            let inputs = inputs(ranks, |rank| unsafe { tensors.read(rank, mine.clone()) });
+            combine_into(call, op, inputs, me, &mut io, mine.clone(), shifted(0..chunk, to));
         })
     }
 
@@ -344,7 +435,13 @@ impl Collective for Shm {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
         let (route, cut, stride) = self.route_for_each(chunk);
-        self.run(call, (Kind::AllToAll, chunk), route, false, |segment, turn, buffer| match turn {
+        // In place a rank would overwrite what its peers have not read yet.
+        let home = match &io {
+            Io::InPlace(_) => None,
+            Io::Split { src, .. } => Home::of(src, &mut self.finder),
+        };
+        let verb = (Kind::AllToAll, chunk);
+        let met = self.run_or_meet(call, verb, (route, false), home, |segment, turn, buffer| match turn {
             Turn::Fill(piece) if piece < cut.pieces => {
                 fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
             }
@@ -359,6 +456,12 @@ impl Collective for Shm {
                     io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
                 }
             }
+        })?;
+        let Some(tensors) = met else { return Ok(()) };
+        self.work_in_place(call, chunk, || {
+            let own = shifted(0..chunk, me * chunk);
+            io.keep_own(own.clone(), own.start);
+            tensors.pull(me, own, |rank| shifted(0..chunk, rank * chunk), io.output());
         })
     }
 
@@ -372,7 +475,7 @@ impl Collective for Shm {
     }
 
     fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
-        self.run(call, (Kind::Barrier, 0), Route::Nothing, false, |_, _, _| {})
+        self.run(call, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {})
     }
 }
 
@@ -381,9 +484,6 @@ impl Collective for Shm {
 pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
     ring_links(arena, segment::spare_rings(ranks), index, ranks)
 }
-
-/// Copy out and refill alternate after this many bytes: well within the first-level cache.
-const BLOCK: usize = 4 << 10;
 
 /// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
 fn small(ranks: usize) -> usize {
@@ -397,131 +497,4 @@ fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
 
 fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
     range.start + by..range.end + by
-}
-
-/// A tensor or chunk cut into pieces.
-#[derive(Clone, Copy)]
-struct Cut {
-    total: usize,
-    /// Bytes of every piece but the last, which may be shorter.
-    each: usize,
-    pieces: usize,
-}
-
-impl Cut {
-    /// Pieces of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
-    fn new(total: usize, most: usize) -> Cut {
-        let each = total.div_ceil(total.div_ceil(most)).next_multiple_of(ALIGN);
-        Cut { total, each, pieces: total.div_ceil(each) }
-    }
-
-    fn range(&self, piece: usize) -> Range<usize> {
-        piece * self.each..((piece + 1) * self.each).min(self.total)
-    }
-}
-
-impl Io<'_> {
-    fn input(&self) -> &[u8] {
-        match self {
-            Io::InPlace(data) => data,
-            Io::Split { src, .. } => src,
-        }
-    }
-
-    fn output(&mut self) -> &mut [u8] {
-        match self {
-            Io::InPlace(data) => data,
-            Io::Split { dst, .. } => dst,
-        }
-    }
-
-    /// Copies what a rank sends to itself, unless it is there already.
-    fn keep_own(&mut self, from: Range<usize>, to: usize) {
-        if let Io::Split { src, dst } = self {
-            dst[to..to + from.len()].copy_from_slice(&src[from]);
-        }
-    }
-}
-
-/// What each rank contributes, in rank order.
-fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<Option<&'a [u8]>> {
-    (0..ranks).map(|rank| Some(read(rank))).collect()
-}
-
-/// Combines the others' contributions and this rank's own, `from` of its input, into `to` of its output.
-fn combine_into<'a>(
-    call: &Call<'_>,
-    op: ReduceOp,
-    mut inputs: Vec<Option<&'a [u8]>>,
-    me: usize,
-    io: &'a mut Io<'_>,
-    from: Range<usize>,
-    to: Range<usize>,
-) {
-    let timer = Timer::start(call, to.len());
-    match io {
-        Io::InPlace(data) => {
-            inputs[me] = None;
-            combine(call.dtype(), op, &inputs, &mut data[to]);
-        }
-        Io::Split { src, dst } => {
-            inputs[me] = Some(&src[from]);
-            combine(call.dtype(), op, &inputs, &mut dst[to]);
-        }
-    }
-    timer.stop();
-}
-
-/// Copies a share of the own window to the tensor, where `out` is the beginning of its piece there, and then fills it from the
-/// tensor, where `into` is the beginning of the new piece.
-fn turn_over(
-    segment: &Segment,
-    buffer: Buffer,
-    io: &mut Io<'_>,
-    share: Range<usize>,
-    out: Option<usize>,
-    into: Option<usize>,
-) {
-    let mut start = share.start;
-    while start < share.end {
-        let block = start..(start + BLOCK).min(share.end);
-        if let Some(out) = out {
-            // SAFETY: W2; the peer that wrote the result here did so when it took that piece.
-            let window = unsafe { segment.read(segment.index, buffer, block.clone()) };
-            io.output()[shifted(block.clone(), out)].copy_from_slice(window);
-        }
-        if let Some(into) = into {
-            // SAFETY: W2; the slice above is no longer used.
-            let window = unsafe { segment.write(segment.index, buffer, block.clone()) };
-            window.copy_from_slice(&io.input()[shifted(block.clone(), into)]);
-        }
-        start = block.end;
-    }
-}
-
-/// Writes this piece of every other rank's chunk into the own buffer.
-fn fill_for_each(segment: &Segment, buffer: Buffer, input: &[u8], range: Range<usize>, chunk: usize, stride: usize) {
-    for rank in others(segment.index, segment.ranks) {
-        // SAFETY: S2 or W2.
-        let out = unsafe { segment.write(segment.index, buffer, shifted(0..range.len(), rank * stride)) };
-        out.copy_from_slice(&input[shifted(range.clone(), rank * chunk)]);
-    }
-}
-
-/// Counts the time of a kernel, where it is worth it.
-struct Timer<'a> {
-    call: &'a Call<'a>,
-    begun: Option<Instant>,
-}
-
-impl<'a> Timer<'a> {
-    fn start(call: &'a Call<'a>, bytes: usize) -> Timer<'a> {
-        Timer { call, begun: (bytes >= TIMED).then(Instant::now) }
-    }
-
-    fn stop(self) {
-        if let Some(begun) = self.begun {
-            self.call.stats.add_reduce(begun.elapsed());
-        }
-    }
 }

@@ -11,6 +11,12 @@
 //!   of the operation (counting from 0), and takes piece p between waiting for everybody's arrival number p and its own next one.
 //! - **W2.** So while a rank fills its window for piece p + 1, all have taken piece p - 1 from it: nobody else touches it.
 //! - **W3.** An operation may end while peers still take its last piece. The next one that uses windows waits for them first.
+//! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
+//!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
+//!   and what W1 says of arrival p holds for arrival p + 1.
+//! - **D2.** In place: between everybody's first arrival and everybody's second, the tensors that were offered are touched by
+//!   this operation only; the pattern says which rank touches which range of which tensor.
+//! - **D3.** Nobody returns from an operation in place before everybody's second arrival, except with an error.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
@@ -59,6 +65,36 @@ pub(super) enum Route {
     Windows(usize),
 }
 
+/// What a rank says of its tensor before it arrives.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Offer {
+    /// This operation never works in place, on any rank.
+    Never,
+    /// It could, but this rank's tensor lies in no arena.
+    Nowhere,
+    /// It lies in this one.
+    At(Spot),
+}
+
+/// A place in an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Spot {
+    /// Which arena; not 0.
+    pub(super) arena: u64,
+    /// Where in the rank's part.
+    pub(super) offset: u64,
+}
+
+/// What the offers of all ranks mean.
+enum Verdict {
+    /// All work in place, at these offsets in their parts.
+    InPlace(Vec<u64>),
+    /// Nobody can; all have filled their buffers.
+    AllFilled,
+    /// Not all can, or not in one arena; who made an offer has filled nothing.
+    SomeFilled,
+}
+
 /// One rank's state in the protocol.
 pub(super) struct Runner {
     pub(super) segment: Segment,
@@ -93,14 +129,18 @@ impl Runner {
 
     /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
     /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
+    ///
+    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host. The
+    /// caller works there, and then calls [`Runner::leave`].
     pub(super) fn run(
         &mut self,
         call: &Call<'_>,
         stage: &Stage,
         route: Route,
         collect: bool,
+        offer: Offer,
         mut turn: impl FnMut(&Segment, Turn, Buffer),
-    ) -> Result<()> {
+    ) -> Result<Option<Vec<u64>>> {
         let total = stage.bytes;
         let pieces = match route {
             Route::Nothing => 0,
@@ -111,17 +151,27 @@ impl Runner {
         self.parity ^= 1;
         let parity = self.parity;
         stage.publish(&self.segment, parity);
-        if windows {
-            self.wait_for(call, self.windows_free, 0, total)?;
-        }
-        if pieces > 0 {
-            turn(&self.segment, Turn::Fill(0), Self::buffer(route, parity, 0));
+        self.publish(offer, parity);
+        let offers = matches!(offer, Offer::At(_));
+        if !offers {
+            self.fill_first(call, route, parity, total, &mut turn)?;
         }
         self.arrive();
         self.wait_for(call, self.arrivals, 0, total)?;
         for peer in (0..self.segment.ranks).filter(|peer| *peer != self.segment.index) {
             if let Err(theirs) = stage.compare(&self.segment, peer, parity) {
                 return Err(call.mismatch(self.members[peer], &theirs));
+            }
+        }
+        match self.verdict(offer, parity) {
+            Verdict::InPlace(offsets) => return Ok(Some(offsets)),
+            Verdict::AllFilled => {}
+            Verdict::SomeFilled => {
+                if offers {
+                    self.fill_first(call, route, parity, total, &mut turn)?;
+                }
+                self.arrive();
+                self.wait_for(call, self.arrivals, 0, total)?;
             }
         }
         for piece in 0..pieces {
@@ -143,7 +193,58 @@ impl Runner {
                 turn(&self.segment, Turn::Fill(pieces + 1), Self::buffer(route, parity, pieces + 1));
             }
         }
+        Ok(None)
+    }
+
+    /// Ends an operation in place: returns when all ranks are done with all tensors.
+    pub(super) fn leave(&mut self, call: &Call<'_>, total: u64) -> Result<()> {
+        self.arrive();
+        self.wait_for(call, self.arrivals, total / 2, total)
+    }
+
+    /// Fills this rank's buffer for piece 0.
+    fn fill_first(
+        &self,
+        call: &Call<'_>,
+        route: Route,
+        parity: usize,
+        total: u64,
+        turn: &mut impl FnMut(&Segment, Turn, Buffer),
+    ) -> Result<()> {
+        if matches!(route, Route::Windows(_)) {
+            self.wait_for(call, self.windows_free, 0, total)?;
+        }
+        if route != Route::Nothing {
+            turn(&self.segment, Turn::Fill(0), Self::buffer(route, parity, 0));
+        }
         Ok(())
+    }
+
+    /// Writes the offer where the others look for it after this rank's next arrival, which orders the two.
+    fn publish(&self, offer: Offer, parity: usize) {
+        let spot = match offer {
+            Offer::Never => return,
+            Offer::Nowhere => Spot { arena: 0, offset: 0 },
+            Offer::At(spot) => spot,
+        };
+        let word = |at| self.segment.offer(self.segment.index, parity, at);
+        word(0).store(spot.arena, Ordering::Relaxed);
+        word(1).store(spot.offset, Ordering::Relaxed);
+    }
+
+    /// What all ranks' offers mean; the same on every rank (D1).
+    fn verdict(&self, offer: Offer, parity: usize) -> Verdict {
+        if offer == Offer::Never {
+            return Verdict::AllFilled;
+        }
+        let word = |rank, at| self.segment.offer(rank, parity, at).load(Ordering::Relaxed);
+        let ranks = 0..self.segment.ranks;
+        let first = word(0, 0);
+        match ranks.clone().map(|rank| word(rank, 0)).find(|arena| *arena != first) {
+            Some(_) => Verdict::SomeFilled,
+            None if first == 0 => Verdict::AllFilled,
+            None => Verdict::InPlace(ranks.map(|rank| word(rank, 1)).collect()),
+        }
     }
 
     /// Tells the others that this rank has come one step further.

@@ -15,7 +15,7 @@ use crate::transport::shm::rings_len;
 
 /// Two cache lines: the hardware fetches lines in pairs.
 const LINE: usize = 128;
-/// Bytes of a control block: the arrival word, the closed word, two fingerprints, each on lines of its own.
+/// Bytes of a control block: the arrival word, the closed word, two fingerprints with offers, each on lines of its own.
 const CONTROL: usize = 4 * LINE;
 /// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
 pub(super) const SLOT: usize = 16 << 10;
@@ -90,6 +90,11 @@ impl Segment {
     /// A word of the fingerprint of a rank's operation with this parity.
     pub(super) fn fingerprint(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.arena.long(rank * rank_len(self.ranks) + (2 + parity) * LINE + 8 * word)
+    }
+
+    /// A word of what a rank offers for its operation with this parity: beside the fingerprint, in the second line of its pair.
+    pub(super) fn offer(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
+        self.arena.long(rank * rank_len(self.ranks) + (2 + parity) * LINE + 8 * (WORDS + word))
     }
 
     fn place(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> Range<usize> {

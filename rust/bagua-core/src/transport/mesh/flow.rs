@@ -1,9 +1,25 @@
-//! What is under way with one peer: the messages in each direction, in order, and how far the current one has come.
+//! What is under way with one peer: the messages in each direction, and how far the streams to it have come with them.
+//!
+//! With several streams a message is cut into chunks, and whichever stream has room takes the next one, so that a slow stream
+//! holds up no more than the chunk that it has begun. What arrives is checked chunk by chunk, before a byte of it is read into
+//! the caller's memory.
 
-use crate::transport::frame::{self, Header};
-use crate::transport::{Broken, Incoming, Outgoing, Transport};
+use std::time::{Duration, Instant};
 
-/// Bytes moved by one exchange.
+use super::chunk::{self, Chunk, head_len};
+use super::plan::Plan;
+use crate::transport::frame::Header;
+use crate::transport::{Broken, Readiness, Transport};
+
+/// How long one of several streams may be broken, between two chunks, while the others bring nothing: they may still carry
+/// what the peer sent before it closed them all.
+const LINGER: Duration = Duration::from_millis(200);
+
+/// A message from the peer of which nothing has arrived, and one of which everything has.
+const UNSEEN: usize = usize::MAX;
+const COMPLETE: usize = usize::MAX - 1;
+
+/// Bytes moved by one run.
 #[derive(Default)]
 pub(super) struct Tally {
     /// Bodies only.
@@ -16,7 +32,7 @@ pub(super) struct Tally {
     pub wire_received: u64,
 }
 
-/// Why an exchange with a peer cannot go on.
+/// Why a run cannot go on with a peer.
 pub(super) enum Trouble {
     /// Its stream ended or broke.
     Lost(Broken),
@@ -24,179 +40,345 @@ pub(super) enum Trouble {
     Mismatch(String),
 }
 
-/// One direction's queue. Invariant: `moved` is below the size of message `queue[at]`, header included.
-#[derive(Default)]
-struct Lineup {
-    /// Indices into the caller's messages.
-    queue: Vec<usize>,
-    /// Position in `queue` of the current message.
-    at: usize,
-    /// Bytes of it that have moved, header included.
+/// Bytes of a message, and how many of them have moved.
+#[derive(Clone, Copy)]
+struct Span {
+    /// Number of the message in this run.
+    number: usize,
+    /// Where the chunk begins in it.
+    from: usize,
+    /// Bytes of the chunk.
+    len: usize,
+    /// Bytes that have moved; when sending, those of the header among them.
     moved: usize,
 }
 
-impl Lineup {
-    fn clear(&mut self) {
-        self.queue.clear();
-        (self.at, self.moved) = (0, 0);
-    }
+/// One of the streams to a peer.
+struct Stream {
+    link: Box<dyn Transport>,
+    /// The chunk that it is in the middle of sending.
+    out: Option<Span>,
+    /// That chunk's header.
+    out_head: [u8; chunk::LEN],
+    /// The chunk that it is in the middle of receiving.
+    into: Option<Span>,
+    /// As much as has arrived of the next chunk's header. A complete one stays here until its message is admitted.
+    in_head: [u8; chunk::LEN],
+    /// How much that is.
+    in_headed: usize,
+    /// Receiving failed, and since when.
+    broken: Option<(Broken, Instant)>,
+}
 
-    fn current(&self) -> Option<usize> {
-        self.queue.get(self.at).copied()
-    }
-
-    /// Records `count` more bytes of the current message, which has `body` bytes; true when that completes it.
-    fn advance(&mut self, count: usize, body: usize) -> bool {
-        self.moved += count;
-        let complete = self.moved == frame::LEN + body;
-        if complete {
-            self.at += 1;
-            self.moved = 0;
-        }
-        complete
-    }
+/// A message that is being cut.
+struct Cut {
+    number: usize,
+    /// Where the next chunk begins.
+    at: usize,
+    len: usize,
 }
 
 /// The messages to and from one peer.
 pub(super) struct Flow {
-    outgoing: Lineup,
-    incoming: Lineup,
-    /// Header of the current outgoing message.
-    out_head: [u8; frame::LEN],
-    /// As much of the current incoming message's header as has arrived.
-    in_head: [u8; frame::LEN],
+    /// Index of the peer.
+    peer: usize,
+    /// None for the own index.
+    streams: Vec<Stream>,
+    /// Messages of earlier runs, sent and received.
+    before: (u64, u64),
+    /// Messages to the peer that were not begun.
+    to_begin: usize,
+    /// The message of which streams take chunks.
+    cut: Option<Cut>,
+    /// By number of a message to the peer that was begun: bytes that were not handed over.
+    unsent: Vec<usize>,
+    /// By number of a message from the peer: bytes that are missing, or [`UNSEEN`], or [`COMPLETE`].
+    missing: Vec<usize>,
+    /// Messages from the peer that are not complete.
+    to_arrive: usize,
     /// Sending failed. What the peer sent before may still explain it, so receiving goes on.
     send_broken: Option<Broken>,
 }
 
 impl Flow {
-    pub fn new() -> Flow {
+    pub fn new(peer: usize, links: Vec<Box<dyn Transport>>) -> Flow {
+        let stream = |link| Stream {
+            link,
+            out: None,
+            out_head: [0; chunk::LEN],
+            into: None,
+            in_head: [0; chunk::LEN],
+            in_headed: 0,
+            broken: None,
+        };
         Flow {
-            outgoing: Lineup::default(),
-            incoming: Lineup::default(),
-            out_head: [0; frame::LEN],
-            in_head: [0; frame::LEN],
+            peer,
+            streams: links.into_iter().map(stream).collect(),
+            before: (0, 0),
+            to_begin: 0,
+            cut: None,
+            unsent: Vec::new(),
+            missing: Vec::new(),
+            to_arrive: 0,
             send_broken: None,
         }
     }
 
-    /// Forgets the last exchange.
-    pub fn clear(&mut self) {
-        self.outgoing.clear();
-        self.incoming.clear();
+    /// Begins a run.
+    pub fn begin(&mut self, plan: &dyn Plan) {
+        let (sends, recvs) = plan.counts(self.peer);
+        self.to_begin = sends;
+        self.to_arrive = recvs;
+        self.unsent.clear();
+        self.unsent.resize(sends, 0);
+        self.missing.clear();
+        self.missing.resize(recvs, UNSEEN);
         self.send_broken = None;
     }
 
-    pub fn queue_send(&mut self, message: usize) {
-        self.outgoing.queue.push(message);
+    /// Ends a run of which everything was moved.
+    pub fn end(&mut self, plan: &dyn Plan) {
+        let (sends, recvs) = plan.counts(self.peer);
+        self.before.0 += sends as u64;
+        self.before.1 += recvs as u64;
     }
 
-    pub fn queue_recv(&mut self, message: usize) {
-        self.incoming.queue.push(message);
+    /// Name of the transport; `None` for the own index.
+    pub fn name(&self) -> Option<&'static str> {
+        self.streams.first().map(|stream| stream.link.name())
     }
 
-    pub fn wants_to_send(&self) -> bool {
-        self.send_broken.is_none() && self.outgoing.current().is_some()
+    /// What to sleep on: for each stream, and whether for bytes that come and for room to send.
+    pub fn waits(&self) -> impl Iterator<Item = (Readiness<'_>, bool, bool)> {
+        let head = head_len(self.streams.len());
+        let sends = self.send_broken.is_none();
+        self.streams.iter().filter_map(move |stream| {
+            let waits_for_room = stream.into.is_none() && stream.in_headed == head;
+            let recv = self.to_arrive > 0 && stream.broken.is_none() && !waits_for_room;
+            let send = sends && (stream.out.is_some() || self.cut.is_some());
+            (recv || send).then(|| (stream.link.readiness(), recv, send))
+        })
     }
 
     pub fn wants_to_recv(&self) -> bool {
-        self.incoming.current().is_some()
+        self.to_arrive > 0
+    }
+
+    fn has_sent(&self) -> bool {
+        self.to_begin == 0 && self.cut.is_none() && self.streams.iter().all(|stream| stream.out.is_none())
     }
 
     pub fn is_done(&self) -> bool {
-        self.outgoing.current().is_none() && self.incoming.current().is_none()
+        self.to_arrive == 0 && self.has_sent()
     }
 
     /// Moves what can be moved now in both directions; true when anything did.
-    pub fn step(
-        &mut self,
-        link: &mut dyn Transport,
-        part: u32,
-        sends: &[Outgoing<'_>],
-        recvs: &mut [Incoming<'_>],
-        tally: &mut Tally,
-    ) -> Result<bool, Trouble> {
-        let sent = self.send(link, part, sends, tally);
-        let received = self.recv(link, part, recvs, tally)?;
+    pub fn step(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> Result<bool, Trouble> {
+        let sent = self.send(plan, tally);
+        let received = self.recv(plan, tally)?;
         match &self.send_broken {
-            Some(broken) if !self.wants_to_recv() => Err(Trouble::Lost(broken.clone())),
+            Some(broken) if self.to_arrive == 0 => Err(Trouble::Lost(broken.clone())),
             _ => Ok(sent || received),
         }
     }
 
-    fn send(&mut self, link: &mut dyn Transport, part: u32, sends: &[Outgoing<'_>], tally: &mut Tally) -> bool {
+    fn send(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> bool {
         let mut any = false;
-        while self.send_broken.is_none()
-            && let Some(current) = self.outgoing.current()
-        {
-            let message = &sends[current];
-            let moved = self.outgoing.moved;
-            if moved == 0 {
-                let body = message.data.len() as u64;
-                self.out_head = Header { fingerprint: message.fingerprint, part, body }.encode();
-            }
-            let body = &message.data[moved.saturating_sub(frame::LEN)..];
-            let count = match link.send(&self.out_head[moved.min(frame::LEN)..], body) {
-                Ok(count) => count,
-                Err(broken) => {
-                    self.send_broken = Some(broken);
-                    break;
-                }
-            };
-            any |= count > 0;
-            let of_head = count.min(frame::LEN - moved.min(frame::LEN));
-            tally.sent += (count - of_head) as u64;
-            tally.wire_sent += if link.is_wire() { count as u64 } else { 0 };
-            if !self.outgoing.advance(count, message.data.len()) {
-                break;
-            }
+        for at in 0..self.streams.len() {
+            while self.send_broken.is_none() && self.send_by(at, plan, tally, &mut any) {}
         }
         any
     }
 
-    fn recv(
-        &mut self,
-        link: &mut dyn Transport,
-        part: u32,
-        recvs: &mut [Incoming<'_>],
-        tally: &mut Tally,
-    ) -> Result<bool, Trouble> {
-        let mut any = false;
-        while let Some(current) = self.incoming.current() {
-            let message = &mut recvs[current];
-            let moved = self.incoming.moved;
-            let in_header = moved < frame::LEN;
-            let into = if in_header { &mut self.in_head[moved..] } else { &mut message.data[moved - frame::LEN..] };
-            let wanted = into.len();
-            let count = link.recv(into).map_err(Trouble::Lost)?;
-            any |= count > 0;
-            tally.received += if in_header { 0 } else { count as u64 };
-            tally.wire_received += if link.is_wire() { count as u64 } else { 0 };
-            if in_header && count == wanted {
-                // Before a byte of the body is read into the caller's memory.
-                check(&self.in_head, part, message).map_err(Trouble::Mismatch)?;
+    /// Sends some bytes by one stream; false when it has no room, or nothing to do.
+    fn send_by(&mut self, at: usize, plan: &mut dyn Plan, tally: &mut Tally, any: &mut bool) -> bool {
+        let streams = self.streams.len();
+        let head = head_len(streams);
+        let stream = &mut self.streams[at];
+        let span = if let Some(span) = stream.out {
+            span
+        } else {
+            if self.cut.is_none() && self.to_begin > 0 {
+                self.cut = plan.next(self.peer).map(|number| {
+                    self.to_begin -= 1;
+                    let len = plan.outgoing(self.peer, number).1.len();
+                    self.unsent[number] = len;
+                    Cut { number, at: 0, len }
+                });
             }
-            self.incoming.advance(count, message.data.len());
-            if count < wanted {
-                break;
+            let Some(cut) = &self.cut else { return false };
+            let len = chunk::next_len(cut.len - cut.at, streams);
+            let span = Span { number: cut.number, from: cut.at, len, moved: 0 };
+            let part = plan.part(span.number);
+            let fingerprint = plan.outgoing(self.peer, span.number).0;
+            let message = self.before.0 + span.number as u64;
+            let header = Header { fingerprint, part, body: cut.len as u64 };
+            stream.out_head = Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
+            span
+        };
+        let body = &plan.outgoing(self.peer, span.number).1[span.from..span.from + span.len];
+        let sent_head = span.moved.min(head);
+        let count = match stream.link.send(&stream.out_head[sent_head..head], &body[span.moved - sent_head..]) {
+            Ok(count) => count,
+            Err(broken) => {
+                self.send_broken = Some(broken);
+                return false;
+            }
+        };
+        if count == 0 {
+            // A chunk that was not begun is left to whichever stream has room first.
+            return false;
+        }
+        *any = true;
+        if span.moved == 0
+            && let Some(cut) = &mut self.cut
+        {
+            cut.at += span.len;
+            if cut.at == cut.len {
+                self.cut = None;
             }
         }
-        Ok(any)
+        tally.sent += (count - count.min(head - sent_head)) as u64;
+        tally.wire_sent += if stream.link.is_wire() { count as u64 } else { 0 };
+        let moved = span.moved + count;
+        let whole = moved == head + span.len;
+        stream.out = (!whole).then_some(Span { moved, ..span });
+        if whole {
+            self.unsent[span.number] -= span.len;
+            if self.unsent[span.number] == 0 {
+                plan.sent(self.peer, span.number);
+            }
+        }
+        whole
+    }
+
+    fn recv(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> Result<bool, Trouble> {
+        let mut any = false;
+        for at in 0..self.streams.len() {
+            while self.to_arrive > 0 && self.recv_by(at, plan, tally, &mut any)? {}
+        }
+        if any || self.to_arrive == 0 {
+            return Ok(any);
+        }
+        // In the middle of a chunk a broken stream will never bring the rest; otherwise the others may.
+        let broken = self.streams.iter().filter_map(|stream| {
+            let (broken, since) = stream.broken.as_ref()?;
+            let in_chunk = stream.into.is_some() || stream.in_headed > 0;
+            Some((broken, in_chunk || since.elapsed() > LINGER))
+        });
+        let broken: Vec<_> = broken.collect();
+        match broken.iter().find(|(_, hopeless)| *hopeless || broken.len() == self.streams.len()) {
+            Some((broken, _)) => Err(Trouble::Lost((*broken).clone())),
+            None => Ok(false),
+        }
+    }
+
+    /// Receives some bytes by one stream; false when there are none now.
+    fn recv_by(&mut self, at: usize, plan: &mut dyn Plan, tally: &mut Tally, any: &mut bool) -> Result<bool, Trouble> {
+        let head = head_len(self.streams.len());
+        let stream = &mut self.streams[at];
+        if stream.into.is_none() && stream.in_headed == head {
+            let Some(span) = place(&stream.in_head[..head], self.peer, plan, self.before.1, &self.missing)
+                .map_err(Trouble::Mismatch)?
+            else {
+                return Ok(false);
+            };
+            stream.in_headed = 0;
+            let missing = &mut self.missing[span.number];
+            if *missing == UNSEEN {
+                *missing = plan.expected(self.peer, span.number).1;
+            }
+            stream.into = Some(span);
+            *any = true;
+        }
+        if stream.broken.is_some() {
+            return Ok(false);
+        }
+        let Some(span) = &mut stream.into else {
+            let into = &mut stream.in_head[stream.in_headed..head];
+            let wanted = into.len();
+            let count = match stream.link.recv(into) {
+                Ok(count) => count,
+                Err(broken) => {
+                    stream.broken = Some((broken, Instant::now()));
+                    return Ok(false);
+                }
+            };
+            stream.in_headed += count;
+            *any |= count > 0;
+            tally.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
+            return Ok(count == wanted);
+        };
+        let mut full = true;
+        if span.moved < span.len {
+            let into = &mut plan.incoming(self.peer, span.number)[span.from + span.moved..span.from + span.len];
+            let wanted = into.len();
+            let count = match stream.link.recv(into) {
+                Ok(count) => count,
+                Err(broken) => {
+                    stream.broken = Some((broken, Instant::now()));
+                    return Ok(false);
+                }
+            };
+            full = count == wanted;
+            span.moved += count;
+            self.missing[span.number] -= count;
+            *any |= count > 0;
+            tally.received += count as u64;
+            tally.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
+        }
+        if span.moved == span.len {
+            let number = span.number;
+            stream.into = None;
+            if self.missing[number] == 0 {
+                self.missing[number] = COMPLETE;
+                self.to_arrive -= 1;
+                plan.arrived(self.peer, number);
+            }
+        }
+        Ok(full)
     }
 }
 
-/// Compares an incoming header with what the message must be; the error says what the peer does.
-fn check(head: &[u8; frame::LEN], part: u32, expected: &Incoming<'_>) -> Result<(), String> {
-    let theirs = Header::decode(head).map_err(|bad| bad.to_string())?;
-    let fingerprint = theirs.fingerprint;
-    if fingerprint != expected.fingerprint {
+/// Compares a header with what the message must be: the span that follows it, `None` while that is not admitted. The error says
+/// what the peer does.
+fn place(head: &[u8], peer: usize, plan: &dyn Plan, before: u64, missing: &[usize]) -> Result<Option<Span>, String> {
+    let theirs = Chunk::decode(head).map_err(|bad| bad.to_string())?;
+    let Header { fingerprint, part, body } = theirs.header;
+    let next = missing.iter().position(|missing| *missing == UNSEEN).unwrap_or(missing.len());
+    let number = match theirs.message {
+        // One stream.
+        u64::MAX => plan.number(part, next),
+        // Several: what belongs to a later run waits here for it, behind what another stream still has to bring.
+        message if message >= before.saturating_add(missing.len() as u64) => return Ok(None),
+        message => usize::try_from(message.wrapping_sub(before)).unwrap_or(usize::MAX),
+    };
+    // What any message of this run says is what it is compared with where the number says nothing.
+    let known = missing.get(number).copied();
+    let waiting = || missing.iter().position(|missing| *missing != COMPLETE).unwrap_or(0);
+    let nearest = if known.is_some() { number } else { waiting() };
+    let (expected, len) = plan.expected(peer, nearest);
+    if fingerprint != expected {
         return Err(fingerprint.to_string());
     }
-    if theirs.part != part {
-        return Err(format!("{fingerprint} in step {} instead of {part}", theirs.part));
+    if known.is_none() || part != plan.part(number) {
+        return Err(format!("{fingerprint} in step {part} instead of {}", plan.part(nearest)));
     }
-    if theirs.body != expected.data.len() as u64 {
-        return Err(format!("{fingerprint} with {} bytes instead of {}", theirs.body, expected.data.len()));
+    if body != len as u64 {
+        return Err(format!("{fingerprint} with {body} bytes instead of {len}"));
     }
-    Ok(())
+    let left = match missing[number] {
+        UNSEEN => len as u64,
+        COMPLETE => return Err(format!("{fingerprint} in step {part} once more")),
+        left => left as u64,
+    };
+    if !theirs.fits() || theirs.length > left {
+        let Chunk { offset, length, .. } = theirs;
+        return Err(format!("{fingerprint} with {length} bytes at {offset} of {len}"));
+    }
+    if !plan.admits(peer, number) {
+        return Ok(None);
+    }
+    // Within `len`, which is a length in memory.
+    Ok(Some(Span { number, from: theirs.offset as usize, len: theirs.length as usize, moved: 0 }))
 }

@@ -1,0 +1,373 @@
+"""Training with with_bagua against torch's DDP on gloo: samples per second, communication, CPU, memory, hand-over.
+
+    python benchmarks/train.py                      # three models, then memory and hand-over
+    python benchmarks/train.py --models mlp --parts throughput
+
+Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), begun with the same parameters and fed
+the same samples. Blocks of steps take turns, round by round in another order. A block's time is that of its slowest rank; figures are
+medians over blocks.
+
+Time blocked in communication is measured in one way for all: a step's time less that of the same step in `no_sync()`, where nothing is
+communicated (such steps run with a learning rate of 0, so that they leave no trace). Beside it stands `wait_s` of bagua.stats(): how long
+our communication thread waited for peers per step, hidden behind the backward pass or not. CPU seconds are those of all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import (
+    Meeting,
+    add_options,
+    keep_if_asked,
+    machine,
+    percentile,
+    run_ranks,
+    this_rank,
+    write_row,
+)
+
+MODELS = ("mlp", "transformer", "cnn")
+PARTS = ("throughput", "memory", "handover")
+#: Samples per rank and step.
+BATCH = {"mlp": 4, "transformer": 4, "cnn": 16}
+OURS = "bagua"
+
+
+def build(name: str) -> Any:
+    """A model, and a function from its output and the targets to the loss."""
+    from torch import nn
+
+    if name == "mlp":  # 25 million parameters, hardly any arithmetic: communication decides
+        return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+    if name == "cnn":
+        return nn.Sequential(
+            *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(64 * 8 * 8, 128), nn.ReLU(), nn.Linear(128, 10)),
+        )
+    return language_model(words=2000, width=192, layers=4)
+
+
+def language_model(words: int, width: int, layers: int) -> Any:
+    """A small causal transformer without dropout, whose random numbers would make losses differ."""
+    import torch
+    from torch import nn
+
+    class LanguageModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(words, width)
+            layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+            self.head = nn.Linear(width, words)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+            return self.head(self.layers(self.embed(tokens), mask=mask, is_causal=True)).flatten(0, 1)
+
+    return LanguageModel()
+
+
+def samples(name: str, rank: int) -> Iterator[tuple[Any, Any]]:
+    """Batches without end, other ones on every rank, the same in every run."""
+    import torch
+
+    random, batch = torch.Generator().manual_seed(100 + rank), BATCH[name]
+    while True:
+        if name == "mlp":
+            yield torch.randn(batch, 1024, generator=random), torch.randint(1000, (batch,), generator=random)
+        elif name == "cnn":
+            yield torch.randn(batch, 3, 32, 32, generator=random), torch.randint(10, (batch,), generator=random)
+        else:
+            tokens = torch.randint(2000, (batch, 65), generator=random)
+            yield tokens[:, :-1], tokens[:, 1:].flatten()
+
+
+class Trainer:
+    """One contender's copy of a model, its optimizer and its place in the data."""
+
+    def __init__(self, contender: str, model: str, rank: int) -> None:
+        import torch
+
+        torch.manual_seed(17)
+        self.module: Any = build(model)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        self.data = samples(model, rank)
+        self.losses: list[float] = []
+        self.no_sync: Callable[[], Any]
+        if contender == OURS:
+            from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+            from bagua.torch_api.distributed import no_sync
+
+            self.module = self.module.with_bagua([self.optimizer], GradientAllReduceAlgorithm())
+            self.no_sync = lambda: no_sync(self.module)
+        elif contender.startswith("ddp"):
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+            from torch.nn.parallel import DistributedDataParallel
+
+            self.module = DistributedDataParallel(self.module)
+            self.no_sync = self.module.no_sync
+            if contender == "ddp-bf16":
+                self.module.register_comm_hook(None, bf16_compress_hook)
+
+    def steps(self, count: int) -> None:
+        """Trains; remembers the losses."""
+        from torch.nn.functional import cross_entropy
+
+        for _ in range(count):
+            x, y = next(self.data)
+            loss = cross_entropy(self.module(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+
+    def silent_steps(self, count: int) -> None:
+        """The same work with nothing communicated, and without effect on parameters, losses and data."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        losses, data = list(self.losses), self.data
+        self.optimizer.param_groups[0]["lr"] = 0.0
+        batch = next(self.data)
+        self.data = iter(lambda: batch, None)
+        with self.no_sync():
+            self.steps(count)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.losses, self.data = losses, data
+
+
+def waited() -> float:
+    """Seconds that this rank's operations waited for peers so far, in all groups."""
+    import bagua
+
+    groups = bagua.stats()["groups"].values()
+    return sum(float(op["wait_s"]) for group in groups for op in group["ops"].values())
+
+
+def throughput(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
+    """The race on one model; rank 0 writes a row for each contender."""
+    import torch.distributed as dist
+
+    model, rounds, block = options["model"], int(options["rounds"]), int(options["block"])
+    trainers = {name: Trainer(name, model, rank) for name in (OURS, "ddp", "ddp-bf16")}
+    for trainer in trainers.values():  # the first steps settle buckets and memory
+        trainer.steps(3)
+        trainer.silent_steps(1)
+    seen: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in trainers}
+    order = list(trainers)
+    for _ in range(rounds):
+        order.append(order.pop(0))
+        for name in order:
+            trainer = trainers[name]
+            meeting.wait()
+            wait, cpu, begun = waited(), time.process_time(), time.perf_counter()
+            trainer.steps(block)
+            times = (time.perf_counter() - begun, time.process_time() - cpu, waited() - wait)
+            meeting.wait()
+            begun = time.perf_counter()
+            trainer.silent_steps(block)
+            seen[name].append((*times, time.perf_counter() - begun))
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, (seen, {name: trainer.losses for name, trainer in trainers.items()}))
+    if rank == 0:
+        check_losses([losses for _, losses in everyone])
+        for name in trainers:
+            blocks = list(zip(*(rows[name] for rows, _ in everyone), strict=True))
+            step, silent = (statistics.median(max(r[i] for r in b) for b in blocks) / block for i in (0, 3))
+            cpu, wait = (statistics.median(max(r[i] for r in b) for b in blocks) / block for i in (1, 2))
+            row = {"model": model, "ranks": ranks, "contender": name, "samples_per_s": BATCH[model] * ranks / step}
+            row |= {"step_s": step, "blocked_s": max(0.0, step - silent), "cpu_s": cpu}
+            write_row(options, row | ({"wait_s": wait} if name == OURS else {}))
+
+
+def check_losses(everyone: list[dict[str, list[float]]]) -> None:
+    """AssertionError unless all contenders learn the same: float32 alike, the bf16 hook about so."""
+    mean = {
+        name: [statistics.fmean(step) for step in zip(*(r[name] for r in everyone), strict=True)]
+        for name in everyone[0]
+    }
+    for name, allowed in ((OURS, 1e-3), ("ddp-bf16", 5e-2)):
+        worst = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(mean[name], mean["ddp"], strict=True))
+        if worst > allowed:
+            raise AssertionError(
+                f"the losses of {name} differ from those of DDP by {worst:.2g} of them, more than {allowed}"
+            )
+
+
+def proportional_set_size() -> int:
+    """Bytes of memory in use by this process, memory that n processes map counted as an n-th."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) * 1024
+
+
+def memory(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
+    """What training the MLP in this way takes, the same imports and groups made before in every way."""
+    import torch.distributed as dist
+
+    meeting.wait()
+    before = proportional_set_size()
+    trainer = Trainer(options["contender"], "mlp", rank)
+    trainer.steps(4)
+    # Gradients stay, as they do between backward and step: the moment at which most is in use.
+    from torch.nn.functional import cross_entropy
+
+    x, y = next(trainer.data)
+    cross_entropy(trainer.module(x), y).backward()
+    meeting.wait()
+    grown = proportional_set_size() - before
+    meeting.wait()
+    gradients = sum(p.numel() * p.element_size() for p in trainer.module.parameters())
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, grown)
+    if rank == 0:
+        row = {
+            "contender": options["contender"],
+            "grown_bytes": statistics.fmean(everyone),
+            "gradient_bytes": gradients,
+        }
+        write_row(options, row)
+
+
+def handover(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
+    """What it costs to have the communication thread do an operation instead of doing it oneself, on a bucket of 1 KiB."""
+    import numpy as np
+    import torch
+
+    from bagua.buckets import Bucket, Engine
+    from bagua.group import default
+
+    group = default(required=True)
+    bucket = np.full(256, rank, dtype=np.float32)
+    alone = bucket.copy()
+    matrix = torch.randn(160, 160)
+
+    def compute() -> None:
+        for _ in range(12):
+            torch.mm(matrix, matrix)
+
+    ways: dict[str, list[float]] = {
+        "blocking": [],
+        "handed over": [],
+        "mark_ready": [],
+        "compute": [],
+        "compute beside": [],
+        "wait": [],
+    }
+    with Engine("handover") as engine:
+        engine.register([Bucket("b", {"x": bucket}).append_centralized()])
+
+        def timed(way: str, function: Callable[[], Any]) -> None:
+            begun = time.perf_counter()
+            function()
+            ways[way].append(time.perf_counter() - begun)
+
+        def hand_over() -> None:
+            engine.mark_ready("x")
+            engine.wait()
+
+        for _ in range(int(options["calls"])):
+            meeting.wait()
+            timed("blocking", lambda: group.all_reduce(alone, "avg"))
+            meeting.wait()
+            timed("handed over", hand_over)
+            meeting.wait()
+            timed("compute", compute)
+            meeting.wait()
+            timed("mark_ready", lambda: engine.mark_ready("x"))
+            timed("compute beside", compute)
+            timed("wait", engine.wait)
+    expected = (ranks - 1) / 2
+    if not (np.all(bucket == expected) and np.all(alone == expected)):
+        raise AssertionError(f"rank {rank} has {bucket[0]} and {alone[0]} instead of the average {expected}")
+    if rank == 0:
+        for way, times in ways.items():
+            write_row(
+                options, {"what": way, "p50_us": percentile(times, 0.5) * 1e6, "p99_us": percentile(times, 0.99) * 1e6}
+            )
+
+
+def child(options: dict[str, Any]) -> None:
+    """One rank of one part."""
+    import torch
+    import torch.distributed as dist
+
+    import bagua.torch_api as api
+
+    torch.set_num_threads(1)
+    rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
+    api.init_process_group(dist.FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
+    meeting = Meeting(folder, rank, ranks)
+    {"throughput": throughput, "memory": memory, "handover": handover}[options["part"]](options, rank, ranks, meeting)
+    dist.barrier()
+    api.destroy_process_group()
+
+
+def show_throughput(rows: list[Any]) -> None:
+    """The table of one model."""
+    step = {row["contender"]: row["step_s"] for row in rows}
+    for row in rows:
+        wait = f"{row['wait_s'] * 1e3:>10.2f}" if "wait_s" in row else f"{'-':>10}"
+        print(
+            f"{row['model']:<12}{row['contender']:<10}{row['samples_per_s']:>11.1f}{row['step_s'] * 1e3:>10.2f}"
+            f"{row['blocked_s'] * 1e3:>12.2f}{wait}{row['cpu_s'] * 1e3:>10.2f}{row['step_s'] / step[OURS]:>12.2f}"
+        )
+
+
+def main() -> None:
+    """Parses the command line, runs the parts, prints, keeps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=15, help="blocks of each contender")
+    parser.add_argument("--block", type=int, default=5, help="steps of a block")
+    args = parser.parse_args()
+    if args.child:
+        child(json.loads(args.child))
+        return
+    calls = 3000
+    if args.quick:
+        args.models, args.rounds, args.block, calls = args.models[-1:], 2, 1, 20
+
+    def run(part: str, **options: Any) -> list[Any]:
+        env = {"MASTER_ADDR": "127.0.0.1"} if "MASTER_ADDR" not in os.environ else {}
+        return run_ranks(__file__, args.ranks, {"part": part, **options}, mpi=False, limit=args.limit, env=env)
+
+    print(f"{machine()}, {args.ranks} ranks")
+    if "throughput" in args.parts:
+        print(
+            f"{'model':<12}{'':<10}{'samples/s':>11}{'ms/step':>10}{'blocked ms':>12}{'wait ms':>10}{'CPU ms':>10}{'step/ours':>12}"
+        )
+        rows = []
+        for model in args.models:
+            found = run("throughput", model=model, rounds=args.rounds, block=args.block)
+            show_throughput(found)
+            rows += found
+        keep_if_asked(args, "train", rows)
+    if "memory" in args.parts:
+        rows = [run("memory", contender=name)[0] for name in ("plain", OURS, "ddp")]
+        for row in rows:
+            row["over_plain"] = (row["grown_bytes"] - rows[0]["grown_bytes"]) / row["gradient_bytes"]
+            print(f"memory, {row['contender']:<6}: {row['over_plain']:+.2f} of the gradients' size beyond plain torch")
+        keep_if_asked(args, "memory", rows)
+    if "handover" in args.parts:
+        rows = run("handover", calls=calls)
+        for row in rows:
+            print(f"hand-over, {row['what']:<15} p50 {row['p50_us']:>9.1f} us   p99 {row['p99_us']:>9.1f} us")
+        p50 = {row["what"]: row["p50_us"] for row in rows}
+        print(f"hand-over beyond the collective: {p50['handed over'] - p50['blocking']:.1f} us (median less median)")
+        print(f"compute slowed by {(p50['compute beside'] / p50['compute'] - 1) * 100:+.1f} %")
+        keep_if_asked(args, "handover", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Aggregation of gradients and models by hand, with the classes and closures of mlbench.
+
+    from bagua.aggregation import AllReduceAggregation
+
+    aggregate = AllReduceAggregation(world_size).agg_grad()
+    loss.backward()
+    aggregate(model, "avg_world")
+    optimizer.step()
+
+The optimizers that do this by themselves live in :mod:`bagua.aggregation.optim`.
+"""
+
+from .aggregation import Aggregation
+from .centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, AllReduceAggregationHVD
+from .decentralized import DecentralizedAggregation
+from .packing import global_average, pack_tensors, unpack_tensors
+from .power import PowerAggregation, orthogonalize
+from .sparsified import SparsifiedAggregation
+
+__all__ = [
+    "ALLREDUCE_AGGREGATION_OPS",
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "Aggregation",
+    "AllReduceAggregation",
+    "AllReduceAggregationHVD",
+    "DecentralizedAggregation",
+    "PowerAggregation",
+    "SparsifiedAggregation",
+    "global_average",
+    "orthogonalize",
+    "pack_tensors",
+    "unpack_tensors",
+]

@@ -1,0 +1,139 @@
+"""Aggregations in which every rank gets the same: all-reduce, over our engine, torch.distributed or Horovod."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from .aggregation import Aggregation, Denominator, divisor
+from .peers import HALVES, Group, HorovodReducer, Reducer, find
+from .power import PowerAggregation
+from .sparsified import SparsifiedAggregation
+
+__all__ = [
+    "ALLREDUCE_AGGREGATION_OPS",
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "AllReduceAggregation",
+    "AllReduceAggregationHVD",
+    "PowerAggregation",
+    "SparsifiedAggregation",
+]
+
+AVG_WORLD = "avg_world"
+AVG_CUSTOM = "avg_custom"
+ALLREDUCE_AGGREGATION_OPS = [AVG_WORLD, AVG_CUSTOM]
+
+_Kind = Literal["avg_world", "avg_custom", "sum", "min", "max"]
+
+#: Every name of an operation.
+_KINDS: dict[str, _Kind] = {
+    AVG_WORLD: "avg_world",
+    "avg": "avg_world",
+    AVG_CUSTOM: "avg_custom",
+    "custom_avg": "avg_custom",
+    "sum": "sum",
+    "min": "min",
+    "max": "max",
+}
+
+
+class AllReduceAggregation(Aggregation):
+    """Averages, adds, or takes the smallest or largest of all ranks' gradients or weights, element by element.
+
+    ``op`` of the closures is ``"avg_world"`` (or ``"avg"``), ``"avg_custom"`` (or ``"custom_avg"``: the sum divided by
+    ``denom``, a number or a tensor of one element), ``"sum"``, ``"min"`` or ``"max"``; another is NotImplementedError,
+    and a ``denom`` that cannot divide is ValueError, both before anything is communicated.
+
+    ``world_size`` is the group's size, or 1 to stay alone, for which no process group is needed. Division comes after
+    the sum unless ``divide_before`` is set. Half precision accumulates in float32 and is rounded once, so sums that
+    would overflow on the way to an average do not.
+
+    A ``denom`` is not communicated. If the ranks' differ, then with ``divide_before`` every rank gets the sum of
+    x_r / denom_r; without, each rank gets the sum divided by its own, and the replicas part.
+
+    ``group`` says who takes part: by default our default group; a process group of ours or of torch.distributed; or
+    ``"torch"``.
+    """
+
+    def __init__(
+        self, world_size: int, divide_before: bool = False, use_cuda: bool = False, *, group: Group = None
+    ) -> None:
+        super().__init__(use_cuda)
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}: there is at least one rank")
+        self.world_size = world_size
+        self.divide_before = divide_before
+        self.group = group
+
+    def _reducer(self) -> Reducer:
+        return find(self.group, self.world_size)
+
+    def _place(self, device: torch.device) -> torch.device:
+        return self._reducer().place(device, self.use_cuda)
+
+    def _check(self, op: str, denom: Denominator) -> None:
+        kind = _KINDS.get(op)
+        if kind is None:
+            raise NotImplementedError(f"op={op!r} is none of {', '.join(_KINDS)}")
+        if kind == "avg_custom":
+            divisor(denom)
+        self._reducer()
+
+    def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
+        """The combination of all ranks' tensors, in place."""
+        self._check(op, denom)
+        return self._agg_marked(data, 0, op, denom)
+
+    def _agg_marked(self, data: torch.Tensor, marks: int, op: str, denom: Denominator) -> torch.Tensor:
+        kind, reducer = _KINDS[op], self._reducer()
+        if kind in ("avg_world", "avg_custom") and not data.dtype.is_floating_point and not data.dtype.is_complex:
+            raise TypeError(f"{op} of {str(data.dtype).removeprefix('torch.')} is not defined")
+        if data.dtype.is_complex:
+            raise TypeError(f"{str(data.dtype).removeprefix('torch.')} tensors cannot be aggregated")
+        end = data.numel() - marks
+        if kind == "avg_world" and not self.divide_before:
+            reducer.all_reduce(data, "mean")
+        elif kind == "avg_world" or (kind == "avg_custom" and self.divide_before):
+            # The marks are not divided: a large denominator could make them vanish.
+            data[:end].div_(self.world_size if kind == "avg_world" else divisor(denom))
+            reducer.all_reduce(data, "sum")
+        elif kind == "avg_custom":
+            wide = data.float() if data.dtype in HALVES else data
+            reducer.all_reduce(wide, "sum")
+            wide[:end].div_(divisor(denom))
+            if wide is not data:
+                data.copy_(wide)
+        elif kind == "sum" or kind == "min" or kind == "max":
+            reducer.all_reduce(data, kind)
+        return data
+
+
+def _horovod() -> ModuleType | None:
+    try:
+        return importlib.import_module("horovod.torch")
+    except ImportError:
+        return None
+
+
+class AllReduceAggregationHVD(AllReduceAggregation):
+    """:class:`AllReduceAggregation` over Horovod where that is installed (``hvd.init()`` is the caller's), and over
+    our engine or ``group`` where it is not. torch.distributed need not be initialised.
+    """
+
+    def __init__(
+        self, world_size: int, divide_before: bool = False, use_cuda: bool = False, *, group: Group = None
+    ) -> None:
+        super().__init__(world_size, divide_before, use_cuda, group=group)
+        self._horovod = _horovod()
+
+    def _reducer(self) -> Reducer:
+        if self._horovod is None or self.world_size == 1:
+            return super()._reducer()
+        reducer = HorovodReducer(self._horovod)
+        if reducer.size != self.world_size:
+            raise ValueError(f"world_size is {self.world_size}, but Horovod has {reducer.size} rank(s)")
+        return reducer

@@ -1,0 +1,451 @@
+"""Optimizers that aggregate by themselves: each step is communication and update in one.
+
+The names, constructors and hooks are those of mlbench. A ``closure`` is evaluated before gradients are aggregated. A
+``tracker`` hears ``record_batch_agg()`` after aggregation and ``record_batch_opt_step()`` after the update. ``group``
+is as in :class:`bagua.aggregation.AllReduceAggregation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from .aggregation import Denominator
+from .centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from .decentralized import DecentralizedAggregation
+from .fp16 import DynamicLossScaler, FP16Optimizer
+from .peers import Group, find
+from .power import PowerAggregation
+from .sparsified import Method, SparsifiedAggregation
+
+__all__ = [
+    "CentralizedAdam",
+    "CentralizedSGD",
+    "CustomCentralizedOptimizer",
+    "DecentralizedSGD",
+    "DynamicLossScaler",
+    "FP16Optimizer",
+    "GenericCentralizedOptimizer",
+    "PowerSGD",
+    "SignSGD",
+    "SparsifiedSGD",
+]
+
+LossClosure = Callable[[], Any] | None
+
+
+def _evaluate(closure: LossClosure) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _required(**given: Any) -> None:
+    for name, value in given.items():
+        if value is None:
+            raise ValueError(f'"{name}" not set for optimizer')
+
+
+class GenericCentralizedOptimizer:
+    """Base: an optimizer of torch, in ``optimizer``, with an all-reduce of gradients before each step, or of weights
+    at the beginning and after each step (``agg_grad=False``). Everything it does not know goes to ``optimizer``.
+    """
+
+    def __init__(
+        self,
+        world_size: int | None,
+        model: torch.nn.Module | None,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        divide_before: bool = False,
+        agg_grad: bool = True,
+        *,
+        group: Group = None,
+    ) -> None:
+        _required(world_size=world_size or None, model=model)
+        assert world_size is not None
+        assert model is not None
+        self.agg_mode = AVG_WORLD
+        self.model = model
+        self.agg_grad = agg_grad
+        self.world_size = world_size
+        self.optimizer: torch.optim.Optimizer | None = None
+        aggregation = AllReduceAggregation(world_size, divide_before, use_cuda, group=group)
+        if agg_grad:
+            self.agg = aggregation.agg_grad(by_layer)
+        else:
+            self.agg = aggregation.agg_model(by_layer)
+            self.agg(model, AVG_WORLD)
+
+    def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
+        """Aggregates and updates, or the other way round; returns what the closure returned."""
+        return self._step(closure, tracker, None)
+
+    def _step(self, closure: LossClosure, tracker: Any, denom: Denominator) -> Any:
+        loss = _evaluate(closure)
+        if self.agg_grad:
+            self._aggregate(tracker, denom)
+        self._before_update()
+        self._optimizer().step()
+        if tracker:
+            tracker.record_batch_opt_step()
+        if not self.agg_grad:
+            self._aggregate(tracker, denom)
+        return loss
+
+    def _before_update(self) -> None:
+        """What is done to the gradients last."""
+
+    def _aggregate(self, tracker: Any, denom: Denominator) -> None:
+        self.agg(self.model, self.agg_mode, denom)
+        if tracker:
+            tracker.record_batch_agg()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ValueError("the optimizer has not been set")
+        return self.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is not found otherwise; before __init__ is through, that may be anything.
+        optimizer = self.__dict__.get("optimizer")
+        if optimizer is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and no optimizer yet")
+        return getattr(optimizer, name)
+
+
+class CentralizedSGD(GenericCentralizedOptimizer):
+    """torch.optim.SGD with averages over all ranks. The arguments in the middle are those of torch."""
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        model: torch.nn.Module | None = None,
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        *,
+        group: Group = None,
+    ) -> None:
+        _required(lr=lr)
+        assert lr is not None
+        super().__init__(world_size, model, use_cuda, by_layer, agg_grad=agg_grad, group=group)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
+
+
+class CentralizedAdam(GenericCentralizedOptimizer):
+    """torch.optim.Adam with averages over all ranks. The arguments in the middle are those of torch."""
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        model: torch.nn.Module | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        *,
+        group: Group = None,
+    ) -> None:
+        super().__init__(world_size, model, use_cuda, by_layer, agg_grad=agg_grad, group=group)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr, betas, eps, weight_decay, amsgrad)
+
+
+class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
+    """Any optimizer, with averages over the world or by a denominator of the caller's, and gradient clipping.
+
+    ``grad_clip`` is the largest L2 norm that the aggregated gradients may have. One of ``average_world`` and
+    ``average_custom`` must be chosen (NotImplementedError).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        world_size: int,
+        optimizer: torch.optim.Optimizer,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        grad_clip: float | None = math.inf,
+        average_world: bool = False,
+        average_custom: bool = False,
+        divide_before: bool = False,
+        *,
+        group: Group = None,
+    ) -> None:
+        if not average_world and not average_custom:
+            raise NotImplementedError("choose average_world or average_custom")
+        super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad, group=group)
+        self.agg_mode = AVG_WORLD if average_world else AVG_CUSTOM
+        self.grad_clip = math.inf if grad_clip is None else grad_clip
+        self.optimizer = optimizer
+
+    def step(self, closure: LossClosure = None, tracker: Any = None, denom: Denominator = None) -> bool:
+        """One step; True. ``denom`` divides with ``average_custom``."""
+        self._step(closure, tracker, denom)
+        return True
+
+    def _before_update(self) -> None:
+        if math.isfinite(self.grad_clip):
+            clip_grad_norm_(self.model.parameters(), self.grad_clip)
+
+
+class PowerSGD(torch.optim.SGD):
+    """torch.optim.SGD on gradients aggregated by :class:`bagua.aggregation.PowerAggregation`.
+
+    ``world_size`` 1 leaves the number of ranks to the group. With one rank nothing is compressed. The aggregation's
+    state is part of ``state_dict()``, which therefore differs from rank to rank.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        lr: float | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        reuse_query: bool = False,
+        world_size: int = 1,
+        rank: int = 1,
+        *,
+        group: Group = None,
+    ) -> None:
+        _required(model=model, lr=lr)
+        assert model is not None
+        assert lr is not None
+        if not average_world:
+            raise NotImplementedError("only averages over the world are possible")
+        super().__init__(model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
+        self.model = model
+        self.agg_mode = "avg"
+        self.aggregation = PowerAggregation(model, use_cuda, reuse_query, world_size, rank, group=group)
+        self.agg = self.aggregation.agg_grad(by_layer)
+
+    def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
+        """Aggregates gradients and updates; returns what the closure returned."""
+        loss = _evaluate(closure)
+        if self.aggregation.ranks > 1:
+            self.agg(self.model, self.agg_mode)
+        if tracker:
+            tracker.record_batch_agg()
+        super().step()
+        if tracker:
+            tracker.record_batch_opt_step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and the aggregation's as ``"aggregation"``."""
+        return super().state_dict() | {"aggregation": self.aggregation.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned on this rank."""
+        rest = dict(state_dict)
+        self.aggregation.load_state_dict(rest.pop("aggregation"))
+        super().load_state_dict(rest)
+
+
+class DecentralizedSGD(torch.optim.SGD):
+    """torch.optim.SGD, after each step of which the weights are averaged with those of the neighbours.
+
+    Momentum stays this rank's own. See :class:`bagua.aggregation.DecentralizedAggregation`.
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        neighbors: Iterable[int] | None = None,
+        model: torch.nn.Module | None = None,
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        group: Group = None,
+    ) -> None:
+        # Rank 0 is a rank, and no neighbours are neighbours.
+        _required(rank=rank, neighbors=neighbors, model=model, lr=lr)
+        assert rank is not None
+        assert neighbors is not None
+        assert model is not None
+        assert lr is not None
+        if not average_world:
+            raise NotImplementedError("only averages over the neighbourhood are possible")
+        super().__init__(model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
+        self.model = model
+        self.agg_mode = AVG_WORLD
+        self.agg = DecentralizedAggregation(rank, list(neighbors), use_cuda, group=group).agg_model(by_layer)
+
+    def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
+        """Updates, then averages weights; returns what the closure returned."""
+        loss = super().step(closure)
+        if tracker:
+            tracker.record_batch_opt_step()
+        self.agg(self.model, self.agg_mode)
+        if tracker:
+            tracker.record_batch_agg()
+        return loss
+
+
+class SparsifiedSGD(torch.optim.Optimizer):
+    """SGD with memory (Stich, Cordonnier and Jaggi, NeurIPS 2018): what is sparsified and remembered is lr times the
+    gradient, so a learning rate that changes does not rescale what is still to be sent.
+
+    Each rank sends ``sparse_grad_size`` elements of every parameter: a block in a row, or any (``random_sparse``), or
+    what ``method`` says; an int is a count and a float a fraction. The sum over the ranks is divided by their number
+    with ``average_world``. Weight decay is not sparsified: it is lr * weight_decay * w on every rank. The initial
+    weights are the caller's to make equal.
+
+    A weighted mean of all iterates, in which later ones weigh more, is kept by :meth:`update_estimated_weights`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        weight_decay: float = 0.0,
+        sparse_grad_size: int | float = 10,
+        random_sparse: bool = False,
+        average_world: bool = True,
+        *,
+        method: Method | None = None,
+        use_cuda: bool = False,
+        group: Group = None,
+    ) -> None:
+        if lr < 0.0 or weight_decay < 0.0:
+            raise ValueError(f"lr={lr} and weight_decay={weight_decay} must not be negative")
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.agg_mode = AVG_WORLD if average_world else "sum"
+        self._parameters = [parameter for group_ in self.param_groups for parameter in group_["params"]]
+        self.aggregation = SparsifiedAggregation(
+            torch.nn.ParameterList(self._parameters),
+            use_cuda,
+            k=sparse_grad_size,
+            method=method or ("random_k" if random_sparse else "block"),
+            group=group,
+        )
+        self._estimates = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def step(self, closure: LossClosure = None) -> Any:
+        """Aggregates sparsified updates and applies them; returns what the closure returned."""
+        loss = _evaluate(closure)
+        rates = [group["lr"] for group in self.param_groups for _ in group["params"]]
+        decays = [group["lr"] * group["weight_decay"] for group in self.param_groups for _ in group["params"]]
+        updates = [
+            None if parameter.grad is None else rate * parameter.grad
+            for parameter, rate in zip(self._parameters, rates, strict=True)
+        ]
+        results = self.aggregation._agg(updates, self.agg_mode)
+        for parameter, result, decay in zip(self._parameters, results, decays, strict=True):
+            if result is not None:
+                parameter.mul_(1.0 - decay).sub_(result)
+        return loss
+
+    @torch.no_grad()
+    def update_estimated_weights(self, iteration: int, sparse_vector_size: int) -> None:
+        """Takes this iterate into the mean, with the weights (t + tau)^2 of the paper's theorem 2.4, where t counts
+        from 0 and tau is the parameter's size divided by ``sparse_vector_size``.
+        """
+        t = float(iteration)
+        for estimate, parameter in zip(self._estimates, self._parameters, strict=True):
+            tau = parameter.numel() / sparse_vector_size
+            # (t + tau)^2 over the sum of (i + tau)^2 for i from 0 to t.
+            share = 6 * (t + tau) ** 2 / ((1 + t) * (6 * tau**2 + t + 6 * tau * t + 2 * t**2))
+            estimate.lerp_(parameter.detach(), share)
+
+    def get_estimated_weights(self) -> list[torch.Tensor]:
+        """The mean, one tensor per parameter."""
+        return self._estimates
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and the aggregation's as ``"aggregation"``: it differs from rank to rank."""
+        return super().state_dict() | {"aggregation": self.aggregation.state_dict(), "estimates": self._estimates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned on this rank."""
+        rest = dict(state_dict)
+        self.aggregation.load_state_dict(rest.pop("aggregation"))
+        self._estimates = [estimate.clone() for estimate in rest.pop("estimates")]
+        super().load_state_dict(rest)
+
+
+class SignSGD(torch.optim.SGD):
+    """SGD by the sign of the (momentum of the) gradient: each weight moves by lr.
+
+    With ``world_size`` above 1 the ranks vote, and the majority's sign counts; a tie does not move the weight.
+    Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018. A vote is one byte.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        world_size: int = 1,
+        group: Group = None,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+        self.world_size = world_size
+        self.group = group
+
+    @torch.no_grad()
+    def step(self, closure: LossClosure = None) -> Any:
+        """Votes and moves; returns what the closure returned."""
+        loss = _evaluate(closure)
+        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        signs = [
+            torch.zeros_like(parameter) if parameter.grad is None else self._direction(parameter, group).sign()
+            for parameter, group in parameters
+        ]
+        peers = find(self.group, self.world_size)
+        if peers.size > 1 and signs:
+            # The sum of the votes must fit.
+            kind = torch.int8 if peers.size <= 127 else torch.int32
+            place = peers.place(signs[0].device, False)
+            votes = torch.cat([sign.reshape(-1).to(place, kind) for sign in signs])
+            peers.all_reduce(votes, "sum")
+            pieces = torch.split(votes.sign(), [sign.numel() for sign in signs])
+            signs = [piece.view(sign.shape).to(sign) for piece, sign in zip(pieces, signs, strict=True)]
+        for (parameter, group), sign in zip(parameters, signs, strict=True):
+            parameter.sub_(sign * group["lr"])
+        return loss
+
+    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The gradient with weight decay and momentum, as in torch.optim.SGD."""
+        assert parameter.grad is not None
+        direction = parameter.grad.add(parameter, alpha=group["weight_decay"])
+        if not group["momentum"]:
+            return direction
+        state = self.state[parameter]
+        buffer: torch.Tensor | None = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = state["momentum_buffer"] = direction.clone()
+        else:
+            buffer.mul_(group["momentum"]).add_(direction, alpha=1 - group["dampening"])
+        return direction.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer

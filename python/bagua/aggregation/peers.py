@@ -1,0 +1,246 @@
+"""The other ranks, as an aggregation sees them: one seam, and an implementation for each way to reach them.
+
+``Alone`` is the one to read first. An aggregation asks :func:`find` anew at each call, so it may be built before the
+process group, and outlives one that is torn down and built again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from bagua import group as neutral
+from bagua.errors import BaguaError
+from bagua.torch_api import collectives, env, groups
+
+Reduction = Literal["sum", "mean", "min", "max"]
+
+#: What a caller may name as the ranks to work with: ``None`` is our default group, ``"torch"`` that of
+#: torch.distributed.
+Group = groups.BaguaProcessGroup | neutral.Group | dist.ProcessGroup | str | None
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Reducer(Protocol):
+    """What an all-reduce aggregation needs of the other ranks."""
+
+    size: int
+
+    def place(self, device: torch.device, use_cuda: bool) -> torch.device:
+        """Where a tensor from ``device`` must lie to be communicated; in CUDA memory only if wished or unavoidable."""
+
+    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
+        """Combines a contiguous tensor of any dtype and shape in place, bitwise equal on all ranks.
+
+        Half precision is accumulated in float32 and rounded once.
+        """
+
+
+class Peers(Reducer, Protocol):
+    """Everything that the aggregations need of the other ranks."""
+
+    rank: int
+
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        """Every rank's flat tensor of n elements: a tensor of shape [size, n], in rank order."""
+
+    def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
+        """Sends a flat tensor to some ranks, and returns theirs, in the order of ``peers``. They must do the same."""
+
+
+class Alone:
+    """No other ranks: nothing is sent, and no process group is needed."""
+
+    rank = 0
+    size = 1
+
+    def place(self, device: torch.device, use_cuda: bool) -> torch.device:
+        """Stays where it is."""
+        return device
+
+    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
+        """One rank's combination is its own tensor."""
+
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor as the only row."""
+        return data.unsqueeze(0)
+
+    def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
+        """There is nobody to exchange with."""
+        if peers:
+            raise ValueError(f"ranks {list(peers)} cannot be reached: there is one rank only")
+        return []
+
+
+class BaguaPeers:
+    """Ranks of a group of ours. Tensors travel from host memory."""
+
+    _OPS: ClassVar = {
+        "sum": collectives.ReduceOp.SUM,
+        "mean": collectives.ReduceOp.AVG,
+        "min": collectives.ReduceOp.MIN,
+        "max": collectives.ReduceOp.MAX,
+    }
+
+    def __init__(self, communicator: groups.Communicator) -> None:
+        self._communicator = communicator
+        self.rank = communicator.rank()
+        self.size = communicator.nranks()
+
+    def place(self, device: torch.device, use_cuda: bool) -> torch.device:
+        """Host memory."""
+        return torch.device("cpu")
+
+    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
+        """The engine's all_reduce."""
+        collectives.allreduce_inplace(data, self._OPS[op], self._communicator)
+
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        """The engine's all_gather."""
+        everybody = data.new_empty((self.size, data.numel()))
+        collectives.allgather(data, everybody, self._communicator)
+        return everybody
+
+    def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
+        """The engine's exchange: all messages at once, so no order of sending and receiving can block."""
+        received = [torch.empty_like(data) for _ in peers]
+        if peers:
+            self._communicator.raw.exchange(
+                [(peer, data.data_ptr(), data.numel()) for peer in peers],
+                [(peer, theirs.data_ptr(), data.numel()) for peer, theirs in zip(peers, received, strict=True)],
+                collectives.dtype_code(data, "tensor"),
+            )
+        return received
+
+
+class TorchPeers:
+    """Ranks of a process group of torch.distributed, whatever its backend."""
+
+    _OPS: ClassVar = {
+        "sum": dist.ReduceOp.SUM,
+        "mean": dist.ReduceOp.SUM,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+    }
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        # Such as "cpu:gloo,cuda:nccl".
+        backends = str(dist.get_backend_config(group))
+        self._devices = {part.partition(":")[0] for part in backends.split(",") if ":" in part}
+
+    def place(self, device: torch.device, use_cuda: bool) -> torch.device:
+        """Host memory, unless CUDA is wished and possible, or the backend (NCCL) knows nothing else."""
+        if use_cuda and device.type == "cuda" and "cuda" in self._devices:
+            return device
+        if "cpu" in self._devices or not self._devices:
+            return torch.device("cpu")
+        return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+
+    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
+        """Backends reduce half precision as such, and not all know a mean."""
+        wide = data.float() if data.dtype in HALVES else data
+        dist.all_reduce(wide, self._OPS[op], group=self._group)
+        if op == "mean":
+            wide.div_(self.size)
+        if wide is not data:
+            data.copy_(wide)
+
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        """torch.distributed.all_gather."""
+        everybody = data.new_empty((self.size, data.numel()))
+        dist.all_gather(list(everybody.unbind()), data, group=self._group)
+        return everybody
+
+    def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
+        """Batched, so that no order of sending and receiving can block."""
+        received = [torch.empty_like(data) for _ in peers]
+        messages = []
+        for peer, theirs in zip(peers, received, strict=True):
+            world = dist.get_global_rank(self._group, peer)
+            messages.append(dist.P2POp(dist.isend, data, world, self._group))
+            messages.append(dist.P2POp(dist.irecv, theirs, world, self._group))
+        for request in dist.batch_isend_irecv(messages) if messages else []:
+            request.wait()
+        return received
+
+
+class HorovodReducer:
+    """Ranks of Horovod, through the module ``horovod.torch``."""
+
+    def __init__(self, horovod: ModuleType) -> None:
+        self._horovod = horovod
+        self.size = int(horovod.size())
+
+    def place(self, device: torch.device, use_cuda: bool) -> torch.device:
+        """Host memory unless CUDA is wished."""
+        return device if use_cuda else torch.device("cpu")
+
+    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
+        """Always Horovod's Sum, never its Average, so that who divides is one and the same everywhere.
+
+        No name is given: Horovod then numbers the tensors itself, and two calls in flight cannot collide.
+        """
+        wide = data.float() if data.dtype in HALVES else data
+        kind = {"min": "Min", "max": "Max"}.get(op, "Sum")
+        result = self._horovod.allreduce(wide, op=getattr(self._horovod, kind))
+        data.copy_(result / self.size if op == "mean" else result)
+
+
+def find(group: Group = None, world_size: int | None = None) -> Peers:
+    """The ranks to work with.
+
+    ``world_size`` 1 is :class:`Alone`; another number must be the group's size (ValueError), ``None`` is whatever that
+    is. Without a group this is the default group of ours; BaguaError if there is none although the environment speaks
+    of several ranks.
+    """
+    if world_size == 1:
+        return Alone()
+    peers = _choose(group)
+    if world_size is not None and peers.size != world_size:
+        raise ValueError(f"world_size is {world_size}, but the group has {peers.size} rank(s)")
+    return peers
+
+
+def _choose(group: Group) -> Peers:
+    if isinstance(group, str):
+        if group != "torch":
+            raise ValueError(f'group={group!r}: the only group with a name is "torch"')
+        if not dist.is_initialized():
+            raise BaguaError('group="torch", but torch.distributed is not initialised')
+        return TorchPeers(dist.distributed_c10d._get_default_group())
+    if isinstance(group, dist.ProcessGroup):
+        return TorchPeers(group)
+    if isinstance(group, neutral.Group):
+        return BaguaPeers(groups.Communicator(group))
+    if group is None:
+        if groups.is_initialized():
+            group = groups._get_default_group()
+        elif (default := neutral.default()) is not None:
+            return BaguaPeers(groups.Communicator(default))
+        else:
+            return _without_group()
+    if not isinstance(group, groups.BaguaProcessGroup):
+        raise TypeError(f"group must be a process group or 'torch', not {type(group).__name__}")
+    communicator = group.get_global_communicator()
+    if not isinstance(communicator, groups.Communicator):
+        raise ValueError(f"this rank is not a member of {group}")
+    return BaguaPeers(communicator)
+
+
+def _without_group() -> Peers:
+    if dist.is_initialized():
+        raise BaguaError(
+            "torch.distributed is initialised, bagua is not: call bagua.torch_api.init_process_group(), "
+            'or say group="torch"'
+        )
+    if env.get_world_size() > 1:
+        raise BaguaError("there is no process group yet: call bagua.torch_api.init_process_group() first")
+    return Alone()

@@ -1,0 +1,242 @@
+"""Low-rank aggregation with error feedback: PowerSGD.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019, algorithms 1 and 2. A gradient of n x m elements, seen as a matrix M, costs r (n + m) elements: one step
+of subspace iteration, P = orthonormal(mean(M Q)), Q = mean(M^T P), of which P Q^T is the result.
+
+Two things are done otherwise than in the paper, so that a step is exact whenever the mean has rank r or less. Q is made
+orthonormal before it is used, which changes no span and keeps small singular directions above rounding. And a warm Q
+whose columns have become dependent (after zero gradients, or gradients of lower rank) is drawn anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from .aggregation import Denominator
+from .compressing import CompressingAggregation, Gradients, wide
+from .packing import flatten
+from .peers import Group, Peers, find
+
+_OPS = ("avg_world", "avg")
+
+
+def orthogonalize(matrix: torch.Tensor, eps: torch.Tensor | float = 1e-16) -> None:
+    """Makes the columns of a matrix orthonormal, in place.
+
+    Modified Gram-Schmidt, each column twice: once leaves columns that were almost dependent visibly not orthogonal
+    (Giraud, Langou and Rozloznik, 2005). A column that depends on those before it becomes zero, and so do those beyond
+    the number of rows. ``eps`` is added to the norms.
+    """
+    small = float(eps)
+    with torch.no_grad():
+        for index in range(matrix.shape[1]):
+            column, before = matrix[:, index], matrix[:, :index]
+            length = torch.linalg.vector_norm(column)
+            for _ in range(2):
+                for other in before.unbind(1):
+                    column -= torch.dot(other, column) * other
+            rest = torch.linalg.vector_norm(column)
+            # What is left of a dependent column is rounding, which must not become a direction.
+            rounding = max(matrix.shape) * torch.finfo(matrix.dtype).eps
+            if rest <= rounding * length:
+                column.zero_()
+            else:
+                column /= rest + small
+
+
+class PowerAggregation(CompressingAggregation):
+    """Aggregates gradients by their best approximation of rank ``rank`` that one power iteration finds.
+
+    Tensors of one dimension or none travel as they are. Computes in float32, or float64 for float64 parameters.
+    ``world_size`` is the group's size; 1, the default, leaves that to the group. ``reuse_query`` starts from the last
+    step's Q instead of a random one ("warm start"). ``seed`` starts the draws of Q, which are the same on all ranks and
+    touch no other random number generator.
+
+    ``memory="aggregated"`` remembers the difference between what this rank gave and what everybody got;
+    ``memory="local"`` the part of its own gradient outside the common subspace, as in the paper, which is zero at full
+    rank and does not grow with the ranks' disagreement. ``error_feedback=False`` remembers nothing.
+
+    ``op`` of the closure is ``"avg"`` or ``"avg_world"``. A step with tensors of a single dtype is three collectives,
+    of r (n + m) elements for each matrix, one for each element of the other tensors, and one for each parameter that
+    says whether there is a gradient.
+
+    ``bases`` and ``queries`` hold the last P and Q of each parameter, ``None`` for those that travel as they are.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        use_cuda: bool = False,
+        reuse_query: bool = False,
+        world_size: int = 1,
+        rank: int = 1,
+        *,
+        memory: Literal["aggregated", "local"] = "aggregated",
+        error_feedback: bool = True,
+        seed: int = 1,
+        group: Group = None,
+    ) -> None:
+        super().__init__(model, use_cuda, group=group)
+        if rank < 1:
+            raise ValueError(f"rank is {rank}: an approximation has at least rank 1")
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}: there is at least one rank")
+        if memory not in ("aggregated", "local"):
+            raise ValueError(f"memory={memory!r} is neither aggregated nor local")
+        self.reuse_query = reuse_query
+        self.world_size = world_size
+        self.rank = rank
+        self.memory = memory
+        self.error_feedback = error_feedback
+        self.seed = seed
+        self.bases: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self.queries: list[torch.Tensor | None] = [None] * len(self.parameters)
+        # Steps that drew at least one Q: the position in the sequence of seeds.
+        self._draws = 0
+        self._seeds = np.random.RandomState(seed)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self._peers().size
+
+    def _peers(self) -> Peers:
+        return find(self.group, None if self.world_size == 1 else self.world_size)
+
+    def _check(self, op: str, denom: Denominator) -> None:
+        if op not in _OPS:
+            raise NotImplementedError(f"op={op!r} is none of {', '.join(_OPS)}")
+        self._peers()
+
+    def _is_matrix(self, index: int) -> bool:
+        parameter = self.parameters[index]
+        return parameter.dim() > 1 and parameter.numel() > 0
+
+    def _begin(self, gradients: Gradients) -> None:
+        """A usable Q for every matrix, the same on all ranks because all draw in the same order."""
+        matrices = [index for index in range(len(self.parameters)) if self._is_matrix(index)]
+        cold = [index for index in matrices if not self.reuse_query or _degenerate(self.queries[index])]
+        if not cold:
+            return
+        generator = torch.Generator().manual_seed(int(self._seeds.randint(1_000_000_000)))
+        self._draws += 1
+        for index in cold:
+            parameter = self.parameters[index]
+            n, m = parameter.shape[0], parameter[0].numel()
+            drawn = torch.randn(m, min(n, m, self.rank), generator=generator)
+            self.queries[index] = drawn.to(parameter.device, wide(parameter.dtype))
+
+    def _combine(self, chosen: Sequence[int], gradients: Gradients, op: str, denom: Denominator) -> None:
+        assert isinstance(gradients, list)
+        peers = self._peers()
+        for kind in (torch.float32, torch.float64):
+            matrices = [i for i in chosen if self._is_matrix(i) and wide(self.parameters[i].dtype) is kind]
+            if matrices:
+                self._combine_matrices(peers, matrices, gradients)
+        vectors: dict[torch.dtype, list[int]] = {}
+        for index in chosen:
+            if not self._is_matrix(index):
+                vectors.setdefault(self.parameters[index].dtype, []).append(index)
+        for indices in vectors.values():
+            values = [
+                torch.zeros_like(self.parameters[index]) if gradients[index] is None else gradients[index]
+                for index in indices
+            ]
+            means, anywhere = self._reduce(peers, values, [gradients[index] is not None for index in indices], "mean")
+            for index, mean, somebody in zip(indices, means, anywhere, strict=True):
+                if somebody:
+                    gradients[index] = mean
+
+    def _combine_matrices(self, peers: Peers, matrices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
+        sums = {i: self._with_memory(i, gradients[i]).reshape(self.parameters[i].shape[0], -1) for i in matrices}
+        present = [gradients[i] is not None for i in matrices]
+        products = [sums[i] @ _orthonormal(self.queries[i]) for i in matrices]
+        # The scale of P is no matter, so its sum does.
+        products, anywhere = self._reduce(peers, products, present, "sum")
+        live = [i for i, somebody in zip(matrices, anywhere, strict=True) if somebody]
+        for i, product in zip(matrices, products, strict=True):
+            if i in live:
+                self.bases[i] = _orthonormal(product)
+        if not live:
+            return
+        means, _ = self._reduce(peers, [sums[i].T @ self._basis(i) for i in live], None, "mean")
+        for i, query in zip(live, means, strict=True):
+            parameter, basis, whole = self.parameters[i], self._basis(i), sums[i]
+            exact = basis @ query.T
+            result = exact.to(parameter.dtype)
+            gradients[i] = result.view(parameter.shape)
+            if not bool(exact.isfinite().all()):
+                # An overflow is everybody's, and memory and warm start must survive the step that is skipped for it.
+                self.queries[i] = None
+                continue
+            self.queries[i] = query
+            if self.error_feedback:
+                left = whole - result if self.memory == "aggregated" else whole - basis @ (basis.T @ whole)
+                if self.memory == "local":
+                    # What half precision rounds away stays as well.
+                    left += exact - result
+                self.memories[i].copy_(left.view(parameter.shape))
+
+    def _basis(self, index: int) -> torch.Tensor:
+        basis = self.bases[index]
+        assert basis is not None
+        return basis
+
+    def _reduce(
+        self,
+        peers: Peers,
+        tensors: Sequence[torch.Tensor],
+        present: Sequence[bool] | None,
+        op: Literal["sum", "mean"],
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Tensors of one dtype in one all-reduce, and for each whether any rank has it."""
+        marks = torch.tensor([float(mark) for mark in present or []], dtype=tensors[0].dtype)
+        flat = flatten([*tensors, marks], peers.place(tensors[0].device, self.use_cuda))
+        peers.all_reduce(flat, op)
+        results, offset = [], 0
+        for tensor in tensors:
+            piece = flat[offset : offset + tensor.numel()].view(tensor.shape)
+            results.append(piece.to(tensor.device))
+            offset += tensor.numel()
+        return results, (flat[offset:] != 0).tolist() if present is not None else [True] * len(tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Memories, queries, and where the draws stand."""
+        queries = [None if query is None else query.clone() for query in self.queries]
+        return super().state_dict() | {"queries": queries, "draws": self._draws, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned on this rank."""
+        super().load_state_dict(state)
+        self.queries = [
+            None if query is None else query.to(memory.device, copy=True)
+            for query, memory in zip(state["queries"], self.memories, strict=True)
+        ]
+        self.seed, self._draws = state["seed"], state["draws"]
+        self._seeds = np.random.RandomState(self.seed)
+        for _ in range(self._draws):
+            self._seeds.randint(1_000_000_000)
+
+
+def _orthonormal(matrix: torch.Tensor | None) -> torch.Tensor:
+    """Orthonormal columns that span (at least) those of the matrix. All NaN where it is not finite."""
+    assert matrix is not None
+    if not bool(matrix.isfinite().all()):
+        return torch.full_like(matrix, math.nan)
+    basis: torch.Tensor = torch.linalg.qr(matrix).Q
+    return basis
+
+
+def _degenerate(query: torch.Tensor | None) -> bool:
+    """True when the columns are dependent up to rounding, or there are none yet."""
+    if query is None:
+        return True
+    sizes = torch.linalg.svdvals(query)
+    rounding = 10 * max(query.shape) * torch.finfo(query.dtype).eps
+    return bool(sizes[-1] <= rounding * sizes[0])

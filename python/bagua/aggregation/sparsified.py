@@ -1,0 +1,166 @@
+"""Aggregates only the k most important, k random or a block of k elements of each gradient; the rest waits its turn.
+
+Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018: top-k and random-k with error feedback.
+
+Each rank chooses for itself, so up to world size times k elements of a result are not zero. One all_gather per step
+carries all choices as bytes: whether there is a gradient, int64 positions, and values in the parameters' dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from .aggregation import Denominator, divisor
+from .compressing import CompressingAggregation, Gradients
+from .peers import Group
+
+Method = Literal["top_k", "random_k", "block"]
+
+_AVERAGES = ("avg_world", "avg")
+_CUSTOM = ("avg_custom", "custom_avg")
+
+
+class SparsifiedAggregation(CompressingAggregation):
+    """Aggregates sparsified gradients.
+
+    ``k`` says how much of each tensor a rank sends: a float in (0, 1] is a fraction (at least one element), an int a
+    count, and more than there is means all. ``method`` says which: ``"top_k"`` the largest in magnitude, ``"random_k"``
+    any, ``"block"`` that many in a row, at a random place. ``seed`` starts the choice of the random ones, which differs
+    from rank to rank and touches no other random number generator. ``error_feedback=False`` forgets what is not sent.
+
+    ``op`` of the closure is ``"avg_world"``, ``"avg_custom"`` (see :class:`AllReduceAggregation`) or ``"sum"``. After
+    each step with an average over the world, the mean of the ranks' memories and the result together equal the mean of
+    gradients and memories before.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        use_cuda: bool = False,
+        *,
+        k: int | float = 0.01,
+        method: Method = "top_k",
+        error_feedback: bool = True,
+        seed: int = 1,
+        group: Group = None,
+    ) -> None:
+        super().__init__(model, use_cuda, group=group)
+        if method not in ("top_k", "random_k", "block"):
+            raise ValueError(f"method={method!r} is none of top_k, random_k, block")
+        if not 0 < k < math.inf or (isinstance(k, float) and k > 1.0):
+            raise ValueError(f"k={k!r} is neither a fraction in (0, 1] nor a count of at least 1")
+        self.k = k
+        self.method = method
+        self.error_feedback = error_feedback
+        self.seed = seed
+        self._generator: torch.Generator | None = None
+
+    def count(self, index: int) -> int:
+        """How many elements of a parameter each rank sends."""
+        numel = self.parameters[index].numel()
+        if isinstance(self.k, float):
+            return min(numel, max(1, math.ceil(self.k * numel)))
+        return min(numel, self.k)
+
+    def _check(self, op: str, denom: Denominator) -> None:
+        if op in _CUSTOM:
+            divisor(denom)
+        elif op not in _AVERAGES and op != "sum":
+            raise NotImplementedError(f"op={op!r} is none of {', '.join((*_AVERAGES, *_CUSTOM, 'sum'))}")
+
+    def _random(self) -> torch.Generator:
+        if self._generator is None:
+            # A prime keeps the seeds of neighbouring ranks and seeds apart.
+            self._generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._peers().rank)
+        return self._generator
+
+    def _choose(self, values: torch.Tensor, k: int) -> torch.Tensor:
+        """What is sent of a flat tensor, as int64: positions, or where the block begins."""
+        size = values.numel()
+        if self.method == "top_k":
+            return torch.topk(values.abs(), k, sorted=False).indices.cpu()
+        if self.method == "random_k":
+            return torch.randperm(size, generator=self._random())[:k]
+        blocks = -(-size // k) if k else 1
+        # The last block ends with the tensor and overlaps its neighbour, so that every element has its turn.
+        block = int(torch.randint(blocks, (1,), generator=self._random()).item())
+        return torch.tensor([min(block * k, size - k)])
+
+    def _positions(self, chosen: torch.Tensor, k: int) -> torch.Tensor:
+        return torch.arange(k) + chosen if self.method == "block" else chosen
+
+    def _combine(self, chosen: Sequence[int], gradients: Gradients, op: str, denom: Denominator) -> None:
+        assert isinstance(gradients, list)
+        peers = self._peers()
+        present = torch.tensor([gradients[index] is not None for index in chosen], dtype=torch.uint8)
+        sums, places, values = [], [], []
+        for index in chosen:
+            whole = self._with_memory(index, gradients[index]).reshape(-1)
+            place = self._choose(whole, self.count(index))
+            value = whole[self._positions(place, self.count(index)).to(whole.device)]
+            if not bool(whole.isfinite().all()):
+                # Everybody must see it, whichever elements were chosen.
+                value = torch.full_like(value, math.nan)
+            sums.append(whole)
+            places.append(place)
+            values.append(value.to("cpu", self.parameters[index].dtype))
+        message = torch.cat([present, *map(_bytes, places), *map(_bytes, values)])
+        device = peers.place(sums[0].device, self.use_cuda)
+        everybody = peers.all_gather(message.to(device)).cpu()
+
+        anywhere = everybody[:, : len(chosen)].any(dim=0).tolist()
+        parting = {"sum": 1.0} | dict.fromkeys(_AVERAGES, float(peers.size))
+        denominator = parting[op] if op in parting else divisor(denom)
+        at_place, at_value = len(chosen), len(chosen) + sum(_size(place) for place in places)
+        for number, index in enumerate(chosen):
+            k, whole, parameter = self.count(index), sums[number], self.parameters[index]
+            result = torch.zeros(whole.numel(), dtype=whole.dtype)
+            for row in everybody:
+                theirs = _values(row, at_place, places[number])
+                # One rank's positions are different ones, so the order of additions is that of the ranks.
+                result.index_add_(
+                    0, self._positions(theirs, k), _values(row, at_value, values[number]).to(result.dtype)
+                )
+            at_place += _size(places[number])
+            at_value += _size(values[number])
+            if not anywhere[number]:
+                continue
+            gradients[index] = (result / denominator).to(parameter.device, parameter.dtype).view(parameter.shape)
+            # An overflow is everybody's, and the memory must survive the step that is skipped for it.
+            if self.error_feedback and bool(result.isfinite().all()):
+                positions = self._positions(places[number], k).to(whole.device)
+                sent = values[number].to(whole.device, whole.dtype)
+                # What half precision rounds away stays as well.
+                whole[positions] -= sent
+                self.memories[index].copy_(whole.view(parameter.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Memories, and where the random choice stands."""
+        generator = None if self._generator is None else self._generator.get_state()
+        return super().state_dict() | {"generator": generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned on this rank."""
+        super().load_state_dict(state)
+        self._generator = None
+        if state["generator"] is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(state["generator"])
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _values(row: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor whose bytes begin there."""
+    # A copy begins at an address that any element type may lie at.
+    return row[begin : begin + _size(like)].clone().view(like.dtype)

@@ -1,0 +1,124 @@
+//! Which algorithm an all_reduce uses: the cost model, and the table that follows from it.
+//!
+//! The model is Hockney's, with an overhead per message as in LogP: a message of b bytes costs its sender and its receiver o each, is
+//! on its way for a, and its bytes leave and enter a rank at one byte per t. N bytes, n ranks:
+//!
+//! | algorithm | time | buys |
+//! |---|---|---|
+//! | whole: everybody sends everything to everybody | a + 2 (n - 1) o + (n - 1) N t | one latency |
+//! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
+//! | direct: reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
+//! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
+//!
+//! Whole wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
+//! bytes that direct moves without waiting for sums (every rank adds N elements instead of N / 2, many times faster than any
+//! network brings them). Direct moves as few bytes as a ring and has fewer
+//! latencies, so that by the model it always wins over the ring; what the model does not see is that n - 1 senders meet at one
+//! port, whose switch drops what its buffers cannot hold, and that a rank polls n - 1 streams. Hence the ring for many ranks,
+//! when each share is long enough to hide 2 (n - 1) latencies. With as many ranks and few bytes the 4 (n - 1) o of direct are
+//! the whole cost, and doubling has log2(n) of them.
+//!
+//! Whole and direct combine in rank order. The ring begins each share at another rank, and doubling combines neighbours first, so
+//! their sums differ in the last bits from those of the others, and f16 and bf16 are rounded at every hop: these types stay with
+//! direct. The choice depends only on what all ranks know: bytes, ranks and type.
+
+use crate::types::DType;
+
+/// How an all_reduce between hosts is done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// As the table says.
+    #[default]
+    Auto,
+    /// Every pair of ranks for itself; in rank order.
+    Direct,
+    /// Along a ring.
+    Ring,
+    /// Between neighbours at distances 1, 2, 4, ….
+    Doubling,
+}
+
+impl Algorithm {
+    /// Every one of them; an algorithm's place is its code.
+    pub const ALL: [Algorithm; 4] = [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring, Algorithm::Doubling];
+
+    /// The field's name for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Algorithm::Auto => "auto",
+            Algorithm::Direct => "direct",
+            Algorithm::Ring => "ring",
+            Algorithm::Doubling => "doubling",
+        }
+    }
+}
+
+/// Bytes up to which the number of rounds costs more than the bytes.
+pub(super) const SMALL: usize = 16 << 10;
+
+/// Ranks up to which everybody sends a small tensor to everybody.
+pub(super) const FEW: usize = 8;
+
+/// Ranks up to which large tensors are combined in rank order whatever their type.
+const DIRECT: usize = 16;
+
+/// Bytes of a share from which a ring hides its latencies.
+const RING_SHARE: usize = 64 << 10;
+
+/// What [`Algorithm`] comes down to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    Whole,
+    Direct,
+    Ring,
+    Doubling,
+}
+
+/// The table.
+pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Way {
+    let small = bytes <= SMALL;
+    let rounds_once = matches!(dtype, DType::F16 | DType::BF16);
+    match forced {
+        Algorithm::Ring => Way::Ring,
+        Algorithm::Doubling => Way::Doubling,
+        _ if small && ranks <= FEW || ranks <= 2 => Way::Whole,
+        Algorithm::Direct => Way::Direct,
+        Algorithm::Auto if ranks <= DIRECT || rounds_once => Way::Direct,
+        Algorithm::Auto if small => Way::Doubling,
+        Algorithm::Auto if bytes / ranks >= RING_SHARE => Way::Ring,
+        Algorithm::Auto => Way::Direct,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worlds_of_up_to_sixteen_ranks_combine_in_rank_order() {
+        for ranks in 1..=16 {
+            for bytes in [0, 1, SMALL, SMALL + 1, 1 << 30] {
+                let way = choose(Algorithm::Auto, DType::F32, bytes, ranks);
+                assert!(matches!(way, Way::Whole | Way::Direct), "{way:?} for {bytes} bytes of {ranks} ranks");
+                assert!(ranks > 2 || way == Way::Whole);
+            }
+        }
+    }
+
+    #[test]
+    fn large_worlds_double_small_tensors_and_send_large_ones_round_unless_each_hop_would_round() {
+        let way = |dtype, bytes| choose(Algorithm::Auto, dtype, bytes, 64);
+        assert_eq!(way(DType::F32, 1000), Way::Doubling);
+        assert_eq!(way(DType::F32, 1 << 20), Way::Direct);
+        assert_eq!(way(DType::F32, 64 << 20), Way::Ring);
+        assert_eq!((way(DType::F16, 1000), way(DType::BF16, 64 << 20)), (Way::Direct, Way::Direct));
+    }
+
+    #[test]
+    fn a_forced_algorithm_is_used() {
+        for (forced, way) in [(Algorithm::Ring, Way::Ring), (Algorithm::Doubling, Way::Doubling)] {
+            assert_eq!(choose(forced, DType::F16, 8, 2), way);
+        }
+        assert_eq!(choose(Algorithm::Direct, DType::F32, 64 << 20, 64), Way::Direct);
+    }
+}

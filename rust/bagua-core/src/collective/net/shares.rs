@@ -1,0 +1,229 @@
+//! Reductions in which each rank combines its share of the elements (or everything): piece by piece, while further pieces travel both ways.
+//!
+//! A message to a peer is a piece of what the peer combines, or of what this rank has combined. Results go first, while they are
+//! in the cache; inputs fill the line otherwise. A piece is combined as soon as it is there from all ranks, and while that
+//! happens the kernel receives the next ones, so that the line is idle only for the latency of the last piece.
+
+use std::ops::Range;
+
+use super::reductions::fold;
+use crate::collective::Call;
+use crate::transport::Plan;
+use crate::types::{Fingerprint, ReduceOp};
+
+/// Who gets what a rank has combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Results {
+    /// Everybody.
+    All,
+    /// This rank.
+    Root(usize),
+    /// The rank itself only.
+    Kept,
+}
+
+/// Where a rank's tensor lies.
+pub(super) enum Place<'a> {
+    /// One buffer for inputs and results.
+    Whole(&'a mut [u8]),
+    /// Inputs and results, both of the whole tensor.
+    Two(&'a [u8], &'a mut [u8]),
+    /// Inputs of the whole tensor, results of this rank's share only.
+    Share(&'a [u8], &'a mut [u8]),
+}
+
+impl Place<'_> {
+    /// Bytes of the tensor.
+    pub fn len(&self) -> usize {
+        match self {
+            Place::Whole(data) => data.len(),
+            Place::Two(src, _) | Place::Share(src, _) => src.len(),
+        }
+    }
+}
+
+/// See the module.
+pub(super) struct Shares<'a, 'c> {
+    /// What the operation says of itself.
+    pub call: &'a Call<'c>,
+    /// How elements are combined.
+    pub op: ReduceOp,
+    /// This rank.
+    pub rank: usize,
+    /// Who gets them, besides the rank itself.
+    pub results: Results,
+    /// By rank: the bytes that it combines. Shares may overlap where nobody else gets the results.
+    pub shares: Vec<Range<usize>>,
+    /// Bytes of a piece, the last one of a share excepted: whole elements.
+    pub piece: usize,
+    /// Where this rank's tensor lies.
+    pub place: Place<'a>,
+    /// Groups of slots: a slot of a piece for every rank.
+    pub staging: &'a mut [u8],
+    /// By place in the window of pieces that may be under way at once: the piece's group, if something of it has arrived, and
+    /// from how many peers it is complete.
+    pub window: Vec<(Option<usize>, usize)>,
+    /// Groups that are free. What was left last is taken first, so that as little memory is used as the peers allow, and that
+    /// from the cache.
+    pub free: Vec<usize>,
+    /// By piece: peers that must be sent this rank's values before the sum can take their place. Empty where shares do not overlap.
+    pub unsent: Vec<usize>,
+    /// Pieces of the own share that are combined: all before this one.
+    pub folded: usize,
+    /// By peer: inputs that came from it.
+    pub came: Vec<usize>,
+    /// By peer: inputs and results that were begun.
+    pub begun: Vec<(usize, usize)>,
+    /// Bytes that arrive.
+    pub total: u64,
+}
+
+impl Shares<'_, '_> {
+    /// How many pieces a rank's share has; at least one, so that headers are compared though it be empty.
+    fn pieces(&self, owner: usize) -> usize {
+        self.shares[owner].len().div_ceil(self.piece).max(1)
+    }
+
+    /// Bytes of piece `number` of a rank's share, from the beginning of the tensor.
+    fn range(&self, owner: usize, number: usize) -> Range<usize> {
+        let Range { start, end } = self.shares[owner];
+        let at = (start + number * self.piece).min(end);
+        at..(at + self.piece).min(end)
+    }
+
+    fn gets(&self, rank: usize) -> bool {
+        match self.results {
+            Results::All => true,
+            Results::Root(root) => root == rank,
+            Results::Kept => false,
+        }
+    }
+
+    /// Combines every piece that is there from all ranks and whose turn has come.
+    pub fn fold(&mut self) {
+        let (rank, n) = (self.rank, self.shares.len());
+        let pieces = self.pieces(rank);
+        while self.folded < pieces {
+            let range = self.range(rank, self.folded);
+            let places = self.window.len();
+            let (group, present) = &mut self.window[self.folded % places];
+            if *present < n - 1 || self.unsent.get(self.folded).is_some_and(|peers| *peers > 0) {
+                return;
+            }
+            *present = 0;
+            // Empty pieces, and those of a rank that is alone, have none.
+            let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
+            self.free.push(group);
+            let slots = &self.staging[group * n * self.piece..(group + 1) * n * self.piece];
+            let start = self.shares[rank].start;
+            let (own, out) = match &mut self.place {
+                Place::Whole(data) => (None, &mut data[range]),
+                Place::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
+                Place::Share(src, dst) => (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start]),
+            };
+            let slots = slots.chunks_exact(self.piece).enumerate();
+            let inputs: Vec<_> =
+                slots.map(|(peer, slot)| if peer == rank { own } else { Some(&slot[..out.len()]) }).collect();
+            fold(self.call, self.op, &inputs, out);
+            self.folded += 1;
+        }
+    }
+}
+
+impl Plan for Shares<'_, '_> {
+    fn counts(&self, peer: usize) -> (usize, usize) {
+        let (mine, theirs) = (self.pieces(self.rank), self.pieces(peer));
+        let to = theirs + if self.gets(peer) { mine } else { 0 };
+        (to, mine + if self.gets(self.rank) { theirs } else { 0 })
+    }
+
+    fn next(&mut self, peer: usize) -> Option<usize> {
+        let inputs = self.pieces(peer);
+        let gets = self.gets(peer);
+        let (input, result) = &mut self.begun[peer];
+        if gets && *result < self.folded {
+            *result += 1;
+            Some(inputs + *result - 1)
+        } else if *input < inputs {
+            *input += 1;
+            Some(*input - 1)
+        } else {
+            None
+        }
+    }
+
+    fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
+        let inputs = self.pieces(peer);
+        let is_input = number < inputs;
+        let range = if is_input { self.range(peer, number) } else { self.range(self.rank, number - inputs) };
+        let bytes = match &self.place {
+            Place::Whole(data) => &data[range],
+            Place::Two(src, _) if is_input => &src[range],
+            Place::Two(_, dst) => &dst[range],
+            Place::Share(src, _) if is_input => &src[range],
+            Place::Share(_, dst) => {
+                let start = self.shares[self.rank].start;
+                &dst[range.start - start..range.end - start]
+            }
+        };
+        (self.call.fingerprint, bytes)
+    }
+
+    fn sent(&mut self, _peer: usize, number: usize) {
+        if let Some(peers) = self.unsent.get_mut(number) {
+            *peers -= 1;
+            self.fold();
+        }
+    }
+
+    fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
+        let inputs = self.pieces(self.rank);
+        let range = if number < inputs { self.range(self.rank, number) } else { self.range(peer, number - inputs) };
+        (self.call.fingerprint, range.len())
+    }
+
+    fn admits(&self, _peer: usize, number: usize) -> bool {
+        number >= self.pieces(self.rank) || number < self.folded + self.window.len()
+    }
+
+    fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
+        let inputs = self.pieces(self.rank);
+        if number < inputs {
+            let len = self.range(self.rank, number).len();
+            let places = self.window.len();
+            let group = &mut self.window[number % places].0;
+            // There are as many groups as places.
+            let group = *group.get_or_insert_with(|| self.free.pop().expect("a group for every place"));
+            let start = (group * self.shares.len() + peer) * self.piece;
+            return &mut self.staging[start..start + len];
+        }
+        let range = self.range(peer, number - inputs);
+        match &mut self.place {
+            Place::Whole(data) => &mut data[range],
+            Place::Two(_, dst) => &mut dst[range],
+            // Results come only to ranks that have a place for them.
+            Place::Share(..) => &mut [],
+        }
+    }
+
+    fn arrived(&mut self, peer: usize, number: usize) {
+        if number < self.pieces(self.rank) {
+            self.came[peer] += 1;
+            let places = self.window.len();
+            self.window[number % places].1 += 1;
+            self.fold();
+        }
+    }
+
+    fn owes(&self, peer: usize) -> bool {
+        self.folded < self.pieces(self.rank) && self.came[peer] <= self.folded
+    }
+
+    fn part(&self, number: usize) -> u32 {
+        number as u32
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        (0, self.total)
+    }
+}

@@ -1,0 +1,144 @@
+//! Work on all ranks' tensors where they lie, in one arena.
+//!
+//! Every rank reads from, and in a reduction writes to, its peers' memory; the facts that the `unsafe` blocks quote are those of
+//! [`super::run`]. The rank's own tensor is reached through the slice that the caller lent, the peers' through the mapping.
+
+use std::ops::Range;
+
+use super::others;
+use super::pieces::Timer;
+use super::run::{Offer, Spot};
+use super::segment::ALIGN;
+use crate::collective::Call;
+use crate::error::{Error, Result};
+use crate::memory::{Finder, SharedArena};
+use crate::reduce::{combine, combine_everywhere};
+use crate::types::ReduceOp;
+
+/// Where a rank's tensor lies.
+pub(super) struct Home {
+    arena: SharedArena,
+    /// In this rank's part.
+    offset: usize,
+    /// Bytes of the tensor; equal on all ranks, or their fingerprints would differ.
+    len: usize,
+}
+
+impl Home {
+    /// The home of a tensor, if it has one.
+    pub(super) fn of(tensor: &[u8], finder: &mut Finder) -> Option<Home> {
+        finder.find(tensor).map(|(arena, offset)| Home { arena, offset, len: tensor.len() })
+    }
+
+    /// What this rank tells the others.
+    pub(super) fn offer(&self) -> Offer {
+        let spot = |arena| Spot { arena, offset: self.offset as u64 };
+        self.arena.id().map_or(Offer::Nowhere, |id| Offer::At(spot(id)))
+    }
+
+    /// The tensors of all ranks, each at an offset of its rank's part. Every rank offered a place in this arena, so all come to the
+    /// same conclusion here.
+    pub(super) fn tensors(self, call: &Call<'_>, members: &[usize], offsets: &[u64]) -> Result<Tensors> {
+        let place = |(member, offset): (&usize, &u64)| {
+            let part = self.arena.part(call.watch.world_rank(*member))?;
+            let begin = part.start.checked_add(usize::try_from(*offset).ok()?)?;
+            (begin.checked_add(self.len)? <= part.end).then(|| begin..begin + self.len)
+        };
+        let places: Option<Vec<_>> = members.iter().zip(offsets).map(place).collect();
+        let places = places.ok_or_else(|| {
+            Error::Mismatch(format!(
+                "{}: a rank says that its tensor lies where no part of the arena is",
+                call.fingerprint
+            ))
+        })?;
+        Ok(Tensors { arena: self.arena, places })
+    }
+}
+
+/// All ranks' tensors, while an operation works on them.
+pub(super) struct Tensors {
+    /// Keeps the peers' parts mapped.
+    arena: SharedArena,
+    /// In the arena's memory, by rank on this host; in bounds, and apart from each other.
+    places: Vec<Range<usize>>,
+}
+
+impl Tensors {
+    fn range(&self, rank: usize, range: Range<usize>) -> Range<usize> {
+        let place = &self.places[rank];
+        assert!(range.start <= range.end && range.end <= place.len());
+        place.start + range.start..place.start + range.end
+    }
+
+    /// Bytes of a rank's tensor.
+    ///
+    /// # Safety
+    /// No rank writes to the range before this rank's second arrival, and the slice does not outlive that moment.
+    pub(super) unsafe fn read(&self, rank: usize, range: Range<usize>) -> &[u8] {
+        // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
+        unsafe { self.arena.mapping().slice(self.range(rank, range)) }
+    }
+
+    /// Bytes of a rank's tensor, to write.
+    ///
+    /// # Safety
+    /// No other rank reads or writes the range before this rank's second arrival, the slice does not outlive that moment, and
+    /// this rank holds no other slice of the range.
+    #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the protocol can promise")]
+    unsafe fn write(&self, rank: usize, range: Range<usize>) -> &mut [u8] {
+        // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
+        unsafe { self.arena.mapping().slice_mut(self.range(rank, range)) }
+    }
+
+    /// Rank `me` combines its share of all tensors and leaves the result in all of them, or in the root's. `own` is its own.
+    pub(super) fn reduce(&self, call: &Call<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
+        let ranks = self.places.len();
+        let each = own.len().div_ceil(ranks).next_multiple_of(ALIGN);
+        let mine = (each * me).min(own.len())..(each * (me + 1)).min(own.len());
+        let timer = Timer::start(call, mine.len());
+        let own = &mut own[mine.clone()];
+        match root {
+            None => {
+                let mut own = Some(own);
+                let part = |rank| match own.take_if(|_| rank == me) {
+                    Some(own) => own,
+                    // SAFETY: D2; this share of every tensor is read and written by this rank only.
+                    None => unsafe { self.write(rank, mine.clone()) },
+                };
+                let mut parts: Vec<&mut [u8]> = (0..ranks).map(part).collect();
+                combine_everywhere(call.dtype(), op, &mut parts);
+            }
+            Some(root) => {
+                // SAFETY: D2; this share of every tensor is read and written by this rank only.
+                let theirs = |rank| unsafe { self.read(rank, mine.clone()) };
+                if root == me {
+                    let inputs: Vec<_> = (0..ranks).map(|rank| (rank != me).then(|| theirs(rank))).collect();
+                    combine(call.dtype(), op, &inputs, own);
+                } else {
+                    let input = |rank| match rank {
+                        _ if rank == root => None,
+                        _ if rank == me => Some(&*own),
+                        _ => Some(theirs(rank)),
+                    };
+                    let inputs: Vec<_> = (0..ranks).map(input).collect();
+                    // SAFETY: as above; the root's tensor is not among the inputs.
+                    combine(call.dtype(), op, &inputs, unsafe { self.write(root, mine.clone()) });
+                }
+            }
+        }
+        timer.stop();
+    }
+
+    /// Copies a range of another rank's tensor, in a verb that changes no such range on its owner's side.
+    pub(super) fn copy(&self, rank: usize, range: Range<usize>, to: &mut [u8]) {
+        // SAFETY: D2; the verbs that come here write only to what no other rank reads.
+        to.copy_from_slice(unsafe { self.read(rank, range) });
+    }
+
+    /// Copies a range of every peer's tensor to where it belongs in `out`; see [`Tensors::copy`].
+    pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
+        for rank in others(me, self.places.len()) {
+            self.copy(rank, range.clone(), &mut out[to(rank)]);
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! The header of a chunk: what stands before every run of bytes that one stream carries.
+//!
+//! With one stream per peer a message is one chunk, and its header is the message's own ([`frame`]). With several, every chunk
+//! carries the message's header, so that it can be checked without waiting for another stream, and its place:
+//!
+//! | bytes | field | |
+//! |---|---|---|
+//! | 0..64 | header of the message | `body` is the length of the whole message |
+//! | 64..72 | message | number of the message among all that the sender ever sent to this peer |
+//! | 72..80 | offset | of the chunk in the message |
+//! | 80..88 | length | bytes that follow |
+
+use crate::transport::frame::{self, BadFrame, Header};
+
+/// Bytes of the longest header.
+pub(super) const LEN: usize = frame::LEN + 24;
+
+/// Bytes of a header where a peer is joined by this many streams.
+pub(super) const fn head_len(streams: usize) -> usize {
+    if streams > 1 { LEN } else { frame::LEN }
+}
+
+/// What a header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Chunk {
+    /// Of the message.
+    pub header: Header,
+    /// Number of the message.
+    pub message: u64,
+    /// Where the chunk begins in it.
+    pub offset: u64,
+    /// Bytes that follow.
+    pub length: u64,
+}
+
+impl Chunk {
+    /// The bytes that travel; only the first [`head_len`] of them do.
+    pub fn encode(&self) -> [u8; LEN] {
+        let mut out = [0; LEN];
+        out[..frame::LEN].copy_from_slice(&self.header.encode());
+        for (slot, value) in out[frame::LEN..].chunks_exact_mut(8).zip([self.message, self.offset, self.length]) {
+            slot.copy_from_slice(&value.to_le_bytes());
+        }
+        out
+    }
+
+    /// Reads a header. A short one stands for a whole message and does not say which.
+    pub fn decode(bytes: &[u8]) -> Result<Chunk, BadFrame> {
+        let (head, place) = bytes.split_first_chunk().expect("a header has at least the length of a message's");
+        let header = Header::decode(head)?;
+        let word = |at: usize| place.get(8 * at..).and_then(<[u8]>::first_chunk).copied().map(u64::from_le_bytes);
+        Ok(match (word(0), word(1), word(2)) {
+            (Some(message), Some(offset), Some(length)) => Chunk { header, message, offset, length },
+            _ => Chunk { header, message: u64::MAX, offset: 0, length: header.body },
+        })
+    }
+
+    /// True when the chunk lies within its message, and carries something if the message does.
+    pub fn fits(&self) -> bool {
+        let Header { body, .. } = self.header;
+        self.offset.checked_add(self.length).is_some_and(|end| end <= body) && (self.length > 0 || body == 0)
+    }
+}
+
+/// The shortest chunk: below this a header and a system call cost as much as the bytes.
+pub(super) const SHORTEST: usize = 32 << 10;
+
+/// The longest chunk where there is another stream that could take the rest.
+pub(super) const LONGEST: usize = 256 << 10;
+
+/// How much of a message's last `left` bytes a stream takes at a time. Guided self-scheduling (Polychronopoulos and Kuck, 1987):
+/// chunks become shorter towards the end, so that a slow stream is not left alone with a long one.
+pub(super) fn next_len(left: usize, streams: usize) -> usize {
+    if streams == 1 || left <= SHORTEST + SHORTEST / 2 {
+        return left;
+    }
+    (left / (2 * streams)).clamp(SHORTEST, LONGEST).min(left)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{DType, Fingerprint, Kind, Shape};
+
+    fn example() -> Chunk {
+        let shape = Shape::flat(3);
+        let fingerprint = Fingerprint {
+            epoch: 1,
+            channel: 2,
+            kind: Kind::Send,
+            seq: 4,
+            dtype: DType::U8,
+            op: None,
+            root: None,
+            count: 100,
+            shape,
+        };
+        let header = Header { fingerprint, part: 5, body: 100 };
+        Chunk { header, message: 0x0102_0304_0506_0708, offset: 60, length: 40 }
+    }
+
+    #[test]
+    fn a_header_survives_the_wire_and_its_place_has_golden_bytes() {
+        let bytes = example().encode();
+        assert_eq!(Chunk::decode(&bytes), Ok(example()));
+        assert_eq!(
+            bytes[64..],
+            [8, 7, 6, 5, 4, 3, 2, 1, 60, 0, 0, 0, 0, 0, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0],
+            "the wire format changed"
+        );
+    }
+
+    #[test]
+    fn a_short_header_stands_for_the_whole_message() {
+        let bytes = example().encode();
+        let whole = Chunk { message: u64::MAX, offset: 0, length: 100, ..example() };
+        assert_eq!(Chunk::decode(&bytes[..head_len(1)]), Ok(whole));
+    }
+
+    #[test]
+    fn a_chunk_beyond_its_message_or_without_bytes_does_not_fit() {
+        assert!(example().fits());
+        for (offset, length) in [(61, 40), (u64::MAX, 2), (100, 0), (0, 0), (0, 101)] {
+            assert!(!Chunk { offset, length, ..example() }.fits(), "{offset} and {length}");
+        }
+    }
+
+    #[test]
+    fn chunks_cover_a_message_and_the_last_ones_are_short() {
+        for total in [0, 1, 40_000, 1 << 20, (64 << 20) + 1] {
+            for streams in [1, 2, 4] {
+                let (mut left, mut last) = (total, usize::MAX);
+                while left > 0 {
+                    let len = next_len(left, streams);
+                    assert!(len > 0 && len <= left);
+                    assert!(streams == 1 || len <= LONGEST);
+                    left -= len;
+                    last = len;
+                }
+                assert!(streams == 1 || total == 0 || last <= 2 * SHORTEST);
+            }
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Several streams to one peer: chunks by whichever has room, checked one by one.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use bagua_core::collective::{Incoming, Io, Net, Outgoing};
+use bagua_core::error::{Error, Result};
+use bagua_core::stats::Stats;
+use bagua_core::sync::Doorbell;
+use bagua_core::transport::frame::Header;
+use bagua_core::transport::{Clock, Fault, Faults, Local, Mesh, Transport};
+use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
+use bagua_core::watch::Watch;
+
+use crate::world::{Rank, Say, each};
+
+type Bundle = Vec<Box<dyn Transport>>;
+
+fn rank(index: usize, bundle: Bundle, bell: Doorbell) -> Rank {
+    let mut bundles = vec![Vec::new(), Vec::new()];
+    bundles[1 - index] = bundle;
+    let net = Net::new(Mesh::bundled(index, vec![0, 1], bundles, Some(bell)));
+    Rank { collective: Box::new(net), watch: Watch::local(index, 2), stats: Stats::default(), seq: 0 }
+}
+
+/// A rank 0 of 2, joined by two streams to the test itself.
+fn rank_and_raw_peer() -> (Rank, [Local; 2]) {
+    let bells = (Doorbell::local(), Doorbell::local());
+    let [(a, x), (b, y)] = [0, 1].map(|_| Local::pair(bells.clone(), 1 << 16));
+    (rank(0, vec![Box::new(a), Box::new(b)], bells.0), [x, y])
+}
+
+/// Chunk `offset..offset + length` of a message of `body` bytes.
+fn chunk(message: u64, body: usize, offset: u64, length: u64) -> Vec<u8> {
+    let (dtype, shape, kind) = (DType::U8, Shape::flat(body), Kind::Exchange);
+    let count = body as u64;
+    let fingerprint = Fingerprint { epoch: 1, channel: 0, kind, seq: 0, dtype, op: None, root: None, count, shape };
+    let mut bytes = Header { fingerprint, part: 0, body: count }.encode().to_vec();
+    [message, offset, length].iter().for_each(|field| bytes.extend(field.to_le_bytes()));
+    bytes.extend((offset..offset.saturating_add(length).min(offset.saturating_add(1000))).map(|at| at as u8));
+    bytes
+}
+
+/// Receives messages of 100 bytes in one exchange.
+fn receive(rank: &mut Rank, into: &mut [[u8; 100]]) -> Result<()> {
+    rank.call(Say::new(Kind::Exchange, DType::U8, 100), |x, call| {
+        let fingerprint = call.fingerprint;
+        let mut recvs: Vec<_> = into.iter_mut().map(|data| Incoming { peer: 1, fingerprint, data }).collect();
+        x.exchange(call, &[], &mut recvs)
+    })
+}
+
+fn counted() -> [u8; 100] {
+    std::array::from_fn(|at| at as u8)
+}
+
+#[test]
+fn chunks_land_where_they_belong_whichever_stream_brings_them_first() {
+    let (mut rank, mut peer) = rank_and_raw_peer();
+    // The second message is there before the first is complete.
+    for (stream, chunk) in [
+        (1, chunk(1, 100, 40, 60)),
+        (1, chunk(0, 100, 60, 40)),
+        (0, chunk(1, 100, 0, 40)),
+        (0, chunk(0, 100, 10, 50)),
+        (1, chunk(0, 100, 0, 10)),
+    ] {
+        assert_eq!(peer[stream].send(&chunk, &[]), Ok(chunk.len()));
+    }
+    let mut into = [[0; 100]; 2];
+    receive(&mut rank, &mut into).unwrap();
+    assert_eq!(into, [counted(); 2]);
+}
+
+#[test]
+fn a_chunk_of_a_later_operation_waits_for_it() {
+    let (mut rank, mut peer) = rank_and_raw_peer();
+    let later = chunk(1, 100, 0, 100);
+    // As the message says in its own operation: message 1 of the pair, of operation 1.
+    let mut later_header = later[..88].to_vec();
+    later_header[24] = 1;
+    assert_eq!(peer[0].send(&later_header, &later[88..]), Ok(later.len()));
+    let first = chunk(0, 100, 0, 100);
+    assert_eq!(peer[1].send(&first, &[]), Ok(first.len()));
+    for _ in 0..2 {
+        let mut into = [[0; 100]];
+        receive(&mut rank, &mut into).unwrap();
+        assert_eq!(into, [counted()]);
+    }
+}
+
+#[test]
+fn a_chunk_that_does_not_fit_is_an_error_with_a_name_before_a_byte_of_it_is_used() {
+    for (bad, says) in [
+        (chunk(0, 100, 60, 41), "with 41 bytes at 60 of 100"),
+        (chunk(0, 100, u64::MAX, 2), "with 2 bytes at 18446744073709551615 of 100"),
+        (chunk(0, 100, 5, 0), "with 0 bytes at 5 of 100"),
+        (chunk(0, 101, 0, 10), "[101]"),
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\n".repeat(5), "no message of this protocol"),
+    ] {
+        let (mut rank, mut peer) = rank_and_raw_peer();
+        assert_eq!(peer[1].send(&bad, &[]), Ok(bad.len()));
+        let mut into = [[0; 100]];
+        let error = receive(&mut rank, &mut into).unwrap_err();
+        assert!(matches!(&error, Error::Mismatch(text) if text.contains(says)), "{error}, not {says}");
+        assert_eq!(into, [[0; 100]], "bytes of an unchecked chunk were used");
+    }
+}
+
+#[test]
+fn more_bytes_than_a_message_has_are_an_error() {
+    let (mut rank, mut peer) = rank_and_raw_peer();
+    for (offset, length) in [(0, 60), (50, 50)] {
+        let chunk = chunk(0, 100, offset, length);
+        assert_eq!(peer[0].send(&chunk, &[]), Ok(chunk.len()));
+    }
+    let error = receive(&mut rank, &mut [[0; 100]]).unwrap_err();
+    assert!(matches!(&error, Error::Mismatch(text) if text.contains("with 50 bytes at 50 of 100")), "{error}");
+}
+
+#[test]
+fn a_bundle_of_which_one_stream_breaks_loses_the_peer() {
+    for in_chunk in [true, false] {
+        let (mut rank, [mut first, second]) = rank_and_raw_peer();
+        if in_chunk {
+            let half = &chunk(0, 100, 0, 100)[..120];
+            assert_eq!(first.send(half, &[]), Ok(half.len()));
+            drop(first);
+            let error = receive(&mut rank, &mut [[0; 100]]).unwrap_err();
+            assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
+        } else {
+            // What the other stream brings in time is still used.
+            drop(first);
+            let mut second = second;
+            let whole = chunk(0, 100, 0, 100);
+            assert_eq!(second.send(&whole, &[]), Ok(whole.len()));
+            let mut into = [[0; 100]];
+            receive(&mut rank, &mut into).unwrap();
+            assert_eq!(into, [counted()]);
+            let error = receive(&mut rank, &mut into).unwrap_err();
+            assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
+        }
+    }
+}
+
+/// Two ranks joined by streams with these faults, and the clocks that those go by: one per rank, which counts how often the rank
+/// has tried to send. Machines that are busy with something else do not show in it.
+fn faulty(faults: &[Faults]) -> (Vec<Rank>, [Arc<AtomicU32>; 2]) {
+    let clocks: [Arc<AtomicU32>; 2] = std::array::from_fn(|_| Arc::default());
+    let time = |rank: usize| -> Clock {
+        let tries = clocks[rank].clone();
+        Arc::new(move || TRY * tries.fetch_add(1, Relaxed))
+    };
+    let bells = [Doorbell::local(), Doorbell::local()];
+    let (mut left, mut right): (Bundle, Bundle) = (Vec::new(), Vec::new());
+    for faults in faults {
+        // With room for everything, so that only the rate says what can be sent.
+        let (a, b) = Local::pair((bells[0].clone(), bells[1].clone()), 64 << 20);
+        left.push(Box::new(Fault::by_clock(a, *faults, time(0))));
+        right.push(Box::new(Fault::by_clock(b, *faults, time(1))));
+    }
+    let [a, b] = bells;
+    (vec![rank(0, left, a), rank(1, right, b)], clocks)
+}
+
+/// What a try to send takes by the clocks of [`faulty`].
+const TRY: Duration = Duration::from_micros(100);
+
+/// Bytes per second of the slower rank, if each sent so many.
+fn speed(clocks: &[Arc<AtomicU32>; 2], len: usize) -> f64 {
+    let tries = clocks.iter().map(|clock| clock.load(Relaxed)).max().unwrap();
+    len as f64 / (TRY * tries).as_secs_f64()
+}
+
+const HEALTHY: f64 = 40e6;
+
+/// One of two streams has a tenth of the rate of the other.
+fn throttled() -> [[Faults; 2]; 2] {
+    let of = |rate| Faults { rate: Some(rate), ..Faults::default() };
+    [[of(HEALTHY), of(HEALTHY / 10.0)], [of(HEALTHY / 10.0), of(HEALTHY)]]
+}
+
+#[test]
+fn a_stream_at_a_tenth_of_the_rate_does_not_hold_up_the_other() {
+    let len = 8 << 20;
+    for faults in throttled() {
+        let (mut ranks, clocks) = faulty(&faults);
+        each(&mut ranks, |r, rank| {
+            let out = vec![r as u8 + 1; len];
+            let mut into = vec![0; len];
+            rank.call(Say::new(Kind::Exchange, DType::U8, len), |x, call| {
+                let fingerprint = call.fingerprint;
+                let send = Outgoing { peer: 1 - r, fingerprint, data: &out };
+                x.exchange(call, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
+            })
+            .unwrap();
+            assert!(into.iter().all(|byte| usize::from(*byte) == 2 - r));
+        });
+        let reached = speed(&clocks, len) / (1.1 * HEALTHY);
+        assert!(reached >= 0.8, "{reached:.2} of what both streams can carry");
+    }
+}
+
+#[test]
+fn pieces_of_a_reduction_overtake_a_slow_stream_too() {
+    let len = 8 << 20;
+    for faults in throttled() {
+        let (mut ranks, clocks) = faulty(&faults);
+        each(&mut ranks, |r, rank| {
+            let mut data = (r as f32 + 1.0).to_ne_bytes().repeat(len / 4);
+            let say = Say { op: Some(ReduceOp::Sum), ..Say::new(Kind::AllReduce, DType::F32, len / 4) };
+            rank.call(say, |x, call| x.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
+            assert!(data.chunks_exact(4).all(|element| element == 3.0f32.to_ne_bytes()));
+        });
+        // Of two ranks each sends as many bytes as the tensor has.
+        let reached = speed(&clocks, len) / (1.1 * HEALTHY);
+        assert!(reached >= 0.8, "{reached:.2} of what both streams can carry");
+    }
+}
+
+#[test]
+fn a_stream_that_breaks_in_the_middle_loses_the_peer_on_both_sides() {
+    let broken = Faults { break_after: Some(100_000), ..Faults::default() };
+    let outcomes = each(&mut faulty(&[broken, Faults::default()]).0, |r, rank| {
+        let out = vec![1; 8 << 20];
+        let mut into = vec![0; 8 << 20];
+        rank.call(Say { limit: Duration::from_secs(10), ..Say::new(Kind::Exchange, DType::U8, 0) }, |x, call| {
+            let fingerprint = call.fingerprint;
+            let send = Outgoing { peer: 1 - r, fingerprint, data: &out };
+            x.exchange(call, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
+        })
+    });
+    for outcome in outcomes {
+        assert!(matches!(outcome, Err(Error::PeerLost { .. })), "{outcome:?}");
+    }
+}

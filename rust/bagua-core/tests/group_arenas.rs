@@ -1,0 +1,410 @@
+//! Tensors in arenas: the same results as anywhere else, whatever the ranks have, and nothing left behind.
+
+mod group_world;
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use bagua_core::collective::Io;
+use bagua_core::error::Error;
+use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_core::memory::SharedArena;
+use bagua_core::types::{DType, Kind, ReduceOp};
+use group_world::{Process, cause, mixed, world, world_with};
+
+/// What a thread needs to be a rank: in shared memory, and by TCP for comparison.
+struct Rank {
+    group: Group,
+    lane: Lane,
+    streams: Lane,
+}
+
+impl Rank {
+    fn in_place(&self, kind: Kind) -> u64 {
+        self.group.stats().of(kind).in_place.load(Relaxed)
+    }
+}
+
+/// Runs `act` as every rank of `n` at the same time.
+fn on_all<T: Send>(n: usize, act: impl Fn(usize, Rank) -> T + Sync) -> Vec<T> {
+    let groups = world(n);
+    let others = world_with(n, |config| config.transport = TransportChoice::Tcp);
+    std::thread::scope(|scope| {
+        let act = &act;
+        let start = |(rank, (group, other)): (usize, (Group, Group))| {
+            scope.spawn(move || {
+                let (lane, streams) = (group.lane().unwrap(), other.lane().unwrap());
+                act(rank, Rank { group, lane, streams })
+            })
+        };
+        let threads: Vec<_> = groups.into_iter().zip(others).enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Bytes that are tame numbers in every element type, different on every rank.
+fn data(rank: usize, dtype: DType, bytes: usize) -> Vec<u8> {
+    let number = |at: usize| ((at * 7919 + rank * 331) % 2003) as f64 / 61.0 - 9.0;
+    let values = 0..bytes / dtype.size();
+    match dtype {
+        DType::F32 => values.flat_map(|at| (number(at) as f32).to_le_bytes()).collect(),
+        DType::F64 => values.flat_map(|at| number(at).to_le_bytes()).collect(),
+        DType::F16 => values.flat_map(|at| half::f16::from_f64(number(at)).to_le_bytes()).collect(),
+        DType::BF16 => values.flat_map(|at| half::bf16::from_f64(number(at)).to_le_bytes()).collect(),
+        DType::Bool => values.map(|at| u8::from((at * 31 + rank).is_multiple_of(3))).collect(),
+        DType::U8 | DType::I8 | DType::I32 | DType::I64 => (0..bytes).map(|at| (at * 31 + rank * 17) as u8).collect(),
+    }
+}
+
+/// The part of an arena from `offset`.
+#[expect(clippy::mut_from_ref, reason = "as the method that it calls")]
+fn part(arena: &SharedArena, offset: usize, len: usize) -> &mut [u8] {
+    // SAFETY: every test uses one slice of a part at a time.
+    let whole = unsafe { arena.bytes_mut() };
+    &mut whole[offset..offset + len]
+}
+
+const OPTIONS: Options<'static> = Options { timeout: None, label: "", shape: None };
+
+fn all_reduce(lane: &mut Lane, dtype: DType, data: &mut [u8], op: ReduceOp) {
+    lane.all_reduce(&OPTIONS, dtype, Io::InPlace(data), op).unwrap();
+}
+
+/// The all_reduce of every rank's `data`, by TCP.
+fn by_streams(rank: &mut Rank, dtype: DType, bytes: usize, op: ReduceOp) -> Vec<u8> {
+    let mut data = data(rank.group.rank(), dtype, bytes);
+    all_reduce(&mut rank.streams, dtype, &mut data, op);
+    data
+}
+
+fn legal() -> impl Iterator<Item = (DType, ReduceOp)> {
+    let all = DType::ALL.into_iter().flat_map(|dtype| ReduceOp::ALL.map(|op| (dtype, op)));
+    all.filter(|(dtype, op)| op.check(*dtype).is_ok())
+}
+
+#[test]
+fn in_place_is_bitwise_what_windows_and_streams_give_in_every_type_and_op() {
+    for n in 2..=5 {
+        on_all(n, |me, mut rank| {
+            let arena = rank.group.arena(1 << 20, "test").unwrap();
+            let mut times = 0;
+            for (dtype, op) in legal() {
+                for bytes in [16 << 10, (16 << 10) + 8, 40_008, 65_544] {
+                    let expected = by_streams(&mut rank, dtype, bytes, op);
+                    let mut windows = data(me, dtype, bytes);
+                    all_reduce(&mut rank.lane, dtype, &mut windows, op);
+                    assert!(windows == expected, "{} of {} in windows", op.name(), dtype.name());
+                    let before = rank.in_place(Kind::AllReduce);
+                    let direct = part(&arena, 24, bytes);
+                    direct.copy_from_slice(&data(me, dtype, bytes));
+                    all_reduce(&mut rank.lane, dtype, direct, op);
+                    assert!(*direct == *expected, "{} of {} × {n}, {bytes} bytes", op.name(), dtype.name());
+                    times += rank.in_place(Kind::AllReduce) - before;
+                }
+            }
+            assert!(times >= 3 * legal().count() as u64, "{times} in place");
+        });
+    }
+}
+
+#[test]
+fn large_and_odd_sizes_are_right_in_place() {
+    on_all(3, |me, mut rank| {
+        let arena = rank.group.arena(3_000_000, "test").unwrap();
+        for bytes in [1_000_004, 3_000_000, 16_388] {
+            let expected = by_streams(&mut rank, DType::F32, bytes, ReduceOp::Avg);
+            let direct = part(&arena, 3_000_000 - bytes, bytes);
+            direct.copy_from_slice(&data(me, DType::F32, bytes));
+            all_reduce(&mut rank.lane, DType::F32, direct, ReduceOp::Avg);
+            assert!(*direct == *expected, "{bytes} bytes");
+        }
+        assert_eq!(rank.in_place(Kind::AllReduce), 3);
+    });
+}
+
+#[test]
+fn verbs_with_chunks_and_roots_are_right_in_place_and_split() {
+    for n in 2..=4 {
+        on_all(n, |me, mut rank| {
+            let chunk = 80_004;
+            let (whole, f32, sum) = (n * chunk, DType::F32, ReduceOp::Sum);
+            let arena = rank.group.arena(2 * whole, "test").unwrap();
+            let own = me * chunk..(me + 1) * chunk;
+            let mut other = vec![0; whole];
+            let lane = &mut rank.lane;
+            let fill = |bytes: usize| {
+                let input = part(&arena, 0, bytes);
+                input.copy_from_slice(&data(me, f32, bytes));
+                input
+            };
+            let gathered: Vec<u8> = (0..n).flat_map(|r| data(r, f32, chunk)).collect();
+            let transposed: Vec<u8> = (0..n).flat_map(|r| data(r, f32, whole)[own.clone()].to_vec()).collect();
+            let mut reduced = data(me, f32, whole);
+            all_reduce(&mut rank.streams, f32, &mut reduced, sum);
+
+            for root in 0..n {
+                let data_of_root = fill(whole);
+                lane.broadcast(&OPTIONS, f32, data_of_root, root).unwrap();
+                assert!(*data_of_root == *data(root, f32, whole), "broadcast");
+                let input = fill(whole);
+                lane.reduce(&OPTIONS, f32, Io::InPlace(input), sum, root).unwrap();
+                assert!(*input == *if me == root { reduced.clone() } else { data(me, f32, whole) }, "reduce");
+                let all = part(&arena, 0, whole);
+                all[own.clone()].copy_from_slice(&data(me, f32, chunk));
+                lane.gather(&OPTIONS, f32, Io::InPlace(all), root).unwrap();
+                assert!(me != root || *all == *gathered, "gather");
+            }
+            let all = part(&arena, 0, whole);
+            all.fill(0);
+            all[own.clone()].copy_from_slice(&data(me, f32, chunk));
+            lane.all_gather(&OPTIONS, f32, Io::InPlace(all)).unwrap();
+            assert!(*all == *gathered, "all_gather in place");
+            lane.all_gather(&OPTIONS, f32, Io::Split { src: fill(chunk), dst: &mut other }).unwrap();
+            assert!(other == gathered, "all_gather");
+            let input = fill(whole);
+            lane.reduce_scatter(&OPTIONS, f32, Io::InPlace(input), sum).unwrap();
+            assert!(input[own.clone()] == reduced[own.clone()], "reduce_scatter in place");
+            assert!(input[..own.start] == data(me, f32, whole)[..own.start], "chunks of others changed");
+            let into = part(&arena, whole, chunk);
+            lane.reduce_scatter(&OPTIONS, f32, Io::Split { src: fill(whole), dst: into }, sum).unwrap();
+            assert!(*into == reduced[own.clone()], "reduce_scatter");
+            lane.all_to_all(&OPTIONS, f32, Io::Split { src: fill(whole), dst: &mut other }).unwrap();
+            assert!(other == transposed, "all_to_all");
+            let input = fill(whole);
+            lane.all_to_all(&OPTIONS, f32, Io::InPlace(input)).unwrap();
+            assert!(*input == *transposed, "all_to_all in place");
+
+            let counts =
+                [Kind::Broadcast, Kind::Reduce, Kind::Gather, Kind::AllGather, Kind::ReduceScatter, Kind::AllToAll]
+                    .map(|kind| rank.in_place(kind));
+            let n = n as u64;
+            assert_eq!(counts, [n, n, n, 2, 2, 1]);
+        });
+    }
+}
+
+#[test]
+fn ranks_whose_tensors_lie_elsewhere_are_served_all_the_same() {
+    on_all(3, |me, mut rank| {
+        let bytes = 700_004;
+        let (first, second) = (rank.group.arena(bytes + 800, "one").unwrap(), rank.group.arena(bytes, "two").unwrap());
+        let expected = by_streams(&mut rank, DType::F32, bytes, ReduceOp::Sum);
+        let mut ordinary = vec![0; bytes];
+        // Who uses which memory: the first arena, the second, none; and where in it. Only the last two are the same arena.
+        let cases: [([usize; 3], [usize; 3]); 7] = [
+            ([0, 0, 2], [0; 3]),
+            ([2, 0, 0], [0; 3]),
+            ([2, 2, 1], [0; 3]),
+            ([0, 1, 0], [0; 3]),
+            ([2, 2, 2], [0; 3]),
+            ([0, 0, 0], [0, 64, 788]),
+            ([1, 1, 1], [0; 3]),
+        ];
+        for (which, offset) in cases {
+            let tensor = match which[me] {
+                0 => part(&first, offset[me], bytes),
+                1 => part(&second, offset[me], bytes),
+                _ => ordinary.as_mut_slice(),
+            };
+            tensor.copy_from_slice(&data(me, DType::F32, bytes));
+            let before = rank.in_place(Kind::AllReduce);
+            // A verb with windows before and after, in which ranks fill at other times.
+            all_reduce(&mut rank.lane, DType::F32, tensor, ReduceOp::Sum);
+            assert!(*tensor == *expected, "{which:?} at {offset:?}");
+            assert_eq!(rank.in_place(Kind::AllReduce) - before, u64::from(which == [0; 3] || which == [1; 3]));
+        }
+    });
+}
+
+#[test]
+fn an_arena_may_be_freed_and_made_again_and_a_rank_may_be_the_only_one_that_kept_it() {
+    on_all(2, |me, mut rank| {
+        let bytes = 300_000;
+        let expected = by_streams(&mut rank, DType::F32, bytes, ReduceOp::Sum);
+        let mut kept = None;
+        for round in 0..3 {
+            let arena = rank.group.arena(bytes, "again").unwrap();
+            let tensor = part(&arena, 0, bytes);
+            tensor.copy_from_slice(&data(me, DType::F32, bytes));
+            all_reduce(&mut rank.lane, DType::F32, tensor, ReduceOp::Sum);
+            assert!(*tensor == *expected, "round {round}");
+            if me == 0 {
+                kept = Some(arena);
+            }
+        }
+        let mut ordinary = vec![0; bytes];
+        let tensor = kept.as_ref().map_or(ordinary.as_mut_slice(), |arena| part(arena, 0, bytes));
+        tensor.copy_from_slice(&data(me, DType::F32, bytes));
+        all_reduce(&mut rank.lane, DType::F32, tensor, ReduceOp::Sum);
+        assert!(*tensor == *expected, "the peer has freed it");
+        assert_eq!(rank.in_place(Kind::AllReduce), 3);
+    });
+}
+
+#[test]
+fn random_operations_in_and_out_of_arenas_stay_in_step() {
+    on_all(4, |me, mut rank| {
+        let arena = rank.group.arena(400_000, "test").unwrap();
+        let mut ordinary = vec![0; 400_000];
+        let mut dice = 12_345_u64;
+        let mut roll = |below: u64| {
+            dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (dice >> 33) % below
+        };
+        for _ in 0..600 {
+            let most = if roll(4) == 0 { 100_000 } else { 6_000 };
+            let bytes = 4 * (roll(most) + 1) as usize;
+            let outside = roll(16) as usize;
+            let tensor = if outside & 1 << me != 0 { &mut ordinary[..bytes] } else { part(&arena, 0, bytes) };
+            tensor.copy_from_slice(&data(me, DType::I32, bytes));
+            if roll(3) == 0 {
+                let root = roll(4) as usize;
+                rank.lane.broadcast(&OPTIONS, DType::I32, tensor, root).unwrap();
+                assert!(*tensor == *data(root, DType::I32, bytes));
+            } else {
+                all_reduce(&mut rank.lane, DType::I32, tensor, ReduceOp::Bxor);
+                let all: Vec<_> = (0..4).map(|rank| data(rank, DType::I32, bytes)).collect();
+                assert!((0..bytes).all(|at| tensor[at] == all[0][at] ^ all[1][at] ^ all[2][at] ^ all[3][at]));
+            }
+        }
+        assert!(rank.in_place(Kind::AllReduce) > 0 && rank.in_place(Kind::Broadcast) > 0);
+    });
+}
+
+#[test]
+fn lanes_and_sub_groups_work_in_place_on_an_arena_of_the_world() {
+    on_all(3, |me, mut rank| {
+        let bytes = 100_000;
+        let arena = rank.group.arena(bytes, "test").unwrap();
+        let mut second = rank.group.lane().unwrap();
+        let tensor = part(&arena, 0, bytes);
+        tensor.fill(1);
+        all_reduce(&mut second, DType::U8, tensor, ReduceOp::Sum);
+        assert!(tensor.iter().all(|byte| *byte == 3));
+        if let Some(pair) = rank.group.subgroup(&[0, 2], "pair").unwrap() {
+            let mut lane = pair.lane().unwrap();
+            all_reduce(&mut lane, DType::U8, tensor, ReduceOp::Sum);
+            assert!(tensor.iter().all(|byte| *byte == 6));
+            assert_eq!(pair.stats().of(Kind::AllReduce).in_place.load(Relaxed), 1);
+        }
+        all_reduce(&mut rank.lane, DType::U8, tensor, ReduceOp::Max);
+        assert!(tensor.iter().all(|byte| *byte == 6), "rank {me}");
+    });
+}
+
+#[test]
+fn where_no_memory_is_shared_an_arena_is_private_and_every_verb_works() {
+    let two_hosts = |config: &mut Config| config.host_id = ["a", "a", "b"][config.rank].to_owned();
+    let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
+    for (groups, shared) in
+        [(world_with(3, two_hosts), [true, true, false]), (world_with(3, by_tcp), [false; 3]), (world(1), [false; 3])]
+    {
+        let size = groups.len();
+        std::thread::scope(|scope| {
+            for (rank, group) in groups.iter().enumerate() {
+                scope.spawn(move || {
+                    let arena = group.arena(100_000, "test").unwrap();
+                    let mut lane = group.lane().unwrap();
+                    assert_eq!((arena.len(), arena.is_shared()), (100_000, shared[rank]));
+                    let tensor = part(&arena, 0, 100_000);
+                    tensor.fill(1);
+                    all_reduce(&mut lane, DType::U8, tensor, ReduceOp::Sum);
+                    assert!(tensor.iter().all(|byte| usize::from(*byte) == size));
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_that_ask_for_different_sizes_hear_of_it() {
+    let groups = world(2);
+    std::thread::scope(|scope| {
+        for group in &groups {
+            scope.spawn(|| {
+                // The first rank may have its arena before the second finds out.
+                let outcome = group.arena(10_000 * (1 + group.rank()), "test");
+                assert!(group.rank() == 0 || matches!(outcome, Err(Error::Mismatch(_))));
+                assert!(matches!(cause(group), Error::Mismatch(_)));
+            });
+        }
+    });
+    assert!(matches!(groups[0].arena(usize::MAX, "test"), Err(Error::Value(_))));
+}
+
+/// Lines of `/proc/self/smaps` about arenas with this label: mappings, and kilobytes of memory in them.
+fn resident(label: &str) -> (usize, usize) {
+    let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut lines = text.lines();
+    let mut found: HashMap<usize, usize> = HashMap::new();
+    while let Some(line) = lines.next() {
+        if line.contains(label) {
+            let rss = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap().trim().trim_end_matches(" kB");
+            found.insert(found.len(), rss.trim().parse().unwrap());
+        }
+    }
+    (found.len(), found.values().sum())
+}
+
+#[test]
+fn memory_is_all_there_at_once_and_given_back_with_the_last_clone() {
+    let groups = world(2);
+    let arenas: Vec<SharedArena> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            groups.iter().map(|group| scope.spawn(|| group.arena(1 << 20, "given-back").unwrap())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    // Two mappings of two parts.
+    assert_eq!(resident("given-back"), (2, 4 << 10));
+    let clone = arenas[0].clone();
+    drop(groups);
+    drop(arenas);
+    assert_eq!(resident("given-back"), (1, 2 << 10));
+    // SAFETY: nobody else uses it.
+    unsafe { clone.bytes_mut()[0] = 1 };
+    drop(clone);
+    assert_eq!(resident("given-back"), (0, 0));
+}
+
+/// Entry of the processes of the test below.
+#[test]
+#[ignore = "the test below starts it"]
+fn one_of_the_processes() {
+    let group = group_world::join();
+    let (arena, mut lane) = (group.arena(8 << 20, "test").unwrap(), group.lane().unwrap());
+    let mut round = 0;
+    loop {
+        let tensor = part(&arena, 0, 8 << 20);
+        let outcome = lane.all_reduce(&OPTIONS, DType::F32, Io::InPlace(tensor), ReduceOp::Avg);
+        if let Err(error) = outcome {
+            let count = group.stats().of(Kind::AllReduce).in_place.load(Relaxed);
+            println!("\nENDED {error:?} after {count} in place");
+            return;
+        }
+        round += 1;
+        if round == 20 {
+            println!("\nRUNNING");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_in_the_middle_is_lost_in_a_second_and_nobody_crashes() {
+    for _ in 0..3 {
+        let ranks = [0, 1, 2];
+        let (_, processes) = mixed("one_of_the_processes", 3, &ranks, Duration::from_secs(5));
+        let mut processes: Vec<Process> = processes;
+        processes.iter_mut().for_each(|process| _ = process.hear("RUNNING"));
+        let killed = processes.remove(1);
+        let begun = Instant::now();
+        drop(killed);
+        for mut process in processes {
+            let how = process.hear("ENDED ");
+            assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+            assert!(how.contains("PeerLost") && how.contains("rank: 1"), "{how}");
+            assert!(!how.ends_with("after 0 in place"), "{how}");
+            assert_eq!(process.end(), Some(0));
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! How many streams join two ranks of different hosts, and what they are told to do with them.
+
+mod group_world;
+
+use bagua_core::collective::{Algorithm, Io};
+use bagua_core::error::Error;
+use bagua_core::group::{Group, Lane, Options, TransportChoice};
+use bagua_core::types::{DType, ReduceOp};
+use group_world::{try_world, world_with};
+
+fn sum(groups: &[Group]) {
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(|| {
+                let mut lane: Lane = group.lane().unwrap();
+                let mut data = (lane.rank() as f32 + 1.0).to_le_bytes().repeat(500_000);
+                lane.all_reduce(&Options::default(), DType::F32, Io::InPlace(&mut data), ReduceOp::Sum).unwrap();
+                let total = (1..=groups.len()).sum::<usize>() as f32;
+                assert!(data.chunks(4).all(|element| element == total.to_le_bytes()));
+            });
+        }
+    });
+}
+
+#[test]
+fn ranks_that_ask_for_different_numbers_of_streams_agree() {
+    sum(&world_with(3, |config| {
+        config.transport = TransportChoice::Tcp;
+        config.streams_per_peer = [1, 2, 5][config.rank];
+    }));
+}
+
+#[test]
+fn a_forced_algorithm_reaches_the_lanes() {
+    for algorithm in Algorithm::ALL {
+        sum(&world_with(3, |config| {
+            config.transport = TransportChoice::Tcp;
+            config.algorithm = algorithm;
+        }));
+    }
+}
+
+#[test]
+fn ranks_that_are_told_to_use_different_algorithms_refuse_each_other_by_name() {
+    let outcomes = try_world(2, |config| {
+        config.algorithm = [Algorithm::Auto, Algorithm::Ring][config.rank];
+    });
+    for outcome in outcomes {
+        let error = outcome.map(|_| ()).unwrap_err();
+        assert!(matches!(&error, Error::Mismatch(text) if text.contains("ring") && text.contains("auto")), "{error}");
+    }
+}

@@ -1,0 +1,175 @@
+"""Averages with neighbours: acceptance checks A23 and A24."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.aggregation import DecentralizedAggregation
+from tests.distributed.aggregation_ranks import (
+    SHAPES,
+    SIZES,
+    Case,
+    Several,
+    assert_close,
+    assert_is_mean,
+    check,
+    collectives,
+    everybodys,
+    fill,
+    gradients,
+    groups,
+    inputs,
+)
+from tests.distributed.torch_ranks import same_everywhere
+
+
+def complete(rank: int, size: int) -> list[int]:
+    return [other for other in range(size) if other != rank]
+
+
+def ring(rank: int, size: int) -> list[int]:
+    return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+
+
+def path(rank: int, size: int) -> list[int]:
+    return [other for other in (rank - 1, rank + 1) if 0 <= other < size]
+
+
+def a23_the_result_is_the_mean_of_the_neighbourhood(rank: int) -> None:
+    size = bagua.get_world_size()
+    for group in groups():
+        for shape in (complete, ring, path):
+            for by_layer in (False, True):
+                neighbors = shape(rank, size)
+                aggregation = DecentralizedAggregation(rank, neighbors, group=group)
+                model = Several(*SHAPES, dtypes=(torch.float32, torch.float64, torch.float16))
+                fill(model, rank)
+                fill(model, rank, 1, gradients=False)
+                assert aggregation.agg_grad(by_layer)(model, "avg_world") is None
+                assert aggregation.agg_model(by_layer)(model, "avg") is None
+                results = [*gradients(model), *(p.detach() for p in model.parameters())]
+                for result, everybody in zip(results, inputs(model, size) + inputs(model, size, 1), strict=True):
+                    mine = everybody[[rank, *neighbors]]
+                    bound = 4 * torch.finfo(result.dtype).eps * mine.abs().mean(0)
+                    assert bool(((result.double() - mine.mean(0)).abs() <= bound).all())
+                if shape is complete:
+                    assert same_everywhere(*results)
+
+
+def a23_a_ring_contracts_by_its_second_eigenvalue_and_keeps_the_mean(rank: int) -> None:
+    size = bagua.get_world_size()
+    if size != 4:
+        return
+    model = Several((50,), dtypes=(torch.float64,))
+    fill(model, rank, gradients=False)
+    start = everybodys(model.list[0])
+    mean = start.mean(0)
+    distance = float((start - mean).norm())
+    aggregate = DecentralizedAggregation(rank, ring(rank, size)).agg_model()
+    for _ in range(10):
+        aggregate(model, "avg_world")
+        now = everybodys(model.list[0])
+        smaller = float((now - mean).norm())
+        assert smaller <= distance / 3 + 1e-14
+        assert float((now.mean(0) - mean).abs().max()) <= 10 * 2**-52
+        distance = smaller
+
+
+def a23_no_neighbours_change_nothing(rank: int) -> None:
+    model = Several(*SHAPES)
+    fill(model, rank)
+    kept = [gradient.clone() for gradient in gradients(model)]
+    DecentralizedAggregation(rank, []).agg_grad()(model, "avg_world")
+    assert all(torch.equal(one, other) for one, other in zip(gradients(model), kept, strict=True))
+
+
+def a23_an_absent_gradient_is_zero_in_its_neighbourhood(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((3,), (2,))
+    if rank == 0:
+        model.list[0].grad = torch.full((3,), 6.0)
+    neighbors = path(rank, size)
+    DecentralizedAggregation(rank, neighbors).agg_grad()(model, "avg_world")
+    assert model.list[1].grad is None
+    if rank <= 1:
+        assert_close(model.list[0].grad, torch.full((3,), 6.0 / (len(neighbors) + 1)))
+    else:
+        assert model.list[0].grad is None
+
+
+def a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank(rank: int) -> None:
+    size = bagua.get_world_size()
+    if size == 1:
+        return
+    for group in groups():
+        model = Several((3,))
+        fill(model, rank)
+        kept = gradients(model)[0].clone()
+        one_way = DecentralizedAggregation(rank, [1] if rank == 0 else [], group=group)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="rank 0 has rank 1 as a neighbour, but not the other way round"):
+                one_way.agg_grad()(model, "avg_world")
+        with pytest.raises(ValueError, match=f"rank 0 has a neighbour {size} in a group of {size}"):
+            DecentralizedAggregation(rank, [size] if rank == 0 else [], group=group).agg_grad()(model, "avg_world")
+        with pytest.raises(ValueError, match="rank 0 was given rank=1"):
+            DecentralizedAggregation(max(rank, 1), [], group=group).agg_grad()(model, "avg_world")
+        assert torch.equal(gradients(model)[0], kept)
+
+
+def a24_nobody_is_its_own_neighbour(rank: int) -> None:
+    with pytest.raises(ValueError, match="among its own neighbours"):
+        DecentralizedAggregation(rank, [rank])
+    with pytest.raises(ValueError, match="twice"):
+        DecentralizedAggregation(rank, [rank + 1, rank + 1])
+
+
+def unknown_operations_are_refused_before_the_exchange(rank: int) -> None:
+    model = Several((3,))
+    fill(model, rank)
+
+    def refused() -> None:
+        with pytest.raises(NotImplementedError, match="sum"):
+            DecentralizedAggregation(rank, []).agg_grad()(model, "sum")
+
+    assert collectives(refused) == {}
+
+
+def after_the_first_call_only_neighbours_talk(rank: int) -> None:
+    size = bagua.get_world_size()
+    if size == 1:
+        return
+    model = Several(*SHAPES)
+    fill(model, rank)
+    aggregate = DecentralizedAggregation(rank, ring(rank, size)).agg_grad()
+    assert collectives(lambda: aggregate(model, "avg_world")) == {"all_gather": 1, "exchange": 1}
+    assert collectives(lambda: aggregate(model, "avg_world")) == {"exchange": 1}
+
+
+def a_complete_graph_is_the_mean(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several(*SHAPES)
+    fill(model, rank)
+    DecentralizedAggregation(rank, complete(rank, size)).agg_grad()(model, "avg_world")
+    for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
+        assert_is_mean(result, everybody)
+
+
+CASES: list[Case] = [
+    a23_the_result_is_the_mean_of_the_neighbourhood,
+    a23_a_ring_contracts_by_its_second_eigenvalue_and_keeps_the_mean,
+    a23_no_neighbours_change_nothing,
+    a23_an_absent_gradient_is_zero_in_its_neighbourhood,
+    a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank,
+    a24_nobody_is_its_own_neighbour,
+    unknown_operations_are_refused_before_the_exchange,
+    after_the_first_call_only_neighbours_talk,
+    a_complete_graph_is_the_mean,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", SIZES)
+def test_decentralized(size: int, case: Case) -> None:
+    check(size, case)

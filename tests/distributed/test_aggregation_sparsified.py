@@ -1,0 +1,246 @@
+"""Sparsified aggregation: acceptance checks A21 and A22."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.aggregation import SparsifiedAggregation
+from tests.distributed.aggregation_ranks import (
+    SHAPES,
+    SIZES,
+    Case,
+    Several,
+    assert_is_mean,
+    check,
+    collectives,
+    everybodys,
+    fill,
+    gradients,
+    groups,
+    inputs,
+    payload,
+)
+from tests.distributed.torch_ranks import same_everywhere
+
+METHODS: list[Any] = ["top_k", "random_k", "block"]
+
+
+def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    return everybodys(tensor).double().mean(0)
+
+
+def a22_nothing_is_lost_and_little_is_sent(rank: int) -> None:
+    size = bagua.get_world_size()
+    for group, method, k in itertools.product(groups(), METHODS, (0.1, 3)):
+        model = Several(*SHAPES, dtypes=(torch.float32, torch.float64))
+        aggregation = SparsifiedAggregation(model, k=k, method=method, group=group)
+        for step in range(4):
+            before = [mean_of_ranks(memory) for memory in aggregation.memories]
+            theirs = inputs(model, size, step)
+            fill(model, rank, step)
+            aggregation.agg_grad()(model, "avg_world")
+            assert same_everywhere(*gradients(model))
+            for index, result in enumerate(gradients(model)):
+                whole = theirs[index].mean(0) + before[index]
+                after = mean_of_ranks(aggregation.memories[index])
+                assert bool(((after + result - whole).abs() <= 1e-6).all())
+                count = min(result.numel(), max(1, math.ceil(0.1 * result.numel())) if k == 0.1 else 3)
+                assert int(result.count_nonzero()) <= size * count
+
+
+def a22_sending_everything_is_the_mean_and_leaves_no_memory(rank: int) -> None:
+    size = bagua.get_world_size()
+    for method, k in itertools.product(METHODS, (1.0, 1000)):
+        model = Several(*SHAPES)
+        aggregation = SparsifiedAggregation(model, k=k, method=method)
+        fill(model, rank)
+        aggregation.agg_grad()(model, "avg_world")
+        for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
+            assert_is_mean(result, everybody)
+        assert all(bool((memory == 0).all()) for memory in aggregation.memories)
+
+
+def a22_the_largest_are_sent_first(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((10,))
+    model.list[0].grad = torch.tensor([0.0, -9, 1, 2, 3, 4, 8, 5, 6, 7])
+    aggregation = SparsifiedAggregation(model, k=2)
+    aggregation.agg_grad()(model, "sum")
+    assert gradients(model)[0].tolist() == [0, -9 * size, 0, 0, 0, 0, 8 * size, 0, 0, 0]
+    assert aggregation.memories[0].tolist() == [0, 0, 1, 2, 3, 4, 0, 5, 6, 7]
+
+
+def a22_every_element_has_its_turn(rank: int) -> None:
+    for method in ("random_k", "block"):
+        # 3 does not divide 10: the tail must go as well.
+        model = Several((10,))
+        aggregation = SparsifiedAggregation(model, k=3, method=method)  # type: ignore[arg-type]
+        seen = torch.zeros(10)
+        for _ in range(60):
+            model.list[0].grad = torch.ones(10)
+            aggregation.agg_grad()(model, "avg_world")
+            seen += gradients(model)[0]
+        assert bool((seen > 0).all())
+
+
+def a22_positions_travel_as_int64(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return
+    model = Several((1000,), (30, 10))
+    fill(model, rank)
+    top = SparsifiedAggregation(model, k=0.01)
+    marks, values, positions = 2, 4 * (10 + 3), 8 * (10 + 3)
+    per_rank = marks + values + positions
+    assert payload(lambda: top.agg_grad()(model, "avg_world"), "all_gather") in (
+        per_rank,
+        per_rank * bagua.get_world_size(),
+    )
+    assert collectives(lambda: top.agg_grad()(model, "avg_world")) == {"all_gather": 1}
+    assert collectives(lambda: top.agg_grad(by_layer=True)(model, "avg_world")) == {"all_gather": 2}
+
+
+def a22_positions_beyond_what_float32_can_count_are_exact(rank: int) -> None:
+    if bagua.get_world_size() != 2:
+        return
+    position = 2**24 + 1 + 2 * rank
+    model = Several((2**24 + 8,))
+    model.list[0].grad = torch.zeros(2**24 + 8)
+    gradients(model)[0][position] = 6.0
+    SparsifiedAggregation(model, k=1).agg_grad()(model, "avg_world")
+    assert gradients(model)[0].nonzero().flatten().tolist() == [2**24 + 1, 2**24 + 3]
+
+
+def by_layer_gives_the_same_numbers(rank: int) -> None:
+    for method in METHODS:
+        results = []
+        for by_layer in (False, True):
+            model = Several(*SHAPES)
+            aggregation = SparsifiedAggregation(model, k=0.2, method=method)
+            for step in range(2):
+                fill(model, rank, step)
+                aggregation.agg_grad(by_layer)(model, "avg_world")
+            results.append([*gradients(model), *aggregation.memories])
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def half_precision_keeps_what_it_rounds_away(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((20,), dtypes=(torch.bfloat16,))
+    aggregation = SparsifiedAggregation(model, k=5)
+    for step in range(3):
+        before = mean_of_ranks(aggregation.memories[0])
+        fill(model, rank, step)
+        aggregation.agg_grad()(model, "avg_world")
+        whole = inputs(model, size, step)[0].mean(0) + before
+        lost = (mean_of_ranks(aggregation.memories[0]) + gradients(model)[0].double() - whole).abs()
+        # Only the mean itself is rounded to the gradient's type.
+        assert bool((lost <= 2**-8 * gradients(model)[0].double().abs() + 1e-6).all())
+
+
+def without_error_feedback_the_rest_is_forgotten(rank: int) -> None:
+    model = Several((10,))
+    aggregation = SparsifiedAggregation(model, k=2, error_feedback=False)
+    fill(model, rank)
+    aggregation.agg_grad()(model, "avg_world")
+    assert bool((aggregation.memories[0] == 0).all())
+
+
+def absent_gradients_are_zero_or_stay_absent_when_sparsified(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((6,), (4,))
+    aggregation = SparsifiedAggregation(model, k=2)
+    fill(model, rank)
+    aggregation.agg_grad()(model, "avg_world")
+    kept = [memory.clone() for memory in aggregation.memories]
+    model.zero_grad()
+    if rank == 0:
+        model.list[0].grad = torch.full((6,), 100.0)
+    aggregation.agg_grad()(model, "avg_world")
+    assert model.list[1].grad is None
+    assert torch.equal(aggregation.memories[1], kept[1])
+    result = gradients(Several((1,)) if model.list[0].grad is None else torch.nn.ParameterList([model.list[0]]))[0]
+    assert int((result > 50 / size).count_nonzero()) == 2
+
+
+def an_overflow_is_everybodys_and_spares_the_memory(rank: int) -> None:
+    size = bagua.get_world_size()
+    for method in METHODS:
+        model = Several((10,))
+        aggregation = SparsifiedAggregation(model, k=2, method=method)
+        fill(model, rank)
+        aggregation.agg_grad()(model, "avg_world")
+        kept = aggregation.memories[0].clone()
+        fill(model, rank, 1)
+        if rank == size - 1:
+            gradients(model)[0][3] = torch.inf
+        aggregation.agg_grad()(model, "avg_world")
+        assert not bool(gradients(model)[0].isfinite().all())
+        assert torch.equal(aggregation.memories[0], kept)
+
+
+def bad_arguments_are_refused_before_communication(rank: int) -> None:
+    model = Several((10,))
+    fill(model, rank)
+
+    def refused() -> None:
+        for k in (0, -1, 0.0, 1.5, math.nan, math.inf):
+            with pytest.raises(ValueError, match="k="):
+                SparsifiedAggregation(model, k=k)
+        with pytest.raises(ValueError, match="method"):
+            SparsifiedAggregation(model, method="bottom_k")  # type: ignore[arg-type]
+        aggregation = SparsifiedAggregation(model)
+        with pytest.raises(NotImplementedError, match="max"):
+            aggregation.agg_grad()(model, "max")
+        with pytest.raises(NotImplementedError, match="weights"):
+            aggregation.agg_model()
+        with pytest.raises(ValueError, match="denominator"):
+            aggregation.agg_grad()(model, "avg_custom")
+
+    assert collectives(refused) == {}
+
+
+def a21_a_resumed_sparsified_run_equals_one_that_was_not_interrupted(rank: int) -> None:
+    for method in METHODS:
+        model = Several(*SHAPES)
+        whole = SparsifiedAggregation(model, k=0.2, method=method)
+        resumed: SparsifiedAggregation | None = None
+        for step in range(5):
+            if step == 2:
+                resumed = SparsifiedAggregation(model, k=0.2, method=method)
+                resumed.load_state_dict(whole.state_dict())
+            fill(model, rank, step)
+            whole.agg_grad()(model, "avg_world")
+            expected = [gradient.clone() for gradient in gradients(model)]
+            if resumed is not None:
+                fill(model, rank, step)
+                resumed.agg_grad()(model, "avg_world")
+                assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
+
+
+CASES: list[Case] = [
+    a22_nothing_is_lost_and_little_is_sent,
+    a22_sending_everything_is_the_mean_and_leaves_no_memory,
+    a22_the_largest_are_sent_first,
+    a22_every_element_has_its_turn,
+    a22_positions_travel_as_int64,
+    a22_positions_beyond_what_float32_can_count_are_exact,
+    by_layer_gives_the_same_numbers,
+    half_precision_keeps_what_it_rounds_away,
+    without_error_feedback_the_rest_is_forgotten,
+    absent_gradients_are_zero_or_stay_absent_when_sparsified,
+    an_overflow_is_everybodys_and_spares_the_memory,
+    bad_arguments_are_refused_before_communication,
+    a21_a_resumed_sparsified_run_equals_one_that_was_not_interrupted,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", SIZES)
+def test_sparsified(size: int, case: Case) -> None:
+    check(size, case)
