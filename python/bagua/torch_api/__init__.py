@@ -1,6 +1,18 @@
 """Bagua for torch, under the names of the original. Conventionally ``import bagua.torch_api as bagua``."""
 
-from . import algorithms, bucket, communication, contrib, distributed, env, tensor, utils
+from . import (
+    algorithms,
+    bucket,
+    checkpoint,
+    communication,
+    contrib,
+    distributed,
+    env,
+    model_parallel,
+    moe,
+    tensor,
+    utils,
+)
 from .communication import (
     ReduceOp,
     allgather,
@@ -56,6 +68,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "bucket",
+    "checkpoint",
     "communication",
     "contrib",
     "destroy_process_group",
@@ -71,6 +84,8 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "model_parallel",
+    "moe",
     "new_group",
     "no_sync",
     "recv",

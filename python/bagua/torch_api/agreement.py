@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,11 +128,15 @@ class _Slot:
         return torch.empty(self.shape, dtype=self.dtype)
 
 
-def broadcast_optimizer(communicator: Communicator, broadcast: Any, optimizer: torch.optim.Optimizer) -> None:
+def broadcast_optimizer(
+    communicator: Communicator, broadcast: Any, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor] = ()
+) -> None:
     """Every rank's optimizer ends with rank 0's state and hyperparameters, whatever its own were.
 
-    Rank 0 says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
+    Rank 0 says what there is, so ranks whose state is empty or longer cannot wait for messages that never come. ``own``
+    are parameters that are not communicated, whose state each rank keeps.
     """
+    apart = {id(param) for param in own}
     leaves: list[torch.Tensor] = []
 
     def take_out(value: Any) -> Any:
@@ -149,12 +153,24 @@ def broadcast_optimizer(communicator: Communicator, broadcast: Any, optimizer: t
 
     rank = communicator.rank()
     if rank == 0:
-        broadcast_object(take_out(optimizer.state_dict()), 0, communicator)
+        state = optimizer.state_dict()
+        for number, param in _numbered(optimizer, state):
+            if id(param) in apart:
+                state["state"].pop(number, None)
+        broadcast_object(take_out(state), 0, communicator)
         broadcast_tensors(broadcast, rank, leaves)
     else:
         state = put_in(broadcast_object(None, 0, communicator))
         broadcast_tensors(broadcast, rank, leaves)
+        kept = {param: entry for param, entry in optimizer.state.items() if id(param) in apart}
         optimizer.load_state_dict(state)
+        optimizer.state.update(kept)
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Number in the optimizer's state_dict, and parameter."""
+    for theirs, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(theirs["params"], group["params"], strict=True)
 
 
 def _rebuilt(value: Any, change: Any) -> Any:

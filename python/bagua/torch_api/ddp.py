@@ -188,8 +188,9 @@ class BaguaDistributedDataParallel:
     def _broadcast_state(self) -> None:
         rank = self.backend.rank
         broadcast_tensors(self._broadcast, rank, [tensor for _, _, tensor in self._state(self.module)])
+        own = [param for name, param in self.module.named_parameters() if name in self.parameters_to_ignore]
         for optimizer in self.bagua_optimizers:
-            broadcast_optimizer(self._communicator, self._broadcast, optimizer)
+            broadcast_optimizer(self._communicator, self._broadcast, optimizer, own)
 
     def _broadcast(self, room: torch.Tensor) -> None:
         self.backend.broadcast(room, 0)
@@ -332,8 +333,19 @@ def _at_end_of_backward(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def owner_of(param: torch.Tensor) -> BaguaDistributedDataParallel | None:
+    """Which wrapped model communicates the gradient of a parameter."""
+    owner = _owners.get(param)
+    return None if owner is None else owner()
+
+
 def _ignored(module: torch.nn.Module) -> frozenset[str]:
-    names: set[str] = set()
+    """What is not communicated: what the user named, and what belongs to an expert, of which each rank has its own."""
+    names = {name for name, param in module.named_parameters() if getattr(param, "expert", False) is True}
+    for path, child in module.named_modules():
+        # `is True`: a module may have a child of that name.
+        if getattr(child, "expert", False) is True:
+            names.update(f"{path}.{name}" if path else name for name, _ in child.named_buffers())
     for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
         names.update(getattr(module, attribute, ()))
     return frozenset(names)

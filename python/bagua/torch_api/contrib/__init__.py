@@ -1,7 +1,9 @@
-"""What training needs beside communication: cached samples and balanced batches."""
+"""What training needs beside communication: cached samples, balanced batches, fused optimizers, normalisation over all ranks."""
 
+from . import sync_batchnorm
 from .cache_loader import CacheLoader
 from .cached_dataset import CachedDataset
+from .fuse.optimizer import fuse_optimizer
 from .load_balancing_data_loader import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
 __all__ = [
@@ -9,4 +11,6 @@ __all__ = [
     "CachedDataset",
     "LoadBalancingDistributedBatchSampler",
     "LoadBalancingDistributedSampler",
+    "fuse_optimizer",
+    "sync_batchnorm",
 ]

@@ -1,0 +1,90 @@
+"""Loading: what the tracker names, without running any code from the files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.errors import BaguaError
+
+from .layout import RELEASE, ExpertKeys, expert_file, find, model_file, optimizer_file, read_tracker, tracker_file
+from .team import Team
+
+
+def load_checkpoint(
+    checkpoints_path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> int:
+    """Loads the newest complete checkpoint into what is given, and returns its iteration; 0 without any checkpoint.
+
+    All ranks call this; all of them load what rank 0's tracker names. ``strict`` is that of ``Module.load_state_dict``.
+    A model with experts needs as many ranks as it was saved with.
+
+    FileNotFoundError: the tracker names what is not there. BaguaError: the checkpoint holds no state for the optimizer
+    or scheduler that is given, or another rank failed.
+    """
+    team, path = Team(), Path(checkpoints_path)
+
+    def look() -> int | str | None:
+        return read_tracker(path) if team.rank == 0 else None
+
+    iteration = team.from_first(team.together("read the tracker", look))
+    if iteration is None:
+        return 0
+
+    def load() -> int:
+        folder = find(path, iteration)
+        whole = _read(model_file(folder))
+        keys = ExpertKeys(model, team.rank)
+        state, states = dict(whole["model"]), whole
+        if keys:
+            for number, layer in keys.files():
+                state.update(keys.localise(_read(expert_file(folder, number, layer))))
+            if optimizer is not None:
+                states = {**whole, **_read_optimizer(folder, team)}
+        for what, target in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if target is not None and what not in states:
+                raise BaguaError(f"{folder} holds no state for the {what} that is to be loaded")
+        model.load_state_dict(state, strict=strict)
+        if optimizer is not None:
+            optimizer.load_state_dict(states["optimizer"])
+        if lr_scheduler is not None:
+            lr_scheduler.load_state_dict(states["lr_scheduler"])
+        if iteration == RELEASE:
+            return 0
+        if whole["iteration"] != iteration:
+            raise BaguaError(f"{tracker_file(path)} says {iteration}, and the file in {folder} {whole['iteration']}")
+        return int(iteration)
+
+    return team.together("load a checkpoint", load)
+
+
+def _read_optimizer(folder: Path, team: Team) -> dict[str, Any]:
+    """The optimizer of this rank."""
+    saved = len(list(folder.glob(optimizer_file(folder, 0).name.replace("_0_", "_*_", 1))))
+    if saved != team.size:
+        raise BaguaError(f"{folder} was saved by {saved} ranks, and {team.size} load it: their optimizers do not fit")
+    return _read(optimizer_file(folder, team.rank))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with _allowed():
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
+
+
+def _allowed() -> contextlib.AbstractContextManager[None]:
+    """Containers of schedulers' states that some releases of torch do not know to be harmless."""
+    safe_globals = getattr(torch.serialization, "safe_globals", None)
+    if safe_globals is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = safe_globals([Counter, OrderedDict, defaultdict, dict])
+    return found

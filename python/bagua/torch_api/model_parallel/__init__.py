@@ -1,0 +1,5 @@
+"""Models whose parts live on different ranks."""
+
+from . import moe
+
+__all__ = ["moe"]

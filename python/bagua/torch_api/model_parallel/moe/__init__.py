@@ -1,0 +1,7 @@
+"""A mixture of experts whose experts are spread over the ranks."""
+
+from .experts import Experts, is_moe_param
+from .gate import TopKGate
+from .layer import MoE, MOELayer, has_moe_layers
+
+__all__ = ["Experts", "MOELayer", "MoE", "TopKGate", "has_moe_layers", "is_moe_param"]

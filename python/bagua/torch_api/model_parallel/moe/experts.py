@@ -1,0 +1,38 @@
+"""The experts of one rank, and how others know that a parameter is an expert's."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """True if the parameter is an expert's: its own on each rank, never communicated by ``with_bagua``."""
+    return bool(getattr(param, "expert", False))
+
+
+class Experts(torch.nn.Module):
+    """Copies of one expert; the i-th of ``num_local_experts`` on rank r is expert r * num_local_experts + i.
+
+    Input and output have shape [ranks, num_local_experts, capacity, hidden]: what each rank sent to each expert.
+    """
+
+    #: Parameters and buffers below this module belong to this rank.
+    expert = True
+
+    def __init__(self, expert: torch.nn.Module, num_local_experts: int = 1) -> None:
+        super().__init__()
+        self.bagua_experts = torch.nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        for param in self.bagua_experts.parameters():
+            param.expert = True  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Each expert's output for its part."""
+        outputs = []
+        for part, expert in zip(inputs.chunk(self.num_local_experts, dim=1), self.bagua_experts, strict=True):
+            output = expert(part)
+            # Some modules return more than their output, such as attention weights.
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        return torch.cat(outputs, dim=1)

@@ -1,0 +1,180 @@
+"""A mixture-of-experts layer: tokens travel to the ranks of their experts and back, gradients the same way.
+
+Expert parallelism after GShard (Lepikhin et al., arXiv:2006.16668): one all_to_all to the experts, one back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import ddp, env
+from ...collectives import ReduceOp, allreduce_inplace, alltoall
+from ...groups import Communicator, _get_default_group, is_initialized
+from .experts import Experts
+from .gate import Routing, TopKGate
+
+
+class _AllToAll(torch.autograd.Function):
+    """Chunk r along the first dimension goes to rank r; the gradient takes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        ctx.communicator = communicator
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        alltoall(input, output, communicator)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        back = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        alltoall(grad, back, ctx.communicator)
+        return back, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity; the gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return input.view_as(input)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def _communicator() -> Communicator | None:
+    """All ranks; ``None`` when there is only this one, or no job."""
+    if not is_initialized() and env.get_world_size() == 1:
+        return None
+    found = _get_default_group().get_global_communicator()
+    assert isinstance(found, Communicator)
+    return found if found.nranks() > 1 else None
+
+
+class MOELayer(torch.nn.Module):
+    """The gate, this rank's experts, and the way between the tokens and the experts of all ranks."""
+
+    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+
+    def forward(
+        self, hidden: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output of the input's shape and dtype, load-balancing loss, and tokens per expert."""
+        communicator = _communicator()
+        ranks = 1 if communicator is None else communicator.nranks()
+        experts = self.gate.wg.out_features
+        if experts != ranks * self.experts.num_local_experts:
+            raise ValueError(
+                f"this layer was built for {experts} experts, and {ranks} rank(s) with "
+                f"{self.experts.num_local_experts} each have {ranks * self.experts.num_local_experts}: "
+                "init_process_group comes before MoE"
+            )
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        routing: Routing = self.gate(tokens, used_token)
+        room = _largest(routing.capacity, communicator)
+        # The slot of each choice in the memory of all experts; what was dropped has none.
+        slots = torch.where(routing.places < 0, 0, routing.experts * room + routing.places)
+        kept = routing.places >= 0
+        choices = torch.arange(len(tokens), device=tokens.device).expand_as(slots)
+        sent = tokens.new_zeros(experts * room, tokens.shape[1]).index_copy(0, slots[kept], tokens[choices[kept]])
+        answers = self._ask(sent.view(ranks, -1, room, tokens.shape[1]), communicator)
+        answers = answers.reshape(experts * room, -1)
+        # A dropped choice reads slot 0 with weight 0, and slot 0 may hold what an expert made of nothing.
+        parts = torch.where(kept.unsqueeze(-1), answers[slots], 0.0)
+        output = (parts * routing.weights.unsqueeze(-1).to(parts.dtype)).sum(0)
+        return output.view(*hidden.shape[:-1], -1).to(hidden.dtype), routing.l_aux, routing.exp_counts
+
+    def _ask(self, sent: torch.Tensor, communicator: Communicator | None) -> torch.Tensor:
+        """What the experts say to [ranks, local experts, room, hidden] of this rank, in the same order."""
+        if communicator is None:
+            answers: torch.Tensor = self.experts(sent)
+            return answers
+        received: torch.Tensor = _AllToAll.apply(sent, communicator)
+        divisor = communicator.nranks() if self._averaged() else 1
+        if divisor != 1:
+            # An expert's gradient is the sum over the tokens of all ranks. Where all other gradients are averages it is
+            # divided too, and the tokens' own gradient is not.
+            received = _ScaleGradient.apply(received, float(divisor))
+        answered = self.experts(received)
+        if divisor != 1:
+            answered = _ScaleGradient.apply(answered, 1.0 / divisor)
+        returned: torch.Tensor = _AllToAll.apply(answered, communicator)
+        return returned
+
+    def _averaged(self) -> bool:
+        owner = next((found for p in self.gate.parameters() if (found := ddp.owner_of(p)) is not None), None)
+        return owner is not None and getattr(owner.bagua_algorithm, "average", True)
+
+
+def _largest(capacity: int, communicator: Communicator | None) -> int:
+    """Ranks with different numbers of tokens send equally many slots."""
+    if communicator is None:
+        return capacity
+    largest = torch.tensor([capacity], dtype=torch.int64)
+    allreduce_inplace(largest, ReduceOp.MAX, communicator)
+    return int(largest.item())
+
+
+class MoE(torch.nn.Module):
+    """A mixture of ``num_local_experts`` copies of ``expert`` on each rank.
+
+    hidden_size
+        size of the last dimension of the input, which ``expert`` must keep.
+    k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy
+        how the gate chooses: see :class:`TopKGate`. An expert takes ``ceil(k * tokens / experts * capacity_factor)``
+        tokens of each rank, for k=1 at least ``min_capacity``; what is more is dropped, and its output is 0.
+    output_dropout_prob
+        dropout of the output.
+
+    All experts of a rank begin as equal copies of ``expert``. Their parameters carry ``expert = True``: ``with_bagua``
+    neither broadcasts nor averages them. Their gradients are the exact ones of the sum of all ranks' losses; under a
+    ``with_bagua`` that averages, of the mean, as all other gradients are then.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: torch.nn.Module,
+        num_local_experts: int = 1,
+        k: int = 1,
+        output_dropout_prob: float = 0.0,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        noisy_gate_policy: str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_local_experts < 1:
+            raise ValueError(f"num_local_experts must be at least 1, not {num_local_experts}")
+        communicator = _communicator()
+        self.num_experts = num_local_experts * (1 if communicator is None else communicator.nranks())
+        gate = TopKGate(
+            hidden_size, self.num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy
+        )
+        self.bagua_moe = MOELayer(gate, Experts(expert, num_local_experts))
+        self.dropout = torch.nn.Dropout(output_dropout_prob)
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``hidden_states``: [..., hidden_size]; ``used_token``: 0 for tokens to leave out, one entry per token.
+
+        Returns the output in the input's shape, the load-balancing loss (add a small multiple of it to the loss), and
+        int64 [experts]: how many of this rank's tokens chose each expert first.
+        """
+        output, l_aux, exp_counts = self.bagua_moe(hidden_states, used_token)
+        return self.dropout(output), l_aux, exp_counts
+
+
+def has_moe_layers(module: torch.nn.Module) -> bool:
+    """True if there is a mixture of experts in the module."""
+    return any(isinstance(child, MOELayer) for child in module.modules())
