@@ -1,13 +1,15 @@
 """Races our collectives against torch's gloo and OpenMPI: same processes, calls interleaved, every answer checked.
 
-    python benchmarks/collectives.py --csv out           # 2 and 4 ranks, every verb at 16 MiB, all_reduce at every size, every dtype
+    python benchmarks/collectives.py --csv out           # 2 and 4 ranks, every verb at 16 MiB, all_reduce at every
+    size, every dtype
     python benchmarks/collectives.py --ranks 2 --verbs all_reduce --sizes 1KiB 1MiB --dtypes float32
     python benchmarks/collectives.py --door              # what a blocking verb costs in Python, with nobody to talk to
 
-All contenders live in every rank. They take turns, round by round in another order, and every buffer is rewritten before every call, so
-that none meets warmer caches or a quieter machine than the others. Ranks meet before each timed call by a barrier that belongs to none
-of them (common.Meeting). Calls on small tensors are timed in batches, each call on a tensor of its own. A call's time is that of its
-slowest rank; the figure is the median over calls. A ratio above 1 says that ours is that many times faster.
+All contenders live in every rank. They take turns, round by round in another order, and every buffer is rewritten
+before every call, so that none meets warmer caches or a quieter machine than the others. Ranks meet before each timed
+call by a barrier that belongs to none of them (common.Meeting). Calls on small tensors are timed in batches, each call
+on a tensor of its own. A call's time is that of its slowest rank; the figure is the median over calls. A ratio above 1
+says that ours is that many times faster.
 """
 
 from __future__ import annotations
@@ -173,9 +175,7 @@ def show(rows: list[Any], statistic: str = "seconds") -> None:
         if dtype != "float32" and full is not None:
             for name in theirs.keys() & full.keys() & set(OURS):
                 ratio = theirs[name][statistic] / full[name][statistic]
-                print(
-                    f"{ranks} ranks, {verb} of {show_size(size)}, {name}: {dtype} takes {ratio:.2f}x the time of float32"
-                )
+                print(f"{ranks} ranks, {verb} of {show_size(size)}, {name}: {dtype} takes {ratio:.2f}x float32")
 
 
 def plot(rows: list[Any], path: Path) -> None:

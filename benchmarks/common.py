@@ -1,7 +1,7 @@
 """What the benchmarks share: starting ranks, meeting before a timed call, naming sizes, keeping results.
 
-A rank is the benchmark's own script, started again with `--child`. With OpenMPI it is `mpirun` that starts the ranks, because only then
-OpenMPI can take part; without, they are started directly.
+A rank is the benchmark's own script, started again with `--child`. With OpenMPI it is `mpirun` that starts the ranks,
+because only then OpenMPI can take part; without, they are started directly.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def show_size(size: int) -> str:
 class Meeting:
     """A barrier of the ranks that none of the contenders provides, so that none of them is warm or late because of it.
 
-    Every rank counts in a word of its own of a mapped file, on a cache line of its own, and looks at the others' until they have come as
-    far. Between looks it lets others run, so that it also ends with more ranks than cores. Ordering relies on x86 or on the system call
-    between looks, which is a barrier elsewhere.
+    Every rank counts in a word of its own of a mapped file, on a cache line of its own, and looks at the others' until
+    they have come as far. Between looks it lets others run, so that it also ends with more ranks than cores. Ordering
+    relies on x86 or on the system call between looks, which is a barrier elsewhere.
     """
 
     LINE = 128
@@ -96,7 +96,7 @@ def openmpi_missing() -> str:
 def run_ranks(
     script: str, ranks: int, options: dict[str, Any], *, mpi: bool, limit: float, env: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Starts `ranks` processes of `script`, waits for them, and returns the rows that rank 0 wrote with :func:`write_row`.
+    """Starts `ranks` processes of `script`, waits for them, and returns the rows of :func:`write_row`.
 
     RuntimeError when a rank failed or took longer than `limit` seconds; none is left running.
     """
@@ -166,7 +166,7 @@ def commit() -> str:
 
 
 def keep(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """Writes rows as CSV, each with machine, date and commit; the file's name without ending is the stem of its plots."""
+    """Writes rows as CSV, each with machine, date and commit. Returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     where = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit()}
     path = folder / f"{name}-{where['date']}-{where['commit']}.csv"

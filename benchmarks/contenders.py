@@ -1,6 +1,7 @@
 """Those who race: ours through torch_api on ordinary tensors and in an arena, torch's gloo, OpenMPI through mpi4py.
 
-A contender gives the memory of a case (`empty`), and a function that makes one call (`call`), or None where it has no such call.
+A contender gives the memory of a case (`empty`), and a function that makes one call (`call`), or None where it has no
+such call.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. `size` is in bytes, of the whole tensor: of what all_gather and all_to_all leave, and of what reduce_scatter,
-    all_reduce and broadcast begin with.
+    """One row of the table. `size` is in bytes, of the whole tensor: of what all_gather and all_to_all leave, and of
+    what reduce_scatter, all_reduce and broadcast begin with.
     """
 
     verb: str

@@ -3,8 +3,8 @@
     python benchmarks/growth.py
     python benchmarks/growth.py --ranks 2 8
 
-Same race as collectives.py. With more ranks than cores a figure says what waiting costs: read the ratios, and how they change from row
-to row. Threads are those that joining and a first all_reduce added to a rank.
+Same race as collectives.py. With more ranks than cores a figure says what waiting costs: read the ratios, and how they
+change from row to row. Threads are those that joining and a first all_reduce added to a rank.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
     python benchmarks/train.py                      # three models, then memory and hand-over
     python benchmarks/train.py --models mlp --parts throughput
 
-Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), begun with the same parameters and fed
-the same samples. Blocks of steps take turns, round by round in another order. A block's time is that of its slowest rank; figures are
-medians over blocks.
+Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), begun with the same
+parameters and fed the same samples. Blocks of steps take turns, round by round in another order. A block's time is
+that of its slowest rank; figures are medians over blocks.
 
-Time blocked in communication is measured in one way for all: a step's time less that of the same step in `no_sync()`, where nothing is
-communicated (such steps run with a learning rate of 0, so that they leave no trace). Beside it stands `wait_s` of bagua.stats(): how long
-our communication thread waited for peers per step, hidden behind the backward pass or not. CPU seconds are those of all threads.
+Time blocked in communication is measured in one way for all: a step's time less that of the same step in `no_sync()`,
+where nothing is communicated (such steps run with a learning rate of 0, so that they leave no trace). Beside it stands
+`wait_s` of bagua.stats(): how long our communication thread waited for peers per step, hidden behind the backward pass
+or not. CPU seconds are those of all threads.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def memory(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> 
 
 
 def handover(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
-    """What it costs to have the communication thread do an operation instead of doing it oneself, on a bucket of 1 KiB."""
+    """What it costs to hand an operation to the communication thread instead of calling it, on a bucket of 1 KiB."""
     import numpy as np
     import torch
 
@@ -344,9 +345,15 @@ def main() -> None:
 
     print(f"{machine()}, {args.ranks} ranks")
     if "throughput" in args.parts:
-        print(
-            f"{'model':<12}{'':<10}{'samples/s':>11}{'ms/step':>10}{'blocked ms':>12}{'wait ms':>10}{'CPU ms':>10}{'step/ours':>12}"
+        columns = (
+            ("samples/s", 11),
+            ("ms/step", 10),
+            ("blocked ms", 12),
+            ("wait ms", 10),
+            ("CPU ms", 10),
+            ("step/ours", 12),
         )
+        print(f"{'model':<22}" + "".join(f"{name:>{width}}" for name, width in columns))
         rows = []
         for model in args.models:
             found = run("throughput", model=model, rounds=args.rounds, block=args.block)
