@@ -1,4 +1,4 @@
-"""What training needs beside communication: cached samples, balanced batches, fused optimizers, normalisation over all ranks."""
+"""What training needs beside communication: samples, batches, fused optimizers, normalisation over all ranks."""
 
 from . import sync_batchnorm
 from .cache_loader import CacheLoader

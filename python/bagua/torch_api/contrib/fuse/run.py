@@ -163,7 +163,8 @@ class Run:
                 entry.pop(key, None)
         for key, value in flat_state.items():
             if isinstance(value, torch.Tensor):
-                if value is not self.state.get(key):
+                known = value is self.state.get(key)
+                if not known:
                     self._adopt(key, value)
                 elif (vector := self._vectors.get(key)) is not None:
                     vector[1:].copy_(value)
