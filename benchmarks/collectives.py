@@ -51,11 +51,14 @@ def time_case(
     case: Any, contenders: list[Any], rank: int, ranks: int, budget: float, meeting: Meeting
 ) -> dict[str, list[float]]:
     """Seconds per call on this rank, of each contender that has the case."""
+    import torch
     from contenders import Buffers
 
     together = CALLS_TOGETHER if case.size < SMALL else 1
     turns: dict[str, list[tuple[Buffers, Any]]] = {}
-    ordinary = [Buffers(case, rank, ranks, contenders[0].empty) for _ in range(together)]
+    ordinary = [
+        Buffers(case, rank, ranks, lambda count, dtype: torch.empty(count, dtype=dtype)) for _ in range(together)
+    ]
     for contender in contenders:
         contender.begin(case, together, ranks)
         own = contender.name == "ours-arena"

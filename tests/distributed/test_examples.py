@@ -1,0 +1,43 @@
+"""Every example that needs nothing but ranks runs to its end on two of them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.world import ROOT, World
+
+
+def run_example(rank: int, name: str, arguments: list[str]) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_path(str(Path(ROOT, "examples", name)), run_name="__main__")
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("name", ["moe.py", "sync_batchnorm.py", "cached_dataset.py"])
+def test_the_example_ends_well_on_every_rank(name: str) -> None:
+    if name == "cached_dataset.py":
+        for package in ("lmdb", "msgpack", "redis", "xxhash"):
+            pytest.importorskip(package, reason=f"{package} is not installed: pip install 'bagua[cache]'")
+    world = World(2, timeout=150.0)
+    assert world.run(run_example, name, []) == [0, 0]
+    assert world.output[0].strip()
+
+
+def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    arguments = ["--folder", str(tmp_path), "--iterations", "3"]
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    reached = []
+    for _ in range(2):
+        assert World(2, timeout=150.0).run(run_example, "checkpoint.py", arguments) == [0, 0]
+        reached.append(int(tracker.read_text(encoding="utf-8")))
+    assert reached[1] > reached[0] > 0
