@@ -35,7 +35,7 @@ def summed(rank: int) -> float:
 
 
 def our_threads() -> set[str]:
-    """Threads of the core. The one that hears Ctrl-C starts with the first long wait and stays as long as the process."""
+    """Threads of the core, but for the one that hears Ctrl-C: it starts with the first long wait and stays."""
     names = set()
     for task in Path("/proc/self/task").iterdir():
         # A thread may end while it is looked at.
