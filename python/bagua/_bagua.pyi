@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any, TypeAlias, final
 
 __all__ = [
+    "Arena",
     "Bucket",
     "Communicator",
     "Engine",
@@ -248,6 +249,7 @@ class Arena:
     @property
     def shared(self) -> bool: ...
 
+@final
 class Bucket:
     # (name, address, count, dtype, padding)
     def __new__(cls, name: str, tensors: Sequence[tuple[str, int, int, int, bool]]) -> Bucket: ...
