@@ -82,8 +82,11 @@ impl Handle {
 
     /// Sets the result and wakes everybody. Called once.
     pub(super) fn finish(&self, result: Result<()>) {
-        *self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        let mut place = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);
+        *place = Some(result);
+        // Under the lock: whoever has seen the result counts this job as completed.
         self.outcome.done.store(true, Ordering::Release);
+        drop(place);
         self.outcome.ready.notify_all();
     }
 
@@ -104,4 +107,21 @@ impl Handle {
 /// What every call in a forked child gets.
 pub(super) fn forked() -> Error {
     Error::System("this process was forked from the one that built the group; build a group of its own".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_seen_the_result_sees_the_job_completed() {
+        let handles: Vec<Handle> = (0..100_000).map(|_| Handle::pending(0)).collect();
+        std::thread::scope(|scope| {
+            scope.spawn(|| handles.iter().for_each(|handle| handle.finish(Ok(()))));
+            for (job, handle) in handles.iter().enumerate() {
+                while handle.wait(Some(Duration::ZERO)).is_err() {}
+                assert!(handle.is_completed(), "job {job}");
+            }
+        });
+    }
 }
