@@ -139,7 +139,7 @@ def test_without_cluster_mode_a_host_of_the_job_uses_one_server(
     assert counts == [2, 1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def redis_cluster() -> Iterator[list[RedisServer]]:
     """Three nodes that form a Redis Cluster, as the cluster specification's commands make one."""
     with_cluster = []
@@ -221,6 +221,23 @@ def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]
     cached.cache_loader.close()
     for client in clients:
         client.close()
+
+
+def test_a_node_of_a_redis_cluster_killed_in_mid_epoch_costs_no_sample(
+    redis_cluster: list[RedisServer], warned: Callable[[], list[str]]
+) -> None:
+    cached = CachedDataset(Numbers(200), "redis", "d", hosts=hosts(redis_cluster[:2]), redis_cluster=True, timeout=1.0)
+    assert cached.warm_up(progress=False) == 200
+    for index in range(200):
+        if index == 50:
+            os.kill(redis_cluster[2].pid, signal.SIGKILL)
+        assert correct(cached[index], index)
+    assert all(correct(*pair) for pair in zip(cached.__getitems__(range(200)), range(200), strict=True))
+    stats = cached.stats()
+    assert stats["failed_reads"] > 0
+    assert stats["hits"] >= 50
+    assert sum("is lost" in line for line in warned()) == 1
+    cached.cache_loader.close()
 
 
 # --- the round trip --------------------------------------------------------------------------------------------------
