@@ -1,18 +1,16 @@
 """Reads samples from the cache, against redis-py used directly and against computing them again.
 
 Everybody reads the same values from the same server in the same process, one after another in turns, and the fastest
-turn counts. redis-py gives raw bytes; the cache gives samples that were checked and unpacked, and one more row is
-redis-py with the least that makes a sample of its bytes. Needs ``redis-server`` and ``pip install bagua[cache]``.
+turn counts. Like is compared with like: one value at a time with redis-py's ``get``, a batch with its ``mget``; and
+redis-py once as it is, with raw bytes as its result, and once with the least that makes a sample of one's own of them,
+whose type and shape are known beforehand. The cache's samples are checked, and have whatever type they were stored
+with. Needs ``redis-server`` and ``pip install bagua[cache]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import hashlib
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +18,20 @@ from typing import Any
 
 import numpy as np
 import redis
+import torch
+from common import add_record_options, keep_if_asked
 
 from bagua.torch_api.contrib import CacheLoader
 from bagua.torch_api.contrib.utils.redis_server import RedisServer, new_password
 
-RECORD = Path(__file__).parent / "record"
 BYTES = 4096
+FILLING, AGAIN = "filling the cache", "computing again"
+#: What each of our ways is compared with: redis-py with raw bytes, and with samples.
+PEERS = {
+    "CacheLoader.get, array": ("redis-py get, bytes", "redis-py get, array"),
+    "CacheLoader.get_many, arrays": ("redis-py mget, bytes", "redis-py mget, arrays"),
+    "CacheLoader.get_many, tensors": ("redis-py mget, bytes", "redis-py mget, tensors"),
+}
 
 
 def compute(key: int) -> np.ndarray[Any, Any]:
@@ -34,42 +40,34 @@ def compute(key: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(rounds, dtype=np.uint8).copy()
 
 
-def turns(work: Callable[[range], None], samples: int, repeats: int, chunk: int) -> float:
-    """Samples per second of the fastest of several turns, each over its own part of the samples."""
-    best = 0.0
-    part = samples // repeats
-    for repeat in range(repeats):
-        keys = range(repeat * part, (repeat + 1) * part)
-        begun = time.perf_counter()
-        for start in range(keys.start, keys.stop, chunk):
-            work(range(start, min(start + chunk, keys.stop)))
-        best = max(best, part / (time.perf_counter() - begun))
-    return best
-
-
 def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
     """Samples per second of each way to get a sample."""
     server = RedisServer("127.0.0.1", 4 << 30, password=new_password())
     host = {"host": server.host, "port": server.port, "password": server.password}
     loader = CacheLoader("redis", "benchmark", batch, hosts=[host])
+    tensors = CacheLoader("redis", "tensors", batch, hosts=[host])
+    # A part of the samples once more, as tensors.
+    part = max(samples // 5, batch)
     begun = time.perf_counter()
-    for start in range(0, samples, batch):
-        loader.get_many(
-            range(start, min(start + batch, samples)), lambda key: np.full(BYTES, key % 251, dtype=np.uint8)
-        )
+    for keys in batches(range(samples), batch):
+        loader.get_many(keys, lambda key: np.full(BYTES, key % 251, dtype=np.uint8))
     loader.flush()
     filled = samples / (time.perf_counter() - begun)
+    for keys in batches(range(part), batch):
+        tensors.get_many(keys, lambda key: torch.full((BYTES // 4,), float(key % 251)))
+    tensors.flush()
+    assert loader.num_keys() == samples + part
     direct = redis.Redis(**host)
-    raw = direct.get("benchmark_7")
-    header = len(raw) - BYTES
-    assert loader.num_keys() == samples
+    # Behind what the cache writes before the content.
+    header = len(direct.get("benchmark_7")) - BYTES
+    header_of_tensors = len(direct.get("tensors_7")) - BYTES
 
     def never(key: int) -> Any:
         raise AssertionError(f"sample {key} was not in the cache")
 
-    def check(key: int, sample: np.ndarray[Any, Any]) -> None:
+    def check(key: int, sample: Any, length: int = BYTES) -> None:
         assert sample[0] == key % 251
-        assert len(sample) == BYTES
+        assert len(sample) == length
 
     def ours_one(keys: range) -> None:
         for key in keys:
@@ -79,87 +77,129 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
         for key, sample in zip(keys, loader.get_many(keys, never), strict=True):
             check(key, sample)
 
+    def ours_tensors(keys: range) -> None:
+        for sample in tensors.get_many(keys, never):
+            assert len(sample) == BYTES // 4
+
     def redis_one(keys: range) -> None:
         for key in keys:
             assert direct.get(f"benchmark_{key}")[header] == key % 251
+
+    def redis_one_array(keys: range) -> None:
+        for key in keys:
+            check(key, np.frombuffer(bytearray(direct.get(f"benchmark_{key}")), dtype=np.uint8, offset=header))
 
     def redis_many(keys: range) -> None:
         for key, value in zip(keys, direct.mget([f"benchmark_{key}" for key in keys]), strict=True):
             assert value[header] == key % 251
 
-    def redis_unpacked(keys: range) -> None:
+    def redis_many_arrays(keys: range) -> None:
         for key, value in zip(keys, direct.mget([f"benchmark_{key}" for key in keys]), strict=True):
             check(key, np.frombuffer(bytearray(value), dtype=np.uint8, offset=header))
+
+    def redis_many_tensors(keys: range) -> None:
+        for value in direct.mget([f"tensors_{key}" for key in keys]):
+            # A part of its own, or the numbers would lie at odd addresses.
+            content = bytearray(memoryview(value)[header_of_tensors:])
+            assert len(torch.frombuffer(content, dtype=torch.float32)) == BYTES // 4
 
     def again(keys: range) -> None:
         for key in keys:
             assert len(compute(key)) == BYTES
 
-    rates = {"filling the cache": filled}
+    for key, sample in enumerate(tensors.get_many(range(batch), never)):
+        check(key, sample, BYTES // 4)
+    rates = {FILLING: filled}
     ways: dict[str, tuple[Callable[[range], None], int]] = {
-        "redis-py get, raw bytes": (redis_one, samples),
-        "CacheLoader.get": (ours_one, samples),
-        f"redis-py mget of {batch}, raw bytes": (redis_many, samples),
-        f"redis-py mget of {batch}, arrays": (redis_unpacked, samples),
-        f"CacheLoader.get_many of {batch}": (ours_many, samples),
-        "computing again": (again, min(samples, 2000)),
+        "redis-py get, bytes": (redis_one, samples),
+        "redis-py get, array": (redis_one_array, samples),
+        "CacheLoader.get, array": (ours_one, samples),
+        "redis-py mget, bytes": (redis_many, samples),
+        "redis-py mget, arrays": (redis_many_arrays, samples),
+        "CacheLoader.get_many, arrays": (ours_many, samples),
+        "redis-py mget, tensors": (redis_many_tensors, part),
+        "CacheLoader.get_many, tensors": (ours_tensors, part),
+        AGAIN: (again, min(samples, 2000)),
     }
     for _ in range(2):
         for name, (work, count) in ways.items():
             rates[name] = max(rates.get(name, 0.0), turns(work, count, repeats, batch))
     direct.close()
     loader.close()
+    tensors.close()
     server.stop()
     return rates
 
 
-def plot(rates: dict[str, float], path: Path, samples: int) -> None:
-    """A bar per way."""
-    import matplotlib
+def batches(keys: range, batch: int) -> list[range]:
+    """All keys, so many at a time."""
+    return [keys[start : start + batch] for start in range(0, len(keys), batch)]
 
+
+def turns(work: Callable[[range], None], samples: int, repeats: int, batch: int) -> float:
+    """Samples per second of the fastest of several turns, each over its own part of the samples."""
+    best = 0.0
+    part = samples // repeats
+    for repeat in range(repeats):
+        keys = batches(range(repeat * part, (repeat + 1) * part), batch)
+        begun = time.perf_counter()
+        for few in keys:
+            work(few)
+        best = max(best, part / (time.perf_counter() - begun))
+    return best
+
+
+def plot(rates: dict[str, float], path: Path, title: str) -> None:
+    """A bar per way."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed (requirements/bench.in): no plot")
+        return
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in rates if name != "filling the cache"]
-    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-    bars = axes.barh(names[::-1], [rates[name] / 1000 for name in names[::-1]])
+    names = [name for name in rates if name != FILLING][::-1]
+    colours = ["tab:orange" if name.startswith("CacheLoader") else "tab:blue" for name in names]
+    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    bars = axes.barh(names, [rates[name] / 1000 for name in names], color=colours)
     axes.bar_label(bars, fmt="%.1f")
     axes.set_xlabel("thousand samples per second")
-    axes.set_title(f"{samples} samples of 4 KiB from one Redis server on this machine")
-    figure.savefig(path)
+    axes.set_title(title)
+    # Without the date, so that a file changes only with its figures.
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def main() -> None:
-    """Prints the table, and keeps it with --record."""
+    """Prints the table, and keeps it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--record", action="store_true", help="adds lines to benchmarks/record/cache.csv, and draws a plot"
-    )
+    add_record_options(parser)
     chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.samples, chosen.repeats = 640, 2
+    torch.set_num_threads(1)
     rates = measure(chosen.samples, chosen.batch, chosen.repeats)
-    one, many = rates["redis-py get, raw bytes"], rates[f"redis-py mget of {chosen.batch}, raw bytes"]
+    reader = "hiredis" if redis.utils.HIREDIS_AVAILABLE else "its own reader in Python"
+    print(f"{chosen.samples} samples of 4 KiB, {chosen.batch} in a batch; redis-py {redis.__version__} with {reader}\n")
+    print("| way | samples/s | x redis-py, bytes | x redis-py, decoded | x computing again |\n|---|---|---|---|---|")
+    rows = []
     for name, rate in rates.items():
-        print(
-            f"{name:36} {rate:9.0f} samples/s   {rate / one:6.2f} x redis-py get   {rate / many:6.2f} x redis-py mget"
+        peers = PEERS.get(name, ())
+        ratios = [rate / rates[peer] if peer else None for peer in peers] or [None, None]
+        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        print(f"| {name} | {rate:.0f} | {' | '.join(cells)} | {rate / rates[AGAIN]:.1f} |")
+        rows.append(
+            {"samples": chosen.samples, "batch": chosen.batch, "reader": reader, "way": name}
+            | {"samples_per_second": round(rate), "of_bytes": cells[0], "of_decoded": cells[1]}
         )
-    if chosen.record:
-        RECORD.mkdir(exist_ok=True)
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        path = RECORD / "cache.csv"
-        new = not path.exists()
-        with open(path, "a", newline="") as file:
-            lines = csv.writer(file)
-            if new:
-                lines.writerow(["date", "commit", "machine", "samples", "batch", "way", "samples_per_second"])
-            day = datetime.datetime.now(datetime.timezone.utc).date()
-            for name, rate in rates.items():
-                lines.writerow(
-                    [day, commit.stdout.strip(), platform.machine(), chosen.samples, chosen.batch, name, round(rate)]
-                )
-        plot(rates, RECORD / "cache.svg", chosen.samples)
+    for path in keep_if_asked(chosen, "cache", rows):
+        plot(
+            rates, path.with_suffix(".svg"), f"{chosen.samples} samples of 4 KiB from one Redis server on this machine"
+        )
 
 
 if __name__ == "__main__":

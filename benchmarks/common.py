@@ -181,9 +181,14 @@ def keep(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark of ranks has."""
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.add_argument("--no-mpi", action="store_true", help="leave OpenMPI out although it is installed")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which ranks are ended")
+    add_record_options(parser)
+
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark has."""
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.add_argument("--record", action="store_true", help="keep the figures in benchmarks/record/")
     parser.add_argument("--csv", type=Path, help="a folder for the figures as CSV, and for plots")
 

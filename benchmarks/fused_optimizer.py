@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import add_record_options, keep_if_asked
 from torch import optim
 
 from bagua.torch_api.contrib import fuse_optimizer
@@ -114,7 +115,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=list(OPTIMIZERS))
+    add_record_options(parser)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.parameters, arguments.rounds, arguments.only = 50, 3, ["SGD", "AdamW"]
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     start = [
@@ -128,6 +132,7 @@ def main() -> int:
         "| optimizer | fuse_step, us | than plain | than foreach | than fused | fuse_step of fused=True, than fused |"
     )
     print("|---|---|---|---|---|---|")
+    rows = []
     for name in arguments.only:
         took = race(name, start, arguments.rounds)
         ours = took["fuse_step"]
@@ -135,6 +140,9 @@ def main() -> int:
         both = took.get("fuse_step of fused")
         cells.append("" if both is None else f"{took['fused'] / both:.1f}")
         print(f"| {name} | {ours * 1e6:.0f} | {' | '.join(cells)} |", flush=True)
+        task = {"device": arguments.device, "parameters": arguments.parameters, "elements": arguments.elements}
+        rows += [{**task, "optimizer": name, "way": way, "us": f"{took[way] * 1e6:.0f}"} for way in took]
+    keep_if_asked(arguments, "fused_optimizer", rows)
     return 0
 
 

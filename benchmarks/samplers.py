@@ -12,6 +12,7 @@ import threading
 import time
 
 import numpy as np
+from common import add_record_options, keep_if_asked
 from torch.utils.data import DistributedSampler
 
 from bagua.torch_api.contrib import LoadBalancingDistributedSampler
@@ -43,7 +44,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=10.0, help="the ideal time of an epoch")
+    add_record_options(parser)
     chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.samples, chosen.seconds = 400, 0.5
     lengths = np.exp(np.random.default_rng(0).normal(4.0, 1.0, chosen.samples)).astype(np.int64) + 1
     seconds = lengths * (chosen.seconds * chosen.ranks / lengths.sum())
     samplers = {
@@ -52,11 +56,15 @@ def main() -> None:
         ),
         "DistributedSampler": lambda rank: DistributedSampler(lengths, chosen.ranks, rank),
     }
+    rows = []
     for name, make in samplers.items():
         by_rank = [list(make(rank)) for rank in range(chosen.ranks)]
         assert set().union(*by_rank) == set(range(chosen.samples))
         taken = epoch_s(by_rank, seconds, chosen.batch)
         print(f"{name:32} {taken:6.2f} s   {taken / chosen.seconds:.3f} x ideal")
+        task = {"ranks": chosen.ranks, "samples": chosen.samples, "batch": chosen.batch, "ideal_s": chosen.seconds}
+        rows.append({"sampler": name, **task, "epoch_s": f"{taken:.3f}", "of_ideal": f"{taken / chosen.seconds:.3f}"})
+    keep_if_asked(chosen, "samplers", rows)
 
 
 if __name__ == "__main__":

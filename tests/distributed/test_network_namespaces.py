@@ -54,7 +54,7 @@ class Hosts:
             self.run("-n", name, "link", "set", "lo", "up")
             self.run("netns", "exec", name, "true")
 
-    def start(self, rank: int, world: int, host: int) -> None:
+    def start(self, rank: int, world: int, host: int, script: Path = RANK) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_")}
         environment |= {
             "RANK": str(rank),
@@ -64,8 +64,10 @@ class Hosts:
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(PORT),
             "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT_S),
+            # The name of this machine means nothing in a namespace, and gloo would look it up.
+            "GLOO_SOCKET_IFNAME": self.links[host],
         }
-        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(RANK)]
+        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(script)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
@@ -84,12 +85,16 @@ def test_a_cluster_spreads_keys_by_xxh64_and_keeps_the_order() -> None:
         ClusterStore([])
 
 
+_numbers = itertools.count()
+
+
 class Failing(LossyStore):
     """A store whose server is away when `away` says so, on a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        super().__init__("failing", clock=lambda: self.now)
+        # A name of its own: what has one name is warned of once.
+        super().__init__(f"failing {next(_numbers)}", clock=lambda: self.now)
         self.inner = MemoryStore()
         self.away = False
         self.asked = 0
@@ -138,7 +143,7 @@ def test_a_lost_store_costs_no_sample_and_one_warning(caplog: pytest.LogCaptureF
             store.away = epoch > 0
             assert [loader.get(key, lambda key: key * 2) for key in range(20)] == [key * 2 for key in range(20)]
     assert len(caplog.records) == 1
-    assert "failing is lost" in caplog.text
+    assert f"{store.name} is lost" in caplog.text
     stats = loader.stats()
     assert stats["hits"] == 0
     assert stats["misses"] == 60

@@ -139,7 +139,7 @@ def test_without_cluster_mode_a_host_of_the_job_uses_one_server(
     assert counts == [2, 1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def redis_cluster() -> Iterator[list[RedisServer]]:
     """Three nodes that form a Redis Cluster, as the cluster specification's commands make one."""
     with_cluster = []
@@ -223,6 +223,23 @@ def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]
         client.close()
 
 
+def test_a_node_of_a_redis_cluster_killed_in_mid_epoch_costs_no_sample(
+    redis_cluster: list[RedisServer], warned: Callable[[], list[str]]
+) -> None:
+    cached = CachedDataset(Numbers(200), "redis", "d", hosts=hosts(redis_cluster[:2]), redis_cluster=True, timeout=1.0)
+    assert cached.warm_up(progress=False) == 200
+    for index in range(200):
+        if index == 50:
+            os.kill(redis_cluster[2].pid, signal.SIGKILL)
+        assert correct(cached[index], index)
+    assert all(correct(*pair) for pair in zip(cached.__getitems__(range(200)), range(200), strict=True))
+    stats = cached.stats()
+    assert stats["failed_reads"] > 0
+    assert stats["hits"] >= 50
+    assert sum("is lost" in line for line in warned()) == 1
+    cached.cache_loader.close()
+
+
 # --- the round trip --------------------------------------------------------------------------------------------------
 
 
@@ -261,31 +278,48 @@ class Large(Dataset):  # type: ignore[type-arg]
 # --- servers that fail -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def warned(tmp_path: Path) -> Iterator[Callable[[], list[str]]]:
+    """Lines that this process and its DataLoader workers logged as warnings: forked ones write into the same file."""
+    path = tmp_path / "warnings"
+    handler = logging.FileHandler(path)
+    logger = logging.getLogger("bagua")
+    logger.addHandler(handler)
+    yield lambda: path.read_text().splitlines()
+    logger.removeHandler(handler)
+    handler.close()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_server_killed_in_mid_epoch_costs_no_sample(
-    servers: Callable[..., Any], caplog: pytest.LogCaptureFixture, workers: int
+def test_a_server_killed_in_mid_epoch_costs_no_sample_and_one_warning(
+    servers: Callable[..., Any], warned: Callable[[], list[str]], workers: int
 ) -> None:
     running = servers(3, password="secret")
     cached = CachedDataset(Numbers(300), "redis", "d", hosts=hosts(running), timeout=2.0)
     assert cached.warm_up(progress=False) == 300
+    other = CachedDataset(Numbers(300), "redis", "other", hosts=hosts(running), timeout=2.0)
     batches = DataLoader(cached, batch_size=10, num_workers=workers, collate_fn=list)
     seen = 0
-    with caplog.at_level(logging.WARNING):
-        for number, batch in enumerate(batches):
-            if number == 5:
-                os.kill(running[1].pid, signal.SIGKILL)
-            assert all(correct(sample, seen + place) for place, sample in enumerate(batch))
-            seen += len(batch)
+    for number, batch in enumerate(batches):
+        if number == 5:
+            os.kill(running[1].pid, signal.SIGKILL)
+        assert all(correct(sample, seen + place) for place, sample in enumerate(batch))
+        seen += len(batch)
     assert seen == 300
     stats = cached.stats()
     assert stats["failed_reads"] > 0
     # The other two servers went on serving.
     assert stats["hits"] + stats["misses"] == 600
     assert stats["hits"] > 150
-    if workers == 0:
-        assert stats["lost_servers"] == 1
-        assert len([message for message in caplog.messages if "is lost" in message]) == 1
+    assert stats["lost_servers"] == 1
+    # Another loader loses the same server, and so do the workers of another epoch.
+    assert all(correct(sample, index) for index, sample in enumerate(other.__getitems__(range(300))))
+    assert other.stats()["lost_servers"] == 1
+    assert sum(map(len, batches)) == 300
+    (line,) = warned()
+    assert f"127.0.0.1:{running[1].port} is lost" in line
     cached.cache_loader.close()
+    other.cache_loader.close()
 
 
 def test_a_server_that_hangs_counts_as_lost_after_its_timeout(

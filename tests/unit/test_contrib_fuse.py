@@ -146,6 +146,24 @@ def test_alternating_fused_and_plain_steps_equal_plain_steps(name: str, set_to_n
     assert_equal_states(first.state_dict(), second.state_dict())
 
 
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_large_parameters_on_two_threads_equal_those_of_the_plain_optimizer(name: str) -> None:
+    # torch cuts work of more than 32768 elements among its threads: fused, the cuts are elsewhere.
+    torch.set_num_threads(2)
+    sizes = (33333, 70001, 5, 100003)
+    assert sum(sizes) > 4 * 32768
+    plain, fused = ([torch.nn.Parameter(torch.sin(torch.arange(float(size)))) for size in sizes] for _ in range(2))
+    first, second = CONFIGURATIONS[name](plain), fuse_optimizer(CONFIGURATIONS[name](fused))
+    for step in range(6):
+        for params in (plain, fused):
+            for i, param in enumerate(params):
+                param.grad = torch.cos(param.detach() * (step + 1) + i)
+        first.step()
+        second.fuse_step() if step != 3 else second.step()
+        assert all(map(torch.equal, plain, fused))
+    assert second._bagua_fused_count == 5
+
+
 def test_gradients_of_a_real_backward_are_stepped() -> None:
     for set_to_none in (True, False):
         plain, first, fused, second = twins(CONFIGURATIONS["adamw"])

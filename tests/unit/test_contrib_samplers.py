@@ -293,11 +293,33 @@ def test_workers_that_fetch_ahead_do_not_move_the_position_that_training_gives()
     assert seen == whole
 
 
-def test_batches_in_workers_are_the_batch_samplers() -> None:
-    data = TensorDataset(torch.arange(30))
-    (sampler,) = batch_samplers(list(range(30)), 1, growing, False)
-    loaded = [batch[0].tolist() for batch in DataLoader(data, batch_sampler=sampler)]
-    assert loaded == list(sampler)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_in_workers_are_the_batch_samplers_and_resume_in_mid_epoch(workers: int) -> None:
+    data = TensorDataset(torch.arange(60))
+
+    def fresh() -> Any:
+        return batch_samplers(list(range(60)), 2, growing, False)[1]
+
+    first, second = fresh(), fresh()
+    first.set_epoch(3)
+    whole = list(first)
+    seen: list[list[int]] = []
+    for batch in DataLoader(data, batch_sampler=first, num_workers=workers):
+        seen.append(batch[0].tolist())
+        if len(seen) == 3:
+            state = first.state_dict(consumed=len(seen))
+            # Workers have fetched ahead by now; without them nobody has.
+            assert first.state_dict()["position"] == (3 if workers == 0 else min(len(whole), 3 + 2 * workers))
+            break
+    second.load_state_dict(state)
+    loader = DataLoader(data, batch_sampler=second, num_workers=workers, persistent_workers=workers > 0)
+    seen += [batch[0].tolist() for batch in loader]
+    assert seen == whole
+    # The epoch after it is a whole one.
+    second.set_epoch(4)
+    assert [batch[0].tolist() for batch in loader] == list(second)
+    assert len(list(second)) == len(whole)
 
 
 # --- balance ---------------------------------------------------------------------------------------------------------

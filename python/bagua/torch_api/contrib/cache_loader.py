@@ -51,8 +51,8 @@ class CacheLoader:
             that the job starts share a secret of their own), and a pickle that is not signed with it is never read.
 
     A store that is lost, hangs or is full costs speed, never a value: it is then computed, with one warning per
-    server, and counted in :meth:`stats`. May be used from several threads and in DataLoader workers, forked or
-    spawned.
+    server, in a process and its DataLoader workers together, and counted in :meth:`stats`. May be used from several
+    threads and in DataLoader workers, forked or spawned.
 
     Raises ValueError and TypeError for arguments that cannot be used, ImportError for a missing package
     (``pip install bagua[cache]``), ConnectionError if no server answers.
@@ -136,39 +136,48 @@ class CacheLoader:
         return self._get_many(keys, lambda missing: [load_fn(key) for key in missing])
 
     def _get_many(self, keys: Sequence[K], load_many: Callable[[list[K]], Sequence[V]]) -> list[V]:
-        names = [f"{self._prefix}{key}" for key in keys]
-        raws: dict[str, bytes | None] = {name: self._buffer.get(name) for name in names}
-        absent = [name for name, raw in raws.items() if raw is None]
-        if absent:
-            raws.update(zip(absent, self.store.mget(absent), strict=True))
-        values: list[Any] = [None] * len(keys)
-        missing: dict[str, K] = {}
-        found = size = 0
-        for place, (key, name) in enumerate(zip(keys, names, strict=True)):
-            raw = raws[name]
+        prefix, read = self._prefix, self._serializer.loads
+        names = [f"{prefix}{key}" for key in keys]
+        values: list[Any] = []
+        # Where what is missing goes.
+        places: dict[str, list[int]] = {}
+        size = unreadable = 0
+        for name, raw in zip(names, self._raw(names), strict=True):
             if raw is not None:
                 try:
-                    values[place] = self._serializer.loads(name, raw)
+                    values.append(read(name, raw))
                 except UnreadableError:
-                    raws[name] = None
-                    self._counters.add(unreadable=1)
+                    unreadable += 1
                 else:
-                    found, size = found + 1, size + len(raw)
+                    size += len(raw)
                     continue
-            missing.setdefault(name, key)
-        self._counters.add(hits=found, bytes_read=size)
-        if not missing:
+            places.setdefault(name, []).append(len(values))
+            values.append(None)
+        found = len(values) - sum(map(len, places.values()))
+        self._counters.add(hits=found, bytes_read=size, unreadable=unreadable)
+        if not places:
             return values
-        loaded = load_many(list(missing.values()))
-        self._counters.add(misses=len(missing))
-        written = {name: self._serializer.dumps(name, value) for name, value in zip(missing, loaded, strict=True)}
-        fresh: dict[str, Any] = dict(zip(missing, loaded, strict=True))
-        for place, name in enumerate(names):
-            if name in written:
+        loaded = load_many([keys[numbers[0]] for numbers in places.values()])
+        self._counters.add(misses=len(places))
+        written: dict[str, bytes] = {}
+        for (name, numbers), value in zip(places.items(), loaded, strict=True):
+            written[name] = raw = self._serializer.dumps(name, value)
+            values[numbers[0]] = value
+            for number in numbers[1:]:
                 # A key that was asked for twice gets two values, so that changing one leaves the other.
-                values[place] = fresh.pop(name) if name in fresh else self._serializer.loads(name, written[name])
+                values[number] = read(name, raw)
         self._write(written)
         return values
+
+    def _raw(self, names: list[str]) -> Sequence[bytes | None]:
+        """What is stored or still buffered, in the order of the names."""
+        if not self._buffer:
+            return self.store.mget(names)
+        buffered = [self._buffer.get(name) for name in names]
+        absent = [place for place, raw in enumerate(buffered) if raw is None]
+        for place, raw in zip(absent, self.store.mget([names[place] for place in absent]), strict=True):
+            buffered[place] = raw
+        return buffered
 
     def num_keys(self) -> int:
         """How many values the store holds, those of other data sets and those still buffered here included."""

@@ -240,11 +240,12 @@ class _Position:
         self._given = start
 
     def walk(self, items: Sequence[Any]) -> Iterator[Any]:
-        start, self._start = self._start, 0
-        self._given = start
-        return self._rest(items, start)
+        self._given = self._start
+        return self._steps(items)
 
-    def _rest(self, items: Sequence[Any], start: int) -> Iterator[Any]:
+    def _steps(self, items: Sequence[Any]) -> Iterator[Any]:
+        # The start is taken with the first step: a DataLoader with workers makes two iterators, and uses the second.
+        start, self._start = self._start, 0
         for place in range(start, len(items)):
             self._given = place + 1
             yield items[place]

@@ -81,6 +81,19 @@ class SharedCounters:
         self.publish()
         return dict(zip(self._names, self._layout.unpack(self._shared[:]), strict=True))
 
+    def first(self, name: str) -> bool:
+        """Counts one, and says whether it was the first anywhere."""
+        with self._guard:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                together = list(self._layout.unpack(self._shared[:]))
+                before: int = together[self._place[name]]
+                together[self._place[name]] += 1
+                self._shared[:] = self._layout.pack(*together)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return before == 0
+
     def in_child(self) -> None:
         """After a fork: what the parent had not published yet is the parent's to publish."""
         self._waiting = [0] * len(self._names)

@@ -10,6 +10,7 @@ from typing import Any
 from ...env import get_node_rank
 from .redis_job import job_servers, stop_job_servers
 from .redis_server import start_redis_server_cli
+from .redis_values import Reader
 from .store import ClusterStore, LossyStore, Shared
 
 __all__ = ["RedisClusterNodes", "RedisNode", "RedisStore", "start_redis_server_cli"]
@@ -35,6 +36,8 @@ class RedisNode(LossyStore):
         super().__init__(name)
         self._options = dict(options)
         self._client: Any = None
+        # Of the client, and None without one.
+        self._reader: Reader | None = None
         self._process = 0
         self._know_errors()
 
@@ -44,7 +47,7 @@ class RedisNode(LossyStore):
         self.refusals = (errors.ResponseError, errors.DataError)  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None, "losses": None, "refusals": None}
+        return {**self.__dict__, "_client": None, "_reader": None, "losses": None, "refusals": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -54,7 +57,14 @@ class RedisNode(LossyStore):
         """The redis-py client of this process: sockets are not shared with a parent or child."""
         if self._process != os.getpid() or self._client is None:
             self._client, self._process = self._connect(), os.getpid()
+            self._reader = None
         return self._client
+
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        client = self.client()
+        if self._reader is None:
+            self._reader = Reader(client, _redis().exceptions)
+        return self._reader.mget(keys)
 
     def _connect(self) -> Any:
         redis = _redis()
@@ -63,14 +73,11 @@ class RedisNode(LossyStore):
 
         # Once more for a connection that the server had closed meanwhile, never for a server that hangs.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,))
-        return redis.Redis(**self._options, retry=retry)
+        # Version 2 of the protocol, which Reader knows.
+        return redis.Redis(**{**self._options, "protocol": 2}, retry=retry)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._attempt(lambda: self.client().set(key, value), None, writes=1)
-
-    def get(self, key: str) -> bytes | None:
-        found: bytes | None = self._attempt(lambda: self.client().get(key), None, reads=1)
-        return found
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
         if dictionary:
@@ -79,8 +86,7 @@ class RedisNode(LossyStore):
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
             return []
-        found: list[bytes | None] = self._attempt(lambda: self.client().mget(keys), [None] * len(keys), reads=len(keys))
-        return found
+        return self._attempt(lambda: self._read(keys), [None] * len(keys), reads=len(keys))
 
     def num_keys(self) -> int:
         return self._attempt(lambda: int(self.client().dbsize()), 0)
@@ -142,12 +148,8 @@ class RedisClusterNodes(RedisNode):
         if dictionary:
             self._attempt(lambda: self.client().mset_nonatomic(dictionary), None, writes=len(dictionary))
 
-    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        if not keys:
-            return []
-        found: list[bytes | None] = self._attempt(
-            lambda: self.client().mget_nonatomic(keys), [None] * len(keys), reads=len(keys)
-        )
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = self.client().mget_nonatomic(keys)
         return found
 
     def _primaries(self, command: str) -> list[Any]:

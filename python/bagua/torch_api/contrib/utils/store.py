@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
+
+from .counters import SharedCounters
 
 __all__ = ["ClusterStore", "LossyStore", "Store"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Shared = Literal["job", "host", "process"]
+
+# By store: what was warned of. One server is one warning, however many loaders and DataLoader workers lose it.
+_spoken: weakref.WeakValueDictionary[str, SharedCounters] = weakref.WeakValueDictionary()
 
 
 class Store(ABC):
@@ -88,7 +94,7 @@ class LossyStore(Store):
         self.lost = False
         self._pause = 0.0
         self._again = 0.0
-        self._warned: set[str] = set()
+        self._spoken = _spoken.setdefault(name, SharedCounters(("refusal", "loss")))
 
     def _attempt(self, action: Callable[[], T], otherwise: T, *, reads: int = 0, writes: int = 0) -> T:
         """What ``action`` returns, or ``otherwise`` if it fails as stores fail. Programming errors come through."""
@@ -117,8 +123,7 @@ class LossyStore(Store):
 
     def _warn(self, kind: str, text: str) -> None:
         # Logged, not warnings.warn: where warnings are errors the sample would be lost with the server.
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if self._spoken.first(kind):
             _log.warning("%s", text)
 
     def failures(self) -> dict[str, int]:
