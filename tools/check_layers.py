@@ -53,6 +53,7 @@ UNSAFE = (
     f"{CORE}/group/fork.rs",
     "rust/bagua-cuda/src/*",
     "rust/nccl-sys/src/*",
+    "rust/bagua-py/src/look.rs",
     "rust/bagua-py/src/tensor.rs",
 )
 

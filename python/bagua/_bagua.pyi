@@ -16,9 +16,11 @@ __all__ = [
     "Communicator",
     "Engine",
     "Handle",
+    "Look",
     "Pending",
     "listen_for_interrupts",
     "local_address_towards",
+    "look_at_array",
     "present",
     "rendezvous_file",
     "rendezvous_tcp",
@@ -28,6 +30,14 @@ __all__ = [
 _Shape: TypeAlias = Sequence[int] | None
 # (peer, address, count)
 _Message: TypeAlias = tuple[int, int, int]
+
+@final
+class Look:
+    def __new__(cls, classes: Sequence[type], changed: Callable[[tuple[Any]], None]) -> Look: ...
+    # Any: the object itself, of one of the classes.
+    def at(self, x: object) -> tuple[int, int, int, tuple[int, ...] | None, Any] | None: ...
+
+def look_at_array(x: object) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None: ...
 
 @final
 class Pending:
@@ -73,6 +83,8 @@ class Communicator:
     def collective(self) -> str: ...
     @property
     def transports(self) -> list[str]: ...
+    # Any: checked there, and False when it is not what it should be.
+    def at_once(self, verb: int, look: Look, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
     def all_reduce(
         self,
         src: int | None,

@@ -10,42 +10,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 
-from .groups import AnyCommunicator, BaguaProcessGroup, Communicator, NonMember, _get_default_group
+from . import groups
+from .groups import AnyCommunicator, BaguaProcessGroup, Communicator, NonMember
+from .operands import DTYPES as DTYPES
+from .operands import ReduceOp as ReduceOp
+from .operands import check_on_cpu as check_on_cpu
+from .operands import check_op, look, part, same_dtype, seen, source, target
+from .operands import dtype_code as dtype_code
 from .utils import flatten, unflatten
 
-
-class ReduceOp(IntEnum):
-    """How the elements of several ranks become one. The numbers are those of the original."""
-
-    SUM = 0
-    PRODUCT = 1
-    MIN = 2
-    MAX = 3
-    BOR = 7
-    BAND = 8
-    BXOR = 9
-    AVG = 10
-
-
-#: What can travel, and the number by which the core knows it.
-DTYPES: dict[torch.dtype, int] = {
-    torch.float16: 0,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.uint8: 4,
-    torch.int8: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 8,
-}
-
-_BITWISE = (ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR)
+# Codes of the verbs that the core does on plain tensors in one call: several times faster on small ones.
+_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = 1, 2, 3, 4, 7, 8
 
 Comm = AnyCommunicator | BaguaProcessGroup | None
 
@@ -90,100 +69,27 @@ class _Followed:
         return self._handle.is_completed()
 
 
-def dtype_code(tensor: torch.Tensor, what: str) -> int:
-    """The core's number for a tensor's element type."""
-    code = DTYPES.get(tensor.dtype)
-    if code is None:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"{what} has dtype {tensor.dtype}, which cannot be communicated; these can: {known}")
-    return code
-
-
-def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
-    """Refuses what does not lie in this process's ordinary memory."""
-    if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{what} is on {tensor.device}: only CPU tensors can be communicated yet")
-    if tensor.layout != torch.strided:
-        raise NotImplementedError(f"{what} is {tensor.layout}: only dense tensors can be communicated yet")
-
-
-def _check(tensor: torch.Tensor, what: str) -> int:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
-    check_on_cpu(tensor, what)
-    return dtype_code(tensor, what)
-
-
-def _source(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    _check(tensor, what)
-    # Strides do not travel, nor does a negation that torch has put off; a copy is what anybody would make of such a
-    # tensor before sending it.
-    return tensor.detach().contiguous().resolve_neg()
-
-
-def _target(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    _check(tensor, what)
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{what} of shape {list(tensor.shape)} is not contiguous, so results cannot be written into it"
-        )
-    if tensor.is_neg():
-        raise ValueError(f"{what} is the negation of another tensor, so results cannot be written into it")
-    # Autograd must learn that values which it may have saved are about to change.
-    torch.autograd.graph.increment_version(tensor)
-    return tensor
-
-
-def _same_dtype(send: torch.Tensor, recv: torch.Tensor) -> None:
-    _check(recv, "recv_tensor")
-    if send.dtype != recv.dtype:
-        raise TypeError(f"send_tensor has dtype {send.dtype}, recv_tensor {recv.dtype}: they must be equal")
-
-
 def _require(send: int, recv: int, relation: str, right: bool) -> None:
     if not right:
         raise ValueError(f"send_tensor has {send} elements, recv_tensor {recv}: {relation}")
 
 
-def _part(part: torch.Tensor, whole: torch.Tensor, rank: int) -> int | None:
-    """The part's address; None, which is in place for the core, where it is rank ``rank``'s part of ``whole`` itself.
-
-    Whoever gives such a pair means what NCCL does with it.
-    """
-    place = whole.data_ptr() + rank * part.numel() * part.element_size()
-    return None if part.numel() > 0 and part.data_ptr() == place else part.data_ptr()
+def _chunk(count: int, n: int) -> int:
+    if count % n:
+        raise ValueError(f"tensor has {count} elements, which {n} ranks cannot divide evenly")
+    return count // n
 
 
-def _chunk(tensor: torch.Tensor, n: int) -> int:
-    if tensor.numel() % n:
-        raise ValueError(f"tensor has {tensor.numel()} elements, which {n} ranks cannot divide evenly")
-    return tensor.numel() // n
-
-
-def _room(tensor: torch.Tensor, count: int, n: int) -> None:
-    if count < 0 or tensor.numel() < count * n:
-        raise ValueError(f"tensor has {tensor.numel()} elements, count {count} for {n} ranks needs {count * n}")
-
-
-def check_op(op: ReduceOp | int, dtype: torch.dtype) -> int:
-    """The core's number for a reduction, if it means something for this element type."""
-    # An int, as torch.distributed's ReduceOp equals ours by number and means something else by it.
-    if not isinstance(op, int):
-        raise TypeError(f"op must be a bagua.torch_api.ReduceOp, not {op!r}")
-    op = ReduceOp(op)
-    floating = dtype.is_floating_point
-    if (
-        (op is ReduceOp.AVG and not floating)
-        or (op is ReduceOp.SUM and dtype is torch.bool)
-        or (op in _BITWISE and floating)
-    ):
-        raise TypeError(f"{op.name} of {str(dtype).removeprefix('torch.')} is not defined")
-    return int(op)
+def _room(room: int, count: int, n: int) -> None:
+    if count < 0 or room < count * n:
+        raise ValueError(f"tensor has {room} elements, count {count} for {n} ranks needs {count * n}")
 
 
 def _member(comm: Comm) -> Communicator | None:
     if comm is None:
-        comm = _get_default_group()
+        if (world := groups.state.world) is not None:
+            return world
+        comm = groups._get_default_group()
     if isinstance(comm, BaguaProcessGroup):
         comm = comm.get_global_communicator()
     if isinstance(comm, NonMember):
@@ -207,8 +113,8 @@ def send(tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = 
     """Sends a tensor to rank ``dst``, which must :func:`recv` as much."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    t = _source(tensor, "tensor")
-    return c.raw.send(t.data_ptr(), t.numel(), DTYPES[t.dtype], _peer(dst, c, "dst"), async_op=async_op, keep=t)
+    address, count, code, _, held = source(tensor, "tensor")
+    return c.raw.send(address, count, code, _peer(dst, c, "dst"), async_op=async_op, keep=held)
 
 
 def recv(tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
@@ -216,26 +122,30 @@ def recv(tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = 
     if (c := _member(comm)) is None:
         return _absent(async_op)
     src = _peer(src, c, "src")
-    t = _target(tensor, "tensor")
-    return c.raw.recv(t.data_ptr(), t.numel(), DTYPES[t.dtype], src, async_op=async_op, keep=t)
+    _, count, code, _, _ = found = seen(tensor, "tensor")
+    return c.raw.recv(target(found, "tensor"), count, code, src, async_op=async_op, keep=tensor)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
     """Every rank gets rank ``src``'s values, in place."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
+    if not async_op and c.raw.at_once(_BROADCAST, look, None, tensor, 0, src):
+        return None
     src = _peer(src, c, "src")
-    t = _source(tensor, "tensor") if c.rank() == src else _target(tensor, "tensor")
-    return c.raw.broadcast(
-        t.data_ptr(), t.numel(), DTYPES[t.dtype], src, shape=tuple(t.shape), async_op=async_op, keep=t
-    )
+    if c.rank() == src:
+        address, count, code, shape, held = source(tensor, "tensor")
+    else:
+        _, count, code, shape, held = found = seen(tensor, "tensor")
+        address = target(found, "tensor")
+    return c.raw.broadcast(address, count, code, src, shape=shape, async_op=async_op, keep=held)
 
 
 def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, verb: Any) -> Handle | None:
     if not tensors:
         raise ValueError("tensors is empty")
     for i, tensor in enumerate(tensors):
-        _check(tensor, f"tensors[{i}]")
+        seen(tensor, f"tensors[{i}]")
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1:
         raise TypeError(f"tensors of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
@@ -295,6 +205,8 @@ def reduce(
     """Rank ``dst`` gets the combination of all in ``recv_tensor``, which the others keep as it is."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
+    if not async_op and c.raw.at_once(_REDUCE, look, send_tensor, recv_tensor, op, dst):
+        return None
     return _reduction(c, send_tensor, recv_tensor, op, _peer(dst, c, "dst"), async_op)
 
 
@@ -304,6 +216,8 @@ def reduce_inplace(
     """:func:`reduce` in place; the tensors of the other ranks do not change."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
+    if not async_op and c.raw.at_once(_REDUCE, look, None, tensor, op, dst):
+        return None
     return _reduction(c, None, tensor, op, _peer(dst, c, "dst"), async_op)
 
 
@@ -318,6 +232,8 @@ def allreduce(
     """Every rank gets the combination of all in ``recv_tensor``."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
+    if not async_op and c.raw.at_once(_ALL_REDUCE, look, send_tensor, recv_tensor, op, 0):
+        return None
     return _reduction(c, send_tensor, recv_tensor, op, None, async_op)
 
 
@@ -327,27 +243,33 @@ def allreduce_inplace(
     """:func:`allreduce` in place."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
+    if not async_op and c.raw.at_once(_ALL_REDUCE, look, None, tensor, op, 0):
+        return None
     return _reduction(c, None, tensor, op, None, async_op)
 
 
 def _reduction(
     c: Communicator, send: torch.Tensor | None, recv: torch.Tensor, op: ReduceOp, root: int | None, async_op: bool
 ) -> Handle | None:
-    source = None if send is None else _source(send, "send_tensor")
-    if source is None:
-        _check(recv, "tensor")
+    src: int | None
+    held: torch.Tensor | None
+    if send is None:
+        _, count, code, shape, _ = found = seen(recv, "tensor")
+        number = check_op(op, code)
+        src, dst, held = None, target(found, "tensor"), None
     else:
-        _same_dtype(source, recv)
-        _require(source.numel(), recv.numel(), "they must be equal", source.numel() == recv.numel())
-    code = check_op(op, recv.dtype)
-    target = _target(recv, "tensor" if send is None else "recv_tensor")
-    if source is not None and source.data_ptr() == target.data_ptr():
-        source = None
-    pointers = (None if source is None else source.data_ptr(), target.data_ptr(), target.numel(), DTYPES[target.dtype])
-    shape, keep = tuple((target if source is None else source).shape), (source, target)
-    if root is None:
-        return c.raw.all_reduce(*pointers, code, shape=shape, async_op=async_op, keep=keep)
-    return c.raw.reduce(*pointers, code, root, shape=shape, async_op=async_op, keep=keep)
+        src, count, code, shape, held = source(send, "send_tensor")
+        _, room, other, _, _ = found = seen(recv, "recv_tensor")
+        same_dtype(code, other)
+        _require(count, room, "they must be equal", count == room)
+        number = check_op(op, code)
+        dst = target(found, "recv_tensor")
+        if src == dst:
+            src = None
+    keep = (held, recv)
+    if root is not None:
+        return c.raw.reduce(src, dst, count, code, number, root, shape=shape, async_op=async_op, keep=keep)
+    return c.raw.all_reduce(src, dst, count, code, number, shape=shape, async_op=async_op, keep=keep)
 
 
 def allreduce_coalesced_inplace(
@@ -365,24 +287,27 @@ def allgather(
     """Every rank gets every rank's tensor, one after the other in ``recv_tensor``."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    source, n = _source(send_tensor, "send_tensor"), c.nranks()
-    _same_dtype(source, recv_tensor)
-    count, room = source.numel(), recv_tensor.numel()
+    if not async_op and c.raw.at_once(_ALL_GATHER, look, send_tensor, recv_tensor, 0, 0):
+        return None
+    n = c.nranks()
+    address, count, code, _, held = source(send_tensor, "send_tensor")
+    _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
+    same_dtype(code, other)
     _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
-    target = _target(recv_tensor, "recv_tensor")
-    mine = _part(source, target, c.rank())
-    return c.raw.all_gather(
-        mine, target.data_ptr(), count, DTYPES[source.dtype], async_op=async_op, keep=(source, target)
-    )
+    whole = target(found, "recv_tensor")
+    mine = part(address, count, whole, c.rank(), code)
+    return c.raw.all_gather(mine, whole, count, code, async_op=async_op, keep=(held, recv_tensor))
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
     """:func:`allgather` in place: rank r's chunk lies at r * (numel / nranks)."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    code, count = _check(tensor, "tensor"), _chunk(tensor, c.nranks())
-    target = _target(tensor, "tensor")
-    return c.raw.all_gather(None, target.data_ptr(), count, code, async_op=async_op, keep=target)
+    if not async_op and c.raw.at_once(_ALL_GATHER, look, None, tensor, 0, 0):
+        return None
+    _, room, code, _, _ = found = seen(tensor, "tensor")
+    count = _chunk(room, c.nranks())
+    return c.raw.all_gather(None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor)
 
 
 def gather(
@@ -391,22 +316,17 @@ def gather(
     """Rank ``dst`` gets every rank's tensor, one after the other in ``recv_tensor``, which the others keep as it is."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    source, n, root = _source(send_tensor, "send_tensor"), c.nranks(), _peer(dst, c, "dst")
-    count, target = source.numel(), None
+    address, count, code, _, held = source(send_tensor, "send_tensor")
+    n, root = c.nranks(), _peer(dst, c, "dst")
+    mine: int | None = address
+    whole, keep = None, None
     if c.rank() == root:
-        _same_dtype(source, recv_tensor)
-        room = recv_tensor.numel()
+        _, room, other, _, keep = found = seen(recv_tensor, "recv_tensor")
+        same_dtype(code, other)
         _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
-        target = _target(recv_tensor, "recv_tensor")
-    return c.raw.gather(
-        source.data_ptr() if target is None else _part(source, target, c.rank()),
-        None if target is None else target.data_ptr(),
-        count,
-        DTYPES[source.dtype],
-        root,
-        async_op=async_op,
-        keep=(source, target),
-    )
+        whole = target(found, "recv_tensor")
+        mine = part(address, count, whole, root, code)
+    return c.raw.gather(mine, whole, count, code, root, async_op=async_op, keep=(held, keep))
 
 
 def gather_inplace(
@@ -415,10 +335,10 @@ def gather_inplace(
     """:func:`gather` in place: rank r's ``count`` elements lie at r * count of its tensor."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    code, root = _check(tensor, "tensor"), _peer(dst, c, "dst")
-    _room(tensor, count, c.nranks())
-    target = _target(tensor, "tensor")
-    return c.raw.gather(None, target.data_ptr(), count, code, root, async_op=async_op, keep=target)
+    _, room, code, _, _ = found = seen(tensor, "tensor")
+    root = _peer(dst, c, "dst")
+    _room(room, count, c.nranks())
+    return c.raw.gather(None, target(found, "tensor"), count, code, root, async_op=async_op, keep=tensor)
 
 
 def scatter(
@@ -427,23 +347,16 @@ def scatter(
     """Rank r gets the r-th part of rank ``src``'s ``send_tensor``; the others' is ignored."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    code, n, root = _check(recv_tensor, "recv_tensor"), c.nranks(), _peer(src, c, "src")
-    count, source = recv_tensor.numel(), None
+    _, count, code, _, _ = found = seen(recv_tensor, "recv_tensor")
+    n, root = c.nranks(), _peer(src, c, "src")
+    # Only the sender's is read; None would mean in place.
+    address, held = 0, None
     if c.rank() == root:
-        source = _source(send_tensor, "send_tensor")
-        _same_dtype(source, recv_tensor)
-        _require(source.numel(), count, f"{n} ranks need {count * n} to send", source.numel() == count * n)
-    target = _target(recv_tensor, "recv_tensor")
-    return c.raw.scatter(
-        # Only the sender's is read; None would mean in place.
-        0 if source is None else source.data_ptr(),
-        target.data_ptr(),
-        count,
-        code,
-        root,
-        async_op=async_op,
-        keep=(source, target),
-    )
+        address, whole, other, _, held = source(send_tensor, "send_tensor")
+        same_dtype(other, code)
+        _require(whole, count, f"{n} ranks need {count * n} to send", whole == count * n)
+    mine = target(found, "recv_tensor")
+    return c.raw.scatter(address, mine, count, code, root, async_op=async_op, keep=(held, recv_tensor))
 
 
 def scatter_inplace(
@@ -452,10 +365,10 @@ def scatter_inplace(
     """:func:`scatter` in place: rank r's ``count`` elements lie at r * count, of the sender's tensor and of its own."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    code, root = _check(tensor, "tensor"), _peer(src, c, "src")
-    _room(tensor, count, c.nranks())
-    target = _target(tensor, "tensor")
-    return c.raw.scatter(None, target.data_ptr(), count, code, root, async_op=async_op, keep=target)
+    _, room, code, _, _ = found = seen(tensor, "tensor")
+    root = _peer(src, c, "src")
+    _room(room, count, c.nranks())
+    return c.raw.scatter(None, target(found, "tensor"), count, code, root, async_op=async_op, keep=tensor)
 
 
 def reduce_scatter(
@@ -469,22 +382,18 @@ def reduce_scatter(
     """Rank r gets the combination of every rank's r-th part."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    source, n = _source(send_tensor, "send_tensor"), c.nranks()
-    _same_dtype(source, recv_tensor)
-    count = recv_tensor.numel()
-    _require(source.numel(), count, f"{n} ranks need {count * n} to send", source.numel() == count * n)
-    code = check_op(op, source.dtype)
-    target = _target(recv_tensor, "recv_tensor")
-    inside = _part(target, source, c.rank()) is None
-    return c.raw.reduce_scatter(
-        None if inside else source.data_ptr(),
-        source.data_ptr() if inside else target.data_ptr(),
-        count,
-        DTYPES[source.dtype],
-        code,
-        async_op=async_op,
-        keep=(source, target),
-    )
+    if not async_op and c.raw.at_once(_REDUCE_SCATTER, look, send_tensor, recv_tensor, op, 0):
+        return None
+    n = c.nranks()
+    whole, room, code, _, held = source(send_tensor, "send_tensor")
+    _, count, other, _, _ = found = seen(recv_tensor, "recv_tensor")
+    same_dtype(code, other)
+    _require(room, count, f"{n} ranks need {count * n} to send", room == count * n)
+    number = check_op(op, code)
+    mine = target(found, "recv_tensor")
+    inside = part(mine, count, whole, c.rank(), code) is None
+    src, dst = (None, whole) if inside else (whole, mine)
+    return c.raw.reduce_scatter(src, dst, count, code, number, async_op=async_op, keep=(held, recv_tensor))
 
 
 def reduce_scatter_inplace(
@@ -493,9 +402,11 @@ def reduce_scatter_inplace(
     """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    dtype, count, code = _check(tensor, "tensor"), _chunk(tensor, c.nranks()), check_op(op, tensor.dtype)
-    target = _target(tensor, "tensor")
-    return c.raw.reduce_scatter(None, target.data_ptr(), count, dtype, code, async_op=async_op, keep=target)
+    if not async_op and c.raw.at_once(_REDUCE_SCATTER, look, None, tensor, op, 0):
+        return None
+    _, room, code, _, _ = found = seen(tensor, "tensor")
+    count, number = _chunk(room, c.nranks()), check_op(op, code)
+    return c.raw.reduce_scatter(None, target(found, "tensor"), count, code, number, async_op=async_op, keep=tensor)
 
 
 def alltoall(
@@ -504,23 +415,26 @@ def alltoall(
     """Rank r gets the r-th part of every rank's tensor, one after the other."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    source = _source(send_tensor, "send_tensor")
-    _same_dtype(source, recv_tensor)
-    _require(source.numel(), recv_tensor.numel(), "they must be equal", source.numel() == recv_tensor.numel())
-    count = _chunk(source, c.nranks())
-    target = _target(recv_tensor, "recv_tensor")
-    return c.raw.all_to_all(
-        source.data_ptr(), target.data_ptr(), count, DTYPES[source.dtype], async_op=async_op, keep=(source, target)
-    )
+    if not async_op and c.raw.at_once(_ALL_TO_ALL, look, send_tensor, recv_tensor, 0, 0):
+        return None
+    src, whole, code, _, held = source(send_tensor, "send_tensor")
+    _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
+    same_dtype(code, other)
+    _require(whole, room, "they must be equal", whole == room)
+    count = _chunk(whole, c.nranks())
+    dst = target(found, "recv_tensor")
+    return c.raw.all_to_all(src, dst, count, code, async_op=async_op, keep=(held, recv_tensor))
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
     """:func:`alltoall` in place."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    code, count = _check(tensor, "tensor"), _chunk(tensor, c.nranks())
-    target = _target(tensor, "tensor")
-    return c.raw.all_to_all(None, target.data_ptr(), count, code, async_op=async_op, keep=target)
+    if not async_op and c.raw.at_once(_ALL_TO_ALL, look, None, tensor, 0, 0):
+        return None
+    _, whole, code, _, _ = found = seen(tensor, "tensor")
+    count = _chunk(whole, c.nranks())
+    return c.raw.all_to_all(None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor)
 
 
 def _parts(counts: Sequence[int], displs: Sequence[int], numel: int, n: int, what: str) -> tuple[list[int], list[int]]:
@@ -547,22 +461,14 @@ def alltoall_v(
     """Rank r gets ``send_counts[r]`` elements from ``send_displs[r]`` of every rank, at its ``recv_displs``."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    source, n = _source(send_tensor, "send_tensor"), c.nranks()
-    _same_dtype(source, recv_tensor)
-    sends = _parts(send_counts, send_displs, source.numel(), n, "send_tensor")
-    recvs = _parts(recv_counts, recv_displs, recv_tensor.numel(), n, "recv_tensor")
-    target = _target(recv_tensor, "recv_tensor")
-    return c.raw.all_to_all_v(
-        source.data_ptr(),
-        source.numel(),
-        target.data_ptr(),
-        target.numel(),
-        DTYPES[source.dtype],
-        *sends,
-        *recvs,
-        async_op=async_op,
-        keep=(source, target),
-    )
+    n = c.nranks()
+    src, whole, code, _, held = source(send_tensor, "send_tensor")
+    _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
+    same_dtype(code, other)
+    sends = _parts(send_counts, send_displs, whole, n, "send_tensor")
+    recvs = _parts(recv_counts, recv_displs, room, n, "recv_tensor")
+    dst = target(found, "recv_tensor")
+    return c.raw.all_to_all_v(src, whole, dst, room, code, *sends, *recvs, async_op=async_op, keep=(held, recv_tensor))
 
 
 def alltoall_v_inplace(
@@ -571,10 +477,10 @@ def alltoall_v_inplace(
     """:func:`alltoall_v` in place: what came from rank r replaces what went to it."""
     if (c := _member(comm)) is None:
         return _absent(async_op)
-    code = _check(tensor, "tensor")
-    parts = _parts(counts, displs, tensor.numel(), c.nranks(), "tensor")
-    target, size = _target(tensor, "tensor"), tensor.numel()
-    return c.raw.all_to_all_v(None, size, target.data_ptr(), size, code, *parts, *parts, async_op=async_op, keep=target)
+    _, size, code, _, _ = found = seen(tensor, "tensor")
+    parts = _parts(counts, displs, size, c.nranks(), "tensor")
+    dst = target(found, "tensor")
+    return c.raw.all_to_all_v(None, size, dst, size, code, *parts, *parts, async_op=async_op, keep=tensor)
 
 
 def barrier(comm: Comm = None, *, async_op: bool = False) -> Handle | None:

@@ -63,7 +63,7 @@ from .groups import (
     new_group,
     to_bagua_process_group,
 )
-from .groups import _state as _groups
+from .groups import state as _groups
 
 __all__ = [
     "NON_COMM_MEMBER",

@@ -134,34 +134,36 @@ class _State:
 
     def __init__(self) -> None:
         self.default: BaguaProcessGroup | None = None
+        # The default group's communicator, for verbs that are given none.
+        self.world: Communicator | None = None
         # World rank -> rank in the group, of every group. Weakly: a group that its owner forgets is left.
         self.ranks_of: MutableMapping[BaguaProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
-        self.default = None
+        self.default = self.world = None
         self.ranks_of.clear()
         _patched.clear()
 
 
-_state = _State()
+state = _State()
 
 # A forked child (a DataLoader's worker) is not a rank. What it forgets here, the core does not close: it is the
 # parent's.
-os.register_at_fork(after_in_child=_state.clear)
+os.register_at_fork(after_in_child=state.clear)
 
 # The original's name for it.
-_pg_group_ranks = _state.ranks_of
+_pg_group_ranks = state.ranks_of
 
 
 def is_initialized() -> bool:
     """True between init_process_group and destroy_process_group."""
-    return _state.default is not None
+    return state.default is not None
 
 
 def _get_default_group() -> BaguaProcessGroup:
-    if _state.default is None:
+    if state.default is None:
         raise BaguaError("there is no process group yet: call bagua.torch_api.init_process_group() first")
-    return _state.default
+    return state.default
 
 
 def _world() -> Communicator:
@@ -173,14 +175,14 @@ def _world() -> Communicator:
 def adopt_world(world: neutral.Group) -> BaguaProcessGroup:
     """Makes a group that was just joined the default process group."""
     group = BaguaProcessGroup(range(world.size), None, world.name)
-    group._communicators["global"] = Communicator(world)
-    _state.default = group
+    state.world = group._communicators["global"] = Communicator(world)
+    state.default = group
     _remember(group)
     return group
 
 
 def _remember(group: BaguaProcessGroup) -> None:
-    _state.ranks_of[group] = {world: rank for rank, world in enumerate(group.ranks)}
+    state.ranks_of[group] = {world: rank for rank, world in enumerate(group.ranks)}
 
 
 def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:

@@ -1,5 +1,6 @@
 //! Waiting: deadlines, a spin that gives up, and doorbells that a peer rings from another thread or process.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -39,6 +40,35 @@ impl Deadline {
     }
 }
 
+/// What a thread does around a wait that may take long: it gets the wait and has to run it, once.
+pub type Around = fn(&mut (dyn FnMut() + Send));
+
+thread_local! {
+    /// What this thread does around its long waits; `None`: nothing.
+    static AROUND: Cell<Option<Around>> = const { Cell::new(None) };
+}
+
+/// While `work` runs, the long waits of this thread run inside `around`. A caller that holds something which others need (an
+/// interpreter's lock) so keeps it through a short operation, and lets go of it only when there is something to wait for.
+pub fn around_long_waits<T>(around: Around, work: impl FnOnce() -> T) -> T {
+    struct Restore(Option<Around>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            AROUND.set(self.0);
+        }
+    }
+    let _restore = Restore(AROUND.replace(Some(around)));
+    work()
+}
+
+/// Runs a wait that may take longer than a spin does.
+pub fn long_wait(mut wait: impl FnMut() + Send) {
+    match AROUND.get() {
+        None => wait(),
+        Some(around) => around(&mut wait),
+    }
+}
+
 /// Waits while `*word == seen`, at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
     let timeout = futex::Timespec {
@@ -46,7 +76,9 @@ pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_nsec: timeout.subsec_nanos().into(),
     };
     // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
-    let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
+    long_wait(|| {
+        let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
+    });
 }
 
 /// Wakes everybody who waits on `word`, in every process.
@@ -148,6 +180,27 @@ mod tests {
         }
         ringer.join().unwrap();
         assert_eq!(bell.rings(), seen.wrapping_add(1));
+    }
+
+    #[test]
+    fn only_a_wait_that_may_take_long_runs_inside_what_was_asked_for() {
+        thread_local!(static SEEN: Cell<u32> = const { Cell::new(0) });
+        let word = AtomicU32::new(7);
+        let wait = || futex_wait(&word, 7, Duration::from_millis(1));
+        around_long_waits(
+            |wait| {
+                SEEN.set(SEEN.get() + 1);
+                wait();
+            },
+            || {
+                assert_eq!(SEEN.get(), 0);
+                wait();
+                wait();
+            },
+        );
+        assert_eq!(SEEN.get(), 2);
+        wait();
+        assert_eq!(SEEN.get(), 2, "it outlived what it was meant for");
     }
 
     #[test]

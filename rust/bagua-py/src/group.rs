@@ -18,6 +18,7 @@ use pyo3::types::PyDict;
 use crate::arena::Arena;
 use crate::engine::{Engine, Handle};
 use crate::errors::{self, seconds};
+use crate::look::Look;
 use crate::tensor::{self, Operands};
 use crate::waiting::{self, Kept};
 
@@ -28,7 +29,15 @@ use crate::waiting::{self, Kept};
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Communicator {
     core: Kept<Arc<core::Communicator>>,
+    /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
+    spins: bool,
 }
+
+/// A verb on more bytes than this may take longer than the GIL should be held.
+const BRIEF: usize = 64 << 10;
+
+/// Of a verb that never keeps the GIL.
+const LONG: usize = usize::MAX;
 
 /// What every verb takes besides its operands.
 struct Ask {
@@ -47,25 +56,37 @@ impl Ask {
 
 impl Communicator {
     pub fn of(core: core::Communicator) -> Communicator {
-        Communicator { core: Kept::new(Arc::new(core)) }
+        let spins = matches!(core.transports().0, "solo" | "shm");
+        Communicator { core: Kept::new(Arc::new(core)), spins }
     }
 
-    fn group(&self) -> &Group {
+    pub fn group(&self) -> &Group {
         self.core.group()
     }
 
-    /// Runs a verb here, or hands it to the communication thread.
+    /// Runs a verb on so many bytes on this thread.
+    pub fn here(&self, py: Python<'_>, bytes: usize, verb: impl FnOnce(&mut Lane) -> Result<()> + Send) -> Result<()> {
+        let run = || self.core.run(verb);
+        if self.spins && bytes <= BRIEF {
+            waiting::brief(self.group(), run)
+        } else {
+            waiting::without_gil(py, self.group(), run)
+        }
+    }
+
+    /// Runs a verb on so many bytes here, or hands it to the communication thread.
     fn go(
         &self,
         py: Python<'_>,
         ask: Ask,
+        bytes: usize,
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
         let Ask { shape, timeout, async_op, keep } = ask;
         let options = Options { timeout, shape, label: "" };
         if !async_op {
-            waiting::blocking(py, self.group(), || self.core.run(|lane| verb(lane, &options)))?;
-            return Ok(None);
+            let outcome = self.here(py, bytes, |lane| verb(lane, &options));
+            return waiting::raised(py, outcome).map(|()| None);
         }
         let job = move |lane: &mut Lane| {
             let outcome = verb(lane, &options);
@@ -149,6 +170,21 @@ impl Communicator {
         self.core.transports().1
     }
 
+    /// A blocking verb (by its code in `bagua_core::types::Kind`) on plain tensors: from `src`, which may be None, to `dst`, which then has
+    /// changed. `root` is the root or the peer of those that have one. False, and nothing was done, where the tensors are not plain or do
+    /// not fit the verb: ask by address then, which says what is wrong.
+    fn at_once(
+        &self,
+        verb: u8,
+        look: &Look,
+        src: Option<&Bound<'_, PyAny>>,
+        dst: &Bound<'_, PyAny>,
+        op: &Bound<'_, PyAny>,
+        root: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        self.on_plain_tensors(verb, look, src, dst, op, root)
+    }
+
     /// Every rank gets the combination of all. `src` None: in place at `dst`.
     #[pyo3(signature = (src, dst, count, dtype, op, *, shape=None, timeout=None, async_op=false, keep=None))]
     fn all_reduce(
@@ -167,7 +203,7 @@ impl Communicator {
         let ask = Ask::new(shape, timeout, async_op, keep)?;
         let (kind, op) = with(py, || Ok((tensor::dtype(dtype)?, tensor::reduce_op(op)?)))?;
         let mut operands = with(py, || self.operands(src, dst, count, dtype, (1, 1)))?;
-        self.go(py, ask, move |lane, options| lane.all_reduce(options, kind, operands.io(), op))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.all_reduce(options, kind, operands.io(), op))
     }
 
     /// Rank `root` gets the combination of all. `src` None: in place at `dst`, which stays as it is on the other ranks.
@@ -196,7 +232,7 @@ impl Communicator {
             (src, Some(dst)) => self.operands(src, dst, count, dtype, (1, 1)),
             (src, None) => self.operands(src, 0, count, dtype, (1, 0)),
         })?;
-        self.go(py, ask, move |lane, options| lane.reduce(options, kind, operands.io(), op, root))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.reduce(options, kind, operands.io(), op, root))
     }
 
     /// Every rank gets rank `root`'s elements, in place at `address`.
@@ -216,7 +252,7 @@ impl Communicator {
         let ask = Ask::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut data = with(py, || tensor::on_loan(address, count, kind))?;
-        self.go(py, ask, move |lane, options| lane.broadcast(options, kind, data.bytes_mut(), root))
+        self.go(py, ask, data.len(), move |lane, options| lane.broadcast(options, kind, data.bytes_mut(), root))
     }
 
     /// Every rank gets every rank's chunk of `count` elements, at rank * count of `dst`. `src` None: the own chunk is there already.
@@ -236,7 +272,7 @@ impl Communicator {
         let ask = Ask::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut operands = with(py, || self.operands(src, dst, count, dtype, (1, self.group().size())))?;
-        self.go(py, ask, move |lane, options| lane.all_gather(options, kind, operands.io()))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.all_gather(options, kind, operands.io()))
     }
 
     /// Rank `root` gets every rank's chunk of `count` elements, at rank * count of `dst`. `src` None: `dst` has room for all chunks
@@ -265,7 +301,7 @@ impl Communicator {
             (src, Some(dst)) => self.operands(src, dst, count, dtype, (1, size)),
             (src, None) => self.operands(src, 0, count, dtype, (1, 0)),
         })?;
-        self.go(py, ask, move |lane, options| lane.gather(options, kind, operands.io(), root))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.gather(options, kind, operands.io(), root))
     }
 
     /// Every rank gets its chunk of `count` elements of rank `root`'s, which lie at rank * count.
@@ -295,7 +331,7 @@ impl Communicator {
             Some(_) => (0, 1),
         };
         let mut operands = with(py, || self.operands(src, dst, count, dtype, parts))?;
-        self.go(py, ask, move |lane, options| lane.scatter(options, kind, operands.io(), root))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.scatter(options, kind, operands.io(), root))
     }
 
     /// Rank r gets the combination of all ranks' chunk r of `count` elements. `src` None: `dst` holds all chunks, and the result
@@ -319,7 +355,7 @@ impl Communicator {
         let size = self.group().size();
         let parts = if src.is_some() { (size, 1) } else { (0, size) };
         let mut operands = with(py, || self.operands(src, dst, count, dtype, parts))?;
-        self.go(py, ask, move |lane, options| lane.reduce_scatter(options, kind, operands.io(), op))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.reduce_scatter(options, kind, operands.io(), op))
     }
 
     /// Rank r gets chunk r (`count` elements) of every rank, in rank order. `src` None: in place at `dst`.
@@ -340,7 +376,7 @@ impl Communicator {
         let kind = with(py, || tensor::dtype(dtype))?;
         let size = self.group().size();
         let mut operands = with(py, || self.operands(src, dst, count, dtype, (size, size)))?;
-        self.go(py, ask, move |lane, options| lane.all_to_all(options, kind, operands.io()))
+        self.go(py, ask, operands.bytes(), move |lane, options| lane.all_to_all(options, kind, operands.io()))
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
@@ -369,7 +405,7 @@ impl Communicator {
             let src = src.map(|address| tensor::on_loan(address, src_count, kind)).transpose()?;
             Operands::new(src, tensor::on_loan(dst, dst_count, kind)?)
         })?;
-        self.go(py, ask, move |lane, options| {
+        self.go(py, ask, LONG, move |lane, options| {
             let send = Chunks { counts: &send_counts, displs: &send_displs };
             let recv = Chunks { counts: &recv_counts, displs: &recv_displs };
             lane.all_to_all_v(options, kind, operands.io(), send, recv)
@@ -393,7 +429,7 @@ impl Communicator {
         let ask = Ask::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let data = with(py, || tensor::on_loan(address, count, kind))?;
-        self.go(py, ask, move |lane, options| lane.send(options, kind, data.bytes(), to))
+        self.go(py, ask, LONG, move |lane, options| lane.send(options, kind, data.bytes(), to))
     }
 
     /// One message from rank `from_`.
@@ -413,7 +449,7 @@ impl Communicator {
         let ask = Ask::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut data = with(py, || tensor::on_loan(address, count, kind))?;
-        self.go(py, ask, move |lane, options| lane.recv(options, kind, data.bytes_mut(), from_))
+        self.go(py, ask, LONG, move |lane, options| lane.recv(options, kind, data.bytes_mut(), from_))
     }
 
     /// Many messages at once, in both directions: lists of (peer, address, count).
@@ -431,7 +467,7 @@ impl Communicator {
         let ask = Ask::new(None, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let (sends, mut recvs) = with(py, || Ok((messages(sends, dtype)?, messages(recvs, dtype)?)))?;
-        self.go(py, ask, move |lane, options| {
+        self.go(py, ask, LONG, move |lane, options| {
             let sends: Vec<(usize, &[u8])> = sends.iter().map(|(peer, data)| (*peer, data.bytes())).collect();
             let mut recvs: Vec<(usize, &mut [u8])> =
                 recvs.iter_mut().map(|(peer, data)| (*peer, data.bytes_mut())).collect();
@@ -443,7 +479,7 @@ impl Communicator {
     #[pyo3(signature = (*, timeout=None, async_op=false))]
     fn barrier(&self, py: Python<'_>, timeout: Option<f64>, async_op: bool) -> PyResult<Option<Handle>> {
         let ask = Ask::new(None, timeout, async_op, None)?;
-        self.go(py, ask, |lane, options| lane.barrier(options))
+        self.go(py, ask, 0, |lane, options| lane.barrier(options))
     }
 
     /// The group of some members, given as ranks of this group; None when this rank is not among them. The members call it in the

@@ -4,19 +4,23 @@
 //! |---|---|
 //! | [`pending`] | `Pending`: a rank on its way into a group |
 //! | [`group`] | `Communicator`: a group's verbs by address |
+//! | [`at_once`] | its verbs on plain tensors |
 //! | [`arena`] | `Arena`: memory that peers on this host see |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
 //! | [`rendezvous`] | spreading addresses; what this machine offers |
 //! | [`waiting`] | the GIL is released around work, and Ctrl-C is heard |
-//! | [`tensor`] | addresses become memory on loan: the one unsafe file |
+//! | [`tensor`] | addresses become memory on loan; with `look` the only unsafe file |
+//! | [`look`] | where a tensor or an array lies |
 //! | [`errors`] | core errors become Python exceptions |
 
 #![deny(unsafe_code)]
 
 mod arena;
+mod at_once;
 mod engine;
 mod errors;
 mod group;
+mod look;
 mod pending;
 mod rendezvous;
 mod tensor;
@@ -31,6 +35,8 @@ mod _bagua {
     use crate::engine::{Bucket, Engine, Handle};
     #[pymodule_export]
     use crate::group::Communicator;
+    #[pymodule_export]
+    use crate::look::{Look, look_at_array};
     #[pymodule_export]
     use crate::pending::Pending;
     #[pymodule_export]

@@ -1,4 +1,4 @@
-//! Addresses become memory on loan: the only file of the door with `unsafe`.
+//! Addresses become memory on loan: with `look`, the only file of the door with `unsafe`.
 //!
 //! The promise, made by whoever calls a verb, a `Bucket` or an `Engine` of this module with an address: from the call until the
 //! verb has returned (or its handle is done; for a bucket's tensor, as long as the bucket is registered) the address is that of
@@ -59,6 +59,14 @@ impl Operands {
         match src {
             None => Ok(Operands::InPlace(dst)),
             Some(src) => Operands::split(src, dst),
+        }
+    }
+
+    /// Bytes of the larger buffer.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Operands::InPlace(both) => both.len(),
+            Operands::Split { src, dst } => src.len().max(dst.len()),
         }
     }
 

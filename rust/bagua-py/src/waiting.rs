@@ -3,11 +3,15 @@
 //! Three kinds of wait:
 //! - for a handle or an engine ([`in_slices`]): in slices, and between them Python's signal handlers run;
 //! - for work that knows no group yet ([`aside`]): the work runs on a thread of its own, the caller waits in slices;
-//! - for a blocking verb ([`blocking`]): it runs on the calling thread because a hand-over costs more than a small all_reduce,
+//! - for a blocking verb ([`blocking`], [`brief`]): it runs on the calling thread because a hand-over costs more than a small all_reduce,
 //!   so no Python can run until it returns. A thread that listens to Python's wakeup descriptor (no GIL, no cost per verb but
 //!   one uncontended lock) tells the group of a Ctrl-C that the verb did not survive by [`GRACE`]; the verb then ends, and the
 //!   `KeyboardInterrupt` that is pending wins over its error.
+//!
+//! A brief verb keeps the GIL while it spins, some tens of microseconds at most, and releases it only to sleep: beside a busy Python
+//! thread, taking it back costs up to 5 ms, and without one, releasing it and being ready for Ctrl-C cost as much as the rest of the call.
 
+use std::cell::RefCell;
 use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -18,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Group;
+use bagua_core::sync::around_long_waits;
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -142,13 +147,46 @@ impl Drop for Interruptible {
 
 /// Runs a blocking operation of a group on this thread, without the GIL.
 pub fn blocking<T: Send>(py: Python<'_>, group: &Group, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    let interruptible = Interruptible::new(group);
-    let outcome = py.detach(work);
-    drop(interruptible);
-    outcome.map_err(|error| match py.check_signals() {
-        Err(interrupt) => interrupt,
-        Ok(()) => errors::raise(py, error),
-    })
+    let outcome = without_gil(py, group, work);
+    raised(py, outcome)
+}
+
+/// The first half of [`blocking`].
+pub fn without_gil<T: Send>(py: Python<'_>, group: &Group, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let _interruptible = Interruptible::new(group);
+    py.detach(work)
+}
+
+/// The outcome of a blocking operation as Python hears of it.
+pub fn raised<T>(py: Python<'_>, outcome: Result<T>) -> PyResult<T> {
+    outcome.map_err(|error| py.check_signals().err().unwrap_or_else(|| errors::raise(py, error)))
+}
+
+thread_local! {
+    /// The group of the brief operation that this thread is in, and its readiness for Ctrl-C from its first sleep on.
+    static BRIEF: RefCell<Option<(Group, Option<Interruptible>)>> = const { RefCell::new(None) };
+}
+
+/// As [`without_gil`], for an operation that is not expected to sleep: it releases the GIL only when it does.
+pub fn brief<T>(group: &Group, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    struct Over;
+    impl Drop for Over {
+        fn drop(&mut self) {
+            drop(BRIEF.take());
+        }
+    }
+    BRIEF.set(Some((group.clone(), None)));
+    let _over = Over;
+    around_long_waits(release_gil, work)
+}
+
+fn release_gil(wait: &mut (dyn FnMut() + Send)) {
+    BRIEF.with_borrow_mut(|brief| {
+        if let Some((group, interruptible)) = brief {
+            interruptible.get_or_insert_with(|| Interruptible::new(group));
+        }
+    });
+    Python::attach(|py| py.detach(wait));
 }
 
 /// Runs work on a thread of its own. An exception from a signal handler ends the wait, not the work, which ends by its deadline.

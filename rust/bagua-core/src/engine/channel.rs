@@ -4,13 +4,14 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
-use crate::group::Lane;
+use crate::group::{Home, Lane};
+use crate::sync::long_wait;
 use crate::watch::Watch;
 
 /// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
@@ -34,7 +35,7 @@ struct Shared {
     /// For error texts and the thread's name.
     name: String,
     /// The process that may use this: threads do not survive a fork.
-    process: u32,
+    home: Home,
     watch: Arc<Watch>,
     /// Held for one job at a time, by the thread or by `run`.
     lane: Mutex<Lane>,
@@ -78,7 +79,7 @@ impl Channel {
         Channel {
             shared: Arc::new(Shared {
                 name: name.to_owned(),
-                process: std::process::id(),
+                home: Home::current(),
                 watch,
                 lane: Mutex::new(lane),
                 pending: AtomicUsize::new(0),
@@ -128,18 +129,19 @@ impl Channel {
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
         self.check()?;
         if self.shared.pending.load(Ordering::Acquire) > 0 {
-            let mut queue = self.shared.queue();
-            let ticket = queue.submitted;
-            while queue.finished < ticket {
-                queue = self.shared.settled.wait(queue).unwrap_or_else(PoisonError::into_inner);
-            }
-            self.shared.take_lost_error(&mut queue)?;
-            drop(queue);
+            let ticket = self.shared.queue().submitted;
+            long_wait(|| {
+                let mut queue = self.shared.queue();
+                while queue.finished < ticket {
+                    queue = self.shared.settled.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                }
+            });
+            self.shared.take_lost_error(&mut self.shared.queue())?;
             self.check()?;
         } else if self.shared.failures.load(Ordering::Acquire) {
             self.shared.take_lost_error(&mut self.shared.queue())?;
         }
-        let mut lane = self.shared.lane();
+        let mut lane = self.shared.free_lane();
         self.shared.guarded(false, || job(&mut lane))
     }
 
@@ -232,7 +234,7 @@ impl Channel {
     }
 
     fn is_foreign(&self) -> bool {
-        self.shared.process != std::process::id()
+        !self.shared.home.is_here()
     }
 }
 
@@ -254,6 +256,18 @@ impl Shared {
     fn lane(&self) -> MutexGuard<'_, Lane> {
         // A job's panic poisons the group, which says more than a poisoned lock.
         self.lane.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As `lane`, for a thread that may hold what the lane's user needs to come to its end.
+    fn free_lane(&self) -> MutexGuard<'_, Lane> {
+        loop {
+            match self.lane.try_lock() {
+                Ok(lane) => return lane,
+                Err(TryLockError::Poisoned(lane)) => return lane.into_inner(),
+                // Somebody else may have it again when this returns.
+                Err(TryLockError::WouldBlock) => long_wait(|| drop(self.lane())),
+            }
+        }
     }
 
     fn aborted(&self) -> Error {

@@ -23,6 +23,7 @@ mod pending;
 mod rendezvous;
 mod wire;
 
+pub(crate) use fork::Home;
 pub use lane::{Chunks, Lane, Options};
 pub use membership::Group;
 pub use pending::Pending;

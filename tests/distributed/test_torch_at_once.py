@@ -1,0 +1,199 @@
+"""Blocking verbs on plain tensors go to the core in one call; nothing but the time may tell that from the long way."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.torch_api import ReduceOp, operands
+from tests.distributed.torch_ranks import Case, check, run_cases
+
+Make = Callable[[int], torch.Tensor]
+
+
+class Marked(torch.Tensor):
+    """A subclass, which the core does not look at."""
+
+
+#: Ways to a tensor of ones; the second is not plain.
+MAKERS: list[Make] = [torch.ones, lambda count: torch.ones(count).as_subclass(Marked)]
+
+
+def verbs(make: Make, rank: int, size: int) -> list[tuple[Callable[[], Any], torch.Tensor, bool]]:
+    """A call, the tensor that it writes, and whether this rank's is written."""
+    part, whole, same, other = make(4), make(4 * size), make(4), make(4)
+    return [
+        (lambda: bagua.allreduce_inplace(part), part, True),
+        (lambda: bagua.allreduce(same, other), other, True),
+        (lambda: bagua.reduce_inplace(same, 0), same, True),
+        (lambda: bagua.reduce(part, other, 0), other, True),
+        (lambda: bagua.broadcast(part, 0), part, rank != 0),
+        (lambda: bagua.allgather(part, whole), whole, True),
+        (lambda: bagua.allgather_inplace(whole), whole, True),
+        (lambda: bagua.reduce_scatter(whole, part), part, True),
+        (lambda: bagua.reduce_scatter_inplace(whole), whole, True),
+        (lambda: bagua.alltoall(whole, torch.empty_like(whole)), whole, False),
+        (lambda: bagua.alltoall_inplace(whole), whole, True),
+    ]
+
+
+def autograd_hears_of_what_is_written_and_only_of_that(rank: int) -> None:
+    for make in MAKERS:
+        for number, (call, tensor, written) in enumerate(verbs(make, rank, bagua.get_world_size())):
+            before = tensor._version
+            assert call() is None
+            assert (tensor._version > before) == written, f"verb {number}"
+
+
+def plain_tensors_and_others_get_the_same(rank: int) -> None:
+    size = bagua.get_world_size()
+    expected = [float(sum(range(1, size + 1)))] * 6
+    base = torch.full((6, 2), float(rank + 1))
+    sources = {
+        "plain": base[:, 0].contiguous(),
+        "strided": base[:, 0],
+        "negated": torch._neg_view(-base[:, 0].contiguous()),
+        "subclass": base[:, 0].contiguous().as_subclass(Marked),
+        "parameter": torch.nn.Parameter(base[:, 0].contiguous()),
+        "lazily cloned": torch._lazy_clone(base[:, 0].contiguous()),
+    }
+    for name, source in sources.items():
+        result = torch.empty(6)
+        bagua.allreduce(source, result)
+        assert result.tolist() == expected, name
+    with torch.inference_mode():
+        tensor = torch.full((6,), float(rank + 1))
+        bagua.allreduce_inplace(tensor)
+        assert tensor.tolist() == expected
+    parameter = torch.nn.Parameter(torch.full((6,), float(rank + 1)))
+    bagua.allreduce_inplace(parameter, ReduceOp.MAX)
+    assert parameter.tolist() == [float(size)] * 6
+    clone = torch._lazy_clone(base)
+    bagua.allreduce_inplace(clone)
+    assert base.unique().tolist() == [float(rank + 1)], "the original of a lazy clone was written"
+
+
+def a_refused_call_changes_nothing(rank: int) -> None:
+    import torch.distributed as dist
+
+    size = bagua.get_world_size()
+    plain, long, flags = torch.ones(6), torch.ones(7), torch.ones(6, dtype=torch.bool)
+    refused: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (TypeError, lambda: bagua.allreduce_inplace(plain, dist.ReduceOp.SUM)),  # type: ignore[arg-type]
+        (TypeError, lambda: bagua.allreduce_inplace(plain, dist.ReduceOp.RedOpType.SUM)),  # type: ignore[arg-type]
+        (TypeError, lambda: bagua.allreduce_inplace(plain, ReduceOp.BOR)),
+        (TypeError, lambda: bagua.allreduce_inplace(flags, ReduceOp.SUM)),
+        (TypeError, lambda: bagua.allreduce(plain, plain.double())),
+        (ValueError, lambda: bagua.allreduce_inplace(plain, 5)),  # type: ignore[arg-type]
+        (ValueError, lambda: bagua.allreduce(plain, long)),
+        (ValueError, lambda: bagua.reduce_inplace(plain, size)),
+        (ValueError, lambda: bagua.broadcast(plain, -1)),
+        (ValueError, lambda: bagua.allgather(plain, long)),
+        (ValueError, lambda: bagua.allreduce_inplace(torch.ones(6, 2)[:, 0])),
+        (ValueError, lambda: bagua.allreduce_inplace(torch._neg_view(plain))),
+        (NotImplementedError, lambda: bagua.allreduce_inplace(torch.eye(3).to_sparse())),
+        (NotImplementedError, lambda: bagua.allreduce_inplace(torch.ones(6, device="meta"))),
+        (TypeError, lambda: bagua.allreduce_inplace(torch.ones(6, dtype=torch.complex64))),
+        (TypeError, lambda: bagua.allreduce_inplace([1.0])),  # type: ignore[arg-type]
+    ]
+    versions = [tensor._version for tensor in (plain, long, flags)]
+    for error, call in refused:
+        with pytest.raises(error):
+            call()
+    assert [tensor._version for tensor in (plain, long, flags)] == versions
+    # Nobody is out of step.
+    bagua.allreduce_inplace(plain)
+    assert plain.tolist() == [float(size)] * 6
+
+
+def other_threads_run_while_a_small_verb_waits_for_a_late_peer(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return  # there is no peer to be late
+    path = Path(bagua.broadcast_object(tempfile.mktemp(prefix="bagua-late-")))
+    tensor = torch.ones(8)
+    if rank != 0:
+        # The sign comes from a thread of rank 0 that gets the GIL only when its main thread releases it.
+        until = time.monotonic() + 20.0
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        there = path.exists()
+        bagua.allreduce_inplace(tensor)
+        assert there
+        return
+    begun = threading.Event()
+
+    def sign() -> None:
+        begun.wait()
+        path.touch()
+
+    thread = threading.Thread(target=sign)
+    thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        begun.set()
+        bagua.allreduce_inplace(tensor)
+    finally:
+        sys.setswitchinterval(before)
+    thread.join()
+    assert tensor.tolist() == [float(bagua.get_world_size())] * 8
+    os.unlink(path)
+
+
+CASES: list[Case] = [
+    autograd_hears_of_what_is_written_and_only_of_that,
+    plain_tensors_and_others_get_the_same,
+    a_refused_call_changes_nothing,
+    other_threads_run_while_a_small_verb_waits_for_a_late_peer,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int) -> None:
+    check(run, size, case)
+
+
+def test_a_look_tells_a_plain_tensor_from_others_and_where_it_lies() -> None:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        assert operands.look.at(torch.ones(1)) is None
+        return
+    for tensor in (torch.ones(5), torch.ones(2, 3), torch.ones(()), torch.ones(1, 4).t(), torch.empty(0, 3).t()):
+        address, count, code, shape, same = operands.look.at(tensor) or pytest.fail("not seen")
+        assert (address, count, code) == (tensor.data_ptr(), tensor.numel(), operands.DTYPES[tensor.dtype])
+        assert shape == (None if tensor.dim() == 1 else tuple(tensor.shape))
+        assert same is tensor
+    for dtype, code in operands.DTYPES.items():
+        found = operands.look.at(torch.ones(2, dtype=dtype))
+        assert found is not None
+        assert found[2] == code
+    offset = torch.ones(6)[2:]
+    assert (operands.look.at(offset) or pytest.fail("not seen"))[0] == offset.data_ptr()
+    others = [
+        torch.ones(2, 3).t(),
+        torch.ones(6)[::2],
+        torch._neg_view(torch.ones(3)),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.ones(2).as_subclass(Marked),
+        [1.0],
+        None,
+    ]
+    for other in others:
+        assert operands.look.at(other) is None
