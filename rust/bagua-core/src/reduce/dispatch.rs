@@ -2,15 +2,15 @@
 
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::op::{And, Fraction, Max, Min, Number, Op, Or, Ordered, Product, Sum, SumOver, Xor};
-use super::{Level, kernel};
+use super::{Before, Level, kernel};
 use crate::types::{DType, ReduceOp};
 
 /// What a loop works on.
 pub(super) enum Work<'w, 'a> {
     /// See [`super::combine`].
     Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
-    /// See [`super::combine_everywhere`].
-    Everywhere(&'w mut [&'a mut [u8]]),
+    /// See [`super::combine_everywhere_after`].
+    Everywhere { parts: &'w mut [&'a mut [u8]], stretch: usize, before: &'w mut Before<'w> },
 }
 
 impl Work<'_, '_> {
@@ -18,7 +18,7 @@ impl Work<'_, '_> {
     fn ranks(&self) -> usize {
         match self {
             Work::Into { inputs, .. } => inputs.len(),
-            Work::Everywhere(parts) => parts.len(),
+            Work::Everywhere { parts, .. } => parts.len(),
         }
     }
 }
@@ -29,12 +29,19 @@ pub(super) fn combine(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option
     work(level, dtype, op, Work::Into { inputs, out });
 }
 
-/// As [`super::combine_everywhere`], on a given level.
-pub(super) fn combine_everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
+/// As [`super::combine_everywhere_after`], on a given level and in stretches of so many bytes, a multiple of 64.
+pub(super) fn combine_everywhere(
+    level: Level,
+    dtype: DType,
+    op: ReduceOp,
+    parts: &mut [&mut [u8]],
+    stretch: usize,
+    before: &mut Before<'_>,
+) {
     let len = parts.first().expect("something to combine").len();
     assert!(len.is_multiple_of(dtype.size()), "{len} bytes of {}", dtype.name());
     assert!(parts.iter().all(|part| part.len() == len), "parts differ in length");
-    work(level, dtype, op, Work::Everywhere(parts));
+    work(level, dtype, op, Work::Everywhere { parts, stretch, before });
 }
 
 fn work(level: Level, dtype: DType, op: ReduceOp, work: Work<'_, '_>) {
@@ -136,13 +143,15 @@ where
             let all = 0..out.len();
             kernel::combine::<E, O>(op, inputs, out, all);
         }
-        (Level::Portable, Work::Everywhere(parts)) => {
+        (Level::Portable, Work::Everywhere { parts, stretch, before }) => {
             let all = 0..parts[0].len();
-            kernel::combine_everywhere::<E, O>(op, parts, all);
+            kernel::combine_everywhere::<E, O>(op, parts, all, stretch, before);
         }
         #[cfg(target_arch = "x86_64")]
         (Level::Avx2(token), Work::Into { inputs, out }) => token.combine::<E, O>(op, inputs, out),
         #[cfg(target_arch = "x86_64")]
-        (Level::Avx2(token), Work::Everywhere(parts)) => token.combine_everywhere::<E, O>(op, parts),
+        (Level::Avx2(token), Work::Everywhere { parts, stretch, before }) => {
+            token.combine_everywhere::<E, O>(op, parts, stretch, before);
+        }
     }
 }

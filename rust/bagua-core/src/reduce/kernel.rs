@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::Before;
 use super::element::Element;
 use super::op::Op;
 
@@ -29,47 +30,64 @@ pub(super) fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>]
 
 /// Combines the bytes in `range` of all parts and leaves the result in every part, as [`super::combine_everywhere`] says.
 #[inline(always)]
-pub(super) fn combine_everywhere<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<usize>) {
-    match parts {
-        [] => unreachable!("combine_everywhere refuses to combine nothing"),
-        [only] => {
-            let held = E::units_mut(&mut only[range]);
-            held.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
-        }
-        // No accumulators in memory, and nothing is written that is not a result: the case that is measured against the limit.
-        [first, second] => both::<E, O>(op, E::units_mut(&mut first[range.clone()]), E::units_mut(&mut second[range])),
-        // As many ranks as hosts often have: again nothing is kept in memory, which is a third faster than the general case.
-        [a, b, c, d] => {
-            four::<E, O>(
-                op,
-                E::units_mut(&mut a[range.clone()]),
-                E::units_mut(&mut b[range.clone()]),
-                E::units_mut(&mut c[range.clone()]),
-                E::units_mut(&mut d[range]),
-            );
-        }
-        [first, second, rest @ ..] => {
-            let mut accs = E::block();
-            let accs = accs.as_mut();
-            let mut result = [0; BLOCK];
-            let mut start = range.start;
-            while start < range.end {
-                let block = start..range.end.min(start + BLOCK);
-                let result = &mut result[..block.len()];
-                let units = E::units_mut(result);
-                let accs = &mut accs[..units.len()];
-                open::<E, O>(op, E::units(&first[block.clone()]), E::units(&second[block.clone()]), accs);
-                if let [middle @ .., last] = &mut *rest {
-                    middle.iter().for_each(|part| join::<E, O>(op, accs, E::units(&part[block.clone()])));
-                    close::<E, O>(op, accs, E::units(&last[block.clone()]), units);
-                }
-                let rest = rest.iter_mut().map(|part| &mut **part);
-                for part in [&mut **first, &mut **second].into_iter().chain(rest) {
-                    part[block.clone()].copy_from_slice(result);
-                }
-                start = block.end;
+pub(super) fn combine_everywhere<E: Element, O: Op<E::Acc>>(
+    op: O,
+    parts: &mut [&mut [u8]],
+    range: Range<usize>,
+    stretch: usize,
+    before: &mut Before<'_>,
+) {
+    let mut start = range.start;
+    while start < range.end {
+        let now = start..range.end.min(start.saturating_add(stretch));
+        before(now.clone(), parts);
+        start = now.end;
+        match parts {
+            [] => unreachable!("combine_everywhere refuses to combine nothing"),
+            [only] => {
+                let units = E::units_mut(&mut only[now]);
+                units.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
             }
+            // No accumulators in memory, and nothing is written that is not a result: the case that is measured against the limit.
+            [first, second] => both::<E, O>(op, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now])),
+            // As many ranks as hosts often have: again nothing is kept in memory, which is a third faster than the general case.
+            [a, b, c, d] => {
+                four::<E, O>(
+                    op,
+                    E::units_mut(&mut a[now.clone()]),
+                    E::units_mut(&mut b[now.clone()]),
+                    E::units_mut(&mut c[now.clone()]),
+                    E::units_mut(&mut d[now]),
+                );
+            }
+            _ => many::<E, O>(op, parts, now),
         }
+    }
+}
+
+/// Any number of parts.
+#[inline(always)]
+fn many<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<usize>) {
+    let [first, second, rest @ ..] = parts else { unreachable!("one part is a case of its own") };
+    let mut accs = E::block();
+    let accs = accs.as_mut();
+    let mut result = [0; BLOCK];
+    let mut start = range.start;
+    while start < range.end {
+        let block = start..range.end.min(start + BLOCK);
+        let result = &mut result[..block.len()];
+        let units = E::units_mut(result);
+        let accs = &mut accs[..units.len()];
+        open::<E, O>(op, E::units(&first[block.clone()]), E::units(&second[block.clone()]), accs);
+        if let [middle @ .., last] = &mut *rest {
+            middle.iter().for_each(|part| join::<E, O>(op, accs, E::units(&part[block.clone()])));
+            close::<E, O>(op, accs, E::units(&last[block.clone()]), units);
+        }
+        let rest = rest.iter_mut().map(|part| &mut **part);
+        for part in [&mut **first, &mut **second].into_iter().chain(rest) {
+            part[block.clone()].copy_from_slice(result);
+        }
+        start = block.end;
     }
 }
 

@@ -17,7 +17,12 @@ mod simd;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use crate::types::{DType, ReduceOp};
+
+/// Bytes of a stretch, see [`combine_everywhere_after`]. Measured: 256 and 512 are equally fast, 1 KiB is 4 % slower, 4 KiB 15 %.
+const STRETCH: usize = 512;
 
 /// Which compilation of the kernels runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +61,22 @@ pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [
 /// # Panics
 /// As [`combine`].
 pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
-    dispatch::combine_everywhere(Level::best(), dtype, op, parts);
+    dispatch::combine_everywhere(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
+}
+
+/// What [`combine_everywhere_after`] calls: with a range of bytes, and the parts that are about to be combined there.
+pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
+
+/// As [`combine_everywhere`], in short stretches from the first to the last, and calls `before` with each of them before
+/// it is combined. For memory traffic that is to overlap with the kernel's: a processor waits for several lines at a time,
+/// but only for those that are near each other in its program.
+///
+/// # Panics
+/// As [`combine`].
+pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]], before: &mut Before<'_>) {
+    // Other numbers of parts begin every stretch with fresh accumulators in memory.
+    let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { kernel::BLOCK };
+    dispatch::combine_everywhere(Level::best(), dtype, op, parts, stretch, before);
 }
 
 /// Divides every element of a float tensor by `divisor` (the second half of `Avg` when the sum was made in stages).

@@ -11,6 +11,7 @@ use std::arch::x86_64::{
     _mm256_mul_ps, _mm256_or_ps, _mm256_set1_ps, _mm256_setzero_ps,
 };
 
+use super::Before;
 use super::element::Element;
 use super::kernel::{self, BLOCK};
 use super::op::{Fraction, Number, Op, Ordered};
@@ -37,13 +38,18 @@ impl Avx2 {
     }
 
     /// As [`super::combine_everywhere`].
-    pub(super) fn combine_everywhere<E, O>(self, op: O, parts: &mut [&mut [u8]])
-    where
+    pub(super) fn combine_everywhere<E, O>(
+        self,
+        op: O,
+        parts: &mut [&mut [u8]],
+        stretch: usize,
+        before: &mut Before<'_>,
+    ) where
         E: Element,
         O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
     {
         // SAFETY: an `Avx2` exists only where `new` found both features.
-        unsafe { combine_everywhere::<E, O>(op, parts) }
+        unsafe { combine_everywhere::<E, O>(op, parts, stretch, before) }
     }
 }
 
@@ -67,7 +73,7 @@ where
 
 /// As [`super::combine_everywhere`], wide element and narrow twin as above.
 #[target_feature(enable = "avx2,f16c")]
-fn combine_everywhere<E, O>(op: O, parts: &mut [&mut [u8]])
+fn combine_everywhere<E, O>(op: O, parts: &mut [&mut [u8]], stretch: usize, before: &mut Before<'_>)
 where
     E: Element,
     O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
@@ -75,9 +81,9 @@ where
     let wide = size_of::<<E::Wide as Element>::Bytes>();
     let len = parts[0].len();
     let whole = len - len % wide;
-    kernel::combine_everywhere::<E::Wide, O>(op, parts, 0..whole);
+    kernel::combine_everywhere::<E::Wide, O>(op, parts, 0..whole, stretch, before);
     if wide > size_of::<E::Bytes>() {
-        kernel::combine_everywhere::<E, O>(op, parts, whole..len);
+        kernel::combine_everywhere::<E, O>(op, parts, whole..len, stretch, before);
     }
 }
 

@@ -340,18 +340,26 @@ proptest! {
 }
 
 #[test]
-fn what_is_left_everywhere_is_what_one_output_would_hold_at_every_level() {
+fn what_is_left_everywhere_is_what_one_output_would_hold_and_each_stretch_is_announced() {
     for (dtype, op) in pairs() {
         for count in COUNTS {
             for ranks in 1..=5 {
-                let mut random = Random(count as u64 * 31 + ranks);
+                let mut random = Random((count * 31 + ranks) as u64);
                 let before: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
                 let mut expected = vec![0; count * dtype.size()];
                 combine(dtype, op, &before.iter().map(|part| Some(part.as_slice())).collect::<Vec<_>>(), &mut expected);
                 for level in [Level::Portable, Level::best()] {
                     let mut parts = before.clone();
                     let mut slices: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
-                    dispatch::combine_everywhere(level, dtype, op, &mut slices);
+                    let mut stretches = Vec::new();
+                    dispatch::combine_everywhere(level, dtype, op, &mut slices, 512, &mut |range, parts| {
+                        let own = parts[ranks - 1][range.clone()].to_vec();
+                        assert!(own == before[ranks - 1][range.clone()], "called too late");
+                        stretches.push(range);
+                    });
+                    assert!(stretches.iter().all(|range| (1..=512).contains(&range.len())));
+                    let covered: Vec<usize> = stretches.into_iter().flatten().collect();
+                    assert!(covered.into_iter().eq(0..expected.len()), "not every byte once, in order");
                     assert!(parts.iter().all(|part| *part == expected), "{} of {ranks} × {}", op.name(), dtype.name());
                 }
             }

@@ -5,16 +5,13 @@
 //! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `stage` compares what the ranks are
 //! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
-//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that. Each rank reduces one share of
-//! every piece from all windows and its own tensor, into its own tensor and into the peers' windows, from where they copy it in
-//! the same pass that fills the window for the piece after next. So both sides read *and* write every shared line: rewriting a
-//! line that the peer has only read was measured at 7 to 9 GB/s, one that the peer has written too at 69 GB/s. Slots with a
-//! separate result area and `process_vm_readv` were 1 to 4 times slower.
+//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`.
 
 #![allow(unsafe_code)]
 
 mod in_place;
 mod pieces;
+mod reduction;
 mod run;
 mod segment;
 mod stage;
@@ -28,7 +25,6 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::{Call, Collective, Incoming, Io, Outgoing};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Finder, Registry};
-use crate::reduce::combine;
 use crate::sync::Doorbell;
 use crate::transport::shm::ring_links;
 use crate::transport::{Mesh, Transport};
@@ -37,7 +33,8 @@ use crate::types::{Kind, ReduceOp};
 pub use segment::segment_len;
 
 use in_place::{Home, Tensors};
-use pieces::{Cut, Timer, combine_into, fill_for_each, inputs, turn_over};
+use pieces::{Cut, combine_into, fill_for_each, inputs};
+use reduction::Reduction;
 use run::{Offer, Route, Runner, Turn};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use stage::Stage;
@@ -168,77 +165,14 @@ impl Shm {
             });
         }
         let cut = Cut::new(total, self.runner.segment.window());
-        let share = |piece: usize, rank: usize| {
-            let len = cut.range(piece).len();
-            let each = len.div_ceil(ranks).next_multiple_of(ALIGN);
-            (each * rank).min(len)..(each * (rank + 1)).min(len)
-        };
         let home = match &io {
             Io::InPlace(data) => Home::of(data, &mut self.finder),
             Io::Split { .. } => None,
         };
         let route = (Route::Windows(cut.pieces), gets);
-        let met = self.run_or_meet(call, (verb, total), route, home, |segment, turn, buffer| match turn {
-            Turn::Fill(piece) => {
-                let out = piece.checked_sub(2).filter(|_| gets);
-                let into = (piece < cut.pieces).then_some(piece);
-                let shares = |piece: usize| (0..ranks).filter(|rank| *rank != me).map(move |rank| share(piece, rank));
-                let start = |piece: usize| cut.range(piece).start;
-                match (out, into) {
-                    // The result of two pieces ago leaves the window and the new piece enters, block by block.
-                    (Some(out), Some(into)) if cut.range(out).len() == cut.range(into).len() => {
-                        shares(into).for_each(|share| {
-                            turn_over(segment, buffer, &mut io, share, Some(start(out)), Some(start(into)))
-                        });
-                    }
-                    // The last piece may be shorter. Then shares begin elsewhere, and all must have left before any enters.
-                    _ => {
-                        if let Some(out) = out {
-                            shares(out)
-                                .for_each(|share| turn_over(segment, buffer, &mut io, share, Some(start(out)), None));
-                        }
-                        if let Some(into) = into {
-                            shares(into)
-                                .for_each(|share| turn_over(segment, buffer, &mut io, share, None, Some(start(into))));
-                        }
-                    }
-                }
-            }
-            Turn::Take(piece) => {
-                let mine = share(piece, me);
-                let local = shifted(mine.clone(), cut.range(piece).start);
-                match root {
-                    Some(root) if root != me => {
-                        let timer = Timer::start(call, mine.len());
-                        let mut inputs: Vec<Option<&[u8]>> = Vec::with_capacity(ranks);
-                        for rank in 0..ranks {
-                            inputs.push(match rank {
-                                _ if rank == root => None,
-                                _ if rank == me => Some(&io.input()[local.clone()]),
-                                // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
-                                _ => Some(unsafe { segment.read(rank, buffer, mine.clone()) }),
-                            });
-                        }
-                        // SAFETY: as above; the root's window is not among the inputs.
-                        let out = unsafe { segment.write(root, buffer, mine) };
-                        combine(call.dtype(), op, &inputs, out);
-                        timer.stop();
-                    }
-                    _ => {
-                        let inputs = inputs(ranks, |rank| {
-                            // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
-                            unsafe { segment.read(rank, buffer, mine.clone()) }
-                        });
-                        combine_into(call, op, inputs, me, &mut io, local.clone(), local.clone());
-                        for rank in (0..ranks).filter(|rank| root.is_none() && *rank != me) {
-                            // SAFETY: as above; the inputs are no longer used.
-                            unsafe { segment.write(rank, buffer, mine.clone()) }
-                                .copy_from_slice(&io.output()[local.clone()]);
-                        }
-                    }
-                }
-            }
-        })?;
+        let reduction = Reduction { call, op, root, cut };
+        let turn = |segment: &Segment, turn, buffer| reduction.turn(segment, turn, buffer, &mut io);
+        let met = self.run_or_meet(call, (verb, total), route, home, turn)?;
         match (met, io) {
             (Some(tensors), Io::InPlace(data)) => {
                 self.work_in_place(call, total, || tensors.reduce(call, op, me, root, data))

@@ -11,8 +11,6 @@ use crate::types::ReduceOp;
 
 /// Kernels on less than this are not timed: reading the clock twice would cost as much.
 const TIMED: usize = 16 << 10;
-/// Copy out and refill alternate after this many bytes: well within the first-level cache.
-const BLOCK: usize = 4 << 10;
 
 /// A tensor or chunk cut into pieces.
 #[derive(Clone, Copy)]
@@ -31,7 +29,17 @@ impl Cut {
     }
 
     pub(super) fn range(&self, piece: usize) -> Range<usize> {
-        piece * self.each..((piece + 1) * self.each).min(self.total)
+        (piece * self.each).min(self.total)..((piece + 1) * self.each).min(self.total)
+    }
+
+    /// The piece before this one; nothing before the first.
+    pub(super) fn before(&self, piece: usize) -> Range<usize> {
+        piece.checked_sub(1).map_or(0..0, |before| self.range(before))
+    }
+
+    /// The piece behind this one; nothing behind the last.
+    pub(super) fn behind(&self, piece: usize) -> Range<usize> {
+        self.range(piece + 1)
     }
 }
 
@@ -85,33 +93,6 @@ pub(super) fn combine_into<'a>(
         }
     }
     timer.stop();
-}
-
-/// Copies a share of the own window to the tensor, where `out` is the beginning of its piece there, and then fills it from the
-/// tensor, where `into` is the beginning of the new piece.
-pub(super) fn turn_over(
-    segment: &Segment,
-    buffer: Buffer,
-    io: &mut Io<'_>,
-    share: Range<usize>,
-    out: Option<usize>,
-    into: Option<usize>,
-) {
-    let mut start = share.start;
-    while start < share.end {
-        let block = start..(start + BLOCK).min(share.end);
-        if let Some(out) = out {
-            // SAFETY: W2; the peer that wrote the result here did so when it took that piece.
-            let window = unsafe { segment.read(segment.index, buffer, block.clone()) };
-            io.output()[shifted(block.clone(), out)].copy_from_slice(window);
-        }
-        if let Some(into) = into {
-            // SAFETY: W2; the slice above is no longer used.
-            let window = unsafe { segment.write(segment.index, buffer, block.clone()) };
-            window.copy_from_slice(&io.input()[shifted(block.clone(), into)]);
-        }
-        start = block.end;
-    }
 }
 
 /// Writes this piece of every other rank's chunk into the own buffer.

@@ -50,7 +50,8 @@ pub(super) enum Turn {
     /// Write into this rank's own buffer what the others need of this piece, if there is such a piece. Comes for one piece
     /// beyond the last as well, where a pattern may have to empty what it filled two pieces ago.
     Fill(usize),
-    /// Use what all ranks wrote of this piece.
+    /// Use what all ranks wrote of this piece. In windows, comes directly after `Fill` of the next one, so that a pattern may
+    /// do both now.
     Take(usize),
 }
 

@@ -47,6 +47,16 @@ pub(super) enum Buffer {
     Window(usize),
 }
 
+impl Buffer {
+    /// The one of the other parity.
+    pub(super) fn other(self) -> Buffer {
+        match self {
+            Buffer::Slot(parity) => Buffer::Slot(1 - parity),
+            Buffer::Window(parity) => Buffer::Window(1 - parity),
+        }
+    }
+}
+
 /// The mapped segment, seen by one rank.
 pub(super) struct Segment {
     arena: Arc<Arena>,

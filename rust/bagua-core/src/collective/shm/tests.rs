@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::reduce::combine;
 use crate::stats::OpStats;
 use crate::sync::Deadline;
 use crate::types::{DType, Fingerprint, Shape};
