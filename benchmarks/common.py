@@ -94,11 +94,19 @@ def openmpi_missing() -> str:
 
 
 def run_ranks(
-    script: str, ranks: int, options: dict[str, Any], *, mpi: bool, limit: float, env: dict[str, str] | None = None
+    script: str,
+    ranks: int,
+    options: dict[str, Any],
+    *,
+    mpi: bool,
+    limit: float,
+    env: dict[str, str] | None = None,
+    through: Sequence[Sequence[str]] | None = None,
 ) -> list[dict[str, Any]]:
     """Starts `ranks` processes of `script`, waits for them, and returns the rows of :func:`write_row`.
 
-    RuntimeError when a rank failed or took longer than `limit` seconds; none is left running.
+    `through` is, for each rank, a command to start it with. RuntimeError when a rank failed or took longer than `limit`
+    seconds; none is left running.
     """
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         given = json.dumps({**options, "ranks": ranks, "folder": folder, "mpi": mpi})
@@ -109,7 +117,11 @@ def run_ranks(
             launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
             started = [subprocess.Popen([*launcher, *command], env=environment)]
         else:
-            started = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
+            before = through or [()] * ranks
+            started = [
+                subprocess.Popen([*before[rank], *command], env={**environment, "RANK": str(rank)})
+                for rank in range(ranks)
+            ]
         until = time.monotonic() + limit
         try:
             codes = [process.wait(max(0.0, until - time.monotonic())) for process in started]

@@ -1,44 +1,56 @@
-"""all_reduce between two network namespaces: ours, torch gloo and a bare pair of sockets, at full and at limited rates.
+"""all_reduce between two hosts that are network namespaces: ours, torch's gloo and a bare pair of sockets, at full and
+at limited rates.
 
-Needs root and the tools ``ip`` and ``tc``: it makes two network namespaces joined by a veth pair, one rank in each, and
-takes them away again. Nothing outside of them is touched::
+Needs root and the tools `ip` and `tc`: it makes two network namespaces joined by a veth pair, and takes them away
+again. Nothing outside of them is touched.
 
     sudo python benchmarks/network.py                          # unlimited, 10, 1 and 0.1 Gbit/s
     sudo python benchmarks/network.py --rates 1gbit --sizes 16MiB --record
+    sudo python benchmarks/network.py --local-ranks 2          # two ranks on each host
+    sudo python benchmarks/network.py --slow-stream            # one of two streams gets a tenth of the other's rate
 
-A limited rate is ``tc qdisc add dev X root tbf rate R burst 256kb latency 50ms`` on both ends. The contenders take
-turns, call by call, in the same two processes; buffers are rewritten before every call and every answer is checked. A
-call's time is that of its slower rank, the figure is the median over calls. Between two ranks an all_reduce must move
-as many bytes each way as the tensor has, and so many the bare sockets move, both ways at once, without any protocol:
-what they reach is what the network gives to one connection.
+A limited rate is `tc qdisc add dev X root tbf rate R burst 256kb latency 50ms` on both ends. The contenders take turns,
+call by call, in the same processes; buffers are rewritten before every call and every answer is checked. A call's time
+is that of its slowest rank, the figure is the median over calls. Between two hosts an all_reduce must move as many
+bytes each way as the tensor has, and so many the bare sockets move, both ways at once, without any protocol: what they
+reach is what the network gives to one connection. A ratio above 1 says that ours is that many times faster.
 
-Columns: milliseconds, gigabytes of the tensor per second, and how many times faster ours is than gloo and than the bare
-sockets.
+With --slow-stream each connection has a rate of its own (`tc` classes), and one of the two streams that we use a tenth
+of it. `x rates` is what ours reaches of what both together can carry: of 1.1 times what the bare sockets reach.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import os
-import platform
+import re
 import select
 import shutil
 import signal
 import socket
 import statistics
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from common import (
+    Meeting,
+    add_options,
+    keep_if_asked,
+    machine,
+    parse_size,
+    run_ranks,
+    show_size,
+    this_rank,
+    write_row,
+)
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-TALK_PORT, GLOO_PORT, OURS_PORT = 29701, 29702, 29703
+BARE_PORT, OURS_PORT = 29701, 29702
 UNLIMITED = "unlimited"
 #: Sizes that take neither too short nor too long to be measured at a rate.
 SIZES = {
@@ -47,42 +59,23 @@ SIZES = {
     "1gbit": ("1MiB", "16MiB"),
     "100mbit": ("1MiB", "4MiB"),
 }
-UNITS = {"MiB": 1 << 20, "KiB": 1 << 10}
-#: A case is over after so many seconds, but not before so many calls of each contender.
-LONG_ENOUGH = (6.0, 5)
+#: With --slow-stream: Mbit/s of each connection, and of the slow one.
+HEALTHY, SLOW = 500, 50
 #: Most that a bare socket is given or asked for at a time.
 BLOCK = 256 << 10
 
 
-def parse_size(text: str) -> int:
-    """Turn ``"16MiB"`` into bytes."""
-    unit = text[-3:]
-    if unit not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither so many KiB nor MiB")
-    return int(text[:-3]) * UNITS[unit]
+class Bare:
+    """A connection between the first ranks of the hosts that moves bytes without any protocol."""
 
-
-class Line:
-    """Two connections between the ranks: one to talk by, one to move bytes without any protocol."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        if rank == 0:
-            with socket.create_server((ADDRESSES[0], TALK_PORT)) as server:
-                self.talk, self.bare = server.accept()[0], server.accept()[0]
+    def __init__(self, listens: bool) -> None:
+        if listens:
+            with socket.create_server((ADDRESSES[0], BARE_PORT)) as server:
+                self.socket = server.accept()[0]
         else:
-            self.talk, self.bare = connect(), connect()
-        for one in (self.talk, self.bare):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.bare.setblocking(False)
-
-    def swap(self, mine: float) -> float:
-        """Tell the other rank a number and hear its."""
-        self.talk.sendall(struct.pack("<d", mine))
-        theirs = self.talk.recv(8, socket.MSG_WAITALL)
-        if len(theirs) < 8:
-            raise ConnectionError("the other rank is gone")
-        return float(struct.unpack("<d", theirs)[0])
+            self.socket = connect()
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setblocking(False)
 
     def move(self, out: memoryview, into: memoryview) -> None:
         """Send and receive at once."""
@@ -90,16 +83,16 @@ class Line:
         poller = select.poll()
         while sent < len(out) or got < len(into):
             wanted = (select.POLLOUT if sent < len(out) else 0) | (select.POLLIN if got < len(into) else 0)
-            poller.register(self.bare, wanted)
+            poller.register(self.socket, wanted)
             poller.poll()
             try:
                 while sent < len(out):
-                    sent += self.bare.send(out[sent : sent + BLOCK])
+                    sent += self.socket.send(out[sent : sent + BLOCK])
             except BlockingIOError:
                 pass
             try:
                 while got < len(into):
-                    count = self.bare.recv_into(into[got : got + BLOCK])
+                    count = self.socket.recv_into(into[got : got + BLOCK])
                     if count == 0:
                         raise ConnectionError("the other rank is gone")
                     got += count
@@ -112,68 +105,128 @@ def connect() -> socket.socket:
     until = time.monotonic() + 30
     while True:
         try:
-            return socket.create_connection((ADDRESSES[0], TALK_PORT), timeout=None)
+            return socket.create_connection((ADDRESSES[0], BARE_PORT), timeout=None)
         except ConnectionRefusedError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
 
 
-def run_rank(rank: int, sizes: Sequence[int]) -> None:
-    """Measure on one rank; rank 0 writes one line of JSON per size."""
+def contenders(size: int, rank: int, ranks: int, bare: Bare | None, options: dict[str, Any]) -> dict[str, Any]:
+    """By name: what rewrites the buffers of a call, makes it, and tells whether its answer is right."""
     import torch
     import torch.distributed as dist
 
     import bagua
 
-    line = Line(rank)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{GLOO_PORT}", rank=rank, world_size=2)
-    group = bagua.init(rank, 2, f"tcp://{ADDRESSES[0]}:{OURS_PORT}")
-    for size in sizes:
-        ours, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
-        out, into = bytearray(size), bytearray(size)
-        calls: dict[str, tuple[Callable[[], object], Callable[[float], bool]]] = {
-            "ours": (
-                lambda ours=ours: group.all_reduce(ours, out=ours),  # type: ignore[misc]
-                lambda total, ours=ours: bool((ours == total).all()),  # type: ignore[misc]
-            ),
-            "gloo": (
-                lambda theirs=theirs: dist.all_reduce(theirs),  # type: ignore[misc]
-                lambda total, theirs=theirs: bool((theirs == total).all()),  # type: ignore[misc]
-            ),
-            "bare": (
-                lambda out=out, into=into: line.move(memoryview(out), memoryview(into)),  # type: ignore[misc]
-                lambda _total, into=into: into[0] == into[-1] == 2 - rank,  # type: ignore[misc]
-            ),
-        }
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        start = time.monotonic()
-        turn = 0
-        while True:
-            values = (turn % 5 + 1.0, turn % 3 + 7.0)
-            for name, (call, is_right) in calls.items():
-                ours.fill_(values[rank])
-                theirs.fill_(values[rank])
-                out[:] = bytes([rank + 1]) * size
-                into[:] = bytes(size)
-                line.swap(0)
-                began = time.perf_counter()
-                call()
-                took = time.perf_counter() - began
-                took = max(took, line.swap(took))
-                if not is_right(sum(values)):
-                    raise AssertionError(f"{name} gave a wrong answer for {size} bytes")
-                # The first turn opens connections and windows.
-                if turn > 0:
-                    times[name].append(took)
-            turn += 1
-            over = float(time.monotonic() - start > LONG_ENOUGH[0] and turn > LONG_ENOUGH[1])
-            heard = line.swap(over)
-            if (over if rank == 0 else heard) > 0:
-                break
+    tensor = torch.zeros(size // 4)
+    array = tensor.numpy()
+    group: Any = bagua.group.default(required=True)
+    out, into = bytearray(size), bytearray(size)
+
+    def rewrite(turn: int) -> None:
+        tensor.fill_(turn % 5 + rank)
+
+    def is_right(turn: int) -> bool:
+        return bool((tensor == turn % 5 * ranks + ranks * (ranks - 1) // 2).all())
+
+    def refill(turn: int) -> None:
+        out[:] = bytes([(turn + rank) % 251]) * size
+        into[:] = bytes(size)
+
+    def move() -> None:
+        if bare is not None:
+            bare.move(memoryview(out), memoryview(into))
+
+    def came(turn: int) -> bool:
+        other = (turn + ranks // 2 - rank) % 251
+        return bare is None or into[0] == into[-1] == other
+
+    gloo = {} if options["slow"] else {"gloo": (rewrite, lambda: dist.all_reduce(tensor), is_right)}
+    return {
+        "ours": (rewrite, lambda: group.all_reduce(array, out=array), is_right),
+        **gloo,
+        "bare": (refill, move, came),
+    }
+
+
+def measure(
+    turns: dict[str, tuple[Callable[[int], None], Callable[[], object], Callable[[int], bool]]],
+    budget: float,
+    meeting: Meeting,
+) -> dict[str, list[float]]:
+    """Seconds per call on this rank, of each contender."""
+    times: dict[str, list[float]] = {name: [] for name in turns}
+
+    def round_of_calls(turn: int) -> None:
+        for name, (rewrite, call, is_right) in turns.items():
+            rewrite(turn)
+            meeting.wait()
+            begun = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begun)
+            if not is_right(turn):
+                raise AssertionError(f"{name} gave a wrong answer")
+
+    # The first turn opens connections and windows.
+    round_of_calls(1)
+    begun = time.perf_counter()
+    round_of_calls(2)
+    # Rank 0's clock decides for all: every rank must do the same number of rounds.
+    rounds = int(meeting.tell(max(5, min(200, budget / (time.perf_counter() - begun)))))
+    for taken in times.values():
+        taken.clear()
+    for turn in range(rounds):
+        round_of_calls(turn)
+    return times
+
+
+def throttle(names: Sequence[str]) -> None:
+    """Put one of the two connections that have carried the most into the slow class, in both directions."""
+    shown = subprocess.run(["ss", "-tniHO"], check=True, capture_output=True, text=True).stdout
+    found = []
+    for line in shown.splitlines():
+        ports = re.findall(r"[\d.]+:(\d+)\s", line)
+        sent = re.search(r"bytes_sent:(\d+)", line)
+        if len(ports) >= 2 and sent and int(sent[1]) > 1 << 20:
+            found.append((ports[0], ports[1]))
+    if len(found) != 2:
+        raise RuntimeError(f"{len(found)} connections have carried something, not two:\n{shown}")
+    here, there = found[0]
+    for name, source, target in ((names[0], here, there), (names[1], there, here)):
+        match = f"match ip sport {source} 0xffff match ip dport {target} 0xffff"
+        command(f"tc -n {name} filter add dev bench parent 1: protocol ip u32 {match} flowid 1:20")
+
+
+def child(options: dict[str, Any]) -> None:
+    """One rank; rank 0 hands over one row per size."""
+    import torch.distributed as dist
+
+    import bagua
+
+    rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
+    meeting = Meeting(folder, rank, ranks)
+    bare = Bare(rank == 0) if rank in (0, ranks // 2) else None
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
+    bagua.init(rank, ranks, f"tcp://{ADDRESSES[0]}:{OURS_PORT}")
+    if options["slow"]:
+        import numpy as np
+
+        group: Any = bagua.group.default(required=True)
+        group.all_reduce(np.zeros(16 << 20, np.uint8))
         if rank == 0:
-            medians = {name: statistics.median(taken) for name, taken in times.items()}
-            print(json.dumps({"bytes": size, "calls": turn - 1, **medians}), flush=True)
+            throttle(options["slow"])
+        meeting.wait()
+    for size in options["sizes"]:
+        times = measure(contenders(size, rank, ranks, bare, options), float(options["budget"]), meeting)
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, times)
+        if rank == 0:
+            slowest = {
+                name: [max(each) for each in zip(*(theirs[name] for theirs in gathered), strict=True)] for name in times
+            }
+            medians = {f"{name}_seconds": statistics.median(taken) for name, taken in slowest.items()}
+            write_row(options, {"bytes": size, "calls": len(slowest["ours"]), **medians})
     bagua.shutdown()
     dist.destroy_process_group()
 
@@ -182,18 +235,18 @@ class Namespaces:
     """Two network namespaces joined by a veth pair."""
 
     def __init__(self) -> None:
-        self.names = [f"bagua-bench-{os.getpid()}-{rank}" for rank in range(2)]
+        self.names = [f"bagua-bench-{os.getpid()}-{host}" for host in range(2)]
 
     def __enter__(self) -> Namespaces:
         try:
             for name in self.names:
-                command("ip", "netns", "add", name)
-            ends = [["name", "bench", "netns", name] for name in self.names]
-            command("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-            for rank, name in enumerate(self.names):
-                command("ip", "-n", name, "addr", "add", f"{ADDRESSES[rank]}/24", "dev", "bench")
-                command("ip", "-n", name, "link", "set", "bench", "up")
-                command("ip", "-n", name, "link", "set", "lo", "up")
+                command(f"ip netns add {name}")
+            first, second = self.names
+            command(f"ip link add name bench netns {first} type veth peer name bench netns {second}")
+            for host, name in enumerate(self.names):
+                command(f"ip -n {name} addr add {ADDRESSES[host]}/24 dev bench")
+                command(f"ip -n {name} link set bench up")
+                command(f"ip -n {name} link set lo up")
         except BaseException:
             self.__exit__()
             raise
@@ -207,90 +260,91 @@ class Namespaces:
     def limit(self, rate: str) -> None:
         """Shape what leaves both ends."""
         for name in self.names:
-            inside = ["tc", "-n", name, "qdisc"]
-            subprocess.run([*inside, "del", "dev", "bench", "root"], check=False, stderr=subprocess.DEVNULL)
             if rate != UNLIMITED:
-                shape = ["rate", rate, "burst", "256kb", "latency", "50ms"]
-                command(*inside, "add", "dev", "bench", "root", "tbf", *shape)
+                command(f"tc -n {name} qdisc add dev bench root tbf rate {rate} burst 256kb latency 50ms")
 
-    def run(self, sizes: Sequence[int]) -> list[dict[str, float]]:
-        """Run both ranks and return what rank 0 measured."""
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "bench", "OMP_NUM_THREADS": "1"}
-        ranks = []
-        for rank, name in enumerate(self.names):
-            program = [sys.executable, str(HERE / "network.py"), "--rank", str(rank), "--bytes", *map(str, sizes)]
-            ranks.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", name, *program], stdout=subprocess.PIPE, env=environment, text=True
-                )
-            )
-        try:
-            lines = [rank.communicate()[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit("a rank failed; its own words stand above")
-        return [json.loads(line) for line in lines[0].splitlines() if line.startswith("{")]
+    def classes(self) -> None:
+        """A rate for all connections, and a lower one for those that :func:`throttle` picks."""
+        for name in self.names:
+            command(f"tc -n {name} qdisc add dev bench root handle 1: htb default 10")
+            for number, rate in ((10, HEALTHY), (20, SLOW)):
+                shape = f"htb rate {rate}mbit burst 256k cburst 256k quantum 60000"
+                command(f"tc -n {name} class add dev bench parent 1: classid 1:{number} {shape}")
+                # As much as passes in 50 ms.
+                command(f"tc -n {name} qdisc add dev bench parent 1:{number} bfifo limit {rate * 1_000_000 // 8 // 20}")
+
+    def run(self, args: argparse.Namespace, sizes: Sequence[int]) -> list[dict[str, Any]]:
+        """What the ranks measured, some on each host."""
+        options = {"sizes": sizes, "budget": args.budget, "slow": self.names if args.slow_stream else []}
+        through = [["ip", "netns", "exec", name] for name in self.names for _ in range(args.local_ranks)]
+        env = {"GLOO_SOCKET_IFNAME": "bench"}
+        return run_ranks(__file__, len(through), options, mpi=False, limit=args.limit, env=env, through=through)
 
 
-def command(*words: str) -> None:
+def command(line: str) -> None:
     """Run a command that must work."""
-    subprocess.run(words, check=True)
+    done = subprocess.run(line.split(), check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise OSError(f"{line}: {done.stdout.strip()}")
 
 
-def commit() -> str:
-    """Which version is measured."""
-    found = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+def missing() -> str:
+    """Why there can be no namespaces; empty when there can."""
+    if os.geteuid() != 0:
+        return "it makes network namespaces, for which it needs root"
+    for tool in ("ip", "tc", "ss"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (Debian: iproute2)"
+    try:
+        with Namespaces():
+            return ""
+    except OSError as error:
+        return str(error)
 
 
 def main() -> None:
-    """Measure every rate and print the table."""
-    parser = argparse.ArgumentParser(description="all_reduce between two network namespaces")
+    """Measures every rate, prints the table, keeps it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
     parser.add_argument("--rates", nargs="+", default=list(SIZES), help="unlimited, or rates as tc writes them")
     parser.add_argument("--sizes", nargs="+", type=parse_size, help="the same sizes at every rate, e.g. 16MiB")
-    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/record/network.csv")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", nargs="+", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        run_rank(options.rank, options.bytes)
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds per case, roughly")
+    parser.add_argument("--local-ranks", type=int, default=1, help="ranks on each of the two hosts")
+    parser.add_argument("--slow-stream", action="store_true", help="one of two streams has a tenth of the rate")
+    parser.add_argument("--if-possible", action="store_true", help="where there can be no namespaces, only say why")
+    args = parser.parse_args()
+    if args.child:
+        child(json.loads(args.child))
         return
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        raise SystemExit("this benchmark makes network namespaces: it needs root, ip and tc")
-    rows = []
+    why = missing()
+    if why and args.if_possible:
+        print(f"nothing measured between network namespaces: {why}")
+        return
+    if why:
+        raise SystemExit(why)
+    if args.quick:
+        args.rates, args.sizes, args.budget = args.rates[:1], [1 << 20], 0.05
+    rows: list[dict[str, Any]] = []
     # Ended from outside, it takes the namespaces away all the same.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    heads = ("ours ms", "gloo ms", "bare ms", "ours GB/s")
-    print(f"{'rate':>10} {'bytes':>9}", *(f"{head:>9}" for head in heads), f"{'x gloo':>7} {'x bare':>7}")
-    with Namespaces() as namespaces:
-        for rate in options.rates:
-            namespaces.limit(rate)
-            sizes = options.sizes or [parse_size(size) for size in SIZES.get(rate, SIZES["1gbit"])]
-            for row in namespaces.run(sizes):
-                ours, gloo, bare = row["ours"], row["gloo"], row["bare"]
-                speed = row["bytes"] / ours / 1e9
-                print(
-                    f"{rate:>10} {row['bytes']:>9} {ours * 1e3:>9.2f} {gloo * 1e3:>9.2f} {bare * 1e3:>9.2f} "
-                    f"{speed:>9.3f} {gloo / ours:>7.2f} {bare / ours:>7.2f}",
-                    flush=True,
-                )
-                rows.append({"rate": rate, **row, "x_gloo": gloo / ours, "x_bare": bare / ours})
-    if options.record:
-        path = HERE / "record" / "network.csv"
-        path.parent.mkdir(exist_ok=True)
-        about = {
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "commit": commit(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
-        }
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*about, *rows[0]])
-            if is_new:
-                writer.writeheader()
-            writer.writerows({**about, **row} for row in rows)
+    print(machine())
+    ratios = ("rates",) if args.slow_stream else ("gloo", "bare")
+    heads = ("ours ms", "gloo ms", "bare ms", "ours GB/s", *(f"x {name}" for name in ratios))
+    print(f"{'rate':>10} {'bytes':>7}", *(f"{head:>9}" for head in heads))
+    for rate in [f"{HEALTHY}+{SLOW}mbit"] if args.slow_stream else args.rates:
+        with Namespaces() as namespaces:
+            namespaces.classes() if args.slow_stream else namespaces.limit(rate)
+            sizes = args.sizes or [parse_size(size) for size in SIZES.get(rate, SIZES["1gbit"])]
+            for row in namespaces.run(args, sizes):
+                seconds = {name: row.get(f"{name}_seconds", float("nan")) for name in ("ours", "gloo", "bare")}
+                ours, bare = seconds["ours"], seconds["bare"]
+                against = {"gloo": seconds["gloo"], "bare": bare, "rates": bare / (1 + SLOW / HEALTHY)}
+                found = {f"x_{name}": against[name] / ours for name in ratios}
+                figures = [*(value * 1e3 for value in seconds.values()), row["bytes"] / ours / 1e9, *found.values()]
+                cells = " ".join(f"{figure:>9.3g}" if figure < 0.1 else f"{figure:>9.2f}" for figure in figures)
+                print(f"{rate:>10} {show_size(row['bytes']):>7} {cells}", flush=True)
+                rows.append({"rate": rate, "ranks": 2 * args.local_ranks, **row, **found})
+    keep_if_asked(args, Path(__file__).stem, rows)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,13 @@ def place(
     return Place(found_rank, found_size, local, local_size)
 
 
+#: What BAGUA_ALGORITHM may say.
+ALGORITHMS = ("auto", "direct", "ring", "doubling")
+
+#: The most that BAGUA_STREAMS_PER_PEER may say.
+MOST_STREAMS = 64
+
+
 @dataclass(frozen=True)
 class Settings:
     """How a group is built, besides who and where."""
@@ -116,6 +123,10 @@ class Settings:
     heartbeat_timeout: float
     #: "auto" or "tcp".
     transport: str
+    #: TCP streams to a peer on another host.
+    streams_per_peer: int
+    #: How all_reduce goes between hosts: one of ALGORITHMS.
+    algorithm: str
     #: Proves that a connection belongs to this job.
     secret: bytes
     #: Ranks share memory only if this is equal; "" asks the system.
@@ -131,10 +142,18 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
     for name, value in (("timeout", timeout), ("BAGUA_HEARTBEAT_TIMEOUT", heartbeat_timeout)):
         if not value > 0:
             raise ValueError(f"{name} is {value} s; it must be positive")
+    streams = integer("BAGUA_STREAMS_PER_PEER", 2)
+    if not 1 <= streams <= MOST_STREAMS:
+        raise ValueError(f"BAGUA_STREAMS_PER_PEER is {streams}; it must be between 1 and {MOST_STREAMS}")
+    algorithm = text("BAGUA_ALGORITHM") or "auto"
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"BAGUA_ALGORITHM={algorithm!r} is none of {', '.join(ALGORITHMS)}")
     return Settings(
         timeout=timeout,
         heartbeat_timeout=heartbeat_timeout,
         transport=text("BAGUA_TRANSPORT") or "auto",
+        streams_per_peer=streams,
+        algorithm=algorithm,
         secret=secret.encode() if isinstance(secret, str) else bytes(secret),
         host_id=text("BAGUA_HOST_ID") or "",
     )

@@ -190,6 +190,8 @@ def join(
         connect_timeout=chosen.timeout,
         heartbeat_timeout=chosen.heartbeat_timeout,
         transport=chosen.transport,
+        streams_per_peer=chosen.streams_per_peer,
+        algorithm=chosen.algorithm,
     )
     addresses = [bytes(address) for address in spread(pending.address())]
     return Group(pending.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)

@@ -14,13 +14,13 @@ LAUNCHER = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHER, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("TIMEOUT", "HEARTBEAT_TIMEOUT", "TRANSPORT", "JOB_SECRET", "HOST_ID"):
+    for name in ("TIMEOUT", "HEARTBEAT_TIMEOUT", "TRANSPORT", "JOB_SECRET", "HOST_ID", "STREAMS_PER_PEER", "ALGORITHM"):
         monkeypatch.delenv(f"BAGUA_{name}", raising=False)
 
 
 def test_without_anything_a_process_is_alone() -> None:
     assert config.place() == config.Place(0, 1, None, None)
-    assert config.settings() == config.Settings(300.0, 5.0, "auto", b"", "")
+    assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "")
 
 
 def test_the_launcher_says_where_a_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,9 @@ def test_a_rank_outside_its_world_is_refused(rank: int, size: int) -> None:
         config.place(rank, size)
 
 
-@pytest.mark.parametrize(("name", "value"), [("BAGUA_TIMEOUT", "soon"), ("RANK", "first")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("BAGUA_TIMEOUT", "soon"), ("BAGUA_STREAMS_PER_PEER", "many"), ("RANK", "first")]
+)
 def test_a_variable_that_is_no_number_is_named_with_its_value(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
@@ -69,6 +71,26 @@ def test_a_variable_that_is_no_number_is_named_with_its_value(
 def test_a_timeout_that_is_not_positive_is_refused(timeout: float) -> None:
     with pytest.raises(ValueError, match="positive"):
         config.settings(timeout=timeout)
+
+
+def test_streams_and_algorithm_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_STREAMS_PER_PEER", "4")
+    for algorithm in config.ALGORITHMS:
+        monkeypatch.setenv("BAGUA_ALGORITHM", algorithm)
+        assert (config.settings().streams_per_peer, config.settings().algorithm) == (4, algorithm)
+
+
+@pytest.mark.parametrize("streams", ["0", "-1", "65"])
+def test_a_number_of_streams_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch, streams: str) -> None:
+    monkeypatch.setenv("BAGUA_STREAMS_PER_PEER", streams)
+    with pytest.raises(ValueError, match=rf"BAGUA_STREAMS_PER_PEER is {streams}.*between 1 and 64"):
+        config.settings()
+
+
+def test_an_unknown_algorithm_is_refused_with_those_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_ALGORITHM", "bruck")
+    with pytest.raises(ValueError, match=r"BAGUA_ALGORITHM='bruck' is none of auto, direct, ring, doubling"):
+        config.settings()
 
 
 def test_flags_are_true_only_when_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ mod group_world;
 
 use bagua_core::collective::{Algorithm, Io};
 use bagua_core::error::Error;
-use bagua_core::group::{Group, Lane, Options, TransportChoice};
+use bagua_core::group::{Config, Group, Lane, Options, Pending, TransportChoice};
 use bagua_core::types::{DType, ReduceOp};
 use group_world::{try_world, world_with};
 
@@ -28,6 +28,21 @@ fn ranks_that_ask_for_different_numbers_of_streams_agree() {
         config.transport = TransportChoice::Tcp;
         config.streams_per_peer = [1, 2, 5][config.rank];
     }));
+}
+
+#[test]
+fn a_number_of_streams_that_cannot_be_is_refused_before_any_connection() {
+    for streams in [0, 65] {
+        let config = Config { streams_per_peer: streams, ..Config::new(0, 1) };
+        let error = Pending::bind(config).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, Error::Value(text) if text.contains("between 1 and 64")), "{error}");
+    }
+}
+
+#[test]
+fn an_algorithm_is_found_by_its_name() {
+    assert!(Algorithm::ALL.into_iter().all(|algorithm| Algorithm::named(algorithm.name()) == Some(algorithm)));
+    assert_eq!(Algorithm::named("Ring"), None);
 }
 
 #[test]

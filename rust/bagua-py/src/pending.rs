@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
 
+use bagua_core::collective::Algorithm;
 use bagua_core::engine as core;
 use bagua_core::error::Error;
 use bagua_core::group::{self, Config, TransportChoice};
@@ -16,6 +17,8 @@ use crate::waiting::{self, Kept};
 /// A rank that listens and has an address to spread, but knows no peer yet.
 ///
 /// `host_id` tells which ranks can share memory ("" asks the system), `host_name` is for people ("": the system's),
+/// `transport` is "auto" or "tcp", `streams_per_peer` (1 to 64) are TCP streams to a rank on another host, `algorithm` ("auto",
+/// "direct", "ring" or "doubling") is how all_reduce goes between hosts;
 /// `listen_port` 0 takes any free port; `timeout` (of an operation), `connect_timeout` and `heartbeat_timeout` are seconds.
 /// Raises ValueError for arguments that cannot be used, BaguaError when the system refuses to listen.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -30,7 +33,7 @@ pub struct Pending {
 impl Pending {
     #[new]
     #[pyo3(signature = (rank, world_size, *, name, host_id, host_name, secret, listen_host, listen_port, timeout,
-        connect_timeout, heartbeat_timeout, transport))]
+        connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm))]
     #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and they are keywords there")]
     fn new(
         py: Python<'_>,
@@ -46,6 +49,8 @@ impl Pending {
         connect_timeout: f64,
         heartbeat_timeout: f64,
         transport: &str,
+        streams_per_peer: usize,
+        algorithm: &str,
     ) -> PyResult<Pending> {
         let raise = |error| errors::raise(py, error);
         if rank >= world_size {
@@ -56,6 +61,8 @@ impl Pending {
             "tcp" => TransportChoice::Tcp,
             other => return Err(raise(Error::Value(format!("transport '{other}' is neither 'auto' nor 'tcp'")))),
         };
+        let algorithm = Algorithm::named(algorithm)
+            .ok_or_else(|| raise(Error::Value(format!("there is no algorithm '{algorithm}' for an all_reduce"))))?;
         let listen_host: IpAddr = listen_host
             .parse()
             .map_err(|e| raise(Error::Value(format!("listen_host '{listen_host}' is not an IP address: {e}"))))?;
@@ -71,6 +78,8 @@ impl Pending {
             connect_timeout: seconds("connect_timeout", connect_timeout)?,
             heartbeat_timeout: seconds("heartbeat_timeout", heartbeat_timeout)?,
             transport,
+            streams_per_peer,
+            algorithm,
             ..Config::new(rank, world_size)
         };
         let pending = py.detach(|| group::Pending::bind(config)).map_err(raise)?;

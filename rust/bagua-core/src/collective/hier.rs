@@ -7,19 +7,26 @@
 //! Every stage runs under the fingerprint of the whole operation. A difference between hosts is seen by the leaders; the ranks
 //! behind them hear it as the group's first cause.
 //!
-//! Large tensors go chunk by chunk, so that what a stage holds in between stays bounded. The stages of different chunks do not
-//! overlap: a collective runs on its caller's thread until it is done, so that would take a second thread on every leader, or
-//! collectives that can be left half done and taken up again.
+//! Large tensors go chunk by chunk. In an all_reduce of several the leaders exchange one chunk, each on a thread that lives as long
+//! as the operation, while their hosts add up the next ones; the order of the stages inside a host is fixed, and so are the sums.
+//! reduce and broadcast do not overlap so: what travels between hosts in them goes one way, and the sockets hold some of it while
+//! their owners are busy.
 
+use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{Builder, Scope};
 
 use super::{Call, Collective, Incoming, Io, Outgoing};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::reduce::divide;
 use crate::types::ReduceOp;
 
 /// Bytes that go through all stages at a time: a few times what the stages themselves cut into pieces.
 const CHUNK: usize = 1 << 20;
+
+/// Chunks that a host adds up ahead of the one that it gets from the leaders.
+const AHEAD: usize = 2;
 
 /// Stages over other collectives.
 pub struct Hier {
@@ -86,6 +93,81 @@ fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(CHUNK).max(1)).map(move |at| at * CHUNK..((at + 1) * CHUNK).min(len))
 }
 
+/// The pieces of a tensor, each with where its result goes; input and result are one where there is no input.
+fn parts(io: Io<'_>) -> VecDeque<(Option<&[u8]>, &mut [u8])> {
+    match io {
+        Io::InPlace([]) => VecDeque::from([(None, &mut [][..])]),
+        Io::InPlace(data) => data.chunks_mut(CHUNK).map(|out| (None, out)).collect(),
+        Io::Split { src: [], .. } => VecDeque::from([(Some(&[][..]), &mut [][..])]),
+        Io::Split { src, dst } => src.chunks(CHUNK).map(Some).zip(dst.chunks_mut(CHUNK)).collect(),
+    }
+}
+
+/// Chunks on their way between hosts: taken out in the order in which they were put in, when the leaders have dealt with them.
+enum Line<'a, 'd> {
+    /// Dealt with by whoever takes them.
+    Here(Act<'a>, VecDeque<&'d mut [u8]>),
+    /// Dealt with on a thread of its own, which ends with the line. The number are those put in and not taken out.
+    Aside(Sender<&'d mut [u8]>, Receiver<Result<&'d mut [u8]>>, usize),
+}
+
+/// What leaders do with a chunk.
+type Act<'a> = Box<dyn FnMut(&mut [u8]) -> Result<()> + Send + 'a>;
+
+impl<'a, 'd: 'a> Line<'a, 'd> {
+    /// A line with a thread of its own.
+    fn aside(scope: &'a Scope<'a, '_>, mut act: Act<'a>) -> Result<Line<'a, 'd>> {
+        let (to, todo) = channel::<&'d mut [u8]>();
+        let (done, from) = channel();
+        let run = move || {
+            for chunk in todo {
+                let outcome = act(chunk).map(|()| chunk);
+                let is_over = outcome.is_err();
+                if done.send(outcome).is_err() || is_over {
+                    break;
+                }
+            }
+        };
+        let thread = Builder::new().name("bagua-between".to_owned());
+        thread.spawn_scoped(scope, run).map_err(|e| Error::system("starting a thread", e))?;
+        Ok(Line::Aside(to, from, 0))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Line::Here(_, chunks) => chunks.len(),
+            Line::Aside(_, _, len) => *len,
+        }
+    }
+
+    fn put(&mut self, chunk: &'d mut [u8]) {
+        match self {
+            Line::Here(_, chunks) => chunks.push_back(chunk),
+            Line::Aside(to, _, len) => {
+                *len += 1;
+                // A thread that ended has left its error for whoever takes.
+                let _ = to.send(chunk);
+            }
+        }
+    }
+
+    /// The first of the chunks; `None` when the line is empty.
+    fn take(&mut self) -> Result<Option<&'d mut [u8]>> {
+        match self {
+            Line::Here(act, chunks) => {
+                let chunk = chunks.pop_front();
+                chunk.map(|chunk| act(chunk).map(|()| chunk)).transpose()
+            }
+            Line::Aside(_, _, 0) => Ok(None),
+            Line::Aside(_, from, len) => {
+                *len -= 1;
+                let ended = || Error::System("the thread between hosts ended".to_owned());
+                from.recv().map_err(|_| ended())?.map(Some)
+            }
+        }
+    }
+}
+
 /// What is added up in the stages: an average is divided once, after the last of them.
 fn staged(op: ReduceOp) -> ReduceOp {
     if op == ReduceOp::Avg { ReduceOp::Sum } else { op }
@@ -108,30 +190,40 @@ impl Collective for Hier {
         self.flat.transports()
     }
 
-    fn all_reduce(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let len = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
-        for range in chunks(len) {
-            let part = match &mut io {
-                Io::InPlace(data) => Io::InPlace(&mut data[range.clone()]),
-                Io::Split { src, dst } => Io::Split { src: &src[range.clone()], dst: &mut dst[range.clone()] },
-            };
-            self.intra.reduce(call, part, staged(op), LEADER)?;
-            let out = match &mut io {
-                Io::InPlace(data) => &mut data[range],
-                Io::Split { dst, .. } => &mut dst[range],
-            };
-            if let Some(inter) = &mut self.inter {
+    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        let n = self.flat.size();
+        let (intra, inter) = (&mut self.intra, &mut self.inter);
+        let leads = inter.is_some();
+        let between: Act<'_> = match inter {
+            None => Box::new(|_| Ok(())),
+            Some(inter) => Box::new(move |out| {
                 inter.all_reduce(call, Io::InPlace(out), staged(op))?;
                 if op == ReduceOp::Avg {
-                    divide(call.dtype(), out, self.flat.size());
+                    divide(call.dtype(), out, n);
+                }
+                Ok(())
+            }),
+        };
+        let mut parts = parts(io);
+        std::thread::scope(|scope| {
+            let is_one = parts.len() == 1;
+            let mut line =
+                if !leads || is_one { Line::Here(between, VecDeque::new()) } else { Line::aside(scope, between)? };
+            loop {
+                if let Some((src, out)) = parts.pop_front() {
+                    let io = match src {
+                        None => Io::InPlace(&mut *out),
+                        Some(src) => Io::Split { src, dst: &mut *out },
+                    };
+                    intra.reduce(call, io, staged(op), LEADER)?;
+                    line.put(out);
+                }
+                if line.len() > AHEAD || parts.is_empty() {
+                    let Some(out) = line.take()? else { return Ok(()) };
+                    intra.broadcast(call, out, LEADER)?;
                 }
             }
-            self.intra.broadcast(call, out, LEADER)?;
-        }
-        Ok(())
+        })
     }
 
     fn reduce(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {

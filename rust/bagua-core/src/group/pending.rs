@@ -35,6 +35,10 @@ impl Pending {
         if config.heartbeat_timeout.is_zero() {
             return Err(Error::Value("a heartbeat timeout of 0 s".to_owned()));
         }
+        if !(1..=MOST_STREAMS).contains(&config.streams_per_peer) {
+            let asked = config.streams_per_peer;
+            return Err(Error::Value(format!("{asked} streams per peer: it must be between 1 and {MOST_STREAMS}")));
+        }
         if world_size > 1 && config.listen.ip().is_unspecified() {
             let at = config.listen.ip();
             return Err(Error::Value(format!("listening on {at} gives peers no address to connect to")));
@@ -56,7 +60,7 @@ impl Pending {
             unix: listeners.as_ref().map(|listeners| listeners.name.clone()).unwrap_or_default(),
             host_id: config.host_id.clone(),
             host_name: config.host_name.clone(),
-            streams: config.streams_per_peer.clamp(1, MOST_STREAMS) as u8,
+            streams: config.streams_per_peer as u8,
             algorithm: config.algorithm as u8,
             nonce: handshake::random()?,
         };

@@ -51,6 +51,11 @@ impl Algorithm {
             Algorithm::Doubling => "doubling",
         }
     }
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Algorithm> {
+        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+    }
 }
 
 /// Bytes up to which the number of rounds costs more than the bytes.

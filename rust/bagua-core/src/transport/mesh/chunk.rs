@@ -68,13 +68,14 @@ pub(super) const SHORTEST: usize = 32 << 10;
 /// The longest chunk where there is another stream that could take the rest.
 pub(super) const LONGEST: usize = 256 << 10;
 
-/// How much of a message's last `left` bytes a stream takes at a time. Guided self-scheduling (Polychronopoulos and Kuck, 1987):
-/// chunks become shorter towards the end, so that a slow stream is not left alone with a long one.
-pub(super) fn next_len(left: usize, streams: usize) -> usize {
+/// How much of a message's last `left` bytes, which `after` bytes of other messages follow, a stream takes at a time. Guided
+/// self-scheduling (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of everything, so that a slow stream is
+/// not left alone with a long one.
+pub(super) fn next_len(left: usize, after: usize, streams: usize) -> usize {
     if streams == 1 || left <= SHORTEST + SHORTEST / 2 {
         return left;
     }
-    (left / (2 * streams)).clamp(SHORTEST, LONGEST).min(left)
+    (left.saturating_add(after) / (2 * streams)).clamp(SHORTEST, LONGEST).min(left)
 }
 
 #[cfg(test)]
@@ -126,12 +127,19 @@ mod tests {
     }
 
     #[test]
+    fn a_message_that_others_follow_is_not_cut_short() {
+        assert_eq!(next_len(LONGEST, 0, 2), LONGEST / 4);
+        assert_eq!(next_len(LONGEST, 3 * LONGEST, 2), LONGEST);
+        assert_eq!(next_len(LONGEST / 2, usize::MAX, 2), LONGEST / 2);
+    }
+
+    #[test]
     fn chunks_cover_a_message_and_the_last_ones_are_short() {
         for total in [0, 1, 40_000, 1 << 20, (64 << 20) + 1] {
             for streams in [1, 2, 4] {
                 let (mut left, mut last) = (total, usize::MAX);
                 while left > 0 {
-                    let len = next_len(left, streams);
+                    let len = next_len(left, 0, streams);
                     assert!(len > 0 && len <= left);
                     assert!(streams == 1 || len <= LONGEST);
                     left -= len;

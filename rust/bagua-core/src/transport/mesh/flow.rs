@@ -15,6 +15,10 @@ use crate::transport::{Broken, Readiness, Transport};
 /// what the peer sent before it closed them all.
 const LINGER: Duration = Duration::from_millis(200);
 
+/// Bytes that a stream is given before the rank receives again. Two ranks that take turns so keep few bytes between them, which
+/// are in the cache when they are received; filling the sockets first took 1.3 times as long (16 MiB each way on one machine).
+const TURN: usize = 256 << 10;
+
 /// A message from the peer of which nothing has arrived, and one of which everything has.
 const UNSEEN: usize = usize::MAX;
 const COMPLETE: usize = usize::MAX - 1;
@@ -185,7 +189,8 @@ impl Flow {
     fn send(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> bool {
         let mut any = false;
         for at in 0..self.streams.len() {
-            while self.send_broken.is_none() && self.send_by(at, plan, tally, &mut any) {}
+            let turn = tally.sent + TURN as u64;
+            while tally.sent < turn && self.send_broken.is_none() && self.send_by(at, plan, tally, &mut any) {}
         }
         any
     }
@@ -207,7 +212,9 @@ impl Flow {
                 });
             }
             let Some(cut) = &self.cut else { return false };
-            let len = chunk::next_len(cut.len - cut.at, streams);
+            // Those that come after it are mostly as long.
+            let after = self.to_begin.saturating_mul(cut.len);
+            let len = chunk::next_len(cut.len - cut.at, after, streams);
             let span = Span { number: cut.number, from: cut.at, len, moved: 0 };
             let part = plan.part(span.number);
             let fingerprint = plan.outgoing(self.peer, span.number).0;
@@ -216,9 +223,12 @@ impl Flow {
             stream.out_head = Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
             span
         };
-        let body = &plan.outgoing(self.peer, span.number).1[span.from..span.from + span.len];
         let sent_head = span.moved.min(head);
-        let count = match stream.link.send(&stream.out_head[sent_head..head], &body[span.moved - sent_head..]) {
+        let head_left = &stream.out_head[sent_head..head];
+        let body = &plan.outgoing(self.peer, span.number).1[span.from..span.from + span.len];
+        let body = &body[span.moved - sent_head..];
+        let body = &body[..body.len().min(TURN)];
+        let count = match stream.link.send(head_left, body) {
             Ok(count) => count,
             Err(broken) => {
                 self.send_broken = Some(broken);
@@ -238,7 +248,8 @@ impl Flow {
                 self.cut = None;
             }
         }
-        tally.sent += (count - count.min(head - sent_head)) as u64;
+        let has_room = count == head_left.len() + body.len();
+        tally.sent += (count - count.min(head_left.len())) as u64;
         tally.wire_sent += if stream.link.is_wire() { count as u64 } else { 0 };
         let moved = span.moved + count;
         let whole = moved == head + span.len;
@@ -249,7 +260,7 @@ impl Flow {
                 plan.sent(self.peer, span.number);
             }
         }
-        whole
+        has_room
     }
 
     fn recv(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> Result<bool, Trouble> {
