@@ -94,9 +94,10 @@ class FusedOptimizer:
         Returns what ``closure`` did, or ``grad_scaler.step``.
         """
         if grad_scaler is None:
-            return self._hooked(self._optimizer, closure)
+            return self._fused_step(closure)
         before = vars(self._optimizer).get("step")
-        self._optimizer.__dict__["step"] = self.fuse_step
+        # Not fuse_step: a scaler gives itself to a step that has an argument of that name.
+        self._optimizer.__dict__["step"] = self._fused_step
         try:
             if closure is not None:
                 return grad_scaler.step(self._optimizer, closure=closure)
@@ -106,6 +107,9 @@ class FusedOptimizer:
                 del self._optimizer.__dict__["step"]
             else:
                 self._optimizer.__dict__["step"] = before
+
+    def _fused_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._hooked(self._optimizer, closure)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped_plainly |= not self._fused_just_now
