@@ -206,6 +206,28 @@ def test_what_a_safe_load_would_refuse_is_refused_before_saving(tmp_path: Path) 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
+def a_sharded_parameter_is_refused(rank: int, path: str) -> str:
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    bagua.init_process_group()
+    model = model_of(1)
+    mesh = DeviceMesh("cpu", list(range(2)))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    # Rank 0 would write its own half, and nobody the other one.
+    with pytest.raises((TypeError, BaguaError)) as refused:
+        save_checkpoint(1, path, model)
+    bagua.destroy_process_group()
+    return str(refused.value)
+
+
+def test_a_part_of_a_sharded_parameter_is_not_saved_as_the_whole(world: Callable[..., World], tmp_path: Path) -> None:
+    texts = world(2).run(a_sharded_parameter_is_refused, str(tmp_path))
+    assert "['model']['weight'] is a DTensor" in texts[0]
+    assert "torch.distributed.checkpoint" in texts[0]
+    assert "rank(s) 0 failed" in texts[1]
+    assert list(tmp_path.iterdir()) == []
+
+
 class Attack:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("ran",)

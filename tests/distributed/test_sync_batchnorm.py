@@ -60,7 +60,7 @@ def compare(rank: int, module: SyncBatchNorm, parts: list[torch.Tensor], group: 
             for one, other in ((module.weight, plain.weight), (module.bias, plain.bias)):
                 total = one.grad.double()
                 bagua.allreduce_inplace(total, comm=bagua.communication.to_bagua_process_group(module.process_group))
-                torch.testing.assert_close(total, other.grad, rtol=1e-6, atol=1e-5)
+                torch.testing.assert_close(total, other.grad, **TOLERANCE)
         if module.track_running_stats:
             torch.testing.assert_close(module.running_mean.double(), plain.running_mean, **TOLERANCE)
             torch.testing.assert_close(module.running_var.double(), plain.running_var, **TOLERANCE)

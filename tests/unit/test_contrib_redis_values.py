@@ -144,19 +144,24 @@ def test_threads_read_their_own_values(client: Any) -> None:
 
 
 def test_a_server_that_stops_in_the_middle_of_a_reply_is_lost_and_the_rest_is_no_later_reply() -> None:
-    """The first connections get half a reply; whoever comes later, a whole one."""
+    """The first question gets half a reply at once, and the rest before the next reply on that connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         asked = 0
 
         def answer(connection: socket.socket) -> None:
             nonlocal asked
+            rest = b""
             with connection:
                 while command := connection.recv(4096):
                     if b"MGET" not in command:
                         connection.sendall(b"+OK\r\n" * max(1, command.count(b"*")))
                         continue
                     asked += 1
-                    connection.sendall(b"*1\r\n$5\r\nwr" if asked == 1 else b"*1\r\n$5\r\nright\r\n")
+                    if asked == 1:
+                        connection.sendall(b"*1\r\n$19\r\nwr")
+                        rest = b"*1\r\n$5\r\nwrong\r\n\r\n"
+                    else:
+                        connection.sendall(rest + b"*1\r\n$5\r\nright\r\n")
 
         def serve() -> None:
             while True:

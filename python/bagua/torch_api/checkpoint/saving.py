@@ -89,7 +89,12 @@ def _contents(
 
 
 def _require_safe(value: Any, where: str) -> None:
-    """Everything that is written must be readable again without running code from the file."""
+    """Everything that is written must be whole, and readable again without running code from the file."""
+    if hasattr(value, "placements") and hasattr(value, "to_local"):
+        raise TypeError(
+            f"{where} is a {type(value).__name__}, of which this rank has a part only: save sharded models with "
+            "torch.distributed.checkpoint"
+        )
     if isinstance(value, torch.Tensor) or type(value) in _SAFE:
         return
     if type(value) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict) or (

@@ -7,6 +7,7 @@ element by element they are the same.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,8 @@ class FusedOptimizer:
         self._groups: list[_Group] | None = None
         # The states as they were after the last step here, to notice when somebody else changed them.
         self._entries: list[dict[str, Any]] = []
+        # Keys of states that belong to no parameter.
+        self._common: list[Any] = []
         # A plain step came in between.
         self._stepped_plainly = False
         self._fused_just_now = False
@@ -91,9 +94,10 @@ class FusedOptimizer:
         Returns what ``closure`` did, or ``grad_scaler.step``.
         """
         if grad_scaler is None:
-            return self._hooked(self._optimizer, closure)
+            return self._fused_step(closure)
         before = vars(self._optimizer).get("step")
-        self._optimizer.__dict__["step"] = self.fuse_step
+        # Not fuse_step: a scaler gives itself to a step that has an argument of that name.
+        self._optimizer.__dict__["step"] = self._fused_step
         try:
             if closure is not None:
                 return grad_scaler.step(self._optimizer, closure=closure)
@@ -103,6 +107,9 @@ class FusedOptimizer:
                 del self._optimizer.__dict__["step"]
             else:
                 self._optimizer.__dict__["step"] = before
+
+    def _fused_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._hooked(self._optimizer, closure)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped_plainly |= not self._fused_just_now
@@ -127,7 +134,7 @@ class FusedOptimizer:
         inner.__dict__.update(_own_attributes(outer))
         for name in [name for name in vars(inner) if name not in vars(outer)]:
             del inner.__dict__[name]
-        inner.state = defaultdict(dict, {key: value for key, value in outer.state.items() if not _is_tensor(key)})
+        inner.state = defaultdict(dict, {key: outer.state[key] for key in self._common})
         inner.param_groups = []
         for group, options in zip(groups, outer.param_groups, strict=True):
             params: list[torch.nn.Parameter] = []
@@ -146,7 +153,8 @@ class FusedOptimizer:
                 run.spread(inner.state[run.flat], outer.state)
             if group.runs:
                 outer.__dict__["_bagua_fused_count"] += 1
-        outer.state.update({key: value for key, value in inner.state.items() if not _is_tensor(key)})
+        self._common = [key for key in inner.state if not isinstance(key, torch.Tensor)]
+        outer.state.update({key: inner.state[key] for key in self._common})
         outer.__dict__.update(_own_attributes(inner))
         self._entries = list(outer.state.values())
 
@@ -164,6 +172,7 @@ class FusedOptimizer:
         if self._groups is None or not self._holds(self._groups):
             self._refuse_sparse()
             self._groups = [self._plan(group["params"]) for group in self._optimizer.param_groups]
+            self._common = [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]
         self._stepped_plainly = False
         return self._groups
 
@@ -172,11 +181,11 @@ class FusedOptimizer:
         if len(groups) != len(outer.param_groups):
             return False
         entries = list(outer.state.values())
-        if len(entries) != len(self._entries) or not all(map(_is, entries, self._entries)):
+        if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             return False
         for group, options in zip(groups, outer.param_groups, strict=True):
             params = options["params"]
-            if len(params) != len(group.params) or not all(map(_is, params, group.params)):
+            if len(params) != len(group.params) or not all(map(operator.is_, params, group.params)):
                 return False
             if any(param.grad is not None for param in group.idle):
                 return False
@@ -225,14 +234,6 @@ class FusedOptimizer:
 def _step_of(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     fused: FusedOptimizer = vars(optimizer)["_bagua_fused_optimizer"]
     return fused.step(closure)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _is_tensor(key: object) -> bool:
-    return isinstance(key, torch.Tensor)
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:

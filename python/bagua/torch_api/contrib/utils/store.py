@@ -7,6 +7,7 @@ Stores of a cache may lose what they were given: a value that is gone is compute
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -23,6 +24,14 @@ Shared = Literal["job", "host", "process"]
 
 # By store: what was warned of. One server is one warning, however many loaders and DataLoader workers lose it.
 _spoken: weakref.WeakValueDictionary[str, SharedCounters] = weakref.WeakValueDictionary()
+
+
+def _in_child() -> None:
+    for counters in list(_spoken.values()):
+        counters.in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Store(ABC):
