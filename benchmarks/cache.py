@@ -50,7 +50,7 @@ def turns(work: Callable[[range], None], samples: int, repeats: int, chunk: int)
 def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
     """Samples per second of each way to get a sample."""
     server = RedisServer("127.0.0.1", 4 << 30, password=new_password())
-    host = {"host": server.host, "port": server.port, "password": server.password}
+    host: dict[str, Any] = {"host": server.host, "port": server.port, "password": server.password}
     loader = CacheLoader("redis", "benchmark", batch, hosts=[host])
     begun = time.perf_counter()
     for start in range(0, samples, batch):
@@ -59,7 +59,7 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
         )
     loader.flush()
     filled = samples / (time.perf_counter() - begun)
-    direct = redis.Redis(**host)
+    direct: Any = redis.Redis(**host)
     raw = direct.get("benchmark_7")
     header = len(raw) - BYTES
     assert loader.num_keys() == samples

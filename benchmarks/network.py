@@ -227,8 +227,8 @@ class Namespaces:
         try:
             lines = [rank.communicate()[0] for rank in ranks]
         finally:
-            for rank in ranks:
-                rank.kill()
+            for process in ranks:
+                process.kill()
         if any(rank.returncode for rank in ranks):
             raise SystemExit("a rank failed; its own words stand above")
         return [json.loads(line) for line in lines[0].splitlines() if line.startswith("{")]
