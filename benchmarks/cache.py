@@ -43,7 +43,7 @@ def compute(key: int) -> np.ndarray[Any, Any]:
 def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
     """Samples per second of each way to get a sample."""
     server = RedisServer("127.0.0.1", 4 << 30, password=new_password())
-    host = {"host": server.host, "port": server.port, "password": server.password}
+    host: dict[str, Any] = {"host": server.host, "port": server.port, "password": server.password}
     loader = CacheLoader("redis", "benchmark", batch, hosts=[host])
     tensors = CacheLoader("redis", "tensors", batch, hosts=[host])
     # A part of the samples once more, as tensors.
@@ -57,7 +57,7 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
         tensors.get_many(keys, lambda key: torch.full((BYTES // 4,), float(key % 251)))
     tensors.flush()
     assert loader.num_keys() == samples + part
-    direct = redis.Redis(**host)
+    direct: Any = redis.Redis(**host)
     # Behind what the cache writes before the content.
     header = len(direct.get("benchmark_7")) - BYTES
     header_of_tensors = len(direct.get("tensors_7")) - BYTES

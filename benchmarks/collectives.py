@@ -19,7 +19,9 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,7 @@ def child(options: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from contenders import Case, Gloo, OpenMpi, Ours, OursInArena
+    from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)
     rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
@@ -115,7 +118,7 @@ def child(options: dict[str, Any]) -> None:
     kinds = [Ours, *[OursInArena] * (not OursInArena.missing()), Gloo, *[OpenMpi] * bool(options["mpi"])]
     contenders, added = [], {}
     small = Case("all_reduce", "float32", 1024)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
     for kind in kinds:
         before = threads()
         contender = kind(rank, ranks, folder)
@@ -209,22 +212,49 @@ def plot(rows: list[Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def beside_a_busy_thread(storeys: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
+    """The same calls one by one while another Python thread computes: whoever gives the GIL away waits 5 ms for it."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    rows = []
+    for name, call in storeys.items():
+        times = []
+        for _ in range(400):
+            begun = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - begun)
+        name = f"{name}, busy thread"
+        rows.append(
+            {"call": name, "ns": statistics.median(times), "ns_min": min(times), "ns_mean": statistics.fmean(times)}
+        )
+    over.set()
+    thread.join()
+    return rows
+
+
 def door(batches: int) -> list[dict[str, Any]]:
     """Nanoseconds of a blocking all_reduce of 1 KiB in a world of one, at each storey of the Python side."""
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     import bagua.torch_api as api
     from bagua import group
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
-        api.init_process_group(dist.FileStore(f"{folder}/ours", 1), 0, 1, 1)
+        api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
         world = group.default(required=True)
         x = torch.ones(256)
         array, address, raw, total = x.numpy(), x.data_ptr(), world.communicator, api.ReduceOp.SUM
-        storeys = {
+        storeys: dict[str, Callable[[], Any]] = {
             "nothing (the loop of this measurement)": lambda: None,
+            "extension, barrier (a no-op collective)": raw.barrier,
             "extension, by address": lambda: raw.all_reduce(None, address, 256, 2, 0),
             "bagua, NumPy array": lambda: world.all_reduce(array),
             "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
@@ -238,6 +268,7 @@ def door(batches: int) -> list[dict[str, Any]]:
                     call()
                 times.append((time.perf_counter_ns() - begun) / 200)
             rows.append({"call": name, "ns": statistics.median(times), "ns_min": min(times)})
+        rows += beside_a_busy_thread({name: storeys[name] for name in list(storeys)[1:]})
         if not bool((x == 1).all()):
             raise AssertionError("a sum over one rank changed the tensor")
         api.destroy_process_group()
@@ -263,7 +294,8 @@ def main() -> None:
     if args.door:
         rows = door(10 if args.quick else 100)
         for row in rows:
-            print(f"{row['call']:<42}{row['ns']:>9.0f} ns (fastest batch {row['ns_min']:.0f})")
+            mean = f", mean {row['ns_mean']:.0f}" if "ns_mean" in row else ""
+            print(f"{row['call']:<42}{row['ns']:>9.0f} ns (fastest {row['ns_min']:.0f}{mean})")
         keep_if_asked(args, "door", rows)
         return
     if args.quick:

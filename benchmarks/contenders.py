@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import show_size
+from torch._C._distributed_c10d import FileStore
 
 VERBS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 Call = Callable[[], Any]
@@ -80,7 +81,7 @@ class Ours:
 
         self._api = api
         if not api.is_initialized():
-            api.init_process_group(dist.FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
+            api.init_process_group(FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
 
     def begin(self, case: Case, copies: int, ranks: int) -> None:
         """Called on every rank before the memory of a case is asked for."""
@@ -142,8 +143,9 @@ class Gloo(Ours):
 
     def __init__(self, rank: int, ranks: int, folder: str) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
-        self._group = dist.new_group(list(range(ranks)), backend="gloo")
+            dist.init_process_group("gloo", store=FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
+        # Any: torch says that it may be a number, which stands for a rank that is not a member.
+        self._group: Any = dist.new_group(list(range(ranks)), backend="gloo")
 
     def call(self, b: Buffers) -> Call | None:
         """A function that makes the call once."""

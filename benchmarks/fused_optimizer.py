@@ -65,22 +65,20 @@ def synchronise(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
+def fused(optimizer: optim.Optimizer) -> Step:
+    """What `fuse_optimizer` gives an optimizer."""
+    step: Step = fuse_optimizer(optimizer).fuse_step  # type: ignore[attr-defined]
+    return step
+
+
 def ways(kind: type[optim.Optimizer], options: dict[str, Any]) -> dict[str, Callable[[Any], Step]]:
     """The four ways, by name."""
     return {
         "plain": lambda params: kind(params, foreach=False, **options).step,  # type: ignore[call-arg]
         "foreach": lambda params: kind(params, foreach=True, **options).step,  # type: ignore[call-arg]
         "fused": lambda params: kind(params, fused=True, **options).step,  # type: ignore[call-arg]
-        "fuse_step": lambda params: (
-            fuse_optimizer(
-                kind(params, foreach=False, **options)  # type: ignore[call-arg]
-            ).fuse_step
-        ),  # type: ignore[attr-defined]
-        "fuse_step of fused": lambda params: (
-            fuse_optimizer(
-                kind(params, fused=True, **options)  # type: ignore[call-arg]
-            ).fuse_step
-        ),  # type: ignore[attr-defined]
+        "fuse_step": lambda params: fused(kind(params, foreach=False, **options)),  # type: ignore[call-arg]
+        "fuse_step of fused": lambda params: fused(kind(params, fused=True, **options)),  # type: ignore[call-arg]
     }
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from common import add_record_options, keep_if_asked
@@ -18,7 +20,7 @@ from torch.utils.data import DistributedSampler
 from bagua.torch_api.contrib import LoadBalancingDistributedSampler
 
 
-def epoch_s(by_rank: list[list[int]], seconds: np.ndarray, batch: int) -> float:
+def epoch_s(by_rank: list[list[int]], seconds: np.ndarray[Any, Any], batch: int) -> float:
     """How long the ranks take for an epoch in which each sample costs so many seconds."""
     steps = [[seconds[rank[start : start + batch]].sum() for start in range(0, len(rank), batch)] for rank in by_rank]
     together = threading.Barrier(len(by_rank))
@@ -50,7 +52,7 @@ def main() -> None:
         chosen.samples, chosen.seconds = 400, 0.5
     lengths = np.exp(np.random.default_rng(0).normal(4.0, 1.0, chosen.samples)).astype(np.int64) + 1
     seconds = lengths * (chosen.seconds * chosen.ranks / lengths.sum())
-    samplers = {
+    samplers: dict[str, Callable[[int], Any]] = {
         "LoadBalancingDistributedSampler": lambda rank: LoadBalancingDistributedSampler(
             lengths, None, chosen.ranks, rank, complexities=lengths
         ),

@@ -72,7 +72,8 @@ def language_model(words: int, width: int, layers: int) -> Any:
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-            return self.head(self.layers(self.embed(tokens), mask=mask, is_causal=True)).flatten(0, 1)
+            logits: torch.Tensor = self.head(self.layers(self.embed(tokens), mask=mask, is_causal=True))
+            return logits.flatten(0, 1)
 
     return LanguageModel()
 
@@ -125,7 +126,7 @@ class Trainer:
 
         for _ in range(count):
             x, y = next(self.data)
-            loss = cross_entropy(self.module(x), y)
+            loss: Any = cross_entropy(self.module(x), y)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -220,7 +221,8 @@ def memory(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> 
     from torch.nn.functional import cross_entropy
 
     x, y = next(trainer.data)
-    cross_entropy(trainer.module(x), y).backward()
+    loss: Any = cross_entropy(trainer.module(x), y)
+    loss.backward()
     meeting.wait()
     grown = proportional_set_size() - before
     meeting.wait()
@@ -298,13 +300,14 @@ def child(options: dict[str, Any]) -> None:
     """One rank of one part."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     import bagua.torch_api as api
 
     torch.set_num_threads(1)
     rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
-    api.init_process_group(dist.FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
+    api.init_process_group(FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
     meeting = Meeting(folder, rank, ranks)
     {"throughput": throughput, "memory": memory, "handover": handover}[options["part"]](options, rank, ranks, meeting)
     dist.barrier()

@@ -33,7 +33,9 @@ _Message: TypeAlias = tuple[int, int, int]
 
 @final
 class Look:
-    def __new__(cls, classes: Sequence[type], changed: Callable[[tuple[Any]], None]) -> Look: ...
+    def __new__(
+        cls, classes: Sequence[type], put_off: Callable[[Any], object], changed: Callable[[tuple[Any]], None]
+    ) -> Look: ...
     # Any: the object itself, of one of the classes.
     def at(self, x: object) -> tuple[int, int, int, tuple[int, ...] | None, Any] | None: ...
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bagua.arrays import empty_like, memory_of
-from bagua.engine import DTYPES
+from bagua.engine import DTYPES, look_at_array
 
 NUMPY_TYPES = [name for name in DTYPES if name != "bfloat16"]
 
@@ -157,3 +157,31 @@ def test_a_new_bfloat16_array_needs_a_numpy_type_for_it() -> None:
         made = empty_like(memory, (2,))
         assert made.dtype == ml_dtypes.bfloat16
         assert memory_of(made).dtype == DTYPES["bfloat16"]
+
+
+def test_a_look_tells_a_plain_array_from_others_and_where_it_lies() -> None:
+    for shape in ((5,), (2, 3), (), (0, 3)):
+        for name, code in DTYPES.items():
+            if name == "bfloat16":
+                continue
+            x = np.ones(shape, name)
+            found = look_at_array(x)
+            assert found is not None
+            assert found == (x.ctypes.data, x.size, code, None if x.ndim == 1 else shape, True)
+    locked = np.ones(3)
+    locked.flags.writeable = False
+    assert (look_at_array(locked) or pytest.fail("not seen"))[4] is False
+    others = [
+        np.ones((2, 3)).T,
+        np.ones(6)[::2],
+        np.ones(3, ">f4"),
+        np.frombuffer(b"\0" * 9, "f4", count=2, offset=1),
+        np.ones(3, "c8"),
+        np.ones(3, "i2"),
+        np.ones(3).view(np.recarray),
+        np.array(["a"]),
+        [1.0],
+        None,
+    ]
+    for other in others:
+        assert look_at_array(other) is None

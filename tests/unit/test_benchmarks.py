@@ -45,7 +45,10 @@ def test_collectives_are_raced_and_the_missing_contender_is_named(tmp_path: Path
 
 def test_the_door_is_measured_at_every_storey(tmp_path: Path) -> None:
     _, rows = quick("collectives.py", tmp_path, *RANKS, "--door")
-    assert len(rows) == 4
+    storeys = [row["call"] for row in rows if not row["ns_mean"]]
+    assert len(storeys) == 5
+    # All but the empty one, also beside a busy thread.
+    assert [row["call"] for row in rows if row["ns_mean"]] == [f"{name}, busy thread" for name in storeys[1:]]
     assert all(float(row["ns_min"]) > 0 for row in rows)
 
 

@@ -66,10 +66,12 @@ def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
 
 
 def _looks() -> engine.Look:
+    # Negations and conjugates, by name. Tensor.is_neg would do, but it gives the GIL away to whoever may keep it.
+    put_off = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
     try:
-        return engine.Look([torch.Tensor, torch.nn.Parameter], _count_version)
+        return engine.Look([torch.Tensor, torch.nn.Parameter], put_off, _count_version)
     except (AttributeError, TypeError):  # torch before 2.10 cannot say where a tensor lies
-        return engine.Look([], _count_version)
+        return engine.Look([], put_off, _count_version)
 
 
 # Autograd must learn that values which it may have saved have changed, or are about to.

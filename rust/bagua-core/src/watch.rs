@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Progress, Result};
+use crate::sync::long_wait;
 
 /// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
 /// Long enough for a control message that is already on its way, short enough to stay within the promised second.
@@ -162,15 +163,16 @@ impl Watch {
     /// so that the first cause wins over its consequences; otherwise the peer itself is to blame.
     pub fn stream_lost(&self, rank: usize, how: &str) -> Error {
         let until = Instant::now() + VERDICT_GRACE;
-        let mut guard = self.changed.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        while self.cause.get().is_none() && !self.has_departed(rank) {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
+        long_wait(|| {
+            let mut guard = self.changed.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            while self.cause.get().is_none() && !self.has_departed(rank) {
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                guard = self.changed.1.wait_timeout(guard, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
             }
-            guard = self.changed.1.wait_timeout(guard, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
-        }
-        drop(guard);
+        });
         let reason = if self.has_departed(rank) { "it left the group" } else { how };
         self.cause().unwrap_or_else(|| self.peer_lost(rank, reason))
     }

@@ -70,6 +70,7 @@ pub struct Plain<T> {
 
 /// Looks at the tensors of some classes that share one exchange table; without classes, at none.
 ///
+/// `put_off` is called with a tensor that is plain otherwise, and gives what torch has put off in it: something empty when it is plain.
 /// `changed` is called with a tuple of one tensor when a verb has written to it. Raises TypeError for classes without such a table.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Look {
@@ -77,6 +78,7 @@ pub struct Look {
     classes: Vec<Py<PyType>>,
     /// Of their table; `None` without classes.
     describe: Option<Describe>,
+    put_off: Py<PyAny>,
     changed: Py<PyAny>,
 }
 
@@ -128,9 +130,8 @@ impl Look {
         let count = dims.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
         let address = lying.data.addr() + usize::try_from(lying.byte_offset).ok()?;
         let shape = of(dims)?;
-        // Last, because it may release the GIL.
-        let negated = x.call_method0(intern!(py, "is_neg")).and_then(|answer| answer.is_truthy());
-        matches!(negated, Ok(false)).then_some(Plain { address, count, dtype, shape })
+        let put_off = self.put_off.bind(py).call1((x,)).and_then(|answer| answer.is_truthy());
+        matches!(put_off, Ok(false)).then_some(Plain { address, count, dtype, shape })
     }
 
     /// Says that a tensor's values are others now.
@@ -142,7 +143,7 @@ impl Look {
 #[pymethods]
 impl Look {
     #[new]
-    fn new(classes: Vec<Bound<'_, PyType>>, changed: Py<PyAny>) -> PyResult<Look> {
+    fn new(classes: Vec<Bound<'_, PyType>>, put_off: Py<PyAny>, changed: Py<PyAny>) -> PyResult<Look> {
         let mut found = None;
         for class in &classes {
             let table = class.getattr("__dlpack_c_exchange_api__")?.cast_into::<PyCapsule>()?;
@@ -162,7 +163,7 @@ impl Look {
         if found.is_some() && describe.is_none() {
             return Err(PyTypeError::new_err("the classes cannot describe what they lend"));
         }
-        Ok(Look { classes: classes.into_iter().map(Bound::unbind).collect(), describe, changed })
+        Ok(Look { classes: classes.into_iter().map(Bound::unbind).collect(), describe, put_off, changed })
     }
 
     /// Address, elements, code of the type, dimensions (None for one dimension) and the tensor itself, of a plain tensor; None for all

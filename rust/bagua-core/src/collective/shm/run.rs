@@ -26,7 +26,7 @@ use super::segment::{Buffer, Segment};
 use super::stage::Stage;
 use crate::collective::Call;
 use crate::error::Result;
-use crate::sync::{SLICE, futex_wait, futex_wake};
+use crate::sync::{SLICE, futex_wait, futex_wake, long_wait};
 
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
 /// computing thread of this process may want the core.
@@ -305,7 +305,7 @@ impl Runner {
             self.vain.set(vain.wrapping_add(1));
         } else {
             for _ in 0..YIELDS {
-                std::thread::yield_now();
+                long_wait(std::thread::yield_now);
                 if self.has_come(peer, target) {
                     return Ok(());
                 }
