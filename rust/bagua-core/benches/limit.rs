@@ -173,13 +173,8 @@ fn calls(bytes: usize, short: bool) -> usize {
 /// This rank's tensors, one per way.
 struct Tensors {
     arena: SharedArena,
-    /// Begins on a cache line, as torch's tensors do.
-    ordinary: Vec<Line>,
+    ordinary: Vec<u8>,
 }
-
-#[derive(Clone)]
-#[repr(align(64))]
-struct Line([u8; 64]);
 
 impl Tensors {
     fn of<'a>(&'a mut self, board: &'a Board, way: Way, bytes: usize) -> &'a mut [u8] {
@@ -188,10 +183,11 @@ impl Tensors {
             Way::Limit => unsafe { board.bytes(board.rank, 0..bytes) },
             // SAFETY: as above.
             Way::InPlace => unsafe { &mut self.arena.bytes_mut()[..bytes] },
-            // SAFETY: a line is its bytes, and there are enough of them (checked).
-            Way::Ordinary => unsafe {
-                self.ordinary.align_to_mut::<u8>().1.get_mut(..bytes).expect("few enough bytes")
-            },
+            Way::Ordinary => {
+                // On a cache line, as torch's tensors are.
+                let begin = self.ordinary.as_ptr().align_offset(64);
+                &mut self.ordinary[begin..begin + bytes]
+            }
         }
     }
 }
@@ -232,7 +228,7 @@ fn rank(mut board: Board, short: bool) {
     let group: Group = pending.connect(&addresses).expect("all ranks come");
     let arena = group.arena(MOST, "bagua-limit").expect("memory for the largest size");
     let mut lane = group.lane().expect("a lane");
-    let mut tensors = Tensors { arena, ordinary: vec![Line([0; 64]); MOST / 64] };
+    let mut tensors = Tensors { arena, ordinary: vec![0; MOST + 64] };
     if board.rank == 0 {
         println!("all_reduce, float32, sum, {} ranks: median over calls of the slowest rank", board.ranks);
         println!("{:>9}  {:>19}  {:>26}  {:>26}", "bytes", "limit", "in an arena", "ordinary memory");

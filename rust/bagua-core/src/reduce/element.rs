@@ -4,10 +4,12 @@ use half::f16;
 
 use super::kernel::BLOCK;
 #[cfg(target_arch = "x86_64")]
-use super::simd::F16x8 as WideF16;
+use super::simd::{Bf16x16 as WideBf16, F16x8 as WideF16};
 
 #[cfg(not(target_arch = "x86_64"))]
 type WideF16 = F16;
+#[cfg(not(target_arch = "x86_64"))]
+type WideBf16 = Bf16;
 
 /// What a kernel moves as one piece: an element, or (in `simd`) a register full of them.
 pub(super) trait Element {
@@ -80,7 +82,7 @@ element!(I32, I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
 element!(I64, I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
 // torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
 element!(Bool, Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
-element!(Bf16, Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
+element!(Bf16, WideBf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
     bf16_bits(acc).to_ne_bytes()
 });
 // The `_const` conversions are pure integer arithmetic; the others would look up the processor's features at every element.

@@ -129,16 +129,28 @@ impl Tensors {
         timer.stop();
     }
 
-    /// Copies a range of another rank's tensor, in a verb that changes no such range on its owner's side.
-    pub(super) fn copy(&self, rank: usize, range: Range<usize>, to: &mut [u8]) {
-        // SAFETY: D2; the verbs that come here write only to what no other rank reads.
-        to.copy_from_slice(unsafe { self.read(rank, range) });
+    /// Rank `me`'s part of a broadcast of `data`, its own tensor. The root does as much as each of the others: it writes the last n-th
+    /// of every tensor of n, and the others take the rest. With two ranks that takes half as long as one reading it all.
+    pub(super) fn broadcast(&self, me: usize, root: usize, data: &mut [u8]) {
+        let ranks = self.places.len();
+        let cut = (data.len() - data.len() / ranks) / ALIGN * ALIGN;
+        let pushed = cut..data.len();
+        if me == root {
+            for rank in others(me, ranks) {
+                // SAFETY: D2; this part of another rank's tensor is touched by the root only.
+                unsafe { self.write(rank, pushed.clone()) }.copy_from_slice(&data[pushed.clone()]);
+            }
+        } else {
+            // SAFETY: D2; nobody writes to the root's tensor.
+            data[..cut].copy_from_slice(unsafe { self.read(root, 0..cut) });
+        }
     }
 
-    /// Copies a range of every peer's tensor to where it belongs in `out`; see [`Tensors::copy`].
+    /// Copies a range of every peer's tensor to where it belongs in `out`, in a verb that changes no such range on its owner's side.
     pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
         for rank in others(me, self.places.len()) {
-            self.copy(rank, range.clone(), &mut out[to(rank)]);
+            // SAFETY: D2; the verbs that come here write only to what no other rank reads.
+            out[to(rank)].copy_from_slice(unsafe { self.read(rank, range.clone()) });
         }
     }
 }

@@ -15,6 +15,7 @@ mod reduction;
 mod run;
 mod segment;
 mod stage;
+mod swap;
 #[cfg(test)]
 mod tests;
 
@@ -38,6 +39,7 @@ use reduction::Reduction;
 use run::{Offer, Route, Runner, Turn};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use stage::Stage;
+use swap::Swap;
 
 /// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
 const EARLY: usize = 32 << 10;
@@ -191,7 +193,10 @@ impl Shm {
         };
         let (route, cut) = self.route(chunk, chunk, self.runner.segment.window());
         let home = Home::of(&io.input()[own..own + chunk], &mut self.finder);
+        let swap = Swap { cut, give: own, get: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
+        let swaps = ranks == 2 && root.is_none() && matches!(route, Route::Windows(_));
         let met = self.run_or_meet(call, (verb, chunk), (route, false), home, |segment, turn, buffer| match turn {
+            _ if swaps => swap.turn(segment, turn, &mut io),
             Turn::Fill(piece) if piece < cut.pieces && root != Some(me) => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
@@ -292,11 +297,7 @@ impl Collective for Shm {
                 },
             )?;
         let Some(tensors) = met else { return Ok(()) };
-        self.work_in_place(call, total, || {
-            if me != root {
-                tensors.copy(root, 0..total, data);
-            }
-        })
+        self.work_in_place(call, total, || tensors.broadcast(me, root, data))
     }
 
     fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
@@ -368,7 +369,13 @@ impl Collective for Shm {
     fn all_to_all(&mut self, call: &Call<'_>, mut io: Io<'_>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
-        let (route, cut, stride) = self.route_for_each(chunk);
+        let (mut route, mut cut, stride) = self.route_for_each(chunk);
+        let swaps = ranks == 2 && matches!(route, Route::Windows(_));
+        if swaps {
+            (route, cut) = self.route(chunk, usize::MAX, self.runner.segment.window());
+        }
+        let peer = 1 - me.min(1);
+        let swap = Swap { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };
         // In place a rank would overwrite what its peers have not read yet.
         let home = match &io {
             Io::InPlace(_) => None,
@@ -376,6 +383,7 @@ impl Collective for Shm {
         };
         let verb = (Kind::AllToAll, chunk);
         let met = self.run_or_meet(call, verb, (route, false), home, |segment, turn, buffer| match turn {
+            _ if swaps => swap.turn(segment, turn, &mut io),
             Turn::Fill(piece) if piece < cut.pieces => {
                 fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
             }

@@ -8,10 +8,12 @@
 //!   peer wrote, and takes away what the peer will read;
 //! - lines that come from the peer's cache and lines of the tensor that come from far away are under way at the same time.
 //!
-//! Measured on two cores that read each other's caches at 16 to 20 GB/s (and that is the limit: every byte of an ordinary tensor
-//! has to come over once), 1 / 16 / 64 MiB: 149 / 2716 / 13262 us when copying out, refilling and reducing followed each other piece by
-//! piece, 85 / 1780 / 7500 us in stretches of 512 bytes. Slots with a separate result area, every rank reducing all of every
-//! piece, `process_vm_readv`, non-temporal stores, cache-line demotion, more or larger windows: all slower.
+//! Measured (`cargo bench --bench limit`) on two cores that read each other's caches at 16 to 20 GB/s, which is what bounds this,
+//! because every byte of an ordinary tensor has to come over once: of the limit at 1, 16 and 64 MiB, 0.33, 0.36 and 0.36 when
+//! copying out, refilling and reducing followed each other piece by piece; 0.40, 0.44 and 0.52 in stretches. Slower there: every
+//! rank reducing all of every piece, windows of 64 or 512 KiB and more, non-temporal stores, demoting lines. No gain: two to eight
+//! streams at a time, four windows, prefetching to write. On other machines slower: slots with a separate result area, and
+//! `process_vm_readv`.
 
 use std::ops::Range;
 

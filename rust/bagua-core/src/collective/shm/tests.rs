@@ -228,21 +228,24 @@ fn every_operation_of_every_type_that_has_it_is_served() {
     });
 }
 
+/// Facts S1, W1 to W3, and with two ranks X1.
 #[test]
 fn ten_thousand_operations_of_random_verbs_and_sizes_stay_in_step() {
-    on_all(4, |_, mut rank| {
-        let mut dice = Dice(20_240_601);
-        for _ in 0..10_000 {
-            let verb = VERBS[dice.roll(VERBS.len())];
-            let most = match dice.roll(200) {
-                0 => 900 << 10,
-                1..=10 => 60 << 10,
-                _ => 1500,
-            };
-            let (bytes, root, split) = (dice.roll(most), dice.roll(4), dice.roll(2) == 0);
-            one(&mut rank, verb, DType::F32, ReduceOp::Sum, bytes, root, split);
-        }
-    });
+    for n in [2, 4] {
+        on_all(n, |_, mut rank| {
+            let mut dice = Dice(20_240_601);
+            for _ in 0..10_000 {
+                let verb = VERBS[dice.roll(VERBS.len())];
+                let most = match dice.roll(200) {
+                    0 => 900 << 10,
+                    1..=10 => 60 << 10,
+                    _ => 1500,
+                };
+                let (bytes, root, split) = (dice.roll(most), dice.roll(n), dice.roll(2) == 0);
+                one(&mut rank, verb, DType::F32, ReduceOp::Sum, bytes, root, split);
+            }
+        });
+    }
 }
 
 #[test]
