@@ -90,6 +90,7 @@ bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo a
 	$(BIN)/python benchmarks/collectives.py --door
 	$(BIN)/python benchmarks/train.py --rounds 5
 	$(BIN)/python benchmarks/growth.py --ranks 2 8 --budget 1
+	$(BIN)/python benchmarks/network.py --if-possible --rates unlimited 1gbit --sizes 16MiB --budget 2
 
 $(VENV)/.bench: $(VENV)/.packages requirements/bench.in requirements/constraints.txt
 	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/bench.in

@@ -201,13 +201,14 @@ def throttle(names: Sequence[str]) -> None:
 def child(options: dict[str, Any]) -> None:
     """One rank; rank 0 hands over one row per size."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     import bagua
 
     rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
     meeting = Meeting(folder, rank, ranks)
     bare = Bare(rank == 0) if rank in (0, ranks // 2) else None
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
     bagua.init(rank, ranks, f"tcp://{ADDRESSES[0]}:{OURS_PORT}")
     if options["slow"]:
         import numpy as np

@@ -58,6 +58,15 @@ def test_growth_counts_threads_and_time(tmp_path: Path) -> None:
     assert all(int(row["threads"]) >= 0 for row in rows)
 
 
+def test_the_network_is_measured_or_the_reason_is_said(tmp_path: Path) -> None:
+    shown, rows = quick("network.py", tmp_path, "--if-possible")
+    if not rows:
+        assert "nothing measured between network namespaces: " in shown
+        pytest.skip(shown.strip())
+    assert [row["rate"] for row in rows] == ["unlimited"]
+    assert all(float(row[f"{name}_seconds"]) > 0 for row in rows for name in ("ours", "gloo", "bare"))
+
+
 def test_training_is_raced_with_losses_that_agree(tmp_path: Path) -> None:
     _, rows = quick("train.py", tmp_path, *RANKS, "--parts", "throughput", "handover")
     assert {"bagua", "ddp", "ddp-bf16"} <= {row.get("contender", "") for row in rows}

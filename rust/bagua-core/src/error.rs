@@ -108,7 +108,9 @@ fn during(progress: &Option<Box<Progress>>) -> String {
         None => String::new(),
         Some(Progress { what, label, done, total }) => {
             let label = if label.is_empty() { String::new() } else { format!(" in {label}") };
-            format!(", during {what}{label}, {done} of {total} bytes done")
+            // What moves no bytes, a barrier or a rendezvous, has none to count.
+            let bytes = if *total == 0 { String::new() } else { format!(", {done} of {total} bytes done") };
+            format!(", during {what}{label}{bytes}")
         }
     }
 }

@@ -95,6 +95,22 @@ fn strangers_at_the_tcp_rendezvous_hear_what_is_wrong_and_the_job_goes_on() {
 }
 
 #[test]
+fn the_first_rank_hears_why_nobody_it_could_accept_came() {
+    for (secret, size, why) in [(b"S", 2, "does not have this rank's secret"), (b"s", 3, "another number of ranks")] {
+        let port = free_port();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(move || by_tcp(port, 0, 2, b"s", Duration::from_millis(800)));
+            by_tcp(port, 1, size, secret, PATIENCE).unwrap_err();
+            let error = first.join().unwrap().unwrap_err();
+            assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("rank 1 was refused") && text.contains(why), "{text}");
+            assert!(!text.contains("of 0 bytes"), "{text}");
+        });
+    }
+}
+
+#[test]
 fn two_processes_with_one_rank_are_told_apart_by_tcp() {
     let port = free_port();
     std::thread::scope(|scope| {

@@ -80,7 +80,6 @@ impl Pending {
             transport,
             streams_per_peer,
             algorithm,
-            ..Config::new(rank, world_size)
         };
         let pending = py.detach(|| group::Pending::bind(config)).map_err(raise)?;
         let address = pending.address().to_vec();

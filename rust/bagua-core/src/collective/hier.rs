@@ -7,12 +7,15 @@
 //! Every stage runs under the fingerprint of the whole operation. A difference between hosts is seen by the leaders; the ranks
 //! behind them hear it as the group's first cause.
 //!
-//! Large tensors go chunk by chunk. In an all_reduce of several the leaders exchange one chunk, each on a thread that lives as long
-//! as the operation, while their hosts add up the next ones; the order of the stages inside a host is fixed, and so are the sums.
-//! reduce and broadcast do not overlap so: what travels between hosts in them goes one way, and the sockets hold some of it while
-//! their owners are busy.
+//! Large tensors go chunk by chunk, and an all_reduce overlaps their stages: the leaders exchange a chunk while their hosts add up
+//! the next. Where cores are left over, the exchange has a thread that lives as long as the operation; where every core has a
+//! rank it has none, because a second thread took 8 % from two hosts of two ranks on two cores at full rate, and sockets and
+//! queues keep a limited line busy anyway. The order of the stages inside a host, and so the result, is the same with and without.
+//! reduce and broadcast have no such thread: what travels between hosts in them goes one way, and the sockets hold some of it
+//! while their owners are busy.
 
 use std::collections::VecDeque;
+use std::num::NonZero;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope};
@@ -25,8 +28,8 @@ use crate::types::ReduceOp;
 /// Bytes that go through all stages at a time: a few times what the stages themselves cut into pieces.
 const CHUNK: usize = 1 << 20;
 
-/// Chunks that a host adds up ahead of the one that it gets from the leaders.
-const AHEAD: usize = 2;
+/// Chunks that a host adds up ahead of the one that it gets from its leader.
+const AHEAD: usize = 1;
 
 /// Stages over other collectives.
 pub struct Hier {
@@ -40,6 +43,8 @@ pub struct Hier {
     hosts: Vec<Vec<usize>>,
     /// Where a leader gathers what it may not write to its tensor.
     scratch: Vec<u8>,
+    /// The exchange between hosts has a thread of its own.
+    aside: bool,
 }
 
 impl Hier {
@@ -60,7 +65,9 @@ impl Hier {
         assert_eq!(hosts.iter().map(Vec::len).sum::<usize>(), flat.size());
         assert_eq!(inter.is_some(), intra.rank() == LEADER);
         assert!(inter.as_ref().is_none_or(|inter| (inter.size(), inter.rank()) == (hosts.len(), here)));
-        Hier { intra, inter, flat: Box::new(flat), hosts, scratch: Vec::new() }
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let aside = cores > intra.size();
+        Hier { intra, inter, flat: Box::new(flat), hosts, scratch: Vec::new(), aside }
     }
 
     /// Index of a rank's host, and of the rank on it.
@@ -192,8 +199,8 @@ impl Collective for Hier {
 
     fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let n = self.flat.size();
+        let aside = self.aside && self.inter.is_some();
         let (intra, inter) = (&mut self.intra, &mut self.inter);
-        let leads = inter.is_some();
         let between: Act<'_> = match inter {
             None => Box::new(|_| Ok(())),
             Some(inter) => Box::new(move |out| {
@@ -206,9 +213,11 @@ impl Collective for Hier {
         };
         let mut parts = parts(io);
         std::thread::scope(|scope| {
-            let is_one = parts.len() == 1;
-            let mut line =
-                if !leads || is_one { Line::Here(between, VecDeque::new()) } else { Line::aside(scope, between)? };
+            let mut line = if aside && parts.len() > 1 {
+                Line::aside(scope, between)?
+            } else {
+                Line::Here(between, VecDeque::new())
+            };
             loop {
                 if let Some((src, out)) = parts.pop_front() {
                     let io = match src {
@@ -349,7 +358,16 @@ mod tests {
 
     /// Runs `act` as every rank; a collective lives until all are done.
     fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &Watch) -> T + Sync) -> Vec<T> {
+        on_all_with(true, hosts, act)
+    }
+
+    fn on_all_with<T: Send>(
+        aside: bool,
+        hosts: &[&[usize]],
+        act: impl Fn(usize, &mut Hier, &Watch) -> T + Sync,
+    ) -> Vec<T> {
         let mut hiers = hiers(hosts);
+        hiers.iter_mut().for_each(|hier| hier.aside = aside);
         let world = hiers.len();
         std::thread::scope(|scope| {
             let act = &act;
@@ -437,6 +455,40 @@ mod tests {
                     }
                 }
             });
+        }
+    }
+
+    #[test]
+    fn a_thread_between_hosts_changes_no_bit() {
+        // Thirds, so that the order of adding shows.
+        let third = |rank: usize, at: usize| (at % 1000 + rank) as f32 / 3.0;
+        let count = 3 * CHUNK / 4 + 5;
+        for hosts in WORLDS {
+            let outcomes = [true, false].map(|aside| {
+                on_all_with(aside, hosts, |rank, hier, watch| {
+                    let mut data = bytes(&(0..count).map(|at| third(rank, at)).collect::<Vec<_>>());
+                    let say = print(Kind::AllReduce, 0, count);
+                    with(watch, say, |call| hier.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Avg)).unwrap();
+                    data
+                })
+            });
+            let [first, ..] = &outcomes[0][..] else { unreachable!("every world has a rank") };
+            assert!(outcomes.iter().flatten().all(|data| data == first), "over {hosts:?}");
+        }
+    }
+
+    #[test]
+    fn a_failure_between_hosts_ends_the_operation_in_the_middle_of_its_chunks() {
+        let outcomes = on_all(WORLDS[0], |rank, hier, watch| {
+            let count = 2 * CHUNK;
+            let mut data = bytes(&values(rank, count));
+            let say = print(Kind::AllReduce, 0, count);
+            // The second host never comes.
+            let run = |call: &Call<'_>| hier.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum);
+            if rank < 2 { within(300, watch, say, run) } else { Ok(()) }
+        });
+        for outcome in &outcomes[..2] {
+            assert!(matches!(outcome, Err(Error::Timeout { .. })), "{outcome:?}");
         }
     }
 

@@ -1,5 +1,6 @@
 //! From a rank that listens to a group that stands.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -114,7 +115,7 @@ impl Pending {
             if missing.is_empty() { Ok(std::mem::take(&mut building.rows)) } else { Err(missing) }
         })?;
         rows.insert(config.rank, own);
-        let rows: Vec<Vec<bool>> = (0..config.world_size).map(|rank| rows.remove(&rank).unwrap_or_default()).collect();
+        let rows: Vec<Vec<usize>> = (0..config.world_size).map(|rank| rows.remove(&rank).unwrap_or_default()).collect();
         let ids: Vec<&str> = book.addresses.iter().map(|address| address.host_id.as_str()).collect();
         let hosts = partition(&ids, &rows);
         Group::world(control, watch, hosts)
@@ -163,21 +164,25 @@ impl Site<'_> {
 }
 
 /// Ranks with one host id are a host if every pair of them is connected by a Unix socket, else each is one of its own.
-/// `rows[a][b]`: rank a says that its connection with b is one. Hosts come in the order of their first rank.
-fn partition(host_ids: &[&str], rows: &[Vec<bool>]) -> Vec<Vec<usize>> {
+/// `rows[a]` has b: rank a says that its connection with b is one. Hosts come in the order of their first rank.
+fn partition(host_ids: &[&str], rows: &[Vec<usize>]) -> Vec<Vec<usize>> {
     let near = |a: usize, b: usize| {
-        let says = |a: usize, b: usize| rows[a].get(b).copied().unwrap_or(false);
+        let says = |a: usize, b: usize| rows[a].contains(&b);
         a == b || (says(a, b) && says(b, a))
     };
+    let mut classes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (rank, id) in host_ids.iter().enumerate() {
+        classes.entry(id).or_default().push(rank);
+    }
     let mut hosts: Vec<Vec<usize>> = Vec::new();
-    for rank in 0..host_ids.len() {
-        let class: Vec<usize> = (0..host_ids.len()).filter(|other| host_ids[*other] == host_ids[rank]).collect();
-        if !class.iter().all(|a| class.iter().all(|b| near(*a, *b))) {
-            hosts.push(vec![rank]);
-        } else if class.first() == Some(&rank) {
+    for class in classes.into_values() {
+        if class.iter().all(|a| class.iter().all(|b| near(*a, *b))) {
             hosts.push(class);
+        } else {
+            hosts.extend(class.into_iter().map(|rank| vec![rank]));
         }
     }
+    hosts.sort_unstable();
     hosts
 }
 
@@ -187,15 +192,10 @@ mod tests {
 
     #[test]
     fn ranks_that_reach_each_other_are_a_host_and_others_are_not() {
-        let rows = vec![
-            vec![false, false, true, false],
-            vec![false, false, false, false],
-            vec![true, false, false, false],
-            vec![false; 4],
-        ];
+        let rows = vec![vec![2], vec![], vec![0], vec![]];
         assert_eq!(partition(&["a", "b", "a", "b"], &rows), [vec![0, 2], vec![1], vec![3]]);
         let mut one_way = rows;
-        one_way[2][0] = false;
+        one_way[2].clear();
         assert_eq!(partition(&["a", "b", "a", "b"], &one_way), [vec![0], vec![1], vec![2], vec![3]]);
     }
 }

@@ -142,7 +142,7 @@ pub(super) enum Message {
     /// "I am alive."
     Heartbeat,
     /// Which ranks this one reaches by a Unix socket. The first message of a connection.
-    Row(Vec<bool>),
+    Row(Vec<usize>),
     /// A group failed, and why.
     Fail {
         /// Id of the group.
@@ -167,7 +167,7 @@ impl Message {
             Message::Heartbeat => _ = out.u8(1),
             Message::Row(reached) => {
                 out.u8(2).rank(reached.len());
-                reached.iter().for_each(|yes| _ = out.u8(u8::from(*yes)));
+                reached.iter().for_each(|rank| _ = out.rank(*rank));
             }
             Message::Fail { group, cause } => put_error(out.u8(3).u64(*group), cause),
             Message::Bye { group } => _ = out.u8(4).u64(*group),
@@ -183,7 +183,10 @@ impl Message {
         let mut from = Reader(body);
         let message = match from.u8()? {
             1 => Message::Heartbeat,
-            2 => Message::Row(from.bytes()?.iter().map(|yes| *yes != 0).collect()),
+            2 => {
+                let count = from.rank()?;
+                Message::Row((0..count).map(|_| from.rank()).collect::<Result<_, _>>()?)
+            }
             3 => Message::Fail { group: from.u64()?, cause: get_error(&mut from)? },
             4 => Message::Bye { group: from.u64()? },
             5 => Message::Heard,
@@ -362,8 +365,7 @@ mod tests {
 
     #[test]
     fn every_message_arrives_unchanged() {
-        let all =
-            [Message::Heartbeat, Message::Row(vec![true, false, true]), Message::Bye { group: 7 }, Message::Heard];
+        let all = [Message::Heartbeat, Message::Row(vec![0, 2, 70_000]), Message::Bye { group: 7 }, Message::Heard];
         for message in all {
             assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
         }

@@ -70,12 +70,12 @@ fn hear(plane: &Plane, rank: usize, message: Message) -> Result<(), String> {
     }
     match message {
         Message::Heartbeat => {}
-        Message::Row(row) if row.len() == plane.config.world_size => {
+        Message::Row(row) if row.iter().all(|rank| *rank < plane.config.world_size) => {
             *lock(&peer.heard) = Some(Instant::now());
             lock(&plane.building).rows.insert(rank, row);
             plane.built.notify_all();
         }
-        Message::Row(_) => return Err("it spoke nonsense: a row of another length".to_owned()),
+        Message::Row(_) => return Err("it spoke nonsense: a row of ranks that do not exist".to_owned()),
         Message::Fail { group, cause } => plane.told(rank, group, cause),
         Message::Bye { group } => plane.bid_farewell(rank, group),
         Message::Heard => settle(plane, rank),

@@ -110,7 +110,7 @@ pub(super) struct Building {
     /// Connections by world rank; taken when all are there.
     pub(super) lines: HashMap<usize, Line>,
     /// Which ranks each rank reaches by a Unix socket.
-    pub(super) rows: HashMap<usize, Vec<bool>>,
+    pub(super) rows: HashMap<usize, Vec<usize>>,
     /// Why the last attempt to reach a rank failed.
     pub(super) troubles: HashMap<usize, String>,
 }
@@ -430,7 +430,7 @@ impl Control {
     }
 
     /// All connections are there: from here on peers are heard and watched. Returns which of them are Unix sockets.
-    pub(super) fn converse(&self, mut lines: HashMap<usize, Line>) -> Vec<bool> {
+    pub(super) fn converse(&self, mut lines: HashMap<usize, Line>) -> Vec<usize> {
         let (plane, size) = (&self.plane, self.plane.config.world_size);
         let mut tasks = Vec::new();
         let peers = (0..size).map(|rank| {
@@ -442,7 +442,8 @@ impl Control {
             Some(Peer { outbox, heard, state, settled, unix })
         });
         let peers: Vec<Option<Peer>> = peers.collect();
-        let row: Vec<bool> = peers.iter().map(|peer| peer.as_ref().is_some_and(|peer| peer.unix)).collect();
+        let is_near = |rank: &usize| peers[*rank].as_ref().is_some_and(|peer| peer.unix);
+        let row = (0..size).filter(is_near).collect();
         let _ = plane.peers.set(peers);
         tasks.into_iter().for_each(|task| self.spawn(task));
         self.spawn(link::heartbeat(Arc::clone(plane)));

@@ -70,6 +70,8 @@ struct Desk {
     key: Key,
     /// Addresses by rank; `None` while a rank has proven itself but not told its address yet.
     present: Mutex<BTreeMap<usize, Option<Vec<u8>>>>,
+    /// By rank: why a process that said to be it was refused, last.
+    refused: Mutex<BTreeMap<usize, &'static str>>,
     changed: Notify,
 }
 
@@ -77,6 +79,13 @@ impl Desk {
     fn missing(&self) -> Vec<usize> {
         let present = lock(&self.present);
         (0..self.world_size).filter(|rank| !present.get(rank).is_some_and(Option::is_some)).collect()
+    }
+
+    /// What is known of missing ranks, for an error text.
+    fn refusals(&self, missing: &[usize]) -> String {
+        let refused = lock(&self.refused);
+        let known = missing.iter().filter_map(|rank| Some((rank, refused.get(rank)?)));
+        known.map(|(rank, why)| format!("; a process that says it is rank {rank} was refused: {why}")).collect()
     }
 
     fn all(&self) -> Vec<Vec<u8>> {
@@ -100,7 +109,7 @@ async fn serve(
     };
     let listener = listener.map_err(|e| Error::system(&format!("listening on {host}:{port} for the rendezvous"), e))?;
     let present = Mutex::new(BTreeMap::from([(0, Some(address.to_vec()))]));
-    let desk = Arc::new(Desk { world_size, key, present, changed: Notify::new() });
+    let desk = Arc::new(Desk { world_size, key, present, refused: Mutex::default(), changed: Notify::new() });
     let (publish, published) = watch::channel(None::<Arc<Vec<u8>>>);
     let mut visitors = JoinSet::new();
     let gather = async {
@@ -133,7 +142,8 @@ async fn serve(
         let missing = desk.missing();
         out.u8(1).rank(missing.len());
         missing.iter().for_each(|rank| _ = out.rank(*rank));
-        Err(late(timeout, missing, 0, format!("the rendezvous at {host}:{port}")))
+        let refused = desk.refusals(&missing);
+        Err(late(timeout, missing, 0, format!("the rendezvous at {host}:{port}{refused}")))
     };
     let len = u32::try_from(out.0.len() - 4).unwrap_or(u32::MAX);
     out.0[..4].copy_from_slice(&len.to_le_bytes());
@@ -171,8 +181,19 @@ async fn receive(desk: &Desk, stream: &mut TcpStream) -> std::result::Result<usi
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
     }
-    handshake::prove(stream, &greeted, &desk.key).await?;
+    // Who it is has not been proven: this is for people only, and no more than one line per rank.
+    let note = |why| {
+        if from < desk.world_size {
+            lock(&desk.refused).insert(from, why);
+        }
+    };
+    if let Err(why) = handshake::prove(stream, &greeted, &desk.key).await {
+        // Whoever has another secret hangs up when it sees this rank's proof.
+        note("it does not have this rank's secret");
+        return Err(why);
+    }
     if world_size != desk.world_size {
+        note("it was told of another number of ranks");
         return Err(Refusal::WorldSize);
     }
     if to != 0 || from == 0 || from >= world_size {

@@ -68,20 +68,60 @@ pub(super) const SHORTEST: usize = 32 << 10;
 /// The longest chunk where there is another stream that could take the rest.
 pub(super) const LONGEST: usize = 256 << 10;
 
-/// How much of a message's last `left` bytes, which `after` bytes of other messages follow, a stream takes at a time. Guided
-/// self-scheduling (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of everything, so that a slow stream is
-/// not left alone with a long one.
-pub(super) fn next_len(left: usize, after: usize, streams: usize) -> usize {
-    if streams == 1 || left <= SHORTEST + SHORTEST / 2 {
-        return left;
+/// What a slow stream may hold when it has taken a chunk: that, what its socket has not sent, and what is on its way.
+const HELD: usize = 256 << 10;
+
+/// Bytes that one stream must have carried before the others are called slow.
+const TELLING: u64 = 1 << 20;
+
+/// How fast a stream is, by what has been carried in this run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    /// By the stream.
+    pub own: u64,
+    /// By the one that has carried the most.
+    pub best: u64,
+}
+
+impl Pace {
+    /// What the stream carries while the best one carries so many bytes.
+    fn part(self, bytes: usize) -> usize {
+        if self.best < TELLING {
+            return bytes;
+        }
+        usize::try_from(bytes as u128 * u128::from(self.own) / u128::from(self.best)).unwrap_or(bytes)
     }
-    (left.saturating_add(after) / (2 * streams)).clamp(SHORTEST, LONGEST).min(left)
+
+    /// Congestion control shares a line between two streams far less evenly than by half.
+    fn is_slow(self) -> bool {
+        self.best >= TELLING && self.own < self.best / 4
+    }
+}
+
+/// How much of a message's last `left` bytes, which `after` bytes of other messages follow, a stream takes at a time. Guided
+/// self-scheduling (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of everything, and those of a slow
+/// stream are short from the beginning, so that nobody waits long for one. `None` for a slow stream that would still be busy with
+/// it when the others have carried the rest.
+pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) -> Option<usize> {
+    if streams == 1 {
+        return Some(left);
+    }
+    let rest = left.saturating_add(after);
+    if pace.is_slow() && pace.part(rest) < HELD {
+        return None;
+    }
+    if left <= SHORTEST + SHORTEST / 2 {
+        return Some(left);
+    }
+    Some((rest / (2 * streams)).clamp(SHORTEST, pace.part(LONGEST).max(SHORTEST)).min(left))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::types::{DType, Fingerprint, Kind, Shape};
+
+    const FIRST: Pace = Pace { own: 0, best: 0 };
 
     fn example() -> Chunk {
         let shape = Shape::flat(3);
@@ -128,9 +168,24 @@ mod tests {
 
     #[test]
     fn a_message_that_others_follow_is_not_cut_short() {
-        assert_eq!(next_len(LONGEST, 0, 2), LONGEST / 4);
-        assert_eq!(next_len(LONGEST, 3 * LONGEST, 2), LONGEST);
-        assert_eq!(next_len(LONGEST / 2, usize::MAX, 2), LONGEST / 2);
+        assert_eq!(next_len(LONGEST, 0, 2, FIRST), Some(LONGEST / 4));
+        assert_eq!(next_len(LONGEST, 3 * LONGEST, 2, FIRST), Some(LONGEST));
+        assert_eq!(next_len(LONGEST / 2, usize::MAX, 2, FIRST), Some(LONGEST / 2));
+    }
+
+    #[test]
+    fn a_slow_stream_takes_short_chunks_and_none_at_the_end() {
+        let slow = Pace { own: TELLING / 8, best: TELLING };
+        let best = Pace { own: TELLING, ..slow };
+        assert_eq!(next_len(LONGEST, 64 << 20, 2, slow), Some(LONGEST / 8));
+        assert_eq!(next_len(LONGEST, 0, 2, slow), None);
+        assert_eq!(next_len(0, 0, 2, slow), None);
+        for left in [0, 1, LONGEST] {
+            assert!(next_len(left, 0, 2, best).is_some());
+            assert_eq!(next_len(left, 0, 1, slow), Some(left), "there is no other");
+        }
+        let early = Pace { own: 0, best: TELLING - 1 };
+        assert_eq!(next_len(LONGEST, 64 << 20, 2, early), Some(LONGEST), "too early to tell");
     }
 
     #[test]
@@ -139,7 +194,7 @@ mod tests {
             for streams in [1, 2, 4] {
                 let (mut left, mut last) = (total, usize::MAX);
                 while left > 0 {
-                    let len = next_len(left, 0, streams);
+                    let len = next_len(left, 0, streams, FIRST).unwrap();
                     assert!(len > 0 && len <= left);
                     assert!(streams == 1 || len <= LONGEST);
                     left -= len;

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::chunk::{self, Chunk, head_len};
+use super::chunk::{self, Chunk, Pace, head_len};
 use super::plan::Plan;
 use crate::transport::frame::Header;
 use crate::transport::{Broken, Readiness, Transport};
@@ -70,6 +70,8 @@ struct Stream {
     in_head: [u8; chunk::LEN],
     /// How much that is.
     in_headed: usize,
+    /// Bytes that it has carried to the peer in this run.
+    carried: u64,
     /// Receiving failed, and since when.
     broken: Option<(Broken, Instant)>,
 }
@@ -113,6 +115,7 @@ impl Flow {
             into: None,
             in_head: [0; chunk::LEN],
             in_headed: 0,
+            carried: 0,
             broken: None,
         };
         Flow {
@@ -138,6 +141,7 @@ impl Flow {
         self.missing.clear();
         self.missing.resize(recvs, UNSEEN);
         self.send_broken = None;
+        self.streams.iter_mut().for_each(|stream| stream.carried = 0);
     }
 
     /// Ends a run of which everything was moved.
@@ -159,9 +163,18 @@ impl Flow {
         self.streams.iter().filter_map(move |stream| {
             let waits_for_room = stream.into.is_none() && stream.in_headed == head;
             let recv = self.to_arrive > 0 && stream.broken.is_none() && !waits_for_room;
-            let send = sends && (stream.out.is_some() || self.cut.is_some());
+            let send = sends && (stream.out.is_some() || self.offer(stream).is_some());
             (recv || send).then(|| (stream.link.readiness(), recv, send))
         })
+    }
+
+    /// How much of the message that is being cut a stream would take, if it has room.
+    fn offer(&self, stream: &Stream) -> Option<usize> {
+        let cut = self.cut.as_ref()?;
+        let best = self.streams.iter().map(|stream| stream.carried).max().unwrap_or(0);
+        // Those that come after it are mostly as long.
+        let after = self.to_begin.saturating_mul(cut.len);
+        chunk::next_len(cut.len - cut.at, after, self.streams.len(), Pace { own: stream.carried, best })
     }
 
     pub fn wants_to_recv(&self) -> bool {
@@ -199,8 +212,7 @@ impl Flow {
     fn send_by(&mut self, at: usize, plan: &mut dyn Plan, tally: &mut Tally, any: &mut bool) -> bool {
         let streams = self.streams.len();
         let head = head_len(streams);
-        let stream = &mut self.streams[at];
-        let span = if let Some(span) = stream.out {
+        let span = if let Some(span) = self.streams[at].out {
             span
         } else {
             if self.cut.is_none() && self.to_begin > 0 {
@@ -211,18 +223,17 @@ impl Flow {
                     Cut { number, at: 0, len }
                 });
             }
-            let Some(cut) = &self.cut else { return false };
-            // Those that come after it are mostly as long.
-            let after = self.to_begin.saturating_mul(cut.len);
-            let len = chunk::next_len(cut.len - cut.at, after, streams);
+            let (Some(cut), Some(len)) = (&self.cut, self.offer(&self.streams[at])) else { return false };
             let span = Span { number: cut.number, from: cut.at, len, moved: 0 };
             let part = plan.part(span.number);
             let fingerprint = plan.outgoing(self.peer, span.number).0;
             let message = self.before.0 + span.number as u64;
             let header = Header { fingerprint, part, body: cut.len as u64 };
-            stream.out_head = Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
+            self.streams[at].out_head =
+                Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
             span
         };
+        let stream = &mut self.streams[at];
         let sent_head = span.moved.min(head);
         let head_left = &stream.out_head[sent_head..head];
         let body = &plan.outgoing(self.peer, span.number).1[span.from..span.from + span.len];
@@ -248,6 +259,7 @@ impl Flow {
                 self.cut = None;
             }
         }
+        stream.carried += count as u64;
         let has_room = count == head_left.len() + body.len();
         tally.sent += (count - count.min(head_left.len())) as u64;
         tally.wire_sent += if stream.link.is_wire() { count as u64 } else { 0 };
@@ -356,10 +368,10 @@ impl Flow {
 fn place(head: &[u8], peer: usize, plan: &dyn Plan, before: u64, missing: &[usize]) -> Result<Option<Span>, String> {
     let theirs = Chunk::decode(head).map_err(|bad| bad.to_string())?;
     let Header { fingerprint, part, body } = theirs.header;
-    let next = missing.iter().position(|missing| *missing == UNSEEN).unwrap_or(missing.len());
+    let next = || missing.iter().position(|missing| *missing == UNSEEN).unwrap_or(missing.len());
     let number = match theirs.message {
         // One stream.
-        u64::MAX => plan.number(part, next),
+        u64::MAX => plan.number(part, next()),
         // Several: what belongs to a later run waits here for it, behind what another stream still has to bring.
         message if message >= before.saturating_add(missing.len() as u64) => return Ok(None),
         message => usize::try_from(message.wrapping_sub(before)).unwrap_or(usize::MAX),
