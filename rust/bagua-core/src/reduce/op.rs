@@ -118,6 +118,7 @@ impl Bits for u8 {
 }
 
 /// Two accumulators side by side.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for `avx2` and `avx512`"))]
 #[derive(Clone, Copy)]
 pub(super) struct Pair<A>(pub(super) A, pub(super) A);
 
