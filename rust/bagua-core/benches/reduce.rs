@@ -1,11 +1,13 @@
-//! Speed of `reduce::combine` in bytes read and written per second. Every answer is checked once before it is timed.
+//! Speed of `reduce::combine` and `reduce::combine_everywhere` in bytes read and written per second. Every answer is checked once
+//! before it is timed.
 
 use std::hint::black_box;
 use std::time::Duration;
 
-use bagua_core::reduce::combine;
+use bagua_core::reduce::{combine, combine_everywhere};
 use bagua_core::types::{DType, ReduceOp};
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::{bf16, f16};
 
 const KIB: usize = 1024;
@@ -26,23 +28,27 @@ fn element(dtype: DType, value: u8) -> Vec<u8> {
     }
 }
 
+fn numbers(dtype: DType, bytes: usize, input: usize) -> Vec<u8> {
+    (0..bytes / dtype.size()).flat_map(|index| element(dtype, number(input, index))).collect()
+}
+
+fn check(dtype: DType, ranks: usize, out: &[u8]) {
+    for (index, got) in out.chunks_exact(dtype.size()).enumerate() {
+        let sum = (0..ranks).map(|input| number(input, index)).sum();
+        assert_eq!(got, element(dtype, sum), "element {index} of {ranks} × {}", dtype.name());
+    }
+}
+
 fn reduce(criterion: &mut Criterion) {
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::I32] {
         for ranks in [2, 4] {
-            let mut group = criterion.benchmark_group(format!("combine/{}/{ranks}", dtype.name()));
-            group.sample_size(10).warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));
+            let mut group = group(criterion, "combine", dtype, ranks);
             for bytes in SIZES {
-                let count = bytes / dtype.size();
-                let bits: Vec<Vec<u8>> = (0..ranks)
-                    .map(|input| (0..count).flat_map(|index| element(dtype, number(input, index))).collect())
-                    .collect();
+                let bits: Vec<Vec<u8>> = (0..ranks).map(|input| numbers(dtype, bytes, input)).collect();
                 let inputs: Vec<Option<&[u8]>> = bits.iter().map(|input| Some(input.as_slice())).collect();
                 let mut out = vec![0; bytes];
                 combine(dtype, ReduceOp::Sum, &inputs, &mut out);
-                for (index, got) in out.chunks_exact(dtype.size()).enumerate() {
-                    let sum = (0..ranks).map(|input| number(input, index)).sum();
-                    assert_eq!(got, element(dtype, sum), "element {index} of {ranks} × {}", dtype.name());
-                }
+                check(dtype, ranks, &out);
                 group.throughput(Throughput::Bytes((bytes * (ranks + 1)) as u64));
                 group.bench_function(BenchmarkId::from_parameter(format!("{}KiB", bytes / KIB)), |bencher| {
                     bencher.iter(|| combine(dtype, ReduceOp::Sum, black_box(&inputs), black_box(&mut out)));
@@ -52,5 +58,30 @@ fn reduce(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, reduce);
+/// Sums of sums: after the first they grow, at the last to infinity, and take as long as any other.
+fn everywhere(criterion: &mut Criterion) {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for ranks in [2, 4] {
+            let mut group = group(criterion, "everywhere", dtype, ranks);
+            for bytes in SIZES {
+                let mut bits: Vec<Vec<u8>> = (0..ranks).map(|input| numbers(dtype, bytes, input)).collect();
+                let mut parts: Vec<&mut [u8]> = bits.iter_mut().map(Vec::as_mut_slice).collect();
+                combine_everywhere(dtype, ReduceOp::Sum, &mut parts);
+                parts.iter().for_each(|part| check(dtype, ranks, part));
+                group.throughput(Throughput::Bytes((bytes * ranks * 2) as u64));
+                group.bench_function(BenchmarkId::from_parameter(format!("{}KiB", bytes / KIB)), |bencher| {
+                    bencher.iter(|| combine_everywhere(dtype, ReduceOp::Sum, black_box(&mut parts)));
+                });
+            }
+        }
+    }
+}
+
+fn group<'c>(criterion: &'c mut Criterion, what: &str, dtype: DType, ranks: usize) -> BenchmarkGroup<'c, WallTime> {
+    let mut group = criterion.benchmark_group(format!("{what}/{}/{ranks}", dtype.name()));
+    group.sample_size(10).warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));
+    group
+}
+
+criterion_group!(benches, reduce, everywhere);
 criterion_main!(benches);

@@ -1,27 +1,10 @@
 //! From a dtype and an operation, known at run time, to the loop compiled for them.
 
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
-use super::op::{And, Fraction, Max, Min, Number, Op, Or, Ordered, Product, Sum, SumOver, Xor};
-use super::{Before, Level, kernel};
+use super::kernel::{Before, Work};
+use super::level::{Level, Widen, run};
+use super::op::{And, Fraction, Max, Min, Number, Or, Ordered, Product, Sum, SumOver, Xor};
 use crate::types::{DType, ReduceOp};
-
-/// What a loop works on.
-pub(super) enum Work<'w, 'a> {
-    /// See [`super::combine`].
-    Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
-    /// See [`super::combine_everywhere_after`].
-    Everywhere { parts: &'w mut [&'a mut [u8]], stretch: usize, before: &'w mut Before<'w> },
-}
-
-impl Work<'_, '_> {
-    /// How many inputs there are.
-    fn ranks(&self) -> usize {
-        match self {
-            Work::Into { inputs, .. } => inputs.len(),
-            Work::Everywhere { parts, .. } => parts.len(),
-        }
-    }
-}
 
 /// As [`super::combine`], on a given level.
 pub(super) fn combine(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
@@ -87,9 +70,9 @@ fn refused(op: ReduceOp) -> ! {
 
 fn float<E>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where
-    E: Element,
-    E::Acc: Fraction + Ordered,
-    <E::Wide as Element>::Acc: Fraction + Ordered,
+    E: Widen<Acc: Fraction + Ordered>,
+    E::Wide: Element<Acc: Fraction + Ordered>,
+    E::Widest: Element<Acc: Fraction + Ordered>,
 {
     match op {
         ReduceOp::Sum => run::<E, _>(level, Sum, work),
@@ -105,10 +88,8 @@ where
 /// and whose loop exists anyway. Bitwise operations are done byte by byte for the same reason.
 fn integer<E, W>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where
-    E: Element<Wide = E>,
-    W: Element<Wide = W>,
-    E::Acc: Ordered,
-    W::Acc: Number,
+    E: Widen<Wide = E, Widest = E, Acc: Ordered>,
+    W: Widen<Wide = W, Widest = W, Acc: Number>,
 {
     match op {
         ReduceOp::Sum => run::<W, _>(level, Sum, work),
@@ -129,29 +110,5 @@ fn boolean(level: Level, op: ReduceOp, work: Work<'_, '_>) {
         ReduceOp::Max | ReduceOp::Bor => run::<Bool, _>(level, Or, work),
         ReduceOp::Bxor => run::<Bool, _>(level, Xor, work),
         ReduceOp::Sum | ReduceOp::Avg => refused(op),
-    }
-}
-
-/// Runs the loop at the given level.
-fn run<E, O>(level: Level, op: O, work: Work<'_, '_>)
-where
-    E: Element,
-    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc>,
-{
-    match (level, work) {
-        (Level::Portable, Work::Into { inputs, out }) => {
-            let all = 0..out.len();
-            kernel::combine::<E, O>(op, inputs, out, all);
-        }
-        (Level::Portable, Work::Everywhere { parts, stretch, before }) => {
-            let all = 0..parts[0].len();
-            kernel::combine_everywhere::<E, O>(op, parts, all, stretch, before);
-        }
-        #[cfg(target_arch = "x86_64")]
-        (Level::Avx2(token), Work::Into { inputs, out }) => token.combine::<E, O>(op, inputs, out),
-        #[cfg(target_arch = "x86_64")]
-        (Level::Avx2(token), Work::Everywhere { parts, stretch, before }) => {
-            token.combine_everywhere::<E, O>(op, parts, stretch, before);
-        }
     }
 }

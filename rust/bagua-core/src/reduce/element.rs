@@ -2,24 +2,16 @@
 
 use half::f16;
 
-use super::kernel::BLOCK;
-#[cfg(target_arch = "x86_64")]
-use super::simd::{Bf16x16 as WideBf16, F16x8 as WideF16};
+/// Bytes of the output that are finished before the next ones are begun: accumulators and a copy of the output's old values
+/// for this many stay in the first-level cache beside the inputs.
+pub(super) const BLOCK: usize = 4096;
 
-#[cfg(not(target_arch = "x86_64"))]
-type WideF16 = F16;
-#[cfg(not(target_arch = "x86_64"))]
-type WideBf16 = Bf16;
-
-/// What a kernel moves as one piece: an element, or (in `simd`) a register full of them.
+/// What a kernel moves as one piece: an element, or (in `avx2` and `avx512`) a register full of them.
 pub(super) trait Element {
     /// As it lies in memory; bytes, so that any address will do.
     type Bytes: Copy + 'static;
     /// What is computed with.
     type Acc: Copy;
-    /// The element type that does the same for many elements at once where the processor has `simd::Avx2`; itself, where loops
-    /// over it vectorise without help.
-    type Wide: Element;
     /// Accumulators for [`BLOCK`] bytes of elements.
     type Block: AsMut<[Self::Acc]>;
 
@@ -37,13 +29,13 @@ pub(super) trait Element {
 
 /// An element type whose tag is `$tag`, of `$size` bytes, that accumulates in `$acc`.
 macro_rules! element {
-    ($tag:ident, $wide:ty, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr) => {
+    ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr) => {
+        $(#[$about])*
         pub(super) struct $tag;
 
         impl Element for $tag {
             type Bytes = [u8; $size];
             type Acc = $acc;
-            type Wide = $wide;
             type Block = [$acc; BLOCK / $size];
 
             #[inline(always)]
@@ -73,20 +65,21 @@ macro_rules! element {
         }
     };
 }
+pub(super) use element;
 
-element!(F32, F32, 4, f32, 0.0, f32::from_ne_bytes, f32::to_ne_bytes);
-element!(F64, F64, 8, f64, 0.0, f64::from_ne_bytes, f64::to_ne_bytes);
-element!(U8, U8, 1, u8, 0, u8::from_ne_bytes, u8::to_ne_bytes);
-element!(I8, I8, 1, i8, 0, i8::from_ne_bytes, i8::to_ne_bytes);
-element!(I32, I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
-element!(I64, I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
+element!(F32, 4, f32, 0.0, f32::from_ne_bytes, f32::to_ne_bytes);
+element!(F64, 8, f64, 0.0, f64::from_ne_bytes, f64::to_ne_bytes);
+element!(U8, 1, u8, 0, u8::from_ne_bytes, u8::to_ne_bytes);
+element!(I8, 1, i8, 0, i8::from_ne_bytes, i8::to_ne_bytes);
+element!(I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
+element!(I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
 // torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
-element!(Bool, Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
-element!(Bf16, WideBf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
+element!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
+element!(Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
     bf16_bits(acc).to_ne_bytes()
 });
 // The `_const` conversions are pure integer arithmetic; the others would look up the processor's features at every element.
-element!(F16, WideF16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_const(), |acc| {
+element!(F16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_const(), |acc| {
     f16::from_f32_const(acc).to_ne_bytes()
 });
 

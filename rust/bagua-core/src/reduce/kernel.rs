@@ -2,17 +2,52 @@
 
 use std::ops::Range;
 
-use super::Before;
-use super::element::Element;
+use super::element::{BLOCK, Element};
 use super::op::Op;
 
-/// Bytes of the output that are finished before the next ones are begun: accumulators and a copy of the output's old values
-/// for this many stay in the first-level cache beside the inputs.
-pub(super) const BLOCK: usize = 4096;
+/// What [`super::combine_everywhere_after`] calls: with a range of bytes, and the parts that are about to be combined there.
+pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
+
+/// What a loop works on.
+pub(super) enum Work<'w, 'a> {
+    /// See [`super::combine`].
+    Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
+    /// See [`super::combine_everywhere_after`].
+    Everywhere { parts: &'w mut [&'a mut [u8]], stretch: usize, before: &'w mut Before<'w> },
+}
+
+impl Work<'_, '_> {
+    /// How many inputs there are.
+    pub(super) fn ranks(&self) -> usize {
+        match self {
+            Work::Into { inputs, .. } => inputs.len(),
+            Work::Everywhere { parts, .. } => parts.len(),
+        }
+    }
+
+    /// Bytes of each input.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Work::Into { out, .. } => out.len(),
+            Work::Everywhere { parts, .. } => parts[0].len(),
+        }
+    }
+
+    /// Combines the bytes in `range`, a whole number of elements, in the registers of whoever this is compiled into.
+    #[inline(always)]
+    pub(super) fn run<E: Element, O: Op<E::Acc>>(&mut self, op: O, range: Range<usize>) {
+        match self {
+            Work::Into { inputs, out } => combine::<E, O>(op, inputs, out, range),
+            Work::Everywhere { parts, stretch, before } => {
+                combine_everywhere::<E, O>(op, parts, range, *stretch, &mut **before);
+            }
+        }
+    }
+}
 
 /// Combines the bytes in `range` of every input into the same range of `out`, as [`super::combine`] says.
 #[inline(always)]
-pub(super) fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
+fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
     let in_place = inputs.iter().any(Option::is_none);
     let mut held = [0; BLOCK];
     let mut start = range.start;
@@ -30,7 +65,7 @@ pub(super) fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>]
 
 /// Combines the bytes in `range` of all parts and leaves the result in every part, as [`super::combine_everywhere`] says.
 #[inline(always)]
-pub(super) fn combine_everywhere<E: Element, O: Op<E::Acc>>(
+fn combine_everywhere<E: Element, O: Op<E::Acc>>(
     op: O,
     parts: &mut [&mut [u8]],
     range: Range<usize>,

@@ -1,49 +1,36 @@
 //! Element-wise kernels: how the elements of several ranks become one.
 //!
 //! `kernel` is the one to read first: the loop, written once over an `element` type (how it lies in memory, what it
-//! accumulates in) and an `op`. `dispatch` joins a dtype and an operation to its loop. `simd` compiles the same loop for wider
-//! registers and adds the one conversion that compilers cannot vectorise; which of the two runs is decided per call from what
-//! the processor has.
+//! accumulates in) and an `op`. `dispatch` joins a dtype and an operation to its loop. `avx2` and `avx512` compile the same loop
+//! for wider registers and add the conversions that compilers cannot vectorise; `level` decides per call, from what the processor
+//! has, which of them runs.
+//!
+//! Elsewhere than on x86-64 there is the portable level only, with nothing written for NEON: every 64-bit ARM processor has it, so
+//! the compiler may use it in the portable loops. That was not measured, nor compiled for such a processor; x86-64 without the other
+//! levels compiles and passes the tests.
 //!
 //! Results do not depend on that choice: nothing is reassociated and no multiply-add is fused. The one freedom is the bit
 //! pattern of a NaN that arithmetic produced from two NaNs.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod dispatch;
 mod element;
 mod kernel;
+mod level;
 mod op;
-#[cfg(target_arch = "x86_64")]
-mod simd;
 #[cfg(test)]
 mod tests;
 
-use std::ops::Range;
+pub use kernel::Before;
+use level::Level;
 
 use crate::types::{DType, ReduceOp};
 
 /// Bytes of a stretch, see [`combine_everywhere_after`]. Measured: 256 and 512 are equally fast, 1 KiB is 4 % slower, 4 KiB 15 %.
 const STRETCH: usize = 512;
-
-/// Which compilation of the kernels runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Level {
-    /// What every processor of the target has.
-    Portable,
-    /// 256-bit registers and the half-precision conversions of x86-64 processors since 2013.
-    #[cfg(target_arch = "x86_64")]
-    Avx2(simd::Avx2),
-}
-
-impl Level {
-    /// The widest that this processor has. The detection is cached by the standard library.
-    fn best() -> Level {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(token) = simd::Avx2::new() {
-            return Level::Avx2(token);
-        }
-        Level::Portable
-    }
-}
 
 /// `out = inputs[0] op inputs[1] op …`, element by element, strictly in the order given; where `inputs[i]` is `None`, the i-th
 /// input is what `out` holds (at most one may be `None`). f16 and bf16 accumulate in float32 and round once at the end. `Avg`
@@ -64,9 +51,6 @@ pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     dispatch::combine_everywhere(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// What [`combine_everywhere_after`] calls: with a range of bytes, and the parts that are about to be combined there.
-pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
-
 /// As [`combine_everywhere`], in short stretches from the first to the last, and calls `before` with each of them before
 /// it is combined. For memory traffic that is to overlap with the kernel's: a processor waits for several lines at a time,
 /// but only for those that are near each other in its program.
@@ -75,7 +59,7 @@ pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
 /// As [`combine`].
 pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]], before: &mut Before<'_>) {
     // Other numbers of parts begin every stretch with fresh accumulators in memory.
-    let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { kernel::BLOCK };
+    let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { element::BLOCK };
     dispatch::combine_everywhere(Level::best(), dtype, op, parts, stretch, before);
 }
 

@@ -117,6 +117,44 @@ impl Bits for u8 {
     }
 }
 
+/// Two accumulators side by side.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for `avx2` and `avx512`"))]
+#[derive(Clone, Copy)]
+pub(super) struct Pair<A>(pub(super) A, pub(super) A);
+
+impl<A: Number> Number for Pair<A> {
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        Pair(self.0.plus(other.0), self.1.plus(other.1))
+    }
+    #[inline(always)]
+    fn times(self, other: Self) -> Self {
+        Pair(self.0.times(other.0), self.1.times(other.1))
+    }
+}
+
+impl<A: Ordered> Ordered for Pair<A> {
+    #[inline(always)]
+    fn smaller(self, other: Self) -> Self {
+        Pair(self.0.smaller(other.0), self.1.smaller(other.1))
+    }
+    #[inline(always)]
+    fn larger(self, other: Self) -> Self {
+        Pair(self.0.larger(other.0), self.1.larger(other.1))
+    }
+}
+
+impl<A: Fraction> Fraction for Pair<A> {
+    #[inline(always)]
+    fn count(ranks: usize) -> Self {
+        Pair(A::count(ranks), A::count(ranks))
+    }
+    #[inline(always)]
+    fn over(self, divisor: Self) -> Self {
+        Pair(self.0.over(divisor.0), self.1.over(divisor.1))
+    }
+}
+
 macro_rules! op {
     ($name:ident, $bound:ident, $method:ident) => {
         #[derive(Clone, Copy)]

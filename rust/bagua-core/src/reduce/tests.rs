@@ -172,20 +172,25 @@ fn wide_registers_change_no_bit() {
             for ranks in [1, 2, 3, 4] {
                 let owned: Vec<Vec<u8>> = (0..ranks).map(|_| random.wild(count * dtype.size())).collect();
                 let inputs: Vec<Option<&[u8]>> = owned.iter().map(|bytes| Some(bytes.as_slice())).collect();
-                let mut outs = [Level::Portable, Level::best()].map(|level| (level, vec![0; count * dtype.size()]));
-                for (level, out) in &mut outs {
-                    dispatch::combine(*level, dtype, op, &inputs, out);
-                }
-                assert_same(dtype, op, &outs[0].1, &outs[1].1);
+                let at = |level| {
+                    let mut out = vec![0; count * dtype.size()];
+                    dispatch::combine(level, dtype, op, &inputs, &mut out);
+                    out
+                };
+                let portable = at(Level::Portable);
+                Level::available().for_each(|level| assert_same(dtype, op, &portable, &at(level)));
             }
         }
     }
     for dtype in DType::ALL.into_iter().filter(|dtype| dtype.is_float()) {
-        let mut portable = random.wild(1003 * dtype.size());
-        let mut wide = portable.clone();
-        dispatch::divide(Level::Portable, dtype, &mut portable, 3);
-        dispatch::divide(Level::best(), dtype, &mut wide, 3);
-        assert_same(dtype, ReduceOp::Avg, &portable, &wide);
+        let sum = random.wild(1003 * dtype.size());
+        let at = |level| {
+            let mut data = sum.clone();
+            dispatch::divide(level, dtype, &mut data, 3);
+            data
+        };
+        let portable = at(Level::Portable);
+        Level::available().for_each(|level| assert_same(dtype, ReduceOp::Avg, &portable, &at(level)));
     }
 }
 
@@ -348,7 +353,7 @@ fn what_is_left_everywhere_is_what_one_output_would_hold_and_each_stretch_is_ann
                 let before: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
                 let mut expected = vec![0; count * dtype.size()];
                 combine(dtype, op, &before.iter().map(|part| Some(part.as_slice())).collect::<Vec<_>>(), &mut expected);
-                for level in [Level::Portable, Level::best()] {
+                for level in Level::available() {
                     let mut parts = before.clone();
                     let mut slices: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
                     let mut stretches = Vec::new();

@@ -1,0 +1,197 @@
+//! The kernels for x86-64 processors with AVX2 and F16C.
+//!
+//! Every loop here is the portable one, compiled for wider registers; only the half-precision types supply primitives of their own.
+//! No compiler turns the integer arithmetic of float16's conversions into the two instructions that exist for them, and for
+//! bfloat16 it shuffles between lanes and blends at every element.
+//!
+//! Not here, because nothing was gained: non-temporal stores (7 to 13 GB/s, ordinary ones 22 to 42).
+
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::{
+    __m128i, __m256, __m256i, _CMP_GT_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128,
+    _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blend_epi16, _mm256_blendv_epi8,
+    _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph,
+    _mm256_div_ps, _mm256_loadu_si256, _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_srli_epi32, _mm256_storeu_si256,
+};
+use std::ops::Range;
+
+use super::element::{BLOCK, Element, element};
+use super::kernel::Work;
+use super::op::{Fraction, Number, Op, Ordered, Pair};
+
+/// Proof that the processor has AVX2 and F16C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Avx2(());
+
+impl Avx2 {
+    /// `None` where the processor lacks one of the two.
+    #[inline]
+    pub(super) fn new() -> Option<Avx2> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Avx2(()))
+    }
+
+    /// As [`Work::run`].
+    #[inline]
+    pub(super) fn run<E: Element, O: Op<E::Acc>>(self, op: O, work: &mut Work<'_, '_>, range: Range<usize>) {
+        // SAFETY: an `Avx2` exists only where `new` found both features.
+        unsafe { run::<E, O>(op, work, range) }
+    }
+}
+
+// No FMA here: a fused multiply-add rounds once where the portable loop rounds twice.
+#[target_feature(enable = "avx2,f16c")]
+fn run<E: Element, O: Op<E::Acc>>(op: O, work: &mut Work<'_, '_>, range: Range<usize>) {
+    work.run::<E, O>(op, range);
+}
+
+/// Eight float32.
+///
+/// Only elements below accumulate in it, and only [`run`] runs loops over those: AVX2 and F16C are there whenever one of its
+/// methods is called.
+#[derive(Clone, Copy)]
+pub(super) struct F32x8(__m256);
+
+impl F32x8 {
+    #[inline(always)]
+    fn zero() -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        F32x8(unsafe { _mm256_setzero_ps() })
+    }
+
+    #[inline(always)]
+    fn from_f16(bytes: [u8; 16]) -> Self {
+        // SAFETY: F16C is there, see `F32x8`; the load reads the 16 bytes of the array and needs no alignment.
+        F32x8(unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bytes.as_ptr().cast::<__m128i>())) })
+    }
+
+    #[inline(always)]
+    fn to_f16(self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        // SAFETY: F16C is there, see `F32x8`; the store writes the 16 bytes of the array and needs no alignment.
+        unsafe {
+            let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0);
+            _mm_storeu_si128(bytes.as_mut_ptr().cast::<__m128i>(), halves);
+        }
+        bytes
+    }
+}
+
+impl Number for F32x8 {
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        F32x8(unsafe { _mm256_add_ps(self.0, other.0) })
+    }
+
+    #[inline(always)]
+    fn times(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        F32x8(unsafe { _mm256_mul_ps(self.0, other.0) })
+    }
+}
+
+impl Ordered for F32x8 {
+    #[inline(always)]
+    fn smaller(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        unsafe {
+            let less = _mm256_cmp_ps::<_CMP_LT_OQ>(other.0, self.0);
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(other.0, other.0);
+            F32x8(_mm256_blendv_ps(self.0, other.0, _mm256_or_ps(less, nan)))
+        }
+    }
+
+    #[inline(always)]
+    fn larger(self, other: Self) -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        unsafe {
+            let more = _mm256_cmp_ps::<_CMP_GT_OQ>(other.0, self.0);
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(other.0, other.0);
+            F32x8(_mm256_blendv_ps(self.0, other.0, _mm256_or_ps(more, nan)))
+        }
+    }
+}
+
+impl Fraction for F32x8 {
+    #[inline(always)]
+    fn count(ranks: usize) -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        F32x8(unsafe { _mm256_set1_ps(ranks as f32) })
+    }
+
+    #[inline(always)]
+    fn over(self, divisor: Self) -> Self {
+        // SAFETY: AVX is there, see `F32x8`.
+        F32x8(unsafe { _mm256_div_ps(self.0, divisor.0) })
+    }
+}
+
+element!(
+    /// Eight float16.
+    F16x8,
+    16,
+    F32x8,
+    F32x8::zero(),
+    F32x8::from_f16,
+    F32x8::to_f16
+);
+element!(
+    /// Sixteen bfloat16: a 32-bit word of memory holds two, of which the lower half becomes a float32 by a shift, the upper one by
+    /// a mask, and nothing ever moves to another lane.
+    Bf16x16,
+    32,
+    Pair<F32x8>,
+    Pair(F32x8::zero(), F32x8::zero()),
+    from_bf16,
+    to_bf16
+);
+
+#[inline(always)]
+fn from_bf16(bytes: [u8; 32]) -> Pair<F32x8> {
+    // SAFETY: AVX2 is there, see `F32x8`; the load reads the 32 bytes of the array and needs no alignment.
+    unsafe {
+        let words = _mm256_loadu_si256(bytes.as_ptr().cast::<__m256i>());
+        let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+        Pair(F32x8(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))), F32x8(_mm256_castsi256_ps(upper)))
+    }
+}
+
+#[inline(always)]
+fn to_bf16(Pair(lower, upper): Pair<F32x8>) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    // SAFETY: AVX2 is there, see `F32x8`; the store writes the 32 bytes of the array and needs no alignment.
+    unsafe {
+        let (mut low, mut high) = (rounded(lower.0), rounded(upper.0));
+        // One look for both: a comparison is unordered where either side is NaN.
+        if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(lower.0, upper.0)) != 0 {
+            (low, high) = (quiet(lower.0, low), quiet(upper.0, high));
+        }
+        let words = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high);
+        _mm256_storeu_si256(bytes.as_mut_ptr().cast::<__m256i>(), words);
+    }
+    bytes
+}
+
+/// The bits of float32, rounded to nearest even in the upper half: `element::bf16_bits` but for NaN.
+#[inline(always)]
+fn rounded(value: __m256) -> __m256i {
+    // SAFETY: AVX2 is there, see `F32x8`.
+    unsafe {
+        let bits = _mm256_castps_si256(value);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
+    }
+}
+
+/// `otherwise`, but where `value` is NaN its own bits, made quiet.
+#[inline(always)]
+fn quiet(value: __m256, otherwise: __m256i) -> __m256i {
+    // SAFETY: AVX2 is there, see `F32x8`.
+    unsafe {
+        let kept = _mm256_or_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x0040_0000));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(value, value));
+        _mm256_blendv_epi8(otherwise, kept, nan)
+    }
+}

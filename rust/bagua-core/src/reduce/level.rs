@@ -1,0 +1,111 @@
+//! Which compilation of the loops runs: what this processor has, and what each element type makes of it.
+
+#[cfg(target_arch = "x86_64")]
+use super::avx2::{Avx2, Bf16x16, F16x8};
+#[cfg(target_arch = "x86_64")]
+use super::avx512::{Avx512, Bf16x32, F16x16};
+#[cfg(not(target_arch = "x86_64"))]
+use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x8, F16 as F16x16};
+use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
+use super::kernel::Work;
+use super::op::Op;
+
+/// Which compilation of the kernels runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    /// What every processor of the target has.
+    Portable,
+    /// 256-bit registers and the half-precision conversions of x86-64 processors since 2013.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    /// 512-bit registers for the half types; the rest as on [`Level::Avx2`].
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512, Avx2),
+}
+
+impl Level {
+    /// The widest that this processor has.
+    pub(super) fn best() -> Level {
+        Level::available().next().expect("every processor has the portable level")
+    }
+
+    /// All that this processor has, the widest first. The detection is cached by the standard library.
+    pub(super) fn available() -> impl Iterator<Item = Level> {
+        #[cfg(target_arch = "x86_64")]
+        let wide = {
+            let avx2 = Avx2::new();
+            let avx512 = avx2.zip(Avx512::new()).map(|(avx2, avx512)| Level::Avx512(avx512, avx2));
+            avx512.into_iter().chain(avx2.map(Level::Avx2))
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let wide = std::iter::empty();
+        wide.chain([Level::Portable])
+    }
+}
+
+/// What an element type becomes where registers are wider: one that does the same for many elements at once. Itself, where loops
+/// over it vectorise without help.
+pub(super) trait Widen: Element {
+    /// On [`Level::Avx2`].
+    type Wide: Element;
+    /// On [`Level::Avx512`]; itself, where 512 bits gain nothing.
+    type Widest: Element;
+}
+
+impl Widen for F16 {
+    type Wide = F16x8;
+    type Widest = F16x16;
+}
+
+impl Widen for Bf16 {
+    type Wide = Bf16x16;
+    type Widest = Bf16x32;
+}
+
+macro_rules! itself {
+    ($($element:ident),*) => {$(
+        impl Widen for $element {
+            type Wide = Self;
+            type Widest = Self;
+        }
+    )*};
+}
+
+itself!(F32, F64, U8, I8, I32, I64, Bool);
+
+/// Runs the loop at the given level: the widest element as far as it goes, narrower ones for the rest.
+pub(super) fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)
+where
+    E: Widen,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc>,
+{
+    let len = work.len();
+    #[cfg(target_arch = "x86_64")]
+    let mut done = 0;
+    // What the comparisons of sizes say is known at compile time: no loop is compiled that would never run.
+    match level {
+        Level::Portable => work.run::<E, O>(op, 0..len),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2(avx2) | Level::Avx512(_, avx2) => {
+            if let Level::Avx512(avx512, _) = level
+                && size::<E::Widest>() > size::<E>()
+            {
+                done = len - len % size::<E::Widest>();
+                avx512.run::<E::Widest, O>(op, &mut work, 0..done);
+            }
+            let wide = len - len % size::<E::Wide>();
+            if done < wide {
+                avx2.run::<E::Wide, O>(op, &mut work, done..wide);
+            }
+            if size::<E::Wide>() > size::<E>() && wide < len {
+                avx2.run::<E, O>(op, &mut work, wide..len);
+            }
+        }
+    }
+}
+
+/// Bytes of one.
+#[cfg(target_arch = "x86_64")]
+const fn size<E: Element>() -> usize {
+    size_of::<E::Bytes>()
+}
