@@ -15,7 +15,11 @@ use crate::transport::shm::rings_len;
 
 /// Two cache lines: the hardware fetches lines in pairs.
 const LINE: usize = 128;
-/// Bytes of a control block: the arrival word, the closed word, two fingerprints with offers, each on lines of its own.
+/// Bytes of a control block: the announcement, the closed word, two fingerprints, each on lines of its own.
+///
+/// The announcement is the one line that travels for every operation: the arrival word and, for each parity, three words that
+/// all peers read (digest, arena, offset). A fingerprint is read by nobody unless digests differ, so it stays in its writer's cache.
+/// Reading the fingerprint's line as well cost 1.3 of 3.4 us with two ranks at 1 KiB, from Python, calls back to back.
 const CONTROL: usize = 4 * LINE;
 /// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
 pub(super) const SLOT: usize = 16 << 10;
@@ -102,9 +106,19 @@ impl Segment {
         self.arena.long(rank * rank_len(self.ranks) + (2 + parity) * LINE + 8 * word)
     }
 
-    /// A word of what a rank offers for its operation with this parity: beside the fingerprint, in the second line of its pair.
+    /// The digest of the fingerprint of a rank's operation with this parity.
+    pub(super) fn digest(&self, rank: usize, parity: usize) -> &AtomicU64 {
+        self.announced(rank, parity, 0)
+    }
+
+    /// A word of what a rank offers for its operation with this parity.
     pub(super) fn offer(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
-        self.arena.long(rank * rank_len(self.ranks) + (2 + parity) * LINE + 8 * (WORDS + word))
+        self.announced(rank, parity, 1 + word)
+    }
+
+    /// One of the three words per parity that share a cache line with the arrival word.
+    fn announced(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
+        self.arena.long(rank * rank_len(self.ranks) + 8 * (1 + 3 * parity + word))
     }
 
     fn place(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> Range<usize> {

@@ -60,28 +60,43 @@ impl Stage {
         Some(Stage { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
     }
 
-    /// Writes it where the others look for it. They do so after this rank's next arrival, which orders the two.
-    pub(super) fn publish(&self, segment: &Segment, parity: usize) {
-        for (at, word) in self.words().into_iter().enumerate() {
+    /// Writes it where the others look for it, and returns its digest, for them to compare first. They look after this rank's next
+    /// arrival, which orders the two.
+    pub(super) fn publish(&self, segment: &Segment, parity: usize) -> u64 {
+        let words = self.words();
+        for (at, word) in words.into_iter().enumerate() {
             segment.fingerprint(segment.index, parity, at).store(word, Ordering::Relaxed);
         }
+        digest(&words)
     }
 
-    /// Ok when `peer` published the same, otherwise what it does, in words.
-    pub(super) fn compare(&self, segment: &Segment, peer: usize, parity: usize) -> Result<(), String> {
+    /// What `peer`, whose digest is another one, does, in words.
+    #[cold]
+    pub(super) fn difference(&self, segment: &Segment, peer: usize, parity: usize) -> String {
         let mut theirs = [0; WORDS];
         for (at, word) in theirs.iter_mut().enumerate() {
             *word = segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
         }
-        if theirs == self.words() {
-            return Ok(());
-        }
-        Err(match Stage::from_words(theirs) {
+        match Stage::from_words(theirs) {
             None => "something that makes no sense".to_owned(),
             Some(stage) if stage.fingerprint != self.fingerprint => stage.fingerprint.to_string(),
             Some(stage) => format!("{}, in it {} of {} bytes", stage.fingerprint, stage.verb.name(), stage.bytes),
-        })
+        }
     }
+}
+
+/// 64 bits that stand for a fingerprint.
+///
+/// Every step is a bijection of the state and of the word, so two fingerprints that differ in one word never have the same digest;
+/// two that differ in several have it with a probability of about 2^-64. (It is no defence against forgery: who maps the segment
+/// can write what they like.)
+fn digest(words: &[u64; WORDS]) -> u64 {
+    words.iter().fold(0, |state, word| {
+        // Odd numbers; two rounds, because one leaves a difference in the highest bits where it was.
+        let first = (state ^ word).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let second = (first ^ first >> 32).wrapping_mul(0x94d0_49bb_1331_11eb);
+        second ^ second >> 29
+    })
 }
 
 #[cfg(test)]
@@ -112,5 +127,21 @@ mod tests {
         }
         assert_ne!(bare.words(), other_root.words());
         assert_eq!(Stage::from_words([0; WORDS]), None);
+    }
+
+    #[test]
+    fn a_fingerprint_with_any_one_or_two_bits_changed_has_another_digest() {
+        let words = [7 | 1 << 32, 0x0203, 1234, 256, 256, 0, 1 | 0x0100, 1024];
+        let mut seen = std::collections::HashSet::from([digest(&words)]);
+        for one in 0..64 * WORDS {
+            let mut once = words;
+            once[one / 64] ^= 1 << (one % 64);
+            assert!(seen.insert(digest(&once)), "bit {one}");
+            for two in 0..one {
+                let mut twice = once;
+                twice[two / 64] ^= 1 << (two % 64);
+                assert!(seen.insert(digest(&twice)), "bits {one} and {two}");
+            }
+        }
     }
 }
