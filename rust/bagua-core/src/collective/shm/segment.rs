@@ -19,7 +19,7 @@ const LINE: usize = 128;
 ///
 /// The announcement is the one line that travels for every operation: the arrival word and, for each parity, three words that
 /// all peers read (digest, arena, offset). A fingerprint is read by nobody unless digests differ, so it stays in its writer's cache.
-/// Reading the fingerprint's line as well cost 1.3 of 3.4 us with two ranks at 1 KiB, from Python, calls back to back.
+/// With a fingerprint that travels, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from Python, by the run.
 const CONTROL: usize = 4 * LINE;
 /// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
 pub(super) const SLOT: usize = 16 << 10;
