@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import itertools
 import json
 import mmap
 import os
@@ -178,10 +179,12 @@ def commit() -> str:
 
 
 def keep(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """Writes rows as CSV, each with machine, date and commit. Returns the file."""
+    """Writes rows as CSV, each with machine, date and commit. Returns the file, which did not exist before."""
     folder.mkdir(parents=True, exist_ok=True)
     where = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit()}
-    path = folder / f"{name}-{where['date']}-{where['commit']}.csv"
+    stem = f"{name}-{where['date']}-{where['commit']}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    path = next(path for path in (folder / f"{name}.csv" for name in names) if not path.exists())
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, [*where, *columns])
