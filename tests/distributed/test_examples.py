@@ -28,7 +28,7 @@ def test_the_example_ends_well_on_every_rank(name: str) -> None:
     if name == "cached_dataset.py":
         for package in ("lmdb", "msgpack", "redis", "xxhash"):
             pytest.importorskip(package, reason=f"{package} is not installed: pip install 'bagua[cache]'")
-    world = World(2, timeout=150.0)
+    world = World(2, timeout=240.0)
     assert world.run(run_example, name, []) == [0, 0]
     assert world.output[0].strip()
 
@@ -38,6 +38,6 @@ def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     reached = []
     for _ in range(2):
-        assert World(2, timeout=150.0).run(run_example, "checkpoint.py", arguments) == [0, 0]
+        assert World(2, timeout=240.0).run(run_example, "checkpoint.py", arguments) == [0, 0]
         reached.append(int(tracker.read_text(encoding="utf-8")))
     assert reached[1] > reached[0] > 0

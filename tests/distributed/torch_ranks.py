@@ -41,7 +41,7 @@ def run_cases(rank: int, cases: Sequence[Case]) -> dict[str, str]:
 @functools.cache
 def outcomes(function: Callable[..., Any], size: int) -> list[dict[str, str]]:
     """Every rank's outcomes of ``function``, which calls :func:`run_cases`. Runs once for all tests of a module."""
-    found: list[dict[str, str]] = make_world(size, env=ENVIRONMENT, timeout=150.0).run(function)
+    found: list[dict[str, str]] = make_world(size, env=ENVIRONMENT, timeout=240.0).run(function)
     return found
 
 
