@@ -32,7 +32,11 @@ from typing import Any
 
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).resolve().parents[1]
+
+Rank = subprocess.Popen[bytes] | forks.Fork
 
 #: Seconds that a run may take in all, on a machine that has other things to do.
 DEADLINE = 60.0
@@ -51,6 +55,7 @@ class World:
     `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
     pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
     killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
+    Ranks are new processes, or forks of one that has imported torch if the function's module has.
     """
 
     def __init__(
@@ -86,10 +91,10 @@ class World:
             call.write_bytes(
                 pickle.dumps((module.__file__, function.__module__, function.__qualname__, pickle.dumps(args)))
             )
-            ranks: list[subprocess.Popen[bytes]] = []
+            ranks: list[Rank] = []
             try:
                 for rank in range(self.size):
-                    ranks.append(self._start(rank, call, port))
+                    ranks.append(self._start(rank, call, port, fork="torch" in vars(module)))
                 codes = self._wait(ranks)
                 self._check(folder, ranks, codes)
                 return [_result(Path(folder, f"result{rank}")) for rank in range(self.size)]
@@ -115,20 +120,24 @@ class World:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-        # Threads of numerical libraries would fight for the cores that the ranks have.
-        env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        env |= forks.LOADED
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         if self._pretend:
             env["BAGUA_HOST_ID"] = f"pretended-host-{host}"
-        more = self._env(rank) if callable(self._env) else self._env
-        return env | dict(more or {})
+        return env | self._more(rank)
 
-    def _start(self, rank: int, call: Path, port: int) -> subprocess.Popen[bytes]:
-        with open(call.with_name(f"output{rank}"), "wb") as output:
+    def _more(self, rank: int) -> dict[str, str]:
+        return dict((self._env(rank) if callable(self._env) else self._env) or {})
+
+    def _start(self, rank: int, call: Path, port: int, fork: bool) -> Rank:
+        environment, path = self.environment(rank, port), call.with_name(f"output{rank}")
+        if fork and not any(key.startswith(forks.LOADING) for key in self._more(rank)):
+            return forks.start(rank, call, environment, path)
+        with open(path, "wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-u", "-m", "tests.world", str(call), str(rank)],
                 cwd=ROOT,
-                env=self.environment(rank, port),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -136,7 +145,7 @@ class World:
                 start_new_session=True,
             )
 
-    def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    def _wait(self, ranks: list[Rank]) -> list[int | None]:
         """Exit codes; None for a rank that was still running at the deadline."""
         until = time.monotonic() + self._timeout
         codes: list[int | None] = []
@@ -153,7 +162,7 @@ class World:
                 ]
         return codes
 
-    def _check(self, folder: str, ranks: list[subprocess.Popen[bytes]], codes: list[int | None]) -> None:
+    def _check(self, folder: str, ranks: list[Rank], codes: list[int | None]) -> None:
         wrong = []
         for number, (rank, code) in enumerate(zip(ranks, codes, strict=True)):
             expected = self._expect_exit.get(number, 0)
@@ -210,7 +219,7 @@ def _living(group: int) -> list[str]:
     return living
 
 
-def _kill(rank: subprocess.Popen[bytes]) -> None:
+def _kill(rank: Rank) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(rank.pid, signal.SIGKILL)
     rank.wait()
@@ -238,7 +247,7 @@ def _load(path: str, name: str) -> ModuleType:
         return module
 
 
-def _rank(call: str, rank: int) -> None:
+def rank_main(call: str, rank: int) -> None:
     """One rank: the main function of its process."""
     path, module, qualname, args = pickle.loads(Path(call).read_bytes())
     function: Any = _load(path, module)
@@ -257,4 +266,4 @@ def world() -> Callable[..., World]:
 
 
 if __name__ == "__main__":
-    _rank(sys.argv[1], int(sys.argv[2]))
+    rank_main(sys.argv[1], int(sys.argv[2]))

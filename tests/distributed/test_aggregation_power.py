@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.aggregation import PowerAggregation
+from bagua.aggregation.peers import Peers
 from tests.distributed.aggregation_ranks import (
     SHAPES,
     SIZES,
@@ -87,35 +88,49 @@ def a12_a13_nothing_is_lost_in_a_step_or_in_twenty(rank: int) -> None:
             assert float((got[i] + rest - given[i]).abs().max()) <= 20 * 16 * EPS * scale[i]
 
 
+class Remembering(PowerAggregation):
+    """Keeps the Q of each matrix that the last step began with."""
+
+    begun: list[torch.Tensor | None]
+
+    def _combine_matrices(self, peers: Peers, matrices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
+        self.begun = list(self.queries)
+        super()._combine_matrices(peers, matrices, gradients)
+
+
 def a14_rank_is_bounded_and_a_mean_of_that_rank_is_recovered_in_one_step(rank: int) -> None:
-    errors = []
-    for dtype in (torch.float32, torch.float64):
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
         for reuse in (False, True):
             for r in (1, 2, 3):
                 model = Several((9, 7), (6, 4, 3), dtypes=(dtype,))
-                aggregation = PowerAggregation(model, reuse_query=reuse, rank=r)
+                aggregation = Remembering(model, reuse_query=reuse, rank=r)
                 # The first steps leave a Q behind, of gradients that are zero, of lower rank, and of full rank.
                 for step in range(4):
                     low_rank_mean(model, rank, r, step)
                     memories = aggregation.memories
-                    whole = [mean_of_ranks(g + e) for g, e in zip(gradients(model), memories, strict=True)]
+                    given = [g + e for g, e in zip(gradients(model), memories, strict=True)]
+                    largest = [float(everybodys(one).double().flatten(1).norm(dim=1).max()) for one in given]
+                    whole = [mean_of_ranks(one) for one in given]
                     aggregation.agg_grad()(model, "avg")
-                    for result, expected in zip(gradients(model), whole, strict=True):
-                        rounding = 1e-5 if dtype is torch.float32 else 1e-11
+                    for index, (result, expected) in enumerate(zip(gradients(model), whole, strict=True)):
                         if step == 0:
-                            assert float((result - expected).abs().max()) <= rounding
+                            assert float((result - expected).abs().max()) <= bound
                             continue
-                        assert torch.linalg.matrix_rank(result.view(result.shape[0], -1), rtol=rounding) <= r
-                        error = relative(result, expected)
-                        if dtype is torch.float32:
-                            errors.append(error)
-                        else:
-                            assert error <= 1e-10
-    # In float32 the rounding of P grows with how badly Q happens to meet the gradient's rows, in any algorithm that
-    # rounds P to float32: the bound of 1e-5 holds for most draws, not for each. For how many differs from processor to
-    # processor, as the order of a product's additions does: over nine tenths on one, just under it on another.
-    assert sum(error <= 1e-5 for error in errors) >= 0.75 * len(errors), sorted(errors)
-    assert max(errors) <= 1e-3
+                        assert torch.linalg.matrix_rank(result.view(result.shape[0], -1), rtol=bound) <= r
+                        seen = smallest_seen(expected, aggregation.begun[index], 1 if step == 1 else r)
+                        unavoidable = 64 * torch.finfo(dtype).eps * largest[index] / seen
+                        assert relative(result, expected) <= max(bound, unavoidable)
+
+
+def smallest_seen(mean: torch.Tensor, query: torch.Tensor | None, rank: int) -> float:
+    """What of a mean of this rank the weakest direction of P shows.
+
+    Rounding errors of P are as large as the ranks' gradients ask for, and grow by how much smaller this is: no
+    algorithm that rounds P to the gradients' type does better. For these draws that is a factor of 10 to 1000.
+    """
+    assert query is not None
+    basis = torch.linalg.qr(query.double()).Q
+    return float(torch.linalg.svdvals(mean.reshape(mean.shape[0], -1) @ basis)[rank - 1])
 
 
 def low_rank_mean(model: torch.nn.Module, rank: int, r: int, step: int) -> None:

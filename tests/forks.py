@@ -1,0 +1,162 @@
+"""Ranks as forks of a process that has imported torch, and what an optimizer's first step imports: 2 to 9 s of work.
+
+What a fork shares with its peers and a fresh process would not, an order of sets and the addresses of libraries, hides
+mistakes. So there are two such processes, and neighbouring ranks come from different ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import os
+import pickle
+import select
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Read while libraries are loaded, so a fork comes too late for them.
+LOADING = ("ATEN_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
+
+#: What a rank's pipe carries: first its number as a process, then its exit code.
+_NUMBER = struct.Struct("=i")
+
+#: What the libraries of all forks are loaded with. Their threads would fight for the cores that the ranks have.
+LOADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+class Fork:
+    """A rank, with the methods of `subprocess.Popen` that a world uses. Its process group is its own."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self.returncode: int | None = None
+        self.pid = self._read()
+
+    def _read(self) -> int:
+        said = os.read(self._pipe, _NUMBER.size)
+        if len(said) < _NUMBER.size:
+            raise ChildProcessError("the process that ranks are forked from is gone")
+        return int(_NUMBER.unpack(said)[0])
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `poll`, but waits."""
+        if self.returncode is None:
+            if not select.select([self._pipe], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            self.returncode = self._read()
+            os.close(self._pipe)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing when it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@functools.cache
+def _parent(number: int) -> socket.socket:
+    """A process that forks ranks when it is asked to through this socket."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.forks", str(there.fileno())],
+            cwd=ROOT,
+            env=os.environ | LOADED | {"PYTHONPATH": path, "PYTHONHASHSEED": str(number)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
+            # Ctrl-C is for the tests; this process ends when its socket closes.
+            start_new_session=True,
+        )
+
+    def end() -> None:
+        here.close()
+        process.wait()
+
+    atexit.register(end)
+    return here
+
+
+def start(rank: int, call: Path, environment: dict[str, str], output: Path) -> Fork:
+    """Starts `tests.world` for a rank; what it prints goes to `output`."""
+    reading, writing = os.pipe()
+    with open(output, "wb") as out:
+        request = pickle.dumps((str(call), rank, environment))
+        socket.send_fds(_parent(rank % 2), [request], [writing, out.fileno()])
+    os.close(writing)
+    return Fork(reading)
+
+
+def _serve(requests: socket.socket) -> tuple[str, int] | None:
+    """Forks a rank for each request. Returns what a rank has to do in it, and None in the parent, in the end."""
+    pipes: dict[int, tuple[int, int]] = {}
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in pipes:
+                pid, pipe = pipes.pop(ready)
+                poll.unregister(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.write(pipe, _NUMBER.pack(code))
+                os.close(pipe)
+                os.close(ready)
+                continue
+            request, passed, _, _ = socket.recv_fds(requests, 1 << 20, 2)
+            if not request:
+                return None
+            pipe, output = passed
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                os.write(pipe, _NUMBER.pack(os.getpid()))
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+                # Its number is among those that were closed.
+                requests.detach()
+                call, rank, environment = pickle.loads(request)
+                os.environ.clear()
+                os.environ.update(environment)
+                return call, rank
+            os.close(output)
+            pidfd = os.pidfd_open(pid)
+            pipes[pidfd] = pid, pipe
+            poll.register(pidfd, select.POLLIN)
+
+
+def _main() -> None:
+    import numpy as np
+    import torch
+
+    from tests import world
+
+    for name in ("bagua.aggregation", "bagua.torch_api", "torch.nn.parallel"):
+        importlib.import_module(name)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    torch.optim.SGD([parameter], lr=0.1).step()
+    gc.collect()
+    gc.freeze()
+    asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None:
+        gc.unfreeze()
+        np.random.seed()
+        world.rank_main(*asked)
+
+
+if __name__ == "__main__":
+    _main()
