@@ -9,6 +9,7 @@
 
 #![allow(unsafe_code)]
 
+mod crowd;
 mod in_place;
 mod pieces;
 mod reduction;

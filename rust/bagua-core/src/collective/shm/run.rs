@@ -26,6 +26,7 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::crowd::{self, Crowd};
 use super::segment::{Buffer, Segment};
 use super::stage::Stage;
 use crate::collective::Call;
@@ -41,8 +42,8 @@ const SHORT_SPIN: Duration = Duration::from_micros(2);
 const VAIN: u32 = 2;
 /// One wait in this many spins for the full time all the same, to notice when the cores are free again.
 const PROBE: u32 = 16;
-/// How often a rank without a core of its own lets others run before it sleeps.
-const YIELDS: usize = 3;
+/// How long a rank without a core of its own lets others run before it sleeps.
+const PATIENT: Duration = Duration::from_micros(200);
 
 /// In an arrival word: somebody sleeps on it. The count is in the bits above.
 const SLEEPERS: u32 = 1;
@@ -115,13 +116,24 @@ pub(super) struct Runner {
     spins: bool,
     /// Full spins in vain since the last one that was worth it, and short ones since then.
     vain: Cell<u32>,
+    /// Where the ranks run, when there are too few cores.
+    crowd: Crowd,
 }
 
 impl Runner {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Runner {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
-        Runner { segment, members, arrivals: 0, windows_free: 0, parity: 0, spins, vain: Cell::new(0) }
+        Runner {
+            segment,
+            members,
+            arrivals: 0,
+            windows_free: 0,
+            parity: 0,
+            spins,
+            vain: Cell::new(0),
+            crowd: Crowd::default(),
+        }
     }
 
     /// The buffer of a piece. To be asked by turns while [`Runner::run`] runs.
@@ -229,6 +241,9 @@ impl Runner {
     /// Writes digest and offer where the others look for them after this rank's next arrival, which orders the two.
     fn announce(&self, digest: u64, offer: Offer, parity: usize) {
         self.segment.digest(self.segment.index, parity).store(digest, Ordering::Relaxed);
+        if !self.spins {
+            self.segment.processor(self.segment.index).store(crowd::here(), Ordering::Relaxed);
+        }
         let spot = match offer {
             Offer::Never => return,
             Offer::Nowhere => Spot { arena: 0, offset: 0 },
@@ -312,7 +327,10 @@ impl Runner {
         } else {
             // More of them, for up to 20, 100 or 500 us, were measured with four ranks on two cores: no gain at 1 KiB to 16 MiB. None
             // at all takes 22 us instead of 12 at 1 KiB from Python, one 15. Keeping the GIL meanwhile gains less than two runs differ.
-            for _ in 0..YIELDS {
+            let processor = |rank| self.segment.processor(rank).load(Ordering::Relaxed);
+            self.crowd.spread(self.segment.index, (0..self.segment.ranks).map(processor));
+            let begun = Instant::now();
+            while begun.elapsed() < PATIENT {
                 long_wait(std::thread::yield_now);
                 if self.has_come(peer, target) {
                     return Ok(());

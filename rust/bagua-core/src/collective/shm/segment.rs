@@ -96,6 +96,11 @@ impl Segment {
         self.arena.word(rank * rank_len(self.ranks))
     }
 
+    /// Where a rank runs, as [`super::crowd`] counts; on the line of its arrivals.
+    pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
+        self.arena.word(rank * rank_len(self.ranks) + 4)
+    }
+
     /// Not 0 when a rank has let go of the segment.
     pub(super) fn closed(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * rank_len(self.ranks) + LINE)
