@@ -63,6 +63,19 @@ test: setup ## Runs every test, Rust and Python
 	cargo test --workspace --doc
 	$(BIN)/python -m pytest
 
+ARM := aarch64-unknown-linux-gnu
+# They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.
+NOT_EMULATED := --skip every_page_is_there_before_it_is_touched --skip memory_is_all_there_at_once_and_given_back
+
+.PHONY: test-arm
+test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of make test)
+	tools/system_packages arm
+	@test -d "$$($${RUSTC:-rustc} --print target-libdir --target $(ARM))" || \
+		{ echo "This Rust toolchain cannot build for $(ARM): rustup target add $(ARM)" >&2; exit 1; }
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
+		cargo test -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
+
 # --- work -----------------------------------------------------------------------------------------------------------
 
 .PHONY: lint

@@ -1,6 +1,6 @@
 //! The outcome of a job, now or later.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -93,7 +93,13 @@ impl Handle {
 
     /// The error that nobody saw and, because this is the last handle of the job, nobody can see any more.
     pub(super) fn lost_error(&self) -> Option<Error> {
-        if Arc::strong_count(&self.outcome) > 1 || self.outcome.seen.load(Ordering::Acquire) {
+        if Arc::strong_count(&self.outcome) > 1 {
+            return None;
+        }
+        // Counting orders nothing by itself. Whoever dropped the other handles may have seen the result before, on another thread; a
+        // processor that looked at `seen` first would report the error twice.
+        fence(Ordering::Acquire);
+        if self.outcome.seen.load(Ordering::Relaxed) {
             return None;
         }
         self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner).clone()?.err()

@@ -225,9 +225,9 @@ impl Finder {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use rustix::param::page_size;
 
-    const PAGE: usize = 4096;
+    use super::*;
 
     /// The views of two ranks on one arena.
     fn pair(id: u64, len: usize, registry: &Arc<Registry>) -> [SharedArena; 2] {
@@ -239,16 +239,16 @@ mod tests {
 
     #[test]
     fn each_rank_has_a_part_and_sees_the_others() {
-        let registry = Arc::default();
-        let [mine, theirs] = pair(1, PAGE + 1, &registry);
-        assert_eq!((mine.part(4), theirs.part(7)), (Some(0..PAGE + 1), Some(2 * PAGE..3 * PAGE + 1)));
+        let (registry, page) = (Arc::default(), page_size());
+        let [mine, theirs] = pair(1, page + 1, &registry);
+        assert_eq!((mine.part(4), theirs.part(7)), (Some(0..page + 1), Some(2 * page..3 * page + 1)));
         assert_eq!(mine.part(5), None);
         // SAFETY: one thread, one slice at a time.
-        unsafe { theirs.bytes_mut()[PAGE] = 9 };
+        unsafe { theirs.bytes_mut()[page] = 9 };
         // SAFETY: as above.
-        assert_eq!(unsafe { mine.mapping().slice(3 * PAGE..3 * PAGE + 1) }, [9]);
+        assert_eq!(unsafe { mine.mapping().slice(3 * page..3 * page + 1) }, [9]);
         // SAFETY: as above.
-        assert_eq!(unsafe { mine.bytes()[PAGE] }, 0);
+        assert_eq!(unsafe { mine.bytes()[page] }, 0);
     }
 
     #[test]
@@ -272,7 +272,7 @@ mod tests {
     fn memory_that_was_freed_is_not_found_and_no_longer_mapped() {
         let registry = Arc::default();
         let mut finder = Finder::new(Arc::clone(&registry));
-        let [mine, theirs] = pair(1, 64 * PAGE, &registry);
+        let [mine, theirs] = pair(1, 64 * page_size(), &registry);
         let address = mine.address();
         let maps = || std::fs::read_to_string("/proc/self/maps").unwrap();
         let is_mapped = || maps().lines().any(|line| line.starts_with(&format!("{address:x}-")));
@@ -289,18 +289,18 @@ mod tests {
     #[test]
     fn every_page_is_there_before_it_is_touched() {
         let registry = Arc::default();
-        let [mine, _theirs] = pair(1, 64 * PAGE, &registry);
+        let [mine, _theirs] = pair(1, 64 * page_size(), &registry);
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let own = maps.split_once(&format!("{:x}-", mine.mapping().pointer() as usize)).unwrap().1;
         let resident = own.lines().find_map(|line| line.strip_prefix("Rss:")).unwrap().trim();
-        assert_eq!(resident, format!("{} kB", 2 * 64 * PAGE / 1024));
+        assert_eq!(resident, format!("{} kB", 2 * 64 * page_size() / 1024));
     }
 
     #[test]
     fn ranks_that_ask_for_different_sizes_are_told() {
         let registry = Arc::default();
-        let file = Arena::create("bagua-test", 2 * PAGE).unwrap();
-        let outcome = SharedArena::shared(file, 1, vec![0, 1], 1, PAGE + 1, &registry);
+        let file = Arena::create("bagua-test", 2 * page_size()).unwrap();
+        let outcome = SharedArena::shared(file, 1, vec![0, 1], 1, page_size() + 1, &registry);
         assert!(matches!(outcome, Err(Error::Mismatch(_))));
     }
 
@@ -308,6 +308,6 @@ mod tests {
     fn a_size_beyond_the_address_space_is_refused() {
         assert!(matches!(part_stride(usize::MAX, 1), Err(Error::Value(_))));
         assert!(matches!(part_stride(usize::MAX / 4, 3), Err(Error::Value(_))));
-        assert_eq!(part_stride(0, 2).unwrap(), PAGE);
+        assert_eq!(part_stride(0, 2).unwrap(), page_size());
     }
 }

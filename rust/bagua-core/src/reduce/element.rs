@@ -6,7 +6,7 @@ use half::f16;
 /// for this many stay in the first-level cache beside the inputs.
 pub(super) const BLOCK: usize = 4096;
 
-/// What a kernel moves as one piece: an element, or (in `avx2` and `avx512`) a register full of them.
+/// What a kernel moves as one piece: an element, or (in `avx2`, `avx512` and `neon`) a register full of them.
 pub(super) trait Element {
     /// As it lies in memory; bytes, so that any address will do.
     type Bytes: Copy + 'static;
@@ -65,6 +65,7 @@ macro_rules! element {
         }
     };
 }
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use element;
 
 element!(F32, 4, f32, 0.0, f32::from_ne_bytes, f32::to_ne_bytes);

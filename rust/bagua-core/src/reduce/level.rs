@@ -4,10 +4,14 @@
 use super::avx2::{Avx2, Bf16x16, F16x8};
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{Avx512, Bf16x32, F16x16};
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+use super::element::F16 as F16x8;
 #[cfg(not(target_arch = "x86_64"))]
-use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x8, F16 as F16x16};
+use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x16};
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::Work;
+#[cfg(target_arch = "aarch64")]
+use super::neon::F16x8;
 use super::op::Op;
 
 /// Which compilation of the kernels runs.
@@ -21,6 +25,9 @@ pub(super) enum Level {
     /// 512-bit registers for the half types; the rest as on [`Level::Avx2`].
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512, Avx2),
+    /// The half-precision conversions that every 64-bit ARM processor has.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Level {
@@ -37,7 +44,9 @@ impl Level {
             let avx512 = avx2.zip(Avx512::new()).map(|(avx2, avx512)| Level::Avx512(avx512, avx2));
             avx512.into_iter().chain(avx2.map(Level::Avx2))
         };
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        let wide = std::iter::once(Level::Neon);
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         let wide = std::iter::empty();
         wide.chain([Level::Portable])
     }
@@ -46,9 +55,9 @@ impl Level {
 /// What an element type becomes where registers are wider: one that does the same for many elements at once. Itself, where loops
 /// over it vectorise without help.
 pub(super) trait Widen: Element {
-    /// On [`Level::Avx2`].
+    /// On the levels `Avx2` and `Neon`.
     type Wide: Element;
-    /// On [`Level::Avx512`]; itself, where 512 bits gain nothing.
+    /// On the level `Avx512`; itself, where 512 bits gain nothing.
     type Widest: Element;
 }
 
@@ -80,13 +89,12 @@ where
     O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc>,
 {
     let len = work.len();
-    #[cfg(target_arch = "x86_64")]
-    let mut done = 0;
     // What the comparisons of sizes say is known at compile time: no loop is compiled that would never run.
-    match level {
-        Level::Portable => work.run::<E, O>(op, 0..len),
+    let done = match level {
+        Level::Portable => 0,
         #[cfg(target_arch = "x86_64")]
         Level::Avx2(avx2) | Level::Avx512(_, avx2) => {
+            let mut done = 0;
             if let Level::Avx512(avx512, _) = level
                 && size::<E::Widest>() > size::<E>()
             {
@@ -100,12 +108,24 @@ where
             if size::<E::Wide>() > size::<E>() && wide < len {
                 avx2.run::<E, O>(op, &mut work, wide..len);
             }
+            len
         }
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon if size::<E::Wide>() > size::<E>() => {
+            let wide = len - len % size::<E::Wide>();
+            work.run::<E::Wide, O>(op, 0..wide);
+            wide
+        }
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => 0,
+    };
+    if done < len {
+        work.run::<E, O>(op, done..len);
     }
 }
 
 /// Bytes of one.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const fn size<E: Element>() -> usize {
     size_of::<E::Bytes>()
 }

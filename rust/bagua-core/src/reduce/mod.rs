@@ -2,12 +2,8 @@
 //!
 //! `kernel` is the one to read first: the loop, written once over an `element` type (how it lies in memory, what it
 //! accumulates in) and an `op`. `dispatch` joins a dtype and an operation to its loop. `avx2` and `avx512` compile the same loop
-//! for wider registers and add the conversions that compilers cannot vectorise; `level` decides per call, from what the processor
-//! has, which of them runs.
-//!
-//! Elsewhere than on x86-64 there is the portable level only, with nothing written for NEON: every 64-bit ARM processor has it, so
-//! the compiler may use it in the portable loops. That was not measured, nor compiled for such a processor; x86-64 without the other
-//! levels compiles and passes the tests.
+//! for wider registers and add the conversions that compilers cannot vectorise, `neon` adds those of 64-bit ARM processors, whose
+//! registers all loops use anyway; `level` decides per call, from what the processor has, which of them runs.
 //!
 //! Results do not depend on that choice: nothing is reassociated and no multiply-add is fused. The one freedom is the bit
 //! pattern of a NaN that arithmetic produced from two NaNs.
@@ -20,6 +16,8 @@ mod dispatch;
 mod element;
 mod kernel;
 mod level;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod op;
 #[cfg(test)]
 mod tests;

@@ -81,6 +81,20 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
 }
 
+/// This test binary, to be started once more: in the emulator that cargo runs it in, where that is so.
+fn this_program() -> Command {
+    let program = std::env::current_exe().unwrap();
+    match std::env::var("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER") {
+        Ok(runner) if cfg!(target_arch = "aarch64") => {
+            let mut words = runner.split_whitespace();
+            let mut command = Command::new(words.next().expect("a runner has a name"));
+            command.args(words).arg(program);
+            command
+        }
+        _ => Command::new(program),
+    }
+}
+
 /// A rank in a process of its own. Killed when dropped.
 pub struct Process {
     child: Child,
@@ -90,7 +104,7 @@ pub struct Process {
 impl Process {
     /// Starts the test binary again, as rank `rank`. `entry` is the name of a test that calls [`live`].
     pub fn start(entry: &str, rank: usize, size: usize, heartbeat: Duration) -> Process {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut child = this_program()
             .args([entry, "--exact", "--ignored", "--nocapture"])
             .env("GROUP_TEST_RANK", rank.to_string())
             .env("GROUP_TEST_SIZE", size.to_string())
