@@ -8,9 +8,9 @@ from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from bagua import config, engine, group
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, BaguaTimeoutError
 
-__all__ = ["init"]
+__all__ = ["init", "read_store"]
 
 Spread = Callable[[bytes], Sequence[bytes]]
 
@@ -107,7 +107,36 @@ def _agent_store(host: str, port: int, place: config.Place, timeout: float) -> S
             host, port, is_master=False, timeout=timedelta(seconds=timeout)
         )
         store.set(f"{prefix}/{place.rank}", address)
-        # Blocks until the key is there, at most as long as the store was told.
-        return [bytes(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
+        everybody = range(place.world_size)
+        keys = [f"{prefix}/{rank}" for rank in everybody]
+        return read_store(store, keys, everybody, noticed_by=place.rank, limit=timeout, what="init")
 
     return by_store
+
+
+def read_store(
+    store: Any, keys: Sequence[str], writers: Sequence[int], *, noticed_by: int, limit: float, what: str
+) -> list[bytes]:
+    """What the ranks `writers` put under `keys` into a store of torch.distributed.
+
+    Raises BaguaTimeoutError naming those that have not within `limit` seconds.
+    """
+    try:
+        store.wait(list(keys), timedelta(seconds=limit))
+    except Exception as failure:
+        absent = set(_absent(store, list(keys)))
+        missing = tuple(writer for key, writer in zip(keys, writers, strict=True) if key in absent)
+        text = f"{what}: no word from rank(s) {', '.join(map(str, missing))} after {limit:.1f} s"
+        raise BaguaTimeoutError(text, missing=missing, after=limit, noticed_by=noticed_by) from failure
+    # One request: with one for each key, the store's server (perhaps a rank) would answer the square of the world size.
+    if store.has_extended_api():
+        return [bytes(found) for found in store.multi_get(list(keys))]
+    return [bytes(store.get(key)) for key in keys]
+
+
+def _absent(store: Any, keys: list[str]) -> list[str]:
+    """Those that nobody has written, by halving: few requests if they are few."""
+    if not keys or store.check(keys):
+        return []
+    half = len(keys) // 2
+    return _absent(store, keys[:half]) + _absent(store, keys[half:]) if half else keys

@@ -19,6 +19,7 @@ import bagua
 from bagua import config
 from bagua import group as neutral
 from bagua.errors import BaguaTimeoutError
+from bagua.starting import read_store
 
 from . import env
 from .backend import get_backend
@@ -261,13 +262,7 @@ def _master() -> tuple[str, int] | None:
 
 def _read(board: Store, rank: int, keys: list[str], writers: list[int]) -> list[bytes]:
     limit = config.settings().timeout
-    try:
-        board.wait(keys, timedelta(seconds=limit))
-    except Exception as failure:
-        missing = tuple(writer for key, writer in zip(keys, writers, strict=True) if not board.check([key]))
-        text = f"init_process_group: no word from rank(s) {', '.join(map(str, missing))} after {limit:.1f} s"
-        raise BaguaTimeoutError(text, missing=missing, after=limit, noticed_by=rank) from failure
-    return [board.get(key) for key in keys]
+    return read_store(board, keys, writers, noticed_by=rank, limit=limit, what="init_process_group")
 
 
 def _leave() -> None:

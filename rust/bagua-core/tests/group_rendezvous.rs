@@ -2,8 +2,11 @@
 
 mod group_world;
 
-use std::net::{TcpListener, TcpStream};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
@@ -57,6 +60,99 @@ fn all_ranks_hear_all_addresses_by_tcp_in_any_order() {
             threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(expected(size))));
         });
     }
+}
+
+#[test]
+fn all_ranks_of_large_worlds_hear_all_addresses_in_rank_order() {
+    // Every rank of the larger world has a few descriptors in this one process.
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
+    for size in [17, 18, 40, 300] {
+        let port = free_port();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                (0..size).rev().map(|rank| scope.spawn(move || by_tcp(port, rank, size, b"s", PATIENCE))).collect();
+            threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(expected(size))));
+        });
+    }
+}
+
+/// Passes connections on to a server, and counts what the server sends.
+struct Proxy {
+    port: u16,
+    sent: Arc<AtomicUsize>,
+    ended: Arc<AtomicBool>,
+    accepting: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Proxy {
+    fn before(server: u16) -> Proxy {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (sent, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let (count, end) = (Arc::clone(&sent), Arc::clone(&ended));
+        let accept = move || {
+            for client in listener.incoming().map(|client| client.unwrap()) {
+                if end.load(Ordering::SeqCst) {
+                    return;
+                }
+                // Before the server listens the client is turned away, and tries again.
+                let Ok(server) = TcpStream::connect(("127.0.0.1", server)) else { continue };
+                let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+                std::thread::spawn(move || pass(from, to, &AtomicUsize::new(0)));
+                let count = Arc::clone(&count);
+                std::thread::spawn(move || pass(server, client, &count));
+            }
+        };
+        Proxy { port, sent, ended, accepting: Some(std::thread::spawn(accept)) }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::SeqCst);
+        TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        self.accepting.take().unwrap().join().unwrap();
+    }
+}
+
+fn pass(mut from: TcpStream, mut to: TcpStream, count: &AtomicUsize) {
+    let mut bytes = [0; 16 * 1024];
+    // Whatever ends one direction ends it for the other side too.
+    while let Ok(len @ 1..) = from.read(&mut bytes) {
+        count.fetch_add(len, Ordering::SeqCst);
+        if to.write_all(&bytes[..len]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+#[test]
+fn what_the_first_rank_sends_grows_with_the_number_of_ranks_and_not_with_its_square() {
+    const ADDRESS: usize = 1000;
+    let sent = |size: usize| {
+        let port = free_port();
+        let proxy = Proxy::before(port);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..size)
+                .map(|rank| {
+                    let port = if rank == 0 { port } else { proxy.port };
+                    let address = [rank as u8; ADDRESS];
+                    scope.spawn(move || rendezvous_tcp(("127.0.0.1", port), rank, size, &address, b"s", PATIENCE))
+                })
+                .collect();
+            for thread in threads {
+                let all = thread.join().unwrap().unwrap();
+                assert!(all.iter().enumerate().all(|(rank, address)| *address == [rank as u8; ADDRESS]));
+            }
+        });
+        proxy.sent.load(Ordering::SeqCst)
+    };
+    let (few, many) = (sent(34), sent(136));
+    // Four times the ranks; the square of that would be 16 times the bytes.
+    assert!(few >= 34 * ADDRESS && many <= 5 * few, "{few} bytes for 34 ranks, {many} for 136");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What a rank tells the others about where it is: the blob that the caller spreads.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 
 use super::wire::{Garbled, Reader, Writer};
@@ -79,6 +80,7 @@ impl Address {
             return Err(Error::Value(format!("{} addresses for a world of {size} ranks", blobs.len())));
         }
         let mut all: Vec<Address> = Vec::with_capacity(size);
+        let mut nonces: HashMap<[u8; 16], usize> = HashMap::with_capacity(size);
         for (rank, blob) in blobs.iter().enumerate() {
             let address = Address::parse(blob)
                 .map_err(|why| Error::Value(format!("the address of rank {rank} cannot be used: {why}")))?;
@@ -103,8 +105,8 @@ impl Address {
                     name(algorithm),
                 )));
             }
-            if let Some(twin) = all.iter().find(|other| other.nonce == address.nonce) {
-                let text = format!("ranks {} and {rank} have the same address", twin.rank);
+            if let Some(twin) = nonces.insert(address.nonce, rank) {
+                let text = format!("ranks {twin} and {rank} have the same address");
                 return Err(Error::Value(text));
             }
             if address.tcp.is_none() && size > 1 {

@@ -195,7 +195,7 @@ impl Group {
             *count
         };
         let local = |host: &Vec<usize>| -> Vec<usize> {
-            host.iter().filter_map(|old| members.iter().position(|member| member == old)).collect()
+            host.iter().filter_map(|old| members.binary_search(old).ok()).collect()
         };
         let hosts = parent.hosts.iter().map(local).filter(|host| !host.is_empty()).collect();
         let watch = Watch::new(rank, world_ranks.clone(), names);

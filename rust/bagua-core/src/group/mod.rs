@@ -35,7 +35,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Version of everything that ranks say to each other outside of operations.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 /// Streams to a peer unless the configuration says otherwise.
 const STREAMS: usize = 2;

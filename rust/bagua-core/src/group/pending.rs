@@ -1,6 +1,6 @@
 //! From a rank that listens to a group that stands.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -103,21 +103,14 @@ impl Pending {
             control.dial_control(lower, until, &watch)?;
         }
         let site = Site { plane: &plane, watch: &watch, book, deadline };
-        let others = || (0..config.world_size).filter(|rank| *rank != config.rank);
-        let lines = site.wait(|building| {
-            let missing: Vec<usize> = others().filter(|rank| !building.lines.contains_key(rank)).collect();
-            if missing.is_empty() { Ok(std::mem::take(&mut building.lines)) } else { Err(missing) }
-        })?;
-        let own = control.converse(lines);
-        plane.send_all(&Message::Row(own.clone()));
-        let mut rows = site.wait(|building| {
-            let missing: Vec<usize> = others().filter(|rank| !building.rows.contains_key(rank)).collect();
-            if missing.is_empty() { Ok(std::mem::take(&mut building.rows)) } else { Err(missing) }
-        })?;
-        rows.insert(config.rank, own);
-        let rows: Vec<Vec<usize>> = (0..config.world_size).map(|rank| rows.remove(&rank).unwrap_or_default()).collect();
+        let lines = site.wait(|building| &mut building.lines)?;
         let ids: Vec<&str> = book.addresses.iter().map(|address| address.host_id.as_str()).collect();
-        let hosts = partition(&ids, &rows);
+        let own = lines.iter().all(|(rank, line)| line.is_unix() || ids[*rank] != ids[config.rank]);
+        control.converse(lines);
+        plane.send_all(&Message::Near(own));
+        let mut near = site.wait(|building| &mut building.near)?;
+        near.insert(config.rank, own);
+        let hosts = partition(&ids, |rank| near.get(&rank) == Some(&true));
         Group::world(control, watch, hosts)
     }
 }
@@ -131,20 +124,29 @@ struct Site<'a> {
 }
 
 impl Site<'_> {
-    /// Waits until `look` finds what it looks for; otherwise it says which ranks are missing.
-    fn wait<T>(&self, mut look: impl FnMut(&mut Building) -> std::result::Result<T, Vec<usize>>) -> Result<T> {
+    /// Waits until every other rank has an entry, and takes them all.
+    fn wait<T>(&self, of: impl Fn(&mut Building) -> &mut HashMap<usize, T>) -> Result<HashMap<usize, T>> {
+        let Config { rank: own, world_size, .. } = self.plane.config;
         let mut building = lock(&self.plane.building);
+        let mut looked: Option<Instant> = None;
         loop {
-            let missing = match look(&mut building) {
-                Ok(found) => return Ok(found),
-                Err(missing) => missing,
-            };
-            self.watch.check()?;
-            if let Some(gone) = missing.iter().find(|rank| self.watch.has_departed(**rank)) {
-                return Err(self.watch.peer_lost(*gone, "it left while the group was being built"));
+            let found = of(&mut building);
+            if found.len() == world_size - 1 {
+                return Ok(std::mem::take(found));
             }
-            if self.deadline.passed() {
-                return Err(self.timed_out(&building, missing));
+            self.watch.check()?;
+            // Every arrival ends the wait below, so who is missing is not asked each time.
+            let passed = self.deadline.passed();
+            if passed || looked.is_none_or(|looked| looked.elapsed() >= SLICE) {
+                looked = Some(Instant::now());
+                let missing: Vec<usize> =
+                    (0..world_size).filter(|rank| *rank != own && !found.contains_key(rank)).collect();
+                if let Some(gone) = missing.iter().find(|rank| self.watch.has_departed(**rank)) {
+                    return Err(self.watch.peer_lost(*gone, "it left while the group was being built"));
+                }
+                if passed {
+                    return Err(self.timed_out(&building, missing));
+                }
             }
             let slice: Duration = SLICE.min(self.deadline.left());
             building = self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
@@ -164,19 +166,16 @@ impl Site<'_> {
 }
 
 /// Ranks with one host id are a host if every pair of them is connected by a Unix socket, else each is one of its own.
-/// `rows[a]` has b: rank a says that its connection with b is one. Hosts come in the order of their first rank.
-fn partition(host_ids: &[&str], rows: &[Vec<usize>]) -> Vec<Vec<usize>> {
-    let near = |a: usize, b: usize| {
-        let says = |a: usize, b: usize| rows[a].contains(&b);
-        a == b || (says(a, b) && says(b, a))
-    };
+/// `is_near(a)`: rank a says that its connections with all ranks of its host id are such. Hosts come in the order of their first
+/// rank.
+fn partition(host_ids: &[&str], is_near: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
     let mut classes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (rank, id) in host_ids.iter().enumerate() {
         classes.entry(id).or_default().push(rank);
     }
     let mut hosts: Vec<Vec<usize>> = Vec::new();
     for class in classes.into_values() {
-        if class.iter().all(|a| class.iter().all(|b| near(*a, *b))) {
+        if class.iter().all(|rank| is_near(*rank)) {
             hosts.push(class);
         } else {
             hosts.extend(class.into_iter().map(|rank| vec![rank]));
@@ -192,10 +191,10 @@ mod tests {
 
     #[test]
     fn ranks_that_reach_each_other_are_a_host_and_others_are_not() {
-        let rows = vec![vec![2], vec![], vec![0], vec![]];
-        assert_eq!(partition(&["a", "b", "a", "b"], &rows), [vec![0, 2], vec![1], vec![3]]);
-        let mut one_way = rows;
-        one_way[2].clear();
-        assert_eq!(partition(&["a", "b", "a", "b"], &one_way), [vec![0], vec![1], vec![2], vec![3]]);
+        let ids = ["a", "b", "a", "b"];
+        assert_eq!(partition(&ids, |_| true), [[0, 2], [1, 3]]);
+        // Rank 3 does not reach rank 1, or says so.
+        assert_eq!(partition(&ids, |rank| rank != 3), [vec![0, 2], vec![1], vec![3]]);
+        assert_eq!(partition(&ids, |_| false), [[0], [1], [2], [3]]);
     }
 }

@@ -15,7 +15,7 @@ pub(super) const FRAME_LIMIT: usize = 64 * 1024;
 const TEXT_LIMIT: usize = 12 * 1024;
 
 /// The most ranks that a travelling error names.
-const RANKS_LIMIT: usize = 2048;
+pub(super) const RANKS_LIMIT: usize = 2048;
 
 /// Version of the encoding of errors.
 const ERROR_VERSION: u8 = 1;
@@ -141,8 +141,8 @@ impl<'a> Reader<'a> {
 pub(super) enum Message {
     /// "I am alive."
     Heartbeat,
-    /// Which ranks this one reaches by a Unix socket. The first message of a connection.
-    Row(Vec<usize>),
+    /// Whether this rank reaches all ranks with its host id by a Unix socket. The first message of a connection.
+    Near(bool),
     /// A group failed, and why.
     Fail {
         /// Id of the group.
@@ -165,10 +165,7 @@ impl Message {
         let mut out = Writer(vec![0; 4]);
         match self {
             Message::Heartbeat => _ = out.u8(1),
-            Message::Row(reached) => {
-                out.u8(2).rank(reached.len());
-                reached.iter().for_each(|rank| _ = out.rank(*rank));
-            }
+            Message::Near(all) => _ = out.u8(2).u8(u8::from(*all)),
             Message::Fail { group, cause } => put_error(out.u8(3).u64(*group), cause),
             Message::Bye { group } => _ = out.u8(4).u64(*group),
             Message::Heard => _ = out.u8(5),
@@ -183,10 +180,11 @@ impl Message {
         let mut from = Reader(body);
         let message = match from.u8()? {
             1 => Message::Heartbeat,
-            2 => {
-                let count = from.rank()?;
-                Message::Row((0..count).map(|_| from.rank()).collect::<Result<_, _>>()?)
-            }
+            2 => Message::Near(match from.u8()? {
+                0 => false,
+                1 => true,
+                _ => return Err(Garbled("neither yes nor no")),
+            }),
             3 => Message::Fail { group: from.u64()?, cause: get_error(&mut from)? },
             4 => Message::Bye { group: from.u64()? },
             5 => Message::Heard,
@@ -365,7 +363,8 @@ mod tests {
 
     #[test]
     fn every_message_arrives_unchanged() {
-        let all = [Message::Heartbeat, Message::Row(vec![0, 2, 70_000]), Message::Bye { group: 7 }, Message::Heard];
+        let near = [true, false].map(Message::Near);
+        let all = [Message::Heartbeat, Message::Bye { group: 7 }, Message::Heard].into_iter().chain(near);
         for message in all {
             assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
         }

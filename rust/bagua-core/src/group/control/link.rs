@@ -34,11 +34,7 @@ pub(super) async fn converse(plane: Arc<Plane>, rank: usize, line: Line, frames:
             }
         };
         match Message::parse(&body) {
-            Ok(message) => {
-                if let Err(how) = hear(&plane, rank, message) {
-                    break how;
-                }
-            }
+            Ok(message) => hear(&plane, rank, message),
             Err(garbled) => break format!("it spoke nonsense: {garbled}"),
         }
     };
@@ -62,25 +58,23 @@ fn settle(plane: &Plane, rank: usize) {
     }
 }
 
-/// Acts on a message; the error is what is wrong with it.
-fn hear(plane: &Plane, rank: usize, message: Message) -> Result<(), String> {
-    let Some(peer) = plane.peer(rank) else { return Ok(()) };
+/// Acts on a message.
+fn hear(plane: &Plane, rank: usize, message: Message) {
+    let Some(peer) = plane.peer(rank) else { return };
     if let Some(heard) = lock(&peer.heard).as_mut() {
         *heard = Instant::now();
     }
     match message {
         Message::Heartbeat => {}
-        Message::Row(row) if row.iter().all(|rank| *rank < plane.config.world_size) => {
+        Message::Near(all) => {
             *lock(&peer.heard) = Some(Instant::now());
-            lock(&plane.building).rows.insert(rank, row);
+            lock(&plane.building).near.insert(rank, all);
             plane.built.notify_all();
         }
-        Message::Row(_) => return Err("it spoke nonsense: a row of ranks that do not exist".to_owned()),
         Message::Fail { group, cause } => plane.told(rank, group, cause),
         Message::Bye { group } => plane.bid_farewell(rank, group),
         Message::Heard => settle(plane, rank),
     }
-    Ok(())
 }
 
 /// Says that this rank lives, and looks who does not, until the thread ends.

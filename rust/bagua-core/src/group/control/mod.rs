@@ -14,7 +14,7 @@ mod accept;
 mod dial;
 mod link;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -79,21 +79,24 @@ const LOST: u8 = 2;
 pub(super) struct Peer {
     /// Frames for its writer.
     outbox: mpsc::UnboundedSender<Vec<u8>>,
-    /// When it was last heard. `None` until its row came: it may still be waiting for others.
+    /// When it was last heard. `None` until its first message came: it may still be waiting for others.
     heard: Mutex<Option<Instant>>,
     /// ALIVE, DEPARTED or LOST.
     state: AtomicU8,
     /// It heard our goodbye, or its connection ended: nothing more to wait for.
     settled: AtomicBool,
-    /// Its connection is a Unix socket.
-    unix: bool,
 }
 
 /// A group that this rank is in.
 struct Entry {
     watch: Weak<Watch>,
-    /// World ranks of the members, by group rank.
+    /// World ranks of the members, by group rank: ascending.
     ranks: Vec<usize>,
+}
+
+/// Group rank of a world rank.
+fn place(ranks: &[usize], rank: usize) -> Option<usize> {
+    ranks.binary_search(&rank).ok()
 }
 
 /// Groups by id, and messages for those that do not exist here yet.
@@ -101,7 +104,7 @@ struct Entry {
 struct Groups {
     known: HashMap<u64, Entry>,
     early_failures: HashMap<u64, Error>,
-    early_goodbyes: HashMap<u64, Vec<usize>>,
+    early_goodbyes: HashMap<u64, HashSet<usize>>,
 }
 
 /// What `connect` waits for.
@@ -109,8 +112,8 @@ struct Groups {
 pub(super) struct Building {
     /// Connections by world rank; taken when all are there.
     pub(super) lines: HashMap<usize, Line>,
-    /// Which ranks each rank reaches by a Unix socket.
-    pub(super) rows: HashMap<usize, Vec<usize>>,
+    /// Which ranks reach all ranks with their host id by a Unix socket.
+    pub(super) near: HashMap<usize, bool>,
     /// Why the last attempt to reach a rank failed.
     pub(super) troubles: HashMap<usize, String>,
 }
@@ -251,9 +254,11 @@ impl Plane {
         if self.book.get().is_none_or(|book| book.world != id) {
             return;
         }
-        for (watch, ranks) in self.watches(Some(id)) {
+        for watch in self.watches(Some(id)) {
             let concerned = match cause {
-                Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => ranks.contains(rank),
+                Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => {
+                    place(watch.world_ranks(), *rank).is_some()
+                }
                 Error::Aborted(_) => true,
                 Error::Timeout { .. }
                 | Error::Mismatch(_)
@@ -269,16 +274,16 @@ impl Plane {
     }
 
     /// Living groups, but for one.
-    fn watches(&self, but: Option<u64>) -> Vec<(Arc<Watch>, Vec<usize>)> {
+    fn watches(&self, but: Option<u64>) -> Vec<Arc<Watch>> {
         let groups = lock(&self.groups);
         let others = groups.known.iter().filter(|(id, _)| Some(**id) != but);
-        others.filter_map(|(_, entry)| Some((entry.watch.upgrade()?, entry.ranks.clone()))).collect()
+        others.filter_map(|(_, entry)| entry.watch.upgrade()).collect()
     }
 
     /// This rank is about to leave: its waits end, without a word to the peers.
     pub(super) fn give_up(&self, reason: &str) {
         self.leaving.store(true, Ordering::Release);
-        for (watch, _) in self.watches(None) {
+        for watch in self.watches(None) {
             watch.fail_from_peer(Error::Aborted(reason.to_owned()));
         }
     }
@@ -293,9 +298,8 @@ impl Plane {
         // The world first: it tells everybody, and the sub-groups follow it.
         let world = self.book.get().map(|book| book.world);
         let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.watch.upgrade()));
-        let all = first.into_iter().chain(self.watches(world).into_iter().map(|(watch, _)| watch));
-        for watch in all {
-            if let Some(place) = watch.world_ranks().iter().position(|member| *member == rank) {
+        for watch in first.into_iter().chain(self.watches(world)) {
+            if let Some(place) = place(watch.world_ranks(), rank) {
                 let _ = watch.fail(watch.peer_lost(place, reason));
             }
         }
@@ -312,9 +316,10 @@ impl Plane {
             return;
         };
         let Some(watch) = entry.watch.upgrade() else { return };
-        let others: Vec<usize> = entry.ranks.iter().copied().filter(|rank| *rank != by).collect();
         drop(groups);
+        // Everybody tells everybody: only the first is passed on.
         if watch.cause().is_none() {
+            let others: Vec<usize> = watch.world_ranks().iter().copied().filter(|rank| *rank != by).collect();
             // Invariant 1: before this rank's own waits end, and with them perhaps this rank.
             self.send(&others, &Message::Fail { group: id, cause: cause.clone() });
         }
@@ -333,14 +338,14 @@ impl Plane {
         let mut groups = lock(&self.groups);
         for (known, entry) in &groups.known {
             if (everything || *known == id)
-                && let Some(place) = entry.ranks.iter().position(|rank| *rank == by)
+                && let Some(place) = place(&entry.ranks, by)
                 && let Some(watch) = entry.watch.upgrade()
             {
                 watch.depart(place);
             }
         }
         if !everything && !groups.known.contains_key(&id) && groups.early_goodbyes.len() < EARLY {
-            groups.early_goodbyes.entry(id).or_default().push(by);
+            groups.early_goodbyes.entry(id).or_default().insert(by);
         }
         drop(groups);
         self.built.notify_all();
@@ -351,14 +356,14 @@ impl Plane {
         let Some(book) = self.book.get() else { return };
         self.send_all(&Message::Bye { group: book.world });
         let heard = async {
-            loop {
-                let changed = self.settled.notified();
-                let waiting =
-                    |peer: &Peer| !peer.settled.load(Ordering::Acquire) && peer.state.load(Ordering::Acquire) != LOST;
-                if !self.all_peers().any(|(_, peer)| waiting(peer)) {
-                    break;
+            for (_, peer) in self.all_peers() {
+                loop {
+                    let changed = self.settled.notified();
+                    if peer.settled.load(Ordering::Acquire) || peer.state.load(Ordering::Acquire) == LOST {
+                        break;
+                    }
+                    changed.await;
                 }
-                changed.await;
             }
         };
         // A peer that does not answer in time has the goodbye in its socket all the same.
@@ -429,25 +434,21 @@ impl Control {
         }
     }
 
-    /// All connections are there: from here on peers are heard and watched. Returns which of them are Unix sockets.
-    pub(super) fn converse(&self, mut lines: HashMap<usize, Line>) -> Vec<usize> {
+    /// All connections are there: from here on peers are heard and watched.
+    pub(super) fn converse(&self, mut lines: HashMap<usize, Line>) {
         let (plane, size) = (&self.plane, self.plane.config.world_size);
         let mut tasks = Vec::new();
         let peers = (0..size).map(|rank| {
             let line = lines.remove(&rank)?;
             let (outbox, frames) = mpsc::unbounded_channel();
-            let unix = line.is_unix();
             tasks.push(link::converse(Arc::clone(plane), rank, line, frames));
             let (heard, state, settled) = (Mutex::new(None), AtomicU8::new(ALIVE), AtomicBool::new(false));
-            Some(Peer { outbox, heard, state, settled, unix })
+            Some(Peer { outbox, heard, state, settled })
         });
         let peers: Vec<Option<Peer>> = peers.collect();
-        let is_near = |rank: &usize| peers[*rank].as_ref().is_some_and(|peer| peer.unix);
-        let row = (0..size).filter(is_near).collect();
         let _ = plane.peers.set(peers);
         tasks.into_iter().for_each(|task| self.spawn(task));
         self.spawn(link::heartbeat(Arc::clone(plane)));
-        row
     }
 
     /// Says goodbye, closes everything and ends the thread. Idempotent; nothing in a forked child.

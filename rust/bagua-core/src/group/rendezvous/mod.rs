@@ -2,6 +2,9 @@
 
 mod file;
 mod tcp;
+#[cfg(test)]
+mod tests;
+mod tree;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;

@@ -1,11 +1,13 @@
-//! A small server on rank 0 that everybody tells an address, and that then tells everybody all of them.
+//! A small server on rank 0 that everybody tells an address, and that then tells everybody all of them, the greater part by way
+//! of others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
@@ -14,17 +16,18 @@ use tokio::time::{Instant, timeout_at};
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
 use super::super::lock;
 use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer, read_frame};
+use super::tree::{self, Absent, Answer, Relay, STAY, STRANGERS};
 use super::{check, late};
 use crate::error::{Error, Result};
-
-/// The longest list of addresses.
-const LIST_LIMIT: usize = 64 << 20;
 
 /// How much longer a rank waits to hear from rank 0 who is missing.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// Connections that may be open beside those of the ranks.
-const STRANGERS: usize = 256;
+/// Between two attempts.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// The longest registration: an address, and a place.
+const REGISTRATION_LIMIT: usize = FRAME_LIMIT + 128;
 
 /// Spreads addresses through a small TCP server that rank 0 runs on `server` until everybody has everything.
 ///
@@ -64,21 +67,107 @@ pub fn rendezvous_tcp(
     outcome
 }
 
+/// What a rank tells the server.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Registration {
+    /// What is to be spread.
+    pub(super) address: Vec<u8>,
+    /// Where its children may fetch the list; without it, they get it from the server.
+    pub(super) relay: Option<SocketAddr>,
+}
+
+impl Registration {
+    /// The frame, length included.
+    pub(super) fn frame(&self) -> Vec<u8> {
+        let (mut out, mut frame) = (Writer::default(), Writer::default());
+        out.text(&self.relay.map(|relay| relay.to_string()).unwrap_or_default()).bytes(&self.address);
+        frame.bytes(&out.0);
+        frame.0
+    }
+
+    pub(super) fn parse(body: &[u8]) -> std::result::Result<Registration, Garbled> {
+        let mut from = Reader(body);
+        let relay = match from.text()? {
+            none if none.is_empty() => None,
+            some => Some(tree::place(&some)?),
+        };
+        let address = from.bytes()?.to_vec();
+        from.end()?;
+        Ok(Registration { address, relay })
+    }
+}
+
+/// Who is there.
+#[derive(Default)]
+struct Present {
+    /// By rank; `None` while one has proven itself but not told its address yet.
+    ranks: BTreeMap<usize, Option<Registration>>,
+    /// How many of them have: whether all are there is asked at every arrival.
+    registered: usize,
+}
+
+impl Present {
+    /// False when somebody else is this rank.
+    fn claim(&mut self, rank: usize) -> bool {
+        let free = !self.ranks.contains_key(&rank);
+        if free {
+            self.ranks.insert(rank, None);
+        }
+        free
+    }
+
+    fn register(&mut self, rank: usize, registration: Registration) {
+        if self.ranks.insert(rank, Some(registration)).flatten().is_none() {
+            self.registered += 1;
+        }
+    }
+
+    fn leave(&mut self, rank: usize) {
+        if self.ranks.remove(&rank).flatten().is_some() {
+            self.registered -= 1;
+        }
+    }
+}
+
+/// How it ended, for all who wait.
+enum News {
+    /// The list, and where ranks with children hand it on.
+    Complete { list: Vec<u8>, relays: HashMap<usize, SocketAddr> },
+    /// Some did not come.
+    Missing(Vec<u8>),
+}
+
+impl News {
+    async fn tell(&self, rank: usize, stream: &mut TcpStream) -> io::Result<()> {
+        match self {
+            News::Complete { list, relays } => match relays.get(&tree::parent(rank)) {
+                Some(relay) => stream.write_all(&tree::direction(*relay)).await?,
+                None => stream.write_all(list).await?,
+            },
+            News::Missing(frame) => stream.write_all(frame).await?,
+        }
+        stream.shutdown().await
+    }
+}
+
 /// What the server knows.
 struct Desk {
     world_size: usize,
     key: Key,
-    /// Addresses by rank; `None` while a rank has proven itself but not told its address yet.
-    present: Mutex<BTreeMap<usize, Option<Vec<u8>>>>,
+    present: Mutex<Present>,
     /// By rank: why a process that said to be it was refused, last.
     refused: Mutex<BTreeMap<usize, &'static str>>,
     changed: Notify,
 }
 
 impl Desk {
+    fn is_complete(&self) -> bool {
+        lock(&self.present).registered == self.world_size
+    }
+
     fn missing(&self) -> Vec<usize> {
         let present = lock(&self.present);
-        (0..self.world_size).filter(|rank| !present.get(rank).is_some_and(Option::is_some)).collect()
+        (0..self.world_size).filter(|rank| !present.ranks.get(rank).is_some_and(Option::is_some)).collect()
     }
 
     /// What is known of missing ranks, for an error text.
@@ -88,8 +177,12 @@ impl Desk {
         known.map(|(rank, why)| format!("; a process that says it is rank {rank} was refused: {why}")).collect()
     }
 
-    fn all(&self) -> Vec<Vec<u8>> {
-        lock(&self.present).values().flatten().cloned().collect()
+    /// All addresses, and the relays.
+    fn all(&self) -> (Vec<Vec<u8>>, HashMap<usize, SocketAddr>) {
+        let present = lock(&self.present);
+        let ranks = || present.ranks.iter().filter_map(|(rank, registration)| Some((*rank, registration.as_ref()?)));
+        let relays = ranks().filter_map(|(rank, registration)| Some((rank, registration.relay?)));
+        (ranks().map(|(_, registration)| registration.address.clone()).collect(), relays.collect())
     }
 }
 
@@ -108,14 +201,16 @@ async fn serve(
         other => other,
     };
     let listener = listener.map_err(|e| Error::system(&format!("listening on {host}:{port} for the rendezvous"), e))?;
-    let present = Mutex::new(BTreeMap::from([(0, Some(address.to_vec()))]));
-    let desk = Arc::new(Desk { world_size, key, present, refused: Mutex::default(), changed: Notify::new() });
-    let (publish, published) = watch::channel(None::<Arc<Vec<u8>>>);
+    let mut present = Present::default();
+    present.register(0, Registration { address: address.to_vec(), relay: None });
+    let (present, changed) = (Mutex::new(present), Notify::new());
+    let desk = Arc::new(Desk { world_size, key, present, refused: Mutex::default(), changed });
+    let (publish, published) = watch::channel(None::<Arc<News>>);
     let mut visitors = JoinSet::new();
     let gather = async {
         loop {
             let changed = desk.changed.notified();
-            if desk.missing().is_empty() {
+            if desk.is_complete() {
                 return;
             }
             tokio::select! {
@@ -132,46 +227,34 @@ async fn serve(
         }
     };
     let complete = timeout_at(deadline, gather).await.is_ok();
-    let mut out = Writer(vec![0; 4]);
-    let outcome = if complete {
-        let all = desk.all();
-        out.u8(0).rank(all.len());
-        all.iter().for_each(|blob| _ = out.bytes(blob));
-        Ok(all)
+    let (news, outcome) = if complete {
+        let (all, relays) = desk.all();
+        (News::Complete { list: tree::list(&all), relays }, Ok(all))
     } else {
         let missing = desk.missing();
-        out.u8(1).rank(missing.len());
-        missing.iter().for_each(|rank| _ = out.rank(*rank));
-        let refused = desk.refusals(&missing);
-        Err(late(timeout, missing, 0, format!("the rendezvous at {host}:{port}{refused}")))
+        let what = format!("the rendezvous at {host}:{port}{}", desk.refusals(&missing));
+        let absent = Absent::new(missing);
+        (News::Missing(absent.frame()), Err(absent.late(timeout, 0, what)))
     };
-    let len = u32::try_from(out.0.len() - 4).unwrap_or(u32::MAX);
-    out.0[..4].copy_from_slice(&len.to_le_bytes());
-    publish.send_replace(Some(Arc::new(out.0)));
+    publish.send_replace(Some(Arc::new(news)));
     drop(publish);
     // Strangers end too: what they wait for has been published. A rank that does not read does not hold up the others.
     let told = async { while visitors.join_next().await.is_some() {} };
-    let _ = tokio::time::timeout(GRACE * 4, told).await;
+    let _ = tokio::time::timeout(STAY, told).await;
     outcome
 }
 
 /// One connection at the desk.
-async fn attend(desk: Arc<Desk>, mut stream: TcpStream, mut published: watch::Receiver<Option<Arc<Vec<u8>>>>) {
+async fn attend(desk: Arc<Desk>, mut stream: TcpStream, mut published: watch::Receiver<Option<Arc<News>>>) {
     let rank = match receive(&desk, &mut stream).await {
         Ok(rank) => rank,
         Err(why) => return handshake::refuse(&mut stream, why).await,
     };
-    let list = tokio::select! {
-        list = published.wait_for(Option::is_some) => list.ok().and_then(|list| list.clone()),
+    match tree::news(&mut stream, &mut published).await {
+        // One that is gone by now is missed by others.
+        Some(news) => _ = news.tell(rank, &mut stream).await,
         // The rank is gone: another process may take its place.
-        _ = stream.read_u8() => None,
-    };
-    match list {
-        Some(list) => {
-            let _ = stream.write_all(&list).await;
-            let _ = stream.shutdown().await;
-        }
-        None => _ = lock(&desk.present).remove(&rank),
+        None => lock(&desk.present).leave(rank),
     }
 }
 
@@ -199,28 +282,21 @@ async fn receive(desk: &Desk, stream: &mut TcpStream) -> std::result::Result<usi
     if to != 0 || from == 0 || from >= world_size {
         return Err(Refusal::Rank);
     }
-    {
-        let mut present = lock(&desk.present);
-        if present.contains_key(&from) {
-            return Err(Refusal::Duplicate);
-        }
-        present.insert(from, None);
+    if !lock(&desk.present).claim(from) {
+        return Err(Refusal::Duplicate);
     }
     let told = async {
         handshake::welcome(stream).await?;
-        read_frame(stream, FRAME_LIMIT).await
+        read_frame(stream, REGISTRATION_LIMIT).await
     };
-    match tokio::time::timeout(handshake::STEP, told).await {
-        Ok(Ok(blob)) => {
-            lock(&desk.present).insert(from, Some(blob));
-            desk.changed.notify_one();
-            Ok(from)
-        }
-        Ok(Err(_)) | Err(_) => {
-            lock(&desk.present).remove(&from);
-            Err(Refusal::Stranger)
-        }
-    }
+    let told = tokio::time::timeout(handshake::STEP, told).await;
+    let Some(registration) = told.ok().and_then(|body| Registration::parse(&body.ok()?).ok()) else {
+        lock(&desk.present).leave(from);
+        return Err(Refusal::Stranger);
+    };
+    lock(&desk.present).register(from, registration);
+    desk.changed.notify_one();
+    Ok(from)
 }
 
 async fn join(
@@ -243,65 +319,71 @@ async fn join(
         index: 0,
         job: [0; 8],
     };
+    let mut awaited = 0;
     let mut trouble = "no answer".to_owned();
     let attempts = async {
-        loop {
-            match attempt(server, &hello, &key, address).await {
-                Ok(list) => return Ok(list),
-                Err(Failed::Refused(why)) => return Err(why),
+        let (answer, relay) = loop {
+            match register(server, &hello, &key, address).await {
+                Ok(heard) => break heard,
+                Err(Failed::Refused(why)) => return Err(refused(why, rank, world_size, &place)),
                 Err(Failed::Broken(how)) => trouble = how,
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(PAUSE).await;
+        };
+        let from = match answer {
+            Answer::Complete(all) => return Ok((all, relay)),
+            Answer::Missing(absent) => return Err(absent.late(timeout, rank, place.clone())),
+            Answer::Fetch(from) => from,
+        };
+        awaited = tree::parent(rank);
+        trouble = format!("rank {awaited} at {from}: no answer");
+        loop {
+            // Rank 0 let this rank in, so that whoever refuses it now is no rank of this job.
+            match tree::fetch(from, &Hello { to: awaited, ..hello }, &key).await {
+                Ok(all) => return Ok((all, relay)),
+                Err(how) => trouble = format!("rank {awaited} at {from}: {how}"),
+            }
+            tokio::time::sleep(PAUSE).await;
         }
     };
-    match timeout_at(Instant::now() + timeout + GRACE, attempts).await {
-        Ok(Ok(List::Complete(all))) if all.len() == world_size && all[rank] == address => Ok(all),
-        Ok(Ok(List::Complete(_))) => Err(Error::System(format!("{place} gave a list that does not fit"))),
-        Ok(Ok(List::Missing(missing))) => Err(late(timeout, missing, rank, place)),
-        Ok(Err(Refusal::WorldSize)) => {
-            let text =
-                format!("rank {rank} was told that there are {world_size} ranks, rank 0 was told otherwise ({place})");
-            Err(Error::Mismatch(text))
+    let (all, relay) = match timeout_at(Instant::now() + timeout + GRACE, attempts).await {
+        Ok(outcome) => outcome?,
+        Err(_) => return Err(late(timeout, vec![awaited], rank, format!("{place} ({trouble})"))),
+    };
+    if all.len() != world_size || all[rank] != address {
+        return Err(Error::System(format!("{place} gave a list that does not fit")));
+    }
+    if let Some(relay) = relay {
+        relay.hand_over(&all).await;
+    }
+    Ok(all)
+}
+
+/// The error for a rank that the server does not let in.
+fn refused(why: Refusal, rank: usize, world_size: usize, place: &str) -> Error {
+    match why {
+        Refusal::WorldSize => Error::Mismatch(format!(
+            "rank {rank} was told that there are {world_size} ranks, rank 0 was told otherwise ({place})"
+        )),
+        Refusal::Duplicate => Error::Mismatch(format!("two processes are rank {rank} ({place})")),
+        Refusal::Version => Error::Mismatch(format!("{place}: {why}")),
+        Refusal::Stranger | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
+            Error::System(format!("{place}: {why}"))
         }
-        Ok(Err(Refusal::Duplicate)) => Err(Error::Mismatch(format!("two processes are rank {rank} ({place})"))),
-        Ok(Err(why @ Refusal::Version)) => Err(Error::Mismatch(format!("{place}: {why}"))),
-        Ok(Err(
-            why @ (Refusal::Stranger
-            | Refusal::Job
-            | Refusal::Rank
-            | Refusal::Secret
-            | Refusal::Purpose
-            | Refusal::Busy),
-        )) => Err(Error::System(format!("{place}: {why}"))),
-        Err(_) => Err(late(timeout, vec![0], rank, format!("{place} ({trouble})"))),
     }
 }
 
-/// What the server says in the end.
-enum List {
-    Complete(Vec<Vec<u8>>),
-    Missing(Vec<usize>),
-}
-
-async fn attempt(server: (&str, u16), hello: &Hello, key: &Key, address: &[u8]) -> std::result::Result<List, Failed> {
+/// Tells the server an address, once, and hears how it ended. A rank with children listens for them from here on.
+pub(super) async fn register(
+    server: (&str, u16),
+    hello: &Hello,
+    key: &Key,
+    address: &[u8],
+) -> std::result::Result<(Answer, Option<Relay>), Failed> {
     let mut stream = TcpStream::connect(server).await?;
     handshake::introduce(&mut stream, hello, key).await?;
-    let mut out = Writer::default();
-    stream.write_all(&out.bytes(address).0).await?;
-    let list = read_frame(&mut stream, LIST_LIMIT).await?;
-    parse(&list).map_err(|garbled| Failed::Broken(garbled.to_string()))
-}
-
-fn parse(list: &[u8]) -> std::result::Result<List, Garbled> {
-    let mut from = Reader(list);
-    let (kind, count) = (from.u8()?, from.rank()?);
-    let list = match kind {
-        0 => {
-            List::Complete((0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Garbled>>()?)
-        }
-        1 => List::Missing((0..count).map(|_| from.rank()).collect::<std::result::Result<_, Garbled>>()?),
-        _ => return Err(Garbled("a list of unknown kind")),
-    };
-    from.end()?;
-    Ok(list)
+    let relay = Relay::open(&stream, hello, key).await;
+    let registration = Registration { address: address.to_vec(), relay: relay.as_ref().map(|relay| relay.at) };
+    stream.write_all(&registration.frame()).await?;
+    Ok((Answer::read(&mut stream).await?, relay))
 }

@@ -1,0 +1,224 @@
+//! The tree that addresses travel down, with ranks that are not what they should be.
+
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::thread::{Scope, ScopedJoinHandle};
+use std::time::Duration;
+
+use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
+use super::super::wire::RANKS_LIMIT;
+use super::rendezvous_tcp;
+use super::tcp::{Registration, register};
+use super::tree::{Absent, Answer, FAN, children, direction, fetch, list, parent};
+use crate::error::{Error, Result};
+
+/// No test waits longer for anything.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Two levels below rank 0; ranks 1 and 2 have children.
+const SIZE: usize = 40;
+
+type Outcome = Result<Vec<Vec<u8>>>;
+
+fn address(rank: usize) -> Vec<u8> {
+    format!("address {rank}").into_bytes()
+}
+
+fn expected() -> Vec<Vec<u8>> {
+    (0..SIZE).map(address).collect()
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn honest<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration) -> ScopedJoinHandle<'s, Outcome> {
+    scope.spawn(move || rendezvous_tcp(("127.0.0.1", port), rank, SIZE, &address(rank), b"s", limit))
+}
+
+fn key(secret: &[u8]) -> Key {
+    Key::new(secret, b"rendezvous")
+}
+
+fn hello(from: usize, to: usize) -> Hello {
+    let purpose = Purpose::Rendezvous;
+    Hello { world_size: SIZE, from, to, purpose, group: 0, channel: 0, index: 0, job: [0; 8] }
+}
+
+fn run<T>(what: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(what)
+}
+
+/// Registers as a rank and hears the answer. Whatever listens for its children is gone when this returns.
+async fn registered(port: u16, rank: usize) -> Answer {
+    loop {
+        match register(("127.0.0.1", port), &hello(rank, 0), &key(b"s"), &address(rank)).await {
+            Ok((answer, _relay)) => return answer,
+            // Rank 0 does not listen yet.
+            Err(Failed::Broken(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
+            Err(Failed::Refused(why)) => panic!("rank {rank}: {why}"),
+        }
+    }
+}
+
+fn where_to_fetch(answer: Answer) -> SocketAddr {
+    match answer {
+        Answer::Fetch(from) => from,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn every_rank_but_the_first_is_among_the_few_children_of_its_parent() {
+    for size in [1, 2, FAN + 1, FAN + 2, SIZE, 300, 5000] {
+        for rank in 1..size {
+            assert!(parent(rank) < rank && children(parent(rank), size).contains(&rank));
+        }
+        assert!((0..size).all(|rank| children(rank, size).len() <= FAN));
+        assert_eq!((0..size).map(|rank| children(rank, size).len()).sum::<usize>(), size - 1);
+    }
+    assert!((1..=FAN).all(|rank| children(rank, FAN + 1).is_empty()), "nobody but rank 0 listens in a small world");
+}
+
+#[test]
+fn answers_arrive_unchanged_and_truncated_ones_are_garbled() {
+    let at = SocketAddr::from(([127, 0, 0, 1], 4000));
+    let absent = Absent::new(vec![3, 70_000]);
+    let all = [
+        (list(&expected()), Answer::Complete(expected())),
+        (direction(at), Answer::Fetch(at)),
+        (absent.frame(), Answer::Missing(absent)),
+    ];
+    for (frame, answer) in all {
+        assert_eq!(Answer::parse(&frame[4..]), Ok(answer));
+        assert!((4..frame.len()).all(|end| Answer::parse(&frame[4..end]).is_err()));
+        assert!(Answer::parse(&[&frame[4..], &[0]].concat()).is_err());
+    }
+    for relay in [None, Some(at)] {
+        let registration = Registration { address: address(3), relay };
+        let frame = registration.frame();
+        assert_eq!(Registration::parse(&frame[4..]), Ok(registration));
+        assert!((4..frame.len()).all(|end| Registration::parse(&frame[4..end]).is_err()));
+    }
+}
+
+#[test]
+fn of_very_many_missing_ranks_some_are_named_and_the_rest_counted() {
+    let absent = Absent::new((0..RANKS_LIMIT + 500).collect());
+    assert!(absent.frame().len() <= 4 * RANKS_LIMIT + 32);
+    let error = absent.late(PATIENCE, 0, "the rendezvous".to_owned());
+    assert!(matches!(&error, Error::Timeout { missing, .. } if missing.len() == RANKS_LIMIT));
+    assert!(error.to_string().contains("500 more ranks"), "{error}");
+}
+
+#[test]
+fn strangers_at_a_parent_hear_what_is_wrong_and_its_children_get_the_list() {
+    let port = free_port();
+    let last = SIZE - 1;
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (0..last).map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        run(async {
+            let from = where_to_fetch(registered(port, last).await);
+            let mute: Vec<TcpStream> = (0..FAN + 1).map(|_| TcpStream::connect(from).unwrap()).collect();
+            for bytes in [&b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..], &[0xff; 4096]] {
+                let mut stream = TcpStream::connect(from).unwrap();
+                std::io::Write::write_all(&mut stream, bytes).unwrap();
+                stream.shutdown(Shutdown::Write).unwrap();
+            }
+            let to = parent(last);
+            let attempts = [
+                (hello(last, to), key(b"S"), Refusal::Secret),
+                (hello(last, to + 1), key(b"s"), Refusal::Rank),
+                (hello(to, to), key(b"s"), Refusal::Rank),
+                (Hello { world_size: SIZE + 1, ..hello(last, to) }, key(b"s"), Refusal::WorldSize),
+                (Hello { purpose: Purpose::Stream, ..hello(last, to) }, key(b"s"), Refusal::Purpose),
+            ];
+            for (hello, key, why) in attempts {
+                assert_eq!(fetch(from, &hello, &key).await, Err(Failed::Refused(why)));
+            }
+            assert_eq!(fetch(from, &hello(last, to), &key(b"s")).await, Ok(expected()));
+            drop(mute);
+        });
+        others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
+    });
+}
+
+#[test]
+fn the_children_of_a_rank_that_dies_before_it_hands_over_name_it() {
+    let port = free_port();
+    let orphans = children(1, SIZE);
+    std::thread::scope(|scope| {
+        let others = (0..SIZE).filter(|rank| *rank != 1 && !orphans.contains(rank));
+        let others: Vec<_> = others.map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        let dead = scope.spawn(move || run(registered(port, 1)));
+        let orphans: Vec<_> =
+            orphans.clone().map(|rank| (rank, honest(scope, port, rank, Duration::from_secs(2)))).collect();
+        assert_eq!(dead.join().unwrap(), Answer::Complete(expected()));
+        others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
+        for (rank, orphan) in orphans {
+            let error = orphan.join().unwrap().unwrap_err();
+            let named =
+                matches!(&error, Error::Timeout { missing, noticed_by, .. } if missing == &[1] && *noticed_by == rank);
+            assert!(named && error.to_string().contains("rank 1 at 127.0.0.1:"), "{error:?}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_fetch_the_list_holds_up_nobody_for_long() {
+    let port = free_port();
+    let last = SIZE - 1;
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (0..last).map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        let from = where_to_fetch(run(registered(port, last)));
+        // It comes, but says nothing.
+        let mute = TcpStream::connect(from).unwrap();
+        others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
+        drop(mute);
+    });
+}
+
+#[test]
+fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_the_first() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let others = (0..SIZE).filter(|rank| *rank != 1);
+        let others: Vec<_> = others.map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        let deaf = scope.spawn(move || {
+            run(async {
+                let mut stream = loop {
+                    match tokio::net::TcpStream::connect(("127.0.0.1", port)).await {
+                        Ok(stream) => break stream,
+                        Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+                    }
+                };
+                handshake::introduce(&mut stream, &hello(1, 0), &key(b"s")).await.unwrap();
+                let frame = Registration { address: address(1), relay: None }.frame();
+                tokio::io::AsyncWriteExt::write_all(&mut stream, &frame).await.unwrap();
+                Answer::read(&mut stream).await.unwrap()
+            })
+        });
+        assert_eq!(deaf.join().unwrap(), Answer::Complete(expected()));
+        others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
+    });
+}
+
+#[test]
+fn a_rank_that_left_before_all_were_there_can_come_again() {
+    let port = free_port();
+    let last = SIZE - 1;
+    std::thread::scope(|scope| {
+        let first = honest(scope, port, 0, PATIENCE);
+        // Nobody else is there, so that no answer comes.
+        run(async { tokio::time::timeout(Duration::from_millis(200), registered(port, last)).await }).unwrap_err();
+        let others: Vec<_> = (1..last).map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        let again = loop {
+            match honest(scope, port, last, PATIENCE).join().unwrap() {
+                // Rank 0 has not noticed yet that the other one is gone.
+                Err(Error::Mismatch(_)) => {}
+                outcome => break outcome,
+            }
+        };
+        assert_eq!(again, Ok(expected()));
+        others.into_iter().chain([first]).for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
+    });
+}
