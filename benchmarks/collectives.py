@@ -46,9 +46,9 @@ OURS = ("ours", "ours-arena")
 PEERS = ("gloo", "openmpi")
 #: Below this many bytes several calls are timed together, because one is shorter than the skew of its start.
 SMALL = 64 << 10
-CALLS_TOGETHER = 40
-#: More where ranks share cores: until the last of them runs, hundreds of microseconds pass.
-CROWDED_CALLS_TOGETHER = 200
+CALLS_TOGETHER = 200
+#: Their tensors must not take more than this: caches hold what a program has just used.
+BYTES_TOGETHER = 1 << 20
 
 
 def time_case(
@@ -58,8 +58,7 @@ def time_case(
     import torch
     from contenders import Buffers
 
-    crowded = ranks > len(os.sched_getaffinity(0))
-    together = 1 if case.size >= SMALL else CROWDED_CALLS_TOGETHER if crowded else CALLS_TOGETHER
+    together = min(CALLS_TOGETHER, BYTES_TOGETHER // case.size) if case.size < SMALL else 1
     turns: dict[str, list[tuple[Buffers, Any]]] = {}
     ordinary = [
         Buffers(case, rank, ranks, lambda count, dtype: torch.empty(count, dtype=dtype)) for _ in range(together)
