@@ -49,6 +49,8 @@ SMALL = 64 << 10
 CALLS_TOGETHER = 200
 #: Their tensors must not take more than this: caches hold what a program has just used.
 BYTES_TOGETHER = 1 << 20
+#: Seconds that calls together need not exceed: by then it does not matter who begins first.
+LONG = 0.02
 
 
 def time_case(
@@ -71,8 +73,8 @@ def time_case(
         if calls:
             turns[contender.name] = calls
 
-    def once(name: str) -> float:
-        calls = turns[name]
+    def once(name: str, most: int | None = None) -> float:
+        calls = turns[name][:most]
         for buffers, _ in calls:
             buffers.rewrite()
         functions = [call for _, call in calls]
@@ -87,12 +89,14 @@ def time_case(
             buffers.check(name)
         return elapsed / len(calls)
 
-    for name in turns:  # connects what is lazy
-        once(name)
+    # Rank 0's clock decides for all: every rank must make the same number of calls.
+    for name in turns:
+        once(name, 1)  # connects what is lazy
+        enough = int(meeting.tell(LONG / once(name, 5)))
+        turns[name] = turns[name][: max(1, enough)]
     begun = time.perf_counter()
     for name in turns:
         once(name)
-    # Rank 0's clock decides for all: every rank must do the same number of rounds.
     rounds = int(meeting.tell(max(5, min(200, budget / (time.perf_counter() - begun)))))
     times: dict[str, list[float]] = {name: [] for name in turns}
     order = list(turns)
