@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
+from bagua.torch_api import communication
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.world import World
 
@@ -298,6 +299,12 @@ def hierarchical(rank: int) -> tuple[Any, ...]:
     assert gradient is not None
     group = bagua.new_group()
     intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
+    named = [communication.get_communicator(group.group_name, part) for part in ("global", "inter", "intra")]
+    assert all(one is other for one, other in zip(named, (group.get_global_communicator(), inter, intra), strict=True))
+    with pytest.raises(ValueError, match=f"no group is called 'else', only .*{group.group_name}"):
+        communication.get_communicator("else", "global")
+    with pytest.raises(ValueError, match="'local' is none of"):
+        communication.get_communicator(group.group_name, "local")  # type: ignore[arg-type]
     parts = (intra.rank(), intra.nranks(), inter.rank(), inter.nranks())
     return gradient.numpy().tobytes(), parts, neutral.stats()["groups"]["world"]["collective"]
 

@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -211,6 +211,22 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
     if isinstance(communicator, Communicator):
         group.group_name = communicator.group.name
     return group
+
+
+def get_communicator(group_name: str, comm_name: Literal["global", "inter", "intra"]) -> AnyCommunicator:
+    """A communicator of the group of this name: of all its ranks, of its hosts' first ranks, or of those on this host.
+
+    ``NON_COMM_MEMBER`` on a rank that is not among them. Opening one that is new is up to all its members. ValueError
+    for a name that no group, or no communicator, has.
+    """
+    if comm_name not in ("global", "inter", "intra"):
+        raise ValueError(f"get_communicator: {comm_name!r} is none of 'global', 'inter' and 'intra'")
+    _get_default_group()
+    for group in state.ranks_of:
+        if group.group_name == group_name:
+            return group._communicator(comm_name)
+    known = sorted(group.group_name for group in state.ranks_of if group.group_name)
+    raise ValueError(f"get_communicator: no group is called {group_name!r}, only {', '.join(map(repr, known))}")
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
