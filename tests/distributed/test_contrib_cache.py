@@ -41,6 +41,8 @@ def share_servers(rank: int) -> tuple[int, int, int, str]:
         assert name == f"sample {index}"
     assert inner.computed == warmed
     keys = cached.cache_loader.num_keys()
+    # All have counted before one more key comes.
+    bagua.barrier()
     servers = cached.cache_loader.store.stores  # type: ignore[attr-defined]
     names = " ".join(server.name for server in servers)
     # Values signed with the secret that only this job's ranks know.
