@@ -36,8 +36,10 @@ def watch(group: Verbs) -> None:
     _watched.add(group)
 
 
-def install(shutdown: Callable[[], None]) -> None:
-    """Once per process: the hooks. Every time, on the main thread: Ctrl-C."""
+def install(shutdown: Callable[[], None], forget: Callable[[], None]) -> None:
+    """Once per process: the hooks, that of exit with `shutdown`, that of a forked child with `forget`. Every time, on
+    the main thread: Ctrl-C.
+    """
     global _home
     _listen()
     if _home == os.getpid():
@@ -53,7 +55,7 @@ def install(shutdown: Callable[[], None]) -> None:
             shutdown()
 
     atexit.register(leave)
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=lambda: _in_child(forget))
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -86,13 +88,11 @@ def _listen() -> None:
         signal.set_wakeup_fd(before)
 
 
-def _in_child() -> None:
-    # Imported late: the group module imports this one.
-    from bagua import group
-
+def _in_child(forget: Callable[[], None]) -> None:
+    # Before they are forgotten.
     _kept.extend(_watched)
     _watched.clear()
-    group.forget()
+    forget()
     # The descriptor leads to the parent's ear.
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)

@@ -176,7 +176,7 @@ def join(
     job.
     """
     chosen = config.settings(timeout=timeout, secret=secret)
-    exits.install(shutdown)
+    exits.install(shutdown, forget)
     pending = engine.Pending(
         rank,
         world_size,

@@ -1,15 +1,13 @@
 //! The reducing verbs of [`Net`]: who combines what, and the buffers for it.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use super::ranges::share;
 use super::ring::Ring;
-use super::shares::{Place, Results, Shares};
+use super::shares::{Place, Results, Shares, fold};
 use super::{Net, slots};
 use crate::collective::{Call, Collective, Incoming, Io, Outgoing};
 use crate::error::Result;
-use crate::reduce::combine;
 use crate::types::ReduceOp;
 
 /// Bytes of all pieces that may be under way at once.
@@ -24,13 +22,6 @@ const CUTS: usize = 4;
 
 /// The fewest and the most pieces that may be under way at once.
 const WINDOW: (usize, usize) = (2, 16);
-
-/// Combines what is there from every rank, in rank order; `None` is what `out` holds.
-pub(super) fn fold(call: &Call<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
-    let start = Instant::now();
-    combine(call.dtype(), op, inputs, out);
-    call.stats.add_reduce(start.elapsed());
-}
 
 /// Bytes of a piece of shares of which the longest has `longest` bytes; a multiple of every element's size.
 fn piece(longest: usize) -> usize {
