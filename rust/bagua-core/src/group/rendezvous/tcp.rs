@@ -79,10 +79,8 @@ pub(super) struct Registration {
 impl Registration {
     /// The frame, length included.
     pub(super) fn frame(&self) -> Vec<u8> {
-        let (mut out, mut frame) = (Writer::default(), Writer::default());
-        out.text(&self.relay.map(|relay| relay.to_string()).unwrap_or_default()).bytes(&self.address);
-        frame.bytes(&out.0);
-        frame.0
+        let mut out = Writer::default();
+        tree::framed(out.text(&self.relay.map(|relay| relay.to_string()).unwrap_or_default()).bytes(&self.address))
     }
 
     pub(super) fn parse(body: &[u8]) -> std::result::Result<Registration, Garbled> {
@@ -220,7 +218,7 @@ async fn serve(
                         _ = visitors.spawn(attend(Arc::clone(&desk), stream, published.clone()));
                     }
                     Ok(_) => {}
-                    Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+                    Err(_) => tokio::time::sleep(PAUSE).await,
                 },
                 Some(_) = visitors.join_next() => {}
             }

@@ -88,7 +88,8 @@ pub(super) fn direction(from: SocketAddr) -> Vec<u8> {
     framed(Writer::default().u8(2).text(&from.to_string()))
 }
 
-fn framed(body: &Writer) -> Vec<u8> {
+/// A body with its length before it.
+pub(super) fn framed(body: &Writer) -> Vec<u8> {
     let mut frame = Writer::default();
     frame.bytes(&body.0);
     frame.0
