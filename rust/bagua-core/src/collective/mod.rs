@@ -15,11 +15,13 @@ pub mod hier;
 mod net;
 pub mod shm;
 mod solo;
+mod stages;
 
 pub use hier::Hier;
 pub use net::{Algorithm, Net};
 pub use shm::Shm;
 pub use solo::Solo;
+pub use stages::{Chunks, Stage, Stages};
 
 pub use crate::transport::{Call, Incoming, Outgoing};
 
@@ -58,6 +60,19 @@ pub trait Collective: Send {
 
     /// Every rank gets the combination of all. `InPlace`: N bytes. `Split`: N and N.
     fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
+
+    /// [`Collective::all_reduce`] in place of a tensor that this rank prepares and passes on chunk by chunk. An implementation that can
+    /// does so while other chunks travel.
+    fn all_reduce_in_stages(
+        &mut self,
+        call: &Call<'_>,
+        data: &mut [u8],
+        op: ReduceOp,
+        chunks: Chunks,
+        stages: &mut dyn Stages,
+    ) -> Result<()> {
+        stages::chunk_by_chunk(self, call, data, op, chunks, stages)
+    }
 
     /// `root` gets the combination of all. `InPlace`: N bytes, unchanged on the others. `Split`: N and N (`dst` is empty or
     /// ignored on the others).

@@ -3,6 +3,8 @@
 //! | verb | when | how |
 //! |---|---|---|
 //! | all_reduce | as [`algorithm`] says | every rank combines everything, or its share; or a ring; or doubling |
+//! | all_reduce in stages | whole or direct | the same chunk by chunk; chunks overlap |
+//! | | otherwise | one chunk after the other |
 //! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
 //! | | otherwise | each rank combines its share and sends the result to root; pieces overlap |
 //! | broadcast | at most [`STAR`] ranks | root sends to all |
@@ -23,10 +25,12 @@ mod ranges;
 mod reductions;
 mod ring;
 mod shares;
+mod staged;
 
 pub use algorithm::Algorithm;
 
-use super::{Call, Collective, Incoming, Io, Outgoing};
+use super::stages::chunk_by_chunk;
+use super::{Call, Chunks, Collective, Incoming, Io, Outgoing, Stages};
 use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
@@ -135,6 +139,21 @@ impl Collective for Net {
             }
         };
         if way == Way::Ring { self.reduce_ring(call, data, op) } else { self.reduce_doubling(call, data, op) }
+    }
+
+    fn all_reduce_in_stages(
+        &mut self,
+        call: &Call<'_>,
+        data: &mut [u8],
+        op: ReduceOp,
+        chunks: Chunks,
+        stages: &mut dyn Stages,
+    ) -> Result<()> {
+        let way = choose(self.algorithm, call.dtype(), data.len(), self.size());
+        if chunks.count() == 1 || self.size() == 1 || !matches!(way, Way::Whole | Way::Direct) {
+            return chunk_by_chunk(self, call, data, op, chunks, stages);
+        }
+        self.reduce_in_stages(call, data, op, (chunks, stages), way == Way::Whole)
     }
 
     fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {

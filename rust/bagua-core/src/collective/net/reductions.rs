@@ -4,10 +4,12 @@ use std::ops::Range;
 
 use super::ranges::share;
 use super::ring::Ring;
-use super::shares::{Place, Results, Shares, fold};
+use super::shares::{Cut, Place, Results, Shares, fold};
+use super::staged::Staged;
 use super::{Net, slots};
-use crate::collective::{Call, Collective, Incoming, Io, Outgoing};
+use crate::collective::{Call, Chunks, Collective, Incoming, Io, Outgoing, Stages};
 use crate::error::Result;
+use crate::transport::Mesh;
 use crate::types::ReduceOp;
 
 /// Bytes of all pieces that may be under way at once.
@@ -26,6 +28,11 @@ const WINDOW: (usize, usize) = (2, 16);
 /// Bytes of a piece of shares of which the longest has `longest` bytes; a multiple of every element's size.
 fn piece(longest: usize) -> usize {
     longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
+}
+
+/// Bytes of the longest share.
+fn longest(shares: &[Range<usize>]) -> usize {
+    shares.iter().map(Range::len).max().unwrap_or(0)
 }
 
 /// At least so many bytes.
@@ -132,6 +139,40 @@ impl Net {
         self.run_shares(call, op, place, shares, Results::Kept)
     }
 
+    /// all_reduce in place of a tensor that becomes ready chunk by chunk; `everywhere` as [`Net::reduce_everywhere`] does it, otherwise
+    /// as [`Net::reduce_shares`].
+    pub(super) fn reduce_in_stages(
+        &mut self,
+        call: &Call<'_>,
+        data: &mut [u8],
+        op: ReduceOp,
+        (chunks, stages): (Chunks, &mut dyn Stages),
+        everywhere: bool,
+    ) -> Result<()> {
+        let (mesh, mut plan) = self.stage(call, data, op, (chunks, stages), everywhere);
+        mesh.run(call, &mut plan)
+    }
+
+    /// What of that travels, and what carries it.
+    pub(super) fn stage<'a, 'c>(
+        &'a mut self,
+        call: &'a Call<'c>,
+        data: &'a mut [u8],
+        op: ReduceOp,
+        (chunks, stages): (Chunks, &'a mut dyn Stages),
+        everywhere: bool,
+    ) -> (&'a mut Mesh, Staged<'a, 'c>) {
+        let (n, size) = (self.size(), call.dtype().size());
+        let shares = |len| if everywhere { vec![0..len; n] } else { self.shares(len, size) };
+        let count = chunks.count();
+        let (full, last) = (shares(chunks.range(0).len()), shares(chunks.range(count - 1).len()));
+        let cut = Cut { chunk: chunks.each, chunks: count, piece: piece(longest(&full)), shares: full, last };
+        let results = if everywhere { Results::Kept } else { Results::All };
+        let (mesh, mut shares) = self.prepare(call, op, Place::Whole(data), cut, results);
+        shares.ready = 0;
+        (mesh, Staged::new(shares, chunks, stages))
+    }
+
     fn run_shares(
         &mut self,
         call: &Call<'_>,
@@ -140,42 +181,57 @@ impl Net {
         shares: Vec<Range<usize>>,
         results: Results,
     ) -> Result<()> {
+        let piece = piece(longest(&shares));
+        let cut = Cut::whole(place.len(), shares, piece);
+        let (mesh, mut plan) = self.prepare(call, op, place, cut, results);
+        // For a rank that is alone.
+        plan.fold();
+        mesh.run(call, &mut plan)
+    }
+
+    /// What travels, and what carries it.
+    fn prepare<'a, 'c>(
+        &'a mut self,
+        call: &'a Call<'c>,
+        op: ReduceOp,
+        place: Place<'a>,
+        cut: Cut,
+        results: Results,
+    ) -> (&'a mut Mesh, Shares<'a, 'c>) {
         let (rank, n) = (self.rank(), self.size());
-        let longest = shares.iter().map(Range::len).max().unwrap_or(0);
-        let piece = piece(longest);
-        let window = window(n * piece, longest.div_ceil(piece));
-        let own = shares[rank].len();
+        let most = (0..n).map(|owner| cut.before(owner, cut.chunks)).max().unwrap_or(1);
+        let window = window(n * cut.piece, most);
+        let own = cut.bytes(rank);
         let gets = results == Results::All || results == Results::Root(rank);
         let total = (own * (n - 1) + if gets { place.len() - own } else { 0 }) as u64;
-        let overlap = n > 1 && own > 0 && shares.iter().all(|share| *share == shares[rank]);
+        let overlap = n > 1 && own > 0 && cut.shares.iter().all(|share| *share == cut.shares[rank]);
         let waits_for_sending = overlap && matches!(place, Place::Whole(_));
-        let mut plan = Shares {
+        let pieces = cut.before(rank, cut.chunks);
+        let shares = Shares {
             call,
             op,
             rank,
             results,
-            shares,
-            piece,
+            ready: cut.chunks,
             place,
-            staging: grown(&mut self.staging, window * n * piece),
+            staging: grown(&mut self.staging, window * n * cut.piece),
+            cut,
             window: vec![(None, 0); window],
             free: (0..window).rev().collect(),
-            unsent: if waits_for_sending { vec![n - 1; own.div_ceil(piece)] } else { Vec::new() },
+            unsent: if waits_for_sending { vec![n - 1; pieces] } else { Vec::new() },
             folded: 0,
             came: vec![0; n],
             begun: vec![(0, 0); n],
             total,
         };
-        // For a rank that is alone.
-        plan.fold();
-        self.mesh.run(call, &mut plan)
+        (&mut self.mesh, shares)
     }
 
     /// Sums go round a ring. `data` are this rank's values.
     pub(super) fn reduce_ring(&mut self, call: &Call<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let n = self.size();
         let shares = self.shares(data.len(), call.dtype().size());
-        let longest = shares.iter().map(Range::len).max().unwrap_or(0);
+        let longest = longest(&shares);
         let piece = piece(longest);
         let pieces = longest.div_ceil(piece).max(1);
         let window = window(piece, (n - 1) * pieces);

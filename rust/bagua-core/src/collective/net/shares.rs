@@ -50,6 +50,64 @@ impl Place<'_> {
     }
 }
 
+/// How a tensor is cut: into chunks that become ready one after the other (one, where all of it is there from the beginning), a
+/// chunk into everybody's shares, and a share into pieces. A rank's pieces are numbered through all chunks.
+pub(super) struct Cut {
+    /// Bytes of a chunk, the last one excepted.
+    pub chunk: usize,
+    /// How many; at least one.
+    pub chunks: usize,
+    /// By rank: the bytes of a chunk that it combines, from the beginning of the chunk. Shares may overlap where nobody else gets
+    /// the results.
+    pub shares: Vec<Range<usize>>,
+    /// The same of the last chunk.
+    pub last: Vec<Range<usize>>,
+    /// Bytes of a piece, the last one of a share excepted: whole elements.
+    pub piece: usize,
+}
+
+impl Cut {
+    /// One chunk.
+    pub fn whole(len: usize, shares: Vec<Range<usize>>, piece: usize) -> Cut {
+        Cut { chunk: len, chunks: 1, last: shares.clone(), shares, piece }
+    }
+
+    /// A rank's share of a chunk.
+    fn share(&self, owner: usize, chunk: usize) -> &Range<usize> {
+        if chunk + 1 == self.chunks { &self.last[owner] } else { &self.shares[owner] }
+    }
+
+    /// How many pieces a rank's share of a chunk has; at least one, so that headers are compared though it be empty.
+    pub fn per(&self, owner: usize, chunk: usize) -> usize {
+        self.share(owner, chunk).len().div_ceil(self.piece).max(1)
+    }
+
+    /// How many pieces a rank combines of the first `chunks` chunks.
+    pub fn before(&self, owner: usize, chunks: usize) -> usize {
+        let last = if chunks < self.chunks { 0 } else { self.per(owner, self.chunks - 1) };
+        chunks.min(self.chunks - 1) * self.per(owner, 0) + last
+    }
+
+    /// Bytes that a rank combines.
+    pub fn bytes(&self, owner: usize) -> usize {
+        (self.chunks - 1) * self.shares[owner].len() + self.last[owner].len()
+    }
+
+    /// The chunk that a rank's piece belongs to.
+    pub fn chunk_of(&self, owner: usize, number: usize) -> usize {
+        (number / self.per(owner, 0)).min(self.chunks - 1)
+    }
+
+    /// Bytes of piece `number` of a rank's shares, from the beginning of the tensor.
+    fn range(&self, owner: usize, number: usize) -> Range<usize> {
+        let chunk = self.chunk_of(owner, number);
+        let Range { start, end } = self.share(owner, chunk);
+        let at = (start + (number - self.before(owner, chunk)) * self.piece).min(*end);
+        let base = chunk * self.chunk;
+        base + at..base + (at + self.piece).min(*end)
+    }
+}
+
 /// See the module.
 pub(super) struct Shares<'a, 'c> {
     /// What the operation says of itself.
@@ -60,10 +118,10 @@ pub(super) struct Shares<'a, 'c> {
     pub rank: usize,
     /// Who gets them, besides the rank itself.
     pub results: Results,
-    /// By rank: the bytes that it combines. Shares may overlap where nobody else gets the results.
-    pub shares: Vec<Range<usize>>,
-    /// Bytes of a piece, the last one of a share excepted: whole elements.
-    pub piece: usize,
+    /// Who combines what.
+    pub cut: Cut,
+    /// Chunks that hold this rank's values: all before this one.
+    pub ready: usize,
     /// Where this rank's tensor lies.
     pub place: Place<'a>,
     /// Groups of slots: a slot of a piece for every rank.
@@ -87,19 +145,17 @@ pub(super) struct Shares<'a, 'c> {
 }
 
 impl Shares<'_, '_> {
-    /// How many pieces a rank's share has; at least one, so that headers are compared though it be empty.
-    fn pieces(&self, owner: usize) -> usize {
-        self.shares[owner].len().div_ceil(self.piece).max(1)
+    /// How many ranks there are.
+    fn ranks(&self) -> usize {
+        self.cut.shares.len()
     }
 
-    /// Bytes of piece `number` of a rank's share, from the beginning of the tensor.
-    fn range(&self, owner: usize, number: usize) -> Range<usize> {
-        let Range { start, end } = self.shares[owner];
-        let at = (start + number * self.piece).min(end);
-        at..(at + self.piece).min(end)
+    /// How many pieces a rank combines.
+    pub fn pieces(&self, owner: usize) -> usize {
+        self.cut.before(owner, self.cut.chunks)
     }
 
-    fn gets(&self, rank: usize) -> bool {
+    pub fn gets(&self, rank: usize) -> bool {
         match self.results {
             Results::All => true,
             Results::Root(root) => root == rank,
@@ -109,10 +165,10 @@ impl Shares<'_, '_> {
 
     /// Combines every piece that is there from all ranks and whose turn has come.
     pub fn fold(&mut self) {
-        let (rank, n) = (self.rank, self.shares.len());
-        let pieces = self.pieces(rank);
+        let (rank, n, piece) = (self.rank, self.ranks(), self.cut.piece);
+        let pieces = self.cut.before(rank, self.ready);
         while self.folded < pieces {
-            let range = self.range(rank, self.folded);
+            let range = self.cut.range(rank, self.folded);
             let places = self.window.len();
             let (group, present) = &mut self.window[self.folded % places];
             if *present < n - 1 || self.unsent.get(self.folded).is_some_and(|peers| *peers > 0) {
@@ -122,14 +178,14 @@ impl Shares<'_, '_> {
             // Empty pieces, and those of a rank that is alone, have none.
             let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
             self.free.push(group);
-            let slots = &self.staging[group * n * self.piece..(group + 1) * n * self.piece];
-            let start = self.shares[rank].start;
+            let slots = &self.staging[group * n * piece..(group + 1) * n * piece];
+            let start = self.cut.last[rank].start;
             let (own, out) = match &mut self.place {
                 Place::Whole(data) => (None, &mut data[range]),
                 Place::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
                 Place::Share(src, dst) => (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start]),
             };
-            let slots = slots.chunks_exact(self.piece).enumerate();
+            let slots = slots.chunks_exact(piece).enumerate();
             let inputs: Vec<_> =
                 slots.map(|(peer, slot)| if peer == rank { own } else { Some(&slot[..out.len()]) }).collect();
             fold(self.call, self.op, &inputs, out);
@@ -147,12 +203,13 @@ impl Plan for Shares<'_, '_> {
 
     fn next(&mut self, peer: usize) -> Option<usize> {
         let inputs = self.pieces(peer);
+        let ready = self.cut.before(peer, self.ready);
         let gets = self.gets(peer);
         let (input, result) = &mut self.begun[peer];
         if gets && *result < self.folded {
             *result += 1;
             Some(inputs + *result - 1)
-        } else if *input < inputs {
+        } else if *input < ready {
             *input += 1;
             Some(*input - 1)
         } else {
@@ -163,14 +220,14 @@ impl Plan for Shares<'_, '_> {
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
         let inputs = self.pieces(peer);
         let is_input = number < inputs;
-        let range = if is_input { self.range(peer, number) } else { self.range(self.rank, number - inputs) };
+        let range = if is_input { self.cut.range(peer, number) } else { self.cut.range(self.rank, number - inputs) };
         let bytes = match &self.place {
             Place::Whole(data) => &data[range],
             Place::Two(src, _) if is_input => &src[range],
             Place::Two(_, dst) => &dst[range],
             Place::Share(src, _) if is_input => &src[range],
             Place::Share(_, dst) => {
-                let start = self.shares[self.rank].start;
+                let start = self.cut.last[self.rank].start;
                 &dst[range.start - start..range.end - start]
             }
         };
@@ -186,7 +243,8 @@ impl Plan for Shares<'_, '_> {
 
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
         let inputs = self.pieces(self.rank);
-        let range = if number < inputs { self.range(self.rank, number) } else { self.range(peer, number - inputs) };
+        let range =
+            if number < inputs { self.cut.range(self.rank, number) } else { self.cut.range(peer, number - inputs) };
         (self.call.fingerprint, range.len())
     }
 
@@ -197,15 +255,15 @@ impl Plan for Shares<'_, '_> {
     fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
         let inputs = self.pieces(self.rank);
         if number < inputs {
-            let len = self.range(self.rank, number).len();
+            let len = self.cut.range(self.rank, number).len();
             let places = self.window.len();
             let group = &mut self.window[number % places].0;
             // There are as many groups as places.
             let group = *group.get_or_insert_with(|| self.free.pop().expect("a group for every place"));
-            let start = (group * self.shares.len() + peer) * self.piece;
+            let start = (group * self.ranks() + peer) * self.cut.piece;
             return &mut self.staging[start..start + len];
         }
-        let range = self.range(peer, number - inputs);
+        let range = self.cut.range(peer, number - inputs);
         match &mut self.place {
             Place::Whole(data) => &mut data[range],
             Place::Two(_, dst) => &mut dst[range],

@@ -188,8 +188,8 @@ impl Mesh {
         loop {
             // Before the look, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
-            let moved = self.sweep(drive, plan)?;
-            if self.active.is_empty() {
+            let moved = self.sweep(drive, plan)? | plan.work()?;
+            if self.active.is_empty() && plan.is_done() {
                 return Ok(());
             }
             if moved {

@@ -4,6 +4,7 @@
 //! what has arrived while more arrives, and send on what it has combined, all in one run.
 
 use super::Step;
+use crate::error::Result;
 use crate::transport::{Incoming, Outgoing};
 use crate::types::Fingerprint;
 
@@ -52,6 +53,16 @@ pub(crate) trait Plan {
 
     /// Bytes of the operation that arrived in earlier runs, and that arrive in the whole of it.
     fn progress(&self) -> (u64, u64);
+
+    /// Does a part of what else belongs to the operation, between two looks at the streams; false when there is nothing to do now.
+    fn work(&mut self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// False while there is such work to come.
+    fn is_done(&self) -> bool {
+        true
+    }
 }
 
 /// By peer: positions of the messages to it and from it in the caller's lists.
