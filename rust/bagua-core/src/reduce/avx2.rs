@@ -156,7 +156,7 @@ element!(
 #[inline(always)]
 pub(super) fn soon(place: *const u8) {
     // SAFETY: a hint, which cannot fault and changes nothing that a program sees; a processor that lacks it does nothing.
-    unsafe { asm!("prefetchw [{}]", in(reg) place, options(nomem, nostack, preserves_flags)) }
+    unsafe { asm!("prefetchw [{}]", in(reg) place.addr(), options(nomem, nostack, preserves_flags)) }
 }
 
 #[inline(always)]
@@ -176,9 +176,10 @@ fn to_bf16(Pair(lower, upper): Pair<F32x8>) -> [u8; 32] {
     unsafe {
         let (low, high) = (_mm256_castps_si256(lower.0), _mm256_castps_si256(upper.0));
         let mut kept = upper_halves(low, high);
+        // Both halves are rounded at once, as sixteen words: five instructions, where each as float32's bits took four.
         let cut = _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high));
         // Up where what is cut off is more than half, or half and what is kept is odd: where the one, with the other's last bit,
-        // is above 0x8000. Less one it has its upper bit then.
+        // is above 0x8000; then it has its upper bit when it is one less.
         let above = _mm256_or_si256(cut, _mm256_and_si256(kept, _mm256_set1_epi16(1)));
         let up = _mm256_srli_epi16::<15>(_mm256_subs_epu16(above, _mm256_set1_epi16(1)));
         kept = _mm256_add_epi16(kept, up);

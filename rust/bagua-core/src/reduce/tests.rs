@@ -393,6 +393,34 @@ fn dividing_a_sum_equals_the_average() {
 }
 
 #[test]
+fn an_average_over_a_power_of_two_is_the_quotient_bit_for_bit() {
+    let mut random = Random(6);
+    let sums: Vec<u8> = random.wild(40_000);
+    for divisor in [1_usize, 2, 3, 4, 64, 1 << 20] {
+        let divided = |dtype, expected: &dyn Fn(&[u8]) -> Vec<u8>| {
+            for level in Level::available() {
+                let mut data = sums.clone();
+                dispatch::divide(level, dtype, &mut data, divisor);
+                for (before, after) in sums.chunks(dtype.size()).zip(data.chunks(dtype.size())) {
+                    assert_eq!(after, expected(before), "{level:?}: {} {before:x?} / {divisor}", dtype.name());
+                }
+            }
+        };
+        let over = divisor as f32;
+        divided(DType::F32, &|x| (f32::from_ne_bytes(x.try_into().unwrap()) / over).to_ne_bytes().to_vec());
+        divided(DType::F64, &|x| (f64::from_ne_bytes(x.try_into().unwrap()) / f64::from(over)).to_ne_bytes().to_vec());
+        divided(DType::F16, &|x| {
+            let value = f16::from_ne_bytes(x.try_into().unwrap()).to_f32();
+            f16::from_f32(value / over).to_ne_bytes().to_vec()
+        });
+        divided(DType::BF16, &|x| {
+            let value = bf16::from_ne_bytes(x.try_into().unwrap()).to_f32();
+            bf16::from_f32(value / over).to_ne_bytes().to_vec()
+        });
+    }
+}
+
+#[test]
 #[should_panic(expected = "should have been refused")]
 fn an_operation_that_has_no_meaning_is_the_callers_fault() {
     divide(DType::I32, &mut [0; 4], 2);
