@@ -193,8 +193,8 @@ impl<A: Fraction> Op<A> for SumOver {
     }
 }
 
-/// The same for a power of two, whose reciprocal is exact: to multiply by it gives the same bits and takes a processor a fifth as long
-/// as to divide.
+/// The same for a power of two, whose reciprocal is exact: to multiply by it gives the same bits, and processors begin a
+/// multiplication in every cycle but divide sixteen float32 in many.
 #[derive(Clone, Copy)]
 pub(super) struct SumOverPower(pub(super) usize);
 
