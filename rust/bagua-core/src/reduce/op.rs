@@ -193,8 +193,8 @@ impl<A: Fraction> Op<A> for SumOver {
     }
 }
 
-/// The same for a power of two, whose reciprocal is exact: to multiply by it gives the same bits, and processors begin a
-/// multiplication in every cycle but divide sixteen float32 in many.
+/// The same for a power of two, whose reciprocal is exact: to multiply by it gives the same bits. Measured on one core, averages of two
+/// times 512 KiB against sums of float32: float32 1.26 divided and 1.00 multiplied, bfloat16 2.7 and 1.5, float16 2.5 and 1.1.
 #[derive(Clone, Copy)]
 pub(super) struct SumOverPower(pub(super) usize);
 
