@@ -11,31 +11,34 @@ use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_gr
 use half::{bf16, f16};
 
 const KIB: usize = 1024;
-const SIZES: [usize; 4] = [64 * KIB, 512 * KIB, 4096 * KIB, 16_384 * KIB];
+const SIZES: [usize; 4] = [64 * KIB, 256 * KIB, 1024 * KIB, 16_384 * KIB];
+const LINE: usize = 64;
 
 /// A small whole number at every index: exact in every type, and so is the sum of four of them.
 fn number(input: usize, index: usize) -> u8 {
     ((index * 7 + input * 13) % 25) as u8
 }
 
-fn element(dtype: DType, value: u8) -> Vec<u8> {
+/// A number over another, exact where it is asked for.
+fn element(dtype: DType, value: u8, divisor: u8) -> Vec<u8> {
+    let quotient = f32::from(value) / f32::from(divisor);
     match dtype {
-        DType::F16 => f16::from(value).to_ne_bytes().to_vec(),
-        DType::BF16 => bf16::from(value).to_ne_bytes().to_vec(),
-        DType::F32 => f32::from(value).to_ne_bytes().to_vec(),
-        DType::I32 => i32::from(value).to_ne_bytes().to_vec(),
+        DType::F16 => f16::from_f32(quotient).to_ne_bytes().to_vec(),
+        DType::BF16 => bf16::from_f32(quotient).to_ne_bytes().to_vec(),
+        DType::F32 => quotient.to_ne_bytes().to_vec(),
+        DType::I32 => i32::from(value / divisor).to_ne_bytes().to_vec(),
         DType::F64 | DType::U8 | DType::I8 | DType::I64 | DType::Bool => unreachable!("not measured here"),
     }
 }
 
 fn numbers(dtype: DType, bytes: usize, input: usize) -> Vec<u8> {
-    (0..bytes / dtype.size()).flat_map(|index| element(dtype, number(input, index))).collect()
+    (0..bytes / dtype.size()).flat_map(|index| element(dtype, number(input, index), 1)).collect()
 }
 
-fn check(dtype: DType, ranks: usize, out: &[u8]) {
+fn check(dtype: DType, ranks: usize, divisor: u8, out: &[u8]) {
     for (index, got) in out.chunks_exact(dtype.size()).enumerate() {
         let sum = (0..ranks).map(|input| number(input, index)).sum();
-        assert_eq!(got, element(dtype, sum), "element {index} of {ranks} × {}", dtype.name());
+        assert_eq!(got, element(dtype, sum, divisor), "element {index} of {ranks} × {}", dtype.name());
     }
 }
 
@@ -48,7 +51,7 @@ fn reduce(criterion: &mut Criterion) {
                 let inputs: Vec<Option<&[u8]>> = bits.iter().map(|input| Some(input.as_slice())).collect();
                 let mut out = vec![0; bytes];
                 combine(dtype, ReduceOp::Sum, &inputs, &mut out);
-                check(dtype, ranks, &out);
+                check(dtype, ranks, 1, &out);
                 group.throughput(Throughput::Bytes((bytes * (ranks + 1)) as u64));
                 group.bench_function(BenchmarkId::from_parameter(format!("{}KiB", bytes / KIB)), |bencher| {
                     bencher.iter(|| combine(dtype, ReduceOp::Sum, black_box(&inputs), black_box(&mut out)));
@@ -58,20 +61,31 @@ fn reduce(criterion: &mut Criterion) {
     }
 }
 
-/// Sums of sums: after the first they grow, at the last to infinity, and take as long as any other.
+/// Sums of sums grow after the first, at the last to infinity, and averages stay as they are; both take as long as any other. Every part
+/// begins with a line of memory, as a rank's tensor does.
 fn everywhere(criterion: &mut Criterion) {
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
-        for ranks in [2, 4] {
-            let mut group = group(criterion, "everywhere", dtype, ranks);
-            for bytes in SIZES {
-                let mut bits: Vec<Vec<u8>> = (0..ranks).map(|input| numbers(dtype, bytes, input)).collect();
-                let mut parts: Vec<&mut [u8]> = bits.iter_mut().map(Vec::as_mut_slice).collect();
-                combine_everywhere(dtype, ReduceOp::Sum, &mut parts);
-                parts.iter().for_each(|part| check(dtype, ranks, part));
-                group.throughput(Throughput::Bytes((bytes * ranks * 2) as u64));
-                group.bench_function(BenchmarkId::from_parameter(format!("{}KiB", bytes / KIB)), |bencher| {
-                    bencher.iter(|| combine_everywhere(dtype, ReduceOp::Sum, black_box(&mut parts)));
-                });
+    for op in [ReduceOp::Sum, ReduceOp::Avg] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for ranks in [2, 4] {
+                let mut group = group(criterion, &format!("everywhere/{}", op.name()), dtype, ranks);
+                for bytes in SIZES {
+                    let mut owned: Vec<Vec<u8>> = (0..ranks).map(|_| vec![0; bytes + LINE]).collect();
+                    let part = |(input, owned)| -> &mut [u8] {
+                        let owned: &mut Vec<u8> = owned;
+                        let begin = owned.as_ptr().align_offset(LINE);
+                        let part = &mut owned[begin..begin + bytes];
+                        part.copy_from_slice(&numbers(dtype, bytes, input));
+                        part
+                    };
+                    let mut parts: Vec<&mut [u8]> = owned.iter_mut().enumerate().map(part).collect();
+                    combine_everywhere(dtype, op, &mut parts);
+                    let divisor = if op == ReduceOp::Avg { ranks as u8 } else { 1 };
+                    parts.iter().for_each(|part| check(dtype, ranks, divisor, part));
+                    group.throughput(Throughput::Bytes((bytes * ranks * 2) as u64));
+                    group.bench_function(BenchmarkId::from_parameter(format!("{}KiB", bytes / KIB)), |bencher| {
+                        bencher.iter(|| combine_everywhere(dtype, op, black_box(&mut parts)));
+                    });
+                }
             }
         }
     }

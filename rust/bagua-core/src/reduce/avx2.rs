@@ -8,12 +8,14 @@
 
 #![allow(unsafe_code)]
 
+use std::arch::asm;
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_GT_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128,
-    _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blend_epi16, _mm256_blendv_epi8,
+    _mm_storeu_si128, _mm256_add_epi16, _mm256_add_ps, _mm256_and_si256, _mm256_blend_epi16, _mm256_blendv_epi8,
     _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph,
     _mm256_div_ps, _mm256_loadu_si256, _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_srli_epi32, _mm256_storeu_si256,
+    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_srli_epi16,
+    _mm256_srli_epi32, _mm256_storeu_si256, _mm256_subs_epu16,
 };
 use std::ops::Range;
 
@@ -135,7 +137,8 @@ element!(
     F32x8,
     F32x8::zero(),
     F32x8::from_f16,
-    F32x8::to_f16
+    F32x8::to_f16,
+    soon
 );
 element!(
     /// Sixteen bfloat16: a 32-bit word of memory holds two, of which the lower half becomes a float32 by a shift, the upper one by
@@ -145,8 +148,16 @@ element!(
     Pair<F32x8>,
     Pair(F32x8::zero(), F32x8::zero()),
     from_bf16,
-    to_bf16
+    to_bf16,
+    soon
 );
+
+/// Fetches a line of memory so that it may be written.
+#[inline(always)]
+pub(super) fn soon(place: *const u8) {
+    // SAFETY: a hint, which cannot fault and changes nothing that a program sees; a processor that lacks it does nothing.
+    unsafe { asm!("prefetchw [{}]", in(reg) place.addr(), options(nomem, nostack, preserves_flags)) }
+}
 
 #[inline(always)]
 fn from_bf16(bytes: [u8; 32]) -> Pair<F32x8> {
@@ -163,35 +174,40 @@ fn to_bf16(Pair(lower, upper): Pair<F32x8>) -> [u8; 32] {
     let mut bytes = [0; 32];
     // SAFETY: AVX2 is there, see `F32x8`; the store writes the 32 bytes of the array and needs no alignment.
     unsafe {
-        let (mut low, mut high) = (rounded(lower.0), rounded(upper.0));
+        let (low, high) = (_mm256_castps_si256(lower.0), _mm256_castps_si256(upper.0));
+        let mut kept = upper_halves(low, high);
+        // Both halves are rounded at once, as sixteen words: five instructions, where each as float32's bits took four.
+        let cut = _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high));
+        // Up where what is cut off is more than half, or half and what is kept is odd: where the one, with the other's last bit,
+        // is above 0x8000; then it has its upper bit when it is one less.
+        let above = _mm256_or_si256(cut, _mm256_and_si256(kept, _mm256_set1_epi16(1)));
+        let up = _mm256_srli_epi16::<15>(_mm256_subs_epu16(above, _mm256_set1_epi16(1)));
+        kept = _mm256_add_epi16(kept, up);
         // One look for both: a comparison is unordered where either side is NaN.
         if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(lower.0, upper.0)) != 0 {
-            (low, high) = (quiet(lower.0, low), quiet(upper.0, high));
+            kept = quiet(lower.0, upper.0, kept);
         }
-        let words = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high);
-        _mm256_storeu_si256(bytes.as_mut_ptr().cast::<__m256i>(), words);
+        _mm256_storeu_si256(bytes.as_mut_ptr().cast::<__m256i>(), kept);
     }
     bytes
 }
 
-/// The bits of float32, rounded to nearest even in the upper half: `element::bf16_bits` but for NaN.
+/// The upper halves of the words of both, side by side.
 #[inline(always)]
-fn rounded(value: __m256) -> __m256i {
+fn upper_halves(low: __m256i, high: __m256i) -> __m256i {
     // SAFETY: AVX2 is there, see `F32x8`.
-    unsafe {
-        let bits = _mm256_castps_si256(value);
-        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
-    }
+    unsafe { _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high) }
 }
 
-/// `otherwise`, but where `value` is NaN its own bits, made quiet.
+/// `otherwise`, but where an element is NaN its own upper half, made quiet.
 #[inline(always)]
-fn quiet(value: __m256, otherwise: __m256i) -> __m256i {
+fn quiet(lower: __m256, upper: __m256, otherwise: __m256i) -> __m256i {
     // SAFETY: AVX2 is there, see `F32x8`.
     unsafe {
-        let kept = _mm256_or_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x0040_0000));
-        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(value, value));
-        _mm256_blendv_epi8(otherwise, kept, nan)
+        let kept = upper_halves(_mm256_castps_si256(lower), _mm256_castps_si256(upper));
+        let kept = _mm256_or_si256(kept, _mm256_set1_epi16(0x0040));
+        let low = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(lower, lower));
+        let high = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(upper, upper));
+        _mm256_blendv_epi8(otherwise, kept, upper_halves(low, high))
     }
 }

@@ -3,7 +3,7 @@
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::{Before, Work};
 use super::level::{Level, Widen, run};
-use super::op::{And, Fraction, Max, Min, Number, Or, Ordered, Product, Sum, SumOver, Xor};
+use super::op::{And, Fraction, Max, Min, Number, Or, Ordered, Product, Sum, SumOver, SumOverPower, Xor};
 use crate::types::{DType, ReduceOp};
 
 /// As [`super::combine`], on a given level.
@@ -47,10 +47,10 @@ pub(super) fn divide(level: Level, dtype: DType, data: &mut [u8], divisor: usize
     check(dtype, inputs, data);
     let work = Work::Into { inputs, out: data };
     match dtype {
-        DType::F16 => run::<F16, _>(level, SumOver(divisor), work),
-        DType::BF16 => run::<Bf16, _>(level, SumOver(divisor), work),
-        DType::F32 => run::<F32, _>(level, SumOver(divisor), work),
-        DType::F64 => run::<F64, _>(level, SumOver(divisor), work),
+        DType::F16 => average::<F16>(level, divisor, work),
+        DType::BF16 => average::<Bf16>(level, divisor, work),
+        DType::F32 => average::<F32>(level, divisor, work),
+        DType::F64 => average::<F64>(level, divisor, work),
         DType::U8 | DType::I8 | DType::I32 | DType::I64 | DType::Bool => refused(ReduceOp::Avg),
     }
 }
@@ -76,11 +76,24 @@ where
 {
     match op {
         ReduceOp::Sum => run::<E, _>(level, Sum, work),
-        ReduceOp::Avg => run::<E, _>(level, SumOver(work.ranks()), work),
+        ReduceOp::Avg => average::<E>(level, work.ranks(), work),
         ReduceOp::Product => run::<E, _>(level, Product, work),
         ReduceOp::Min => run::<E, _>(level, Min, work),
         ReduceOp::Max => run::<E, _>(level, Max, work),
         ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => refused(op),
+    }
+}
+
+fn average<E>(level: Level, divisor: usize, work: Work<'_, '_>)
+where
+    E: Widen<Acc: Fraction>,
+    E::Wide: Element<Acc: Fraction>,
+    E::Widest: Element<Acc: Fraction>,
+{
+    if divisor.is_power_of_two() {
+        run::<E, _>(level, SumOverPower(divisor), work);
+    } else {
+        run::<E, _>(level, SumOver(divisor), work);
     }
 }
 

@@ -25,11 +25,14 @@ pub(super) trait Element {
     fn load(bytes: Self::Bytes) -> Self::Acc;
     /// To memory, rounding to nearest even where the accumulator is wider.
     fn store(acc: Self::Acc) -> Self::Bytes;
+    /// What lies there will be written soon; any address will do. Nothing, where the processor need not hear of it.
+    #[inline(always)]
+    fn soon(_: *const Self::Bytes) {}
 }
 
 /// An element type whose tag is `$tag`, of `$size` bytes, that accumulates in `$acc`.
 macro_rules! element {
-    ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr) => {
+    ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr $(, $soon:expr)?) => {
         $(#[$about])*
         pub(super) struct $tag;
 
@@ -62,6 +65,12 @@ macro_rules! element {
             fn store(acc: $acc) -> [u8; $size] {
                 $store(acc)
             }
+            $(
+                #[inline(always)]
+                fn soon(place: *const [u8; $size]) {
+                    $soon(place.cast());
+                }
+            )?
         }
     };
 }

@@ -1,9 +1,19 @@
 //! The loop: block by block, so that every byte of main memory is read once and written once however many inputs there are.
 
 use std::ops::Range;
+use std::ptr;
 
 use super::element::{BLOCK, Element};
 use super::op::Op;
+
+/// Bytes between what is combined and what is fetched meanwhile. A half type takes twice as many instructions to a line of memory as
+/// float32, and a processor looks only so many instructions ahead for lines that it will need: without help, fewer of them are under
+/// way from the peer's cache at a time. Measured on two cores, 1 MiB of each, against float32 without it: bfloat16 took 1.28 times as
+/// long and takes 1.03, float16 1.15 and 1.03, float32 itself 0.95; with 512 bytes or a stretch at a time 1.14 and more, with 2 KiB
+/// the same.
+const AHEAD: usize = 1024;
+/// What a processor fetches at a time.
+const LINE: usize = 64;
 
 /// What [`super::combine_everywhere_after`] calls: with a range of bytes, and the parts that are about to be combined there.
 pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
@@ -76,6 +86,7 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
     while start < range.end {
         let now = start..range.end.min(start.saturating_add(stretch));
         before(now.clone(), parts);
+        let left = range.end - start;
         start = now.end;
         match parts {
             [] => unreachable!("combine_everywhere refuses to combine nothing"),
@@ -84,11 +95,14 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
                 units.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
             }
             // No accumulators in memory, and nothing is written that is not a result: the case that is measured against the limit.
-            [first, second] => both::<E, O>(op, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now])),
+            [first, second] => {
+                both::<E, O>(op, left, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now]));
+            }
             // As many ranks as hosts often have: again nothing is kept in memory, which is a third faster than the general case.
             [a, b, c, d] => {
                 four::<E, O>(
                     op,
+                    left,
                     E::units_mut(&mut a[now.clone()]),
                     E::units_mut(&mut b[now.clone()]),
                     E::units_mut(&mut c[now.clone()]),
@@ -126,9 +140,20 @@ fn many<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<
     }
 }
 
+/// Fetches what comes [`AHEAD`] of the units at this index of a stretch, if that is among the bytes `left` from its beginning: what
+/// follows them may be another rank's to write, from whom it would be taken away.
 #[inline(always)]
-fn both<E: Element, O: Op<E::Acc>>(op: O, a: &mut [E::Bytes], b: &mut [E::Bytes]) {
-    for (a, b) in a.iter_mut().zip(b) {
+fn look_ahead<E: Element, const PARTS: usize>(index: usize, left: usize, units: [&E::Bytes; PARTS]) {
+    let at = index * size_of::<E::Bytes>();
+    if at.is_multiple_of(LINE) && at + AHEAD < left {
+        units.into_iter().for_each(|unit| E::soon(ptr::from_ref(unit).wrapping_byte_add(AHEAD)));
+    }
+}
+
+#[inline(always)]
+fn both<E: Element, O: Op<E::Acc>>(op: O, left: usize, a: &mut [E::Bytes], b: &mut [E::Bytes]) {
+    for (index, (a, b)) in a.iter_mut().zip(b).enumerate() {
+        look_ahead::<E, 2>(index, left, [a, b]);
         let result = E::store(op.finish(op.apply(E::load(*a), E::load(*b))));
         *a = result;
         *b = result;
@@ -138,12 +163,14 @@ fn both<E: Element, O: Op<E::Acc>>(op: O, a: &mut [E::Bytes], b: &mut [E::Bytes]
 #[inline(always)]
 fn four<E: Element, O: Op<E::Acc>>(
     op: O,
+    left: usize,
     a: &mut [E::Bytes],
     b: &mut [E::Bytes],
     c: &mut [E::Bytes],
     d: &mut [E::Bytes],
 ) {
-    for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {
+    for (index, (((a, b), c), d)) in a.iter_mut().zip(b).zip(c).zip(d).enumerate() {
+        look_ahead::<E, 4>(index, left, [a, b, c, d]);
         let first = op.apply(E::load(*a), E::load(*b));
         let result = E::store(op.finish(op.apply(op.apply(first, E::load(*c)), E::load(*d))));
         (*a, *b, *c, *d) = (result, result, result, result);

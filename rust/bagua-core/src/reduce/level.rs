@@ -3,11 +3,11 @@
 #[cfg(target_arch = "x86_64")]
 use super::avx2::{Avx2, Bf16x16, F16x8};
 #[cfg(target_arch = "x86_64")]
-use super::avx512::{Avx512, Bf16x32, F16x16};
+use super::avx512::{Avx512, Bf16x32, F16x32};
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 use super::element::F16 as F16x8;
 #[cfg(not(target_arch = "x86_64"))]
-use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x16};
+use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x32};
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::Work;
 #[cfg(target_arch = "aarch64")]
@@ -63,7 +63,7 @@ pub(super) trait Widen: Element {
 
 impl Widen for F16 {
     type Wide = F16x8;
-    type Widest = F16x16;
+    type Widest = F16x32;
 }
 
 impl Widen for Bf16 {

@@ -194,6 +194,90 @@ fn wide_registers_change_no_bit() {
     }
 }
 
+/// Leaves the combination of all parts in every part, on a given level.
+fn everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
+    dispatch::combine_everywhere(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
+}
+
+/// What the portable level makes of the parts, byte for byte, on a given level in every part. Only where arithmetic meets two NaNs
+/// may it choose.
+fn assert_portable_everywhere(level: Level, dtype: DType, op: ReduceOp, before: &[Vec<u8>], after: &[&mut [u8]]) {
+    let inputs: Vec<Option<&[u8]>> = before.iter().map(|part| Some(part.as_slice())).collect();
+    let mut expected = vec![0; before[0].len()];
+    dispatch::combine(Level::Portable, dtype, op, &inputs, &mut expected);
+    assert!(after.iter().all(|part| *part == &*after[0]), "{level:?}: parts differ");
+    if *after[0] == expected {
+        return;
+    }
+    assert_same(dtype, op, &expected, after[0]);
+    let size = dtype.size();
+    for at in (0..expected.len()).step_by(size).map(|at| at..at + size) {
+        let nans = before.iter().filter(|part| float(dtype, &part[at.clone()]).is_nan()).count();
+        // Of three and more, two may have made another NaN.
+        let free = nans > 1 || nans == 1 && before.len() > 2;
+        let (got, expected) = (&after[0][at.clone()], &expected[at]);
+        assert!(free || got == expected, "{level:?}: {} of {}: {got:x?}, {expected:x?}", op.name(), dtype.name());
+    }
+}
+
+#[test]
+fn any_half_with_any_special_one_gives_the_same_bits_on_every_level() {
+    // Of one type or the other: zeros, subnormal numbers, the smallest normal ones, one, halves of its last place and what is beside
+    // them, the largest, infinities, and NaNs of both kinds and signs.
+    let special: [u16; 32] = [
+        0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x0080, 0x03ff, 0x8400, 0x3c00, 0xbc01, 0x3f80, 0x3f81, 0xbf80, 0x3b80,
+        0x3b81, 0xbb7f, 0x1000, 0x1001, 0x9000, 0x4380, 0x6400, 0x7bff, 0xfbff, 0x7f7f, 0xff7f, 0x7c00, 0xff80, 0x7c01,
+        0x7f81, 0x7fc1, 0xfe00, 0xffff,
+    ];
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
+    for dtype in [DType::F16, DType::BF16] {
+        for op in ReduceOp::ALL.into_iter().filter(|op| op.check(dtype).is_ok()) {
+            for bits in special {
+                let before = [all.clone(), bits.to_ne_bytes().repeat(all.len() / 2)];
+                for level in Level::available() {
+                    let mut parts = before.clone();
+                    let mut slices: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
+                    everywhere(level, dtype, op, &mut slices);
+                    assert_portable_everywhere(level, dtype, op, &before, &slices);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn floats_of_any_length_from_any_address_give_the_same_bits_on_every_level_and_nothing_beside_them_changes() {
+    let mut random = Random(5);
+    for (dtype, op) in pairs().filter(|(dtype, _)| dtype.is_float()) {
+        // The last one is long enough for what is fetched ahead.
+        for count in (0..=130).chain([1201]) {
+            for ranks in 1..=5 {
+                let before: Vec<Vec<u8>> = (0..ranks).map(|_| random.wild(count * dtype.size())).collect();
+                for level in Level::available() {
+                    let starts: Vec<usize> = (0..ranks).map(|rank| 1 + (count * 7 + rank * 13) % 67).collect();
+                    let mut owned: Vec<Vec<u8>> =
+                        before.iter().zip(&starts).map(|(part, start)| vec![0xA5; start + part.len() + 64]).collect();
+                    for ((owned, part), start) in owned.iter_mut().zip(&before).zip(&starts) {
+                        owned[*start..start + part.len()].copy_from_slice(part);
+                    }
+                    let within = |(owned, start): (_, &usize)| -> &mut [u8] {
+                        let owned: &mut Vec<u8> = owned;
+                        &mut owned[*start..start + count * dtype.size()]
+                    };
+                    let mut slices: Vec<&mut [u8]> = owned.iter_mut().zip(&starts).map(within).collect();
+                    everywhere(level, dtype, op, &mut slices);
+                    assert_portable_everywhere(level, dtype, op, &before, &slices);
+                    let beside = owned.iter().zip(&starts).all(|(owned, start)| {
+                        let (front, rest) = owned.split_at(*start);
+                        front.iter().chain(&rest[count * dtype.size()..]).all(|byte| *byte == 0xA5)
+                    });
+                    assert!(beside, "{level:?}: {} of {count} {} wrote elsewhere", op.name(), dtype.name());
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_half_survives_the_way_through_the_accumulator() {
     for dtype in [DType::F16, DType::BF16] {
@@ -306,6 +390,34 @@ fn dividing_a_sum_equals_the_average() {
     let mut halves = f16::from_f32(7.0).to_ne_bytes().repeat(11);
     divide(DType::F16, &mut halves, 2);
     assert_eq!(halves, f16::from_f32(3.5).to_ne_bytes().repeat(11));
+}
+
+#[test]
+fn an_average_over_a_power_of_two_is_the_quotient_bit_for_bit() {
+    let mut random = Random(6);
+    let sums: Vec<u8> = random.wild(40_000);
+    for divisor in [1_usize, 2, 3, 4, 64, 1 << 20] {
+        let divided = |dtype, expected: &dyn Fn(&[u8]) -> Vec<u8>| {
+            for level in Level::available() {
+                let mut data = sums.clone();
+                dispatch::divide(level, dtype, &mut data, divisor);
+                for (before, after) in sums.chunks(dtype.size()).zip(data.chunks(dtype.size())) {
+                    assert_eq!(after, expected(before), "{level:?}: {} {before:x?} / {divisor}", dtype.name());
+                }
+            }
+        };
+        let over = divisor as f32;
+        divided(DType::F32, &|x| (f32::from_ne_bytes(x.try_into().unwrap()) / over).to_ne_bytes().to_vec());
+        divided(DType::F64, &|x| (f64::from_ne_bytes(x.try_into().unwrap()) / f64::from(over)).to_ne_bytes().to_vec());
+        divided(DType::F16, &|x| {
+            let value = f16::from_ne_bytes(x.try_into().unwrap()).to_f32();
+            f16::from_f32(value / over).to_ne_bytes().to_vec()
+        });
+        divided(DType::BF16, &|x| {
+            let value = bf16::from_ne_bytes(x.try_into().unwrap()).to_f32();
+            bf16::from_f32(value / over).to_ne_bytes().to_vec()
+        });
+    }
 }
 
 #[test]
