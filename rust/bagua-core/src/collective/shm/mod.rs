@@ -412,7 +412,8 @@ impl Collective for Shm {
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let outcome = self.mesh.exchange(call, sends, recvs);
+        let runner = &self.runner;
+        let outcome = self.mesh.exchange_unless(call, sends, recvs, &|peer| runner.ahead(peer));
         self.broken = outcome.as_ref().err().cloned();
         outcome
     }

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use super::crowd::{self, Crowd};
 use super::segment::{Buffer, Segment};
-use super::stage::Stage;
+use super::stage::{NONSENSE, Stage};
 use crate::collective::Call;
 use crate::error::Result;
 use crate::sync::{SLICE, futex_wait, futex_wake, long_wait};
@@ -212,6 +212,13 @@ impl Runner {
             }
         }
         Ok(None)
+    }
+
+    /// What a peer does that has begun the next operation, which it cannot end without this rank.
+    pub(super) fn ahead(&self, peer: usize) -> Option<String> {
+        let has_begun = self.has_come(peer, self.arrivals.wrapping_add(1) & COUNT);
+        let text = |stage: Stage| stage.fingerprint.to_string();
+        has_begun.then(|| Stage::of(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text))
     }
 
     /// Ends an operation in place: returns when all ranks are done with all tensors.

@@ -15,6 +15,9 @@ pub(super) struct Stage {
     pub(super) bytes: u64,
 }
 
+/// A published operation that no rank of this version can have written.
+pub(super) const NONSENSE: &str = "something that makes no sense";
+
 /// Stands for "none" where a code is expected.
 const NONE: u64 = 0xff;
 
@@ -70,15 +73,17 @@ impl Stage {
         digest(&words)
     }
 
+    /// What `peer` published of its last operation with this parity, which it has begun; `None` for [`NONSENSE`].
+    pub(super) fn of(segment: &Segment, peer: usize, parity: usize) -> Option<Stage> {
+        let word = |at| segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
+        Stage::from_words(std::array::from_fn(word))
+    }
+
     /// What `peer`, whose digest is another one, does, in words.
     #[cold]
     pub(super) fn difference(&self, segment: &Segment, peer: usize, parity: usize) -> String {
-        let mut theirs = [0; WORDS];
-        for (at, word) in theirs.iter_mut().enumerate() {
-            *word = segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
-        }
-        match Stage::from_words(theirs) {
-            None => "something that makes no sense".to_owned(),
+        match Stage::of(segment, peer, parity) {
+            None => NONSENSE.to_owned(),
             Some(stage) if stage.fingerprint != self.fingerprint => stage.fingerprint.to_string(),
             Some(stage) => format!("{}, in it {} of {} bytes", stage.fingerprint, stage.verb.name(), stage.bytes),
         }

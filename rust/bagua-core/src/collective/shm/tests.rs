@@ -329,6 +329,34 @@ fn ranks_that_disagree_all_hear_what_each_was_doing() {
 }
 
 #[test]
+fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreement() {
+    for receives in [true, false] {
+        let outcomes = on_all(2, |index, mut rank| {
+            one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1000, 0, false);
+            // A group's control plane would tell the one in the collective, which here runs into a short deadline.
+            rank.limit = Duration::from_millis(500);
+            let mut data = vec![0; 4 << 20];
+            if index == 0 {
+                let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
+                rank.with(print, |shm, call| shm.barrier(call))
+            } else if receives {
+                let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
+                rank.with(fingerprint, |shm, call| {
+                    shm.exchange(call, &[], &mut [Incoming { peer: 0, fingerprint, data: &mut data }])
+                })
+            } else {
+                let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
+                rank.with(fingerprint, |shm, call| {
+                    shm.exchange(call, &[Outgoing { peer: 0, fingerprint, data: &data }], &mut [])
+                })
+            }
+        });
+        let Err(Error::Mismatch(text)) = &outcomes[1] else { panic!("{:?}", outcomes[1]) };
+        assert!(text.contains("rank 0 does barrier"), "{text}");
+    }
+}
+
+#[test]
 fn abort_ends_a_wait_with_its_cause() {
     on_all(2, |index, mut rank| {
         if index == 0 {

@@ -121,6 +121,20 @@ impl Mesh {
         self.exchange_step(call, Step::default(), sends, recvs)
     }
 
+    /// [`Mesh::exchange`] with peers that may be seen to do something else: `elsewhere` is asked for what, when nothing moves.
+    ///
+    /// # Errors
+    /// As [`Mesh::exchange`].
+    pub fn exchange_unless(
+        &mut self,
+        call: &Call<'_>,
+        sends: &[Outgoing<'_>],
+        recvs: &mut [Incoming<'_>],
+        elsewhere: &dyn Fn(usize) -> Option<String>,
+    ) -> Result<()> {
+        self.run_listed(call, Step::default(), sends, recvs, elsewhere)
+    }
+
     /// [`Mesh::exchange`] as one step of an operation that takes several.
     ///
     /// # Errors
@@ -131,6 +145,17 @@ impl Mesh {
         step: Step,
         sends: &[Outgoing<'_>],
         recvs: &mut [Incoming<'_>],
+    ) -> Result<()> {
+        self.run_listed(call, step, sends, recvs, &|_| None)
+    }
+
+    fn run_listed(
+        &mut self,
+        call: &Call<'_>,
+        step: Step,
+        sends: &[Outgoing<'_>],
+        recvs: &mut [Incoming<'_>],
+        elsewhere: &dyn Fn(usize) -> Option<String>,
     ) -> Result<()> {
         let peers = sends.iter().map(|m| m.peer).chain(recvs.iter().map(|m| m.peer));
         if let Some(bad) = peers.into_iter().find(|peer| *peer == self.rank || *peer >= self.size()) {
@@ -150,7 +175,7 @@ impl Mesh {
             recvs.iter().map(|m| m.data.len() as u64).sum()
         };
         let step = Step { total: step.total.max(step.before + here), ..step };
-        let mut plan = Listed { sends, recvs, lists, begun, step };
+        let mut plan = Listed { sends, recvs, lists, begun, step, elsewhere };
         let outcome = self.run(call, &mut plan);
         self.lists = (plan.lists, plan.begun);
         outcome
@@ -201,7 +226,8 @@ impl Mesh {
             } else if drive.idle_for() < SPIN {
                 std::hint::spin_loop();
             } else if let Err(error) = self.check(drive, plan) {
-                // A peer may have sent its part and left between the look and the check: look once more before blaming it.
+                // A peer may have sent its part and left, or gone on, between the look and the check: look once more before blaming
+                // it.
                 let ended = call.watch.check().is_err() || call.deadline.passed();
                 if ended || !self.sweep(drive, plan)? {
                     return Err(error);
@@ -239,7 +265,7 @@ impl Mesh {
         Ok(any)
     }
 
-    /// Looks at the watch and the deadline. Missing are those who owe something, or have something to send, or, if nobody has, to
+    /// Looks at the watch, the deadline, and whether a peer does something else. Missing are those who owe something, or have something to send, or, if nobody has, to
     /// receive.
     fn check(&mut self, drive: &Drive<'_, '_>, plan: &dyn Plan) -> Result<()> {
         let senders = || self.active.iter().filter(|peer| self.flows[**peer].wants_to_recv());
@@ -252,7 +278,11 @@ impl Mesh {
             self.missing.extend(self.active.iter().map(|peer| self.members[*peer]));
         }
         self.missing.sort_unstable();
-        drive.call.check(&self.missing, drive.done(), drive.total)
+        drive.call.check(&self.missing, drive.done(), drive.total)?;
+        match self.active.iter().find_map(|peer| Some((*peer, plan.elsewhere(*peer)?))) {
+            Some((peer, theirs)) => Err(drive.call.mismatch(self.members[peer], &theirs)),
+            None => Ok(()),
+        }
     }
 
     /// Sleeps until a link may move bytes again, or it is time to look at the watch. `rings` was read before the last look.

@@ -54,6 +54,11 @@ pub(crate) trait Plan {
     /// Bytes of the operation that arrived in earlier runs, and that arrive in the whole of it.
     fn progress(&self) -> (u64, u64);
 
+    /// What a peer does instead of what is still to come, where that can be known from elsewhere.
+    fn elsewhere(&self, _peer: usize) -> Option<String> {
+        None
+    }
+
     /// Does a part of what else belongs to the operation, between two looks at the streams; false when there is nothing to do now.
     fn work(&mut self) -> Result<bool> {
         Ok(false)
@@ -81,9 +86,15 @@ pub(super) struct Listed<'r, 's, 'd> {
     /// Where the run stands in its operation. All messages say the same `part`, so that several messages sent one by one can be
     /// received as a group.
     pub step: Step,
+    /// See [`Plan::elsewhere`].
+    pub elsewhere: &'r dyn Fn(usize) -> Option<String>,
 }
 
 impl Plan for Listed<'_, '_, '_> {
+    fn elsewhere(&self, peer: usize) -> Option<String> {
+        (self.elsewhere)(peer)
+    }
+
     fn counts(&self, peer: usize) -> (usize, usize) {
         (self.lists[peer].0.len(), self.lists[peer].1.len())
     }
