@@ -1,6 +1,7 @@
 //! The kernels for x86-64 processors with AVX2 and F16C.
 //!
-//! Every loop here is the portable one, compiled for wider registers; only the half-precision types supply primitives of their own.
+//! Every loop here is the portable one, compiled for wider registers; only float32 and the half-precision types supply primitives of
+//! their own.
 //! No compiler turns the integer arithmetic of float16's conversions into the two instructions that exist for them, and for
 //! bfloat16 it shuffles between lanes and blends at every element.
 //!
@@ -13,9 +14,9 @@ use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_GT_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128,
     _mm_storeu_si128, _mm256_add_epi16, _mm256_add_ps, _mm256_and_si256, _mm256_blend_epi16, _mm256_blendv_epi8,
     _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph,
-    _mm256_div_ps, _mm256_loadu_si256, _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256,
-    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_srli_epi16,
-    _mm256_srli_epi32, _mm256_storeu_si256, _mm256_subs_epu16,
+    _mm256_div_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps,
+    _mm256_or_si256, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32,
+    _mm256_srli_epi16, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_subs_epu16,
 };
 use std::ops::Range;
 
@@ -131,6 +132,17 @@ impl Fraction for F32x8 {
 }
 
 element!(
+    /// Sixteen float32: a line of memory, so that lines can be fetched ahead. Two cores that combine 64 KiB, 1 MiB and 16 MiB, rewritten
+    /// before every call, take 0.89, 0.95 and 0.97 of the time of the portable loop; from their own caches alone, as long.
+    F32x16,
+    64,
+    Pair<F32x8>,
+    Pair(F32x8::zero(), F32x8::zero()),
+    from_f32,
+    to_f32,
+    soon
+);
+element!(
     /// Eight float16.
     F16x8,
     16,
@@ -157,6 +169,26 @@ element!(
 pub(super) fn soon(place: *const u8) {
     // SAFETY: a hint, which cannot fault and changes nothing that a program sees; a processor that lacks it does nothing.
     unsafe { asm!("prefetchw [{}]", in(reg) place.addr(), options(nomem, nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+fn from_f32(bytes: [u8; 64]) -> Pair<F32x8> {
+    let (halves, _) = bytes.as_chunks::<32>();
+    // SAFETY: AVX is there, see `F32x8`; each load reads the 32 bytes of an array and needs no alignment.
+    let load = |half: &[u8; 32]| unsafe { F32x8(_mm256_loadu_ps(half.as_ptr().cast())) };
+    Pair(load(&halves[0]), load(&halves[1]))
+}
+
+#[inline(always)]
+fn to_f32(Pair(first, second): Pair<F32x8>) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    let (halves, _) = bytes.as_chunks_mut::<32>();
+    // SAFETY: AVX is there, see `F32x8`; each store writes the 32 bytes of an array and needs no alignment.
+    unsafe {
+        _mm256_storeu_ps(halves[0].as_mut_ptr().cast(), first.0);
+        _mm256_storeu_ps(halves[1].as_mut_ptr().cast(), second.0);
+    }
+    bytes
 }
 
 #[inline(always)]

@@ -1,13 +1,13 @@
 //! Which compilation of the loops runs: what this processor has, and what each element type makes of it.
 
 #[cfg(target_arch = "x86_64")]
-use super::avx2::{Avx2, Bf16x16, F16x8};
+use super::avx2::{Avx2, Bf16x16, F16x8, F32x16};
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{Avx512, Bf16x32, F16x32};
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 use super::element::F16 as F16x8;
 #[cfg(not(target_arch = "x86_64"))]
-use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x32};
+use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x32, F32 as F32x16};
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::Work;
 #[cfg(target_arch = "aarch64")]
@@ -71,6 +71,11 @@ impl Widen for Bf16 {
     type Widest = Bf16x32;
 }
 
+impl Widen for F32 {
+    type Wide = F32x16;
+    type Widest = Self;
+}
+
 macro_rules! itself {
     ($($element:ident),*) => {$(
         impl Widen for $element {
@@ -80,7 +85,7 @@ macro_rules! itself {
     )*};
 }
 
-itself!(F32, F64, U8, I8, I32, I64, Bool);
+itself!(F64, U8, I8, I32, I64, Bool);
 
 /// Runs the loop at the given level: the widest element as far as it goes, narrower ones for the rest.
 pub(super) fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)
