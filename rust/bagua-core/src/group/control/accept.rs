@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, UnixListener};
 use super::super::fork::Mark;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::line::{Line, Seat};
-use super::super::{Config, TransportChoice, lock};
+use super::super::{Config, TransportChoice, let_many_wait, lock};
 use super::Plane;
 use crate::error::{Error, Result};
 
@@ -30,12 +30,14 @@ impl Listeners {
         let at = config.listen;
         let failed = |e| Error::system(&format!("listening on {at}"), e);
         let tcp = std::net::TcpListener::bind(at).map_err(failed)?;
+        let_many_wait(&tcp).map_err(failed)?;
         tcp.set_nonblocking(true).map_err(failed)?;
         let mut marks = vec![Mark::new(&tcp)];
         let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();
         let unix = match config.transport {
             TransportChoice::Auto => UnixAddress::from_abstract_name(&name)
                 .and_then(|address| std::os::unix::net::UnixListener::bind_addr(&address))
+                .and_then(|listener| let_many_wait(&listener).map(|()| listener))
                 .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
                 .ok(),
             TransportChoice::Tcp => None,
