@@ -156,6 +156,13 @@ def test_a_first_rank_that_does_not_come_is_named(before: int) -> None:
     assert ("the rendezvous at 127.0.0.1:" in str(caught.value)) == bool(before)
 
 
+def test_a_rank_that_gave_up_joins_when_it_tries_again_with_the_others() -> None:
+    store = HashStore()
+    with pytest.raises(BaguaTimeoutError):
+        join(store, 1, 2, limit=0.1)
+    work_and_leave([one for one, _ in joined([store] * 2)])
+
+
 def test_another_rank_that_does_not_come_is_named_to_those_who_started_first_and_last() -> None:
     store = HashStore()
     early = begin(join, store, 1, 4, limit=1.0)
