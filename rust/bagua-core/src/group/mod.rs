@@ -46,8 +46,8 @@ const MOST_STREAMS: usize = 64;
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
 
-/// Lets more connections wait to be accepted than the 128 that the standard library asks for: all ranks come at once, and who finds
-/// no room tries again after a second at the earliest. The system's own limit (`net.core.somaxconn`) still counts.
+/// Lets more TCP connections wait to be accepted than the 128 that the standard library asks for: all ranks come at once, and who
+/// finds no room tries again after a second at the earliest. The system's own limit (`net.core.somaxconn`) still counts.
 fn let_many_wait(listener: &impl std::os::fd::AsFd) -> std::io::Result<()> {
     // A socket may listen a second time, which changes nothing else.
     Ok(rustix::net::listen(listener, BACKLOG)?)

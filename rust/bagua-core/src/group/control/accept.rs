@@ -37,7 +37,6 @@ impl Listeners {
         let unix = match config.transport {
             TransportChoice::Auto => UnixAddress::from_abstract_name(&name)
                 .and_then(|address| std::os::unix::net::UnixListener::bind_addr(&address))
-                .and_then(|listener| let_many_wait(&listener).map(|()| listener))
                 .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
                 .ok(),
             TransportChoice::Tcp => None,
