@@ -18,10 +18,12 @@ __all__ = [
     "Handle",
     "Look",
     "Pending",
+    "RendezvousServer",
     "listen_for_interrupts",
     "local_address_towards",
     "look_at_array",
     "present",
+    "rendezvous_at",
     "rendezvous_file",
     "rendezvous_tcp",
     "version",
@@ -63,6 +65,12 @@ class Pending:
     ) -> Pending: ...
     def address(self) -> bytes: ...
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
+
+@final
+class RendezvousServer:
+    def __new__(cls, host: str, port: int) -> RendezvousServer: ...
+    def place(self) -> tuple[str, int]: ...
+    def serve(self, world_size: int, address: bytes, secret: bytes, timeout: float) -> list[bytes]: ...
 
 @final
 class Handle:
@@ -314,6 +322,9 @@ class Engine:
     ) -> Handle | None: ...
 
 def rendezvous_tcp(
+    host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
+) -> list[bytes]: ...
+def rendezvous_at(
     host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
 ) -> list[bytes]: ...
 def rendezvous_file(

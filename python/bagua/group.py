@@ -184,7 +184,7 @@ def join(
         host_id=chosen.host_id,
         host_name="",
         secret=chosen.secret,
-        listen_host=_listen_host(towards, world_size, local_world_size),
+        listen_host=listen_host(towards, world_size, local_world_size),
         listen_port=0,
         timeout=chosen.timeout,
         connect_timeout=chosen.timeout,
@@ -201,7 +201,8 @@ def join(
 _ELSEWHERE = ("192.0.2.1", 9)
 
 
-def _listen_host(towards: tuple[str, int] | None, world_size: int, local_world_size: int | None) -> str:
+def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_size: int | None) -> str:
+    """The address that this rank listens on, as `join` says."""
     if towards is not None:
         return engine.local_address_towards(*towards)
     if world_size == 1 or local_world_size == world_size:

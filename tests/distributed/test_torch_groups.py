@@ -148,7 +148,7 @@ def waits_for_a_rank_that_does_not_come(rank: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     text = run(2, waits_for_a_rank_that_does_not_come, env={"BAGUA_TIMEOUT": "2"})[0]
-    assert "no word from rank(s) 1 after 2.0 s" in text
+    assert "timed out after 2.0 s waiting for rank 1" in text
 
 
 def skips_a_parameter(rank: int, do_flatten: bool) -> str:

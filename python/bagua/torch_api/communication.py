@@ -7,7 +7,6 @@ through the Rust core.
 from __future__ import annotations
 
 import os
-import secrets
 from datetime import timedelta
 from typing import ClassVar
 
@@ -16,10 +15,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 import bagua
-from bagua import config
+from bagua import config, stores
 from bagua import group as neutral
 from bagua.errors import BaguaTimeoutError
-from bagua.starting import read_store
 
 from . import env
 from .backend import get_backend
@@ -169,17 +167,18 @@ def init_process_group(
 
     if store is None:
         store = dist.distributed_c10d._get_default_store() if foreign else _environment_store(rank, world_size)
-    # Each rank counts its own incarnations in the store, so a group that is built anew never reads its predecessor's
-    # addresses.
-    incarnation = store.add(f"bagua/rank{rank}/incarnations", 1)
-    board = PrefixStore(f"bagua/{incarnation}", store)
     # Before torch's own group, which would not say who is missing.
-    _join(board, rank, world_size, local_rank, local_world_size)
+    number = _join(store, rank, world_size, local_rank, local_world_size)
     if not foreign:
         _Begun.torch_distributed = True
         try:
             dist.init_process_group(
-                "gloo", store=PrefixStore("torch", board), rank=rank, world_size=world_size, timeout=_PATIENCE
+                "gloo",
+                # Of its own for each group: torch's keys are those of its predecessor too.
+                store=PrefixStore(f"bagua/{config.attempt()}/torch{number}", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=_PATIENCE,
             )
         except BaseException:
             bagua.shutdown()
@@ -229,42 +228,30 @@ def _end_torch() -> None:
             dist.destroy_process_group()
 
 
-def _join(board: Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
-    secret: str | bytes | None = config.text("BAGUA_JOB_SECRET")
-    if secret is None:
-        if rank == 0:
-            board.set("secret", secrets.token_hex(32))
-        secret = _read(board, rank, ["secret"], [0])[0]
-
-    def spread(address: bytes) -> list[bytes]:
-        board.set(f"address{rank}", address.hex())
-        everybody = list(range(world_size))
-        found = _read(board, rank, [f"address{other}" for other in everybody], everybody)
-        return [bytes.fromhex(text.decode()) for text in found]
-
-    world = neutral.join(
+def _join(store: Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> int:
+    """Joins the group, and returns its number in the store."""
+    chosen = config.settings()
+    world, number = stores.join(
+        store,
         rank,
         world_size,
-        spread,
+        what="init_process_group",
         towards=_master() if local_world_size < world_size else None,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        secret=secret,
+        secret=chosen.secret,
+        timeout=chosen.timeout,
     )
     neutral.set_default(world)
     if _leave not in neutral.shutdown_hooks:
         neutral.shutdown_hooks.append(_leave)
     adopt_world(world)
+    return number
 
 
 def _master() -> tuple[str, int] | None:
     host, port = config.text("MASTER_ADDR"), config.integer("MASTER_PORT", 0)
     return (host, port) if host and port else None
-
-
-def _read(board: Store, rank: int, keys: list[str], writers: list[int]) -> list[bytes]:
-    limit = config.settings().timeout
-    return read_store(board, keys, writers, noticed_by=rank, limit=limit, what="init_process_group")
 
 
 def _leave() -> None:

@@ -3,14 +3,14 @@
 mod group_world;
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{local_address_towards, rendezvous_file, rendezvous_tcp};
+use bagua_core::group::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 use group_world::{PATIENCE, until};
 
 fn free_port() -> u16 {
@@ -19,6 +19,18 @@ fn free_port() -> u16 {
 
 fn by_tcp(port: u16, rank: usize, size: usize, secret: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
     rendezvous_tcp(("localhost", port), rank, size, format!("address {rank}").as_bytes(), secret, patience)
+}
+
+/// On a port that the system chooses.
+fn listening() -> (RendezvousServer, SocketAddr) {
+    let server = RendezvousServer::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let place = server.place().unwrap();
+    assert_ne!(place.port(), 0);
+    (server, place)
+}
+
+fn at(place: SocketAddr, rank: usize, size: usize, secret: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
+    rendezvous_at(place, rank, size, format!("address {rank}").as_bytes(), secret, patience)
 }
 
 fn expected(size: usize) -> Vec<Vec<u8>> {
@@ -76,6 +88,78 @@ fn all_ranks_of_large_worlds_hear_all_addresses_in_rank_order() {
             threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(expected(size))));
         });
     }
+}
+
+#[test]
+fn all_ranks_meet_at_a_port_that_the_system_chose_whoever_comes_first() {
+    for size in [1, 2, 20] {
+        let (server, place) = listening();
+        std::thread::scope(|scope| {
+            let others: Vec<_> =
+                (1..size).map(|rank| scope.spawn(move || at(place, rank, size, b"s", PATIENCE))).collect();
+            assert_eq!(server.serve(size, b"address 0", b"s", PATIENCE), Ok(expected(size)));
+            others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected(size))));
+        });
+    }
+}
+
+#[test]
+fn a_first_rank_that_is_gone_is_lost_at_once_to_those_who_were_told_where_it_listens() {
+    let lost = |outcome| {
+        let Err(Error::PeerLost { rank: 0, reason, noticed_by: 1, .. }) = outcome else { panic!("{outcome:?}") };
+        assert!(reason.contains("the rendezvous at 127.0.0.1:"), "{reason}");
+    };
+    let (server, place) = listening();
+    std::thread::scope(|scope| {
+        // Whether it has connected by then or not.
+        let early = scope.spawn(move || at(place, 1, 2, b"s", PATIENCE));
+        drop(server);
+        lost(early.join().unwrap());
+    });
+    lost(at(place, 1, 2, b"s", PATIENCE));
+}
+
+#[test]
+fn a_rank_whose_time_is_over_before_the_first_ranks_hears_who_is_missing_and_its_place_can_be_taken() {
+    let (server, place) = listening();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(move || server.serve(3, b"address 0", b"s", PATIENCE));
+        let error = at(place, 1, 3, b"s", Duration::from_millis(100)).unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, noticed_by: 1, .. } if missing == &[2]), "{error:?}");
+        let others: Vec<_> = [1, 2].map(|rank| scope.spawn(move || at(place, rank, 3, b"s", PATIENCE))).into();
+        others.into_iter().chain([first]).for_each(|rank| assert_eq!(rank.join().unwrap(), Ok(expected(3))));
+    });
+}
+
+#[test]
+fn who_was_there_and_gave_up_is_named_only_when_nobody_else_is_missing() {
+    for (size, named) in [(4, vec![3]), (3, vec![1, 2])] {
+        let (server, place) = listening();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(move || server.serve(size, b"address 0", b"s", Duration::from_secs(2)));
+            let short = Duration::from_millis(50);
+            let heard = |rank, missing: &[usize]| {
+                let error = at(place, rank, size, b"s", short).unwrap_err();
+                assert!(matches!(&error, Error::Timeout { missing: named, .. } if named == missing), "{error:?}");
+            };
+            heard(1, if size == 4 { &[2, 3] } else { &[2] });
+            heard(2, if size == 4 { &[3] } else { &[1] });
+            let error = first.join().unwrap().unwrap_err();
+            assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == named), "{error:?}");
+            assert_eq!(error.to_string().contains("rank 1 was there and gave up"), size == 3, "{error}");
+        });
+    }
+}
+
+#[test]
+fn a_place_that_nobody_can_connect_to_is_refused() {
+    let nowhere = RendezvousServer::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))).map(|_| ());
+    assert!(matches!(nowhere, Err(Error::Value(_))), "{nowhere:?}");
+    let (taken, place) = listening();
+    let again = RendezvousServer::bind(place).map(|_| ());
+    assert!(matches!(&again, Err(Error::System(text)) if text.contains("listening on 127.0.0.1:")), "{again:?}");
+    assert!(matches!(at(place, 0, 2, b"s", PATIENCE), Err(Error::Value(_))));
+    drop(taken);
 }
 
 /// Passes connections on to a server, and counts what the server sends.

@@ -40,7 +40,9 @@ mod _bagua {
     #[pymodule_export]
     use crate::pending::Pending;
     #[pymodule_export]
-    use crate::rendezvous::{local_address_towards, present, rendezvous_file, rendezvous_tcp, version};
+    use crate::rendezvous::{
+        RendezvousServer, local_address_towards, present, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
+    };
     #[pymodule_export]
     use crate::waiting::listen_for_interrupts;
 }

@@ -1,7 +1,10 @@
 //! Spreading addresses, and what this build and this machine offer.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
+use bagua_core::error::Error;
 use bagua_core::group;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -33,6 +36,78 @@ pub fn rendezvous_tcp(
     let timeout = errors::seconds("timeout", timeout)?;
     let addresses =
         waiting::aside(py, move || group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout))?;
+    Ok(blobs(py, addresses))
+}
+
+/// A place that was named to a rank.
+fn place(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr> {
+    let parsed = host.parse().map_err(|e| Error::Value(format!("host '{host}' is not an IP address: {e}")));
+    parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
+}
+
+/// Rank 0's end of a rendezvous, which listens from the start: on `host`, an IP address, and on `port`, 0 for any free one.
+///
+/// Raises ValueError for an address that cannot be used, BaguaError when the system refuses to listen.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct RendezvousServer {
+    place: SocketAddr,
+    /// Taken by `serve`.
+    server: Mutex<Option<group::RendezvousServer>>,
+}
+
+#[pymethods]
+impl RendezvousServer {
+    #[new]
+    fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<RendezvousServer> {
+        let raise = |error| errors::raise(py, error);
+        let server = group::RendezvousServer::bind(place(py, host, port)?).map_err(raise)?;
+        Ok(RendezvousServer { place: server.place().map_err(raise)?, server: Mutex::new(Some(server)) })
+    }
+
+    /// Host and port to tell the other ranks, for their `rendezvous_at`.
+    fn place(&self) -> (String, u16) {
+        (self.place.ip().to_string(), self.place.port())
+    }
+
+    /// Spreads the addresses of all ranks; `address` is rank 0's blob, `timeout` is in seconds. Works once.
+    ///
+    /// Returns every rank's blob, by rank. Raises BaguaTimeoutError naming the ranks that did not come.
+    fn serve(
+        &self,
+        py: Python<'_>,
+        world_size: usize,
+        address: Vec<u8>,
+        secret: Vec<u8>,
+        timeout: f64,
+    ) -> PyResult<Vec<Py<PyBytes>>> {
+        let timeout = errors::seconds("timeout", timeout)?;
+        let server = self.server.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let again = || errors::raise(py, Error::System("this rendezvous has been served already".to_owned()));
+        let server = server.ok_or_else(again)?;
+        let addresses = waiting::aside(py, move || server.serve(world_size, &address, &secret, timeout))?;
+        Ok(blobs(py, addresses))
+    }
+}
+
+/// Spreads addresses as `rendezvous_tcp` does on ranks other than 0, by way of the `RendezvousServer` at `host:port`.
+///
+/// Raises PeerLostError as soon as that does not answer, or no longer.
+#[pyfunction]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout))]
+#[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
+pub fn rendezvous_at(
+    py: Python<'_>,
+    host: &str,
+    port: u16,
+    rank: usize,
+    world_size: usize,
+    address: Vec<u8>,
+    secret: Vec<u8>,
+    timeout: f64,
+) -> PyResult<Vec<Py<PyBytes>>> {
+    let (server, timeout) = (place(py, host, port)?, errors::seconds("timeout", timeout)?);
+    let addresses =
+        waiting::aside(py, move || group::rendezvous_at(server, rank, world_size, &address, &secret, timeout))?;
     Ok(blobs(py, addresses))
 }
 

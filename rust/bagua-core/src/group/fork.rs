@@ -13,26 +13,34 @@
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
 
-/// Descriptors that can be registered at once. A rank holds a few per peer and lane.
-const SLOTS: usize = 8192;
+/// Descriptors that can be registered at once. A rank holds a few per peer and lane. What was never used costs no memory.
+const SLOTS: usize = 1 << 16;
 
-/// Nothing here.
-const FREE: RawFd = -1;
+/// Nothing here. 0, so that the table is memory that the system gives zeroed.
+const FREE: i32 = 0;
 
 /// Being filled in.
-const CLAIMED: RawFd = -2;
+const CLAIMED: i32 = -1;
 
 /// One registered descriptor. The inode tells whether the number still means the same socket.
 struct Slot {
+    /// The descriptor and 1.
     fd: AtomicI32,
     inode: AtomicU64,
 }
 
 static TABLE: [Slot; SLOTS] = [const { Slot { fd: AtomicI32::new(FREE), inode: AtomicU64::new(0) } }; SLOTS];
+
+/// Where to look for a free slot first: those before it are taken, but for what two threads did at one moment. Without it, each of
+/// n registrations would look at all before it.
+static FIRST: AtomicUsize = AtomicUsize::new(0);
+
+/// Slots from here on were never taken: a fork does not look at them.
+static END: AtomicUsize = AtomicUsize::new(0);
 
 /// How many forks lie between the first process and this one.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -51,8 +59,9 @@ fn inode(fd: RawFd) -> Option<u64> {
 /// Runs in the child, before `fork` returns there.
 extern "C" fn in_the_child() {
     GENERATION.fetch_add(1, Ordering::SeqCst);
-    for slot in &TABLE {
-        let fd = slot.fd.swap(FREE, Ordering::SeqCst);
+    FIRST.store(0, Ordering::SeqCst);
+    for slot in &TABLE[..END.load(Ordering::SeqCst)] {
+        let fd = slot.fd.swap(FREE, Ordering::SeqCst) - 1;
         if fd >= 0 && inode(fd) == Some(slot.inode.load(Ordering::SeqCst)) {
             // SAFETY: the number still means the socket that was registered, and its owner in this child never touches it again.
             unsafe { libc::close(fd) };
@@ -112,14 +121,16 @@ impl Mark {
         let fd = of.as_raw_fd();
         let home = GENERATION.load(Ordering::SeqCst);
         let slot = inode(fd).and_then(|inode| {
-            TABLE.iter().position(|slot| {
-                let free = slot.fd.compare_exchange(FREE, CLAIMED, Ordering::SeqCst, Ordering::Relaxed).is_ok();
-                if free {
-                    slot.inode.store(inode, Ordering::SeqCst);
-                    slot.fd.store(fd, Ordering::SeqCst);
-                }
-                free
-            })
+            let first = FIRST.load(Ordering::SeqCst);
+            let at = (first..SLOTS).chain(0..first).find(|at| {
+                TABLE[*at].fd.compare_exchange(FREE, CLAIMED, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+            })?;
+            // Before the slot is filled: a fork in between must find it.
+            END.fetch_max(at + 1, Ordering::SeqCst);
+            TABLE[at].inode.store(inode, Ordering::SeqCst);
+            TABLE[at].fd.store(fd + 1, Ordering::SeqCst);
+            FIRST.store((at + 1) % SLOTS, Ordering::SeqCst);
+            Some(at)
         });
         Mark { slot, home }
     }
@@ -131,6 +142,25 @@ impl Drop for Mark {
             && self.home == GENERATION.load(Ordering::SeqCst)
         {
             TABLE[slot].fd.store(FREE, Ordering::SeqCst);
+            FIRST.fetch_min(slot, Ordering::SeqCst);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_that_becomes_free_is_taken_again() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        // Other tests of this process register too: more marks in all than there are slots, but never many at once.
+        for _ in 0..SLOTS / 1000 + 1 {
+            let marks: Vec<Mark> = (0..1000).map(|_| Mark::new(&file)).collect();
+            assert!(marks.iter().all(|mark| mark.slot.is_some()));
+            let slots: std::collections::HashSet<_> = marks.iter().map(|mark| mark.slot).collect();
+            assert_eq!(slots.len(), marks.len());
+        }
+        assert!(END.load(Ordering::SeqCst) < SLOTS / 2, "freed slots come first, so that a fork looks at few");
     }
 }

@@ -59,7 +59,7 @@ pub(super) struct Builder<'a> {
     pub(super) what: &'static str,
     /// Which of its lanes, or of its arenas.
     pub(super) channel: u32,
-    /// Group ranks on each host.
+    /// Group ranks on each host, ascending.
     pub(super) hosts: &'a [Vec<usize>],
     /// When it must be done.
     pub(super) deadline: Deadline,
@@ -88,7 +88,7 @@ impl Builder<'_> {
         let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
             Box::new(shm(Arc::clone(arena))?)
         } else {
-            let far: Vec<usize> = (0..size).filter(|other| !host.contains(other)).collect();
+            let far: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
             let streams = self.streams(&far, FLAT, &mut marks)?;
             if self.hosts.iter().all(|host| host.len() == 1) {
                 Box::new(self.mesh((0..size).collect(), streams, None))

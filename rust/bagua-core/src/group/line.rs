@@ -10,12 +10,17 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::fork::Mark;
 use super::handshake::{Hello, Purpose, Refusal};
-use super::lock;
+use super::{MOST_STREAMS, lock};
 use crate::sync::{Deadline, SLICE};
 use crate::watch::Watch;
 
-/// Sockets that may wait at once; a peer that opens more than that is not honest.
+/// Sockets that may wait at once, in small worlds.
 const SEATS: usize = 4096;
+
+/// Sockets that may wait at once; peers that open more than that are not honest. Each may be some lanes ahead of this rank.
+fn seats(world_size: usize) -> usize {
+    SEATS.max(world_size.saturating_mul(2 * MOST_STREAMS))
+}
 
 /// A connection in the hands of the control thread.
 #[derive(Debug)]
@@ -128,8 +133,10 @@ impl From<&Hello> for Seat {
 }
 
 /// Where sockets wait until this rank opens the lane that they are for: a peer may be ahead.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct WaitingRoom {
+    /// The most that wait.
+    limit: usize,
     seats: Mutex<HashMap<Seat, Plain>>,
     changed: Condvar,
 }
@@ -144,15 +151,19 @@ pub(super) enum Absent {
 }
 
 impl WaitingRoom {
+    pub(super) fn new(world_size: usize) -> WaitingRoom {
+        WaitingRoom { limit: seats(world_size), seats: Mutex::default(), changed: Condvar::new() }
+    }
+
     /// True while there is room for one more.
     pub(super) fn has_room(&self) -> bool {
-        lock(&self.seats).len() < SEATS
+        lock(&self.seats).len() < self.limit
     }
 
     /// Seats a socket. One that waits in the same seat is from an attempt that its peer gave up.
     pub(super) fn enter(&self, seat: Seat, plain: Plain) -> Result<(), Refusal> {
         let mut seats = lock(&self.seats);
-        if seats.len() >= SEATS {
+        if seats.len() >= self.limit {
             return Err(Refusal::Busy);
         }
         seats.insert(seat, plain);
@@ -181,5 +192,17 @@ impl WaitingRoom {
     /// Closes what waits for a group, or everything.
     pub(super) fn clear(&self, group: Option<u64>) {
         lock(&self.seats).retain(|seat, _| group.is_some_and(|group| group != seat.group));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_peer_has_a_seat_for_each_stream_that_may_be_asked_for() {
+        for world_size in [2, 65, 2000, 100_000] {
+            assert!(seats(world_size) >= (world_size - 1) * MOST_STREAMS);
+        }
     }
 }

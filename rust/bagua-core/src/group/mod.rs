@@ -27,7 +27,7 @@ pub(crate) use fork::Home;
 pub use lane::{Chunks, Lane, Options};
 pub use membership::Group;
 pub use pending::Pending;
-pub use rendezvous::{local_address_towards, rendezvous_file, rendezvous_tcp};
+pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 
 use crate::collective::Algorithm;
 use std::net::SocketAddr;
@@ -42,6 +42,16 @@ const STREAMS: usize = 2;
 
 /// The most streams to a peer that a configuration may ask for.
 const MOST_STREAMS: usize = 64;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 4096;
+
+/// Lets more TCP connections wait to be accepted than the 128 that the standard library asks for: all ranks come at once, and who
+/// finds no room tries again after a second at the earliest. The system's own limit (`net.core.somaxconn`) still counts.
+fn let_many_wait(listener: &impl std::os::fd::AsFd) -> std::io::Result<()> {
+    // A socket may listen a second time, which changes nothing else.
+    Ok(rustix::net::listen(listener, BACKLOG)?)
+}
 
 /// Locks; a thread that panicked while it held the lock left plain data behind.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, UnixListener};
 use super::super::fork::Mark;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::line::{Line, Seat};
-use super::super::{Config, TransportChoice, lock};
+use super::super::{Config, TransportChoice, let_many_wait, lock};
 use super::Plane;
 use crate::error::{Error, Result};
 
@@ -30,6 +30,7 @@ impl Listeners {
         let at = config.listen;
         let failed = |e| Error::system(&format!("listening on {at}"), e);
         let tcp = std::net::TcpListener::bind(at).map_err(failed)?;
+        let_many_wait(&tcp).map_err(failed)?;
         tcp.set_nonblocking(true).map_err(failed)?;
         let mut marks = vec![Mark::new(&tcp)];
         let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();

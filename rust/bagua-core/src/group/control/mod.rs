@@ -144,11 +144,12 @@ pub(super) struct Plane {
 
 impl Plane {
     pub(super) fn new(config: Config, home: Home) -> Plane {
+        let room = WaitingRoom::new(config.world_size);
         Plane {
             config,
             home,
             stats: Arc::default(),
-            room: WaitingRoom::default(),
+            room,
             building: Mutex::default(),
             built: Condvar::new(),
             book: OnceLock::new(),

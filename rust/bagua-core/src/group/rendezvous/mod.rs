@@ -1,5 +1,6 @@
 //! Spreading the addresses, for callers that have nothing of their own to do it with.
 
+mod desk;
 mod file;
 mod tcp;
 #[cfg(test)]
@@ -9,8 +10,9 @@ mod tree;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;
 
+pub use desk::RendezvousServer;
 pub use file::rendezvous_file;
-pub use tcp::rendezvous_tcp;
+pub use tcp::{rendezvous_at, rendezvous_tcp};
 
 use crate::error::{Error, Progress, Result};
 

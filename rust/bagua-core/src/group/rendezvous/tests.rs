@@ -4,10 +4,13 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
 use super::super::wire::RANKS_LIMIT;
+use super::desk::Registration;
 use super::rendezvous_tcp;
-use super::tcp::{Registration, register};
+use super::tcp::register;
 use super::tree::{Absent, Answer, FAN, children, direction, fetch, list, parent};
 use crate::error::{Error, Result};
 
@@ -50,8 +53,9 @@ fn run<T>(what: impl Future<Output = T>) -> T {
 
 /// Registers as a rank and hears the answer. Whatever listens for its children is gone when this returns.
 async fn registered(port: u16, rank: usize) -> Answer {
+    let deadline = Instant::now() + PATIENCE;
     loop {
-        match register(("127.0.0.1", port), &hello(rank, 0), &key(b"s"), &address(rank)).await {
+        match register(("127.0.0.1", port), &hello(rank, 0), &key(b"s"), &address(rank), deadline).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet.
             Err(Failed::Broken(_)) => tokio::time::sleep(Duration::from_millis(5)).await,

@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -127,7 +127,7 @@ impl Answer {
     }
 
     /// Reads one.
-    pub(super) async fn read(stream: &mut TcpStream) -> Result<Answer, Failed> {
+    pub(super) async fn read(stream: &mut (impl AsyncRead + Unpin)) -> Result<Answer, Failed> {
         let body = read_frame(stream, LIST_LIMIT).await?;
         Answer::parse(&body).map_err(|garbled| Failed::Broken(garbled.to_string()))
     }
@@ -138,18 +138,34 @@ pub(super) fn place(text: &str) -> Result<SocketAddr, Garbled> {
     text.parse().map_err(|_| Garbled("a place cannot be read"))
 }
 
-/// Waits for the news. `None` when the other end hangs up first.
-pub(super) async fn news<T: Clone>(stream: &mut TcpStream, published: &mut watch::Receiver<Option<T>>) -> Option<T> {
+/// What ends a wait for news.
+pub(super) enum Heard<T> {
+    News(T),
+    /// The other end asks for them now.
+    Question,
+    /// It hung up, or there will be no news.
+    End,
+}
+
+/// Waits for the news, or for the other end.
+pub(super) async fn news<T: Clone>(stream: &mut TcpStream, published: &mut watch::Receiver<Option<T>>) -> Heard<T> {
     tokio::select! {
-        news = published.wait_for(Option::is_some) => news.ok().and_then(|news| news.clone()),
-        _ = stream.read_u8() => None,
+        news = published.wait_for(Option::is_some) => {
+            news.ok().and_then(|news| news.clone()).map_or(Heard::End, Heard::News)
+        }
+        said = stream.read_u8() => if said.is_ok() { Heard::Question } else { Heard::End },
     }
+}
+
+/// Connects, once. A host that is gone does not say so, and the system would wait for it for minutes.
+pub(super) async fn connect(to: impl ToSocketAddrs) -> Result<TcpStream, Failed> {
+    let connecting = tokio::time::timeout(STEP, TcpStream::connect(to)).await;
+    Ok(connecting.map_err(|_| Failed::Broken("no answer".to_owned()))??)
 }
 
 /// Asks a parent for the list, once.
 pub(super) async fn fetch(from: SocketAddr, hello: &Hello, key: &Key) -> Result<Vec<Vec<u8>>, Failed> {
-    let connecting = tokio::time::timeout(STEP, TcpStream::connect(from)).await;
-    let mut stream = connecting.map_err(|_| Failed::Broken("no answer".to_owned()))??;
+    let mut stream = connect(from).await?;
     handshake::introduce(&mut stream, hello, key).await?;
     match Answer::read(&mut stream).await? {
         Answer::Complete(all) => Ok(all),
@@ -236,7 +252,7 @@ async fn attend(
         }
     };
     handshake::welcome(&mut stream).await.ok()?;
-    let list = news(&mut stream, &mut published).await?;
+    let Heard::News(list) = news(&mut stream, &mut published).await else { return None };
     stream.write_all(&list).await.ok()?;
     stream.shutdown().await.ok()?;
     Some(child)

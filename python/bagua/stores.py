@@ -1,0 +1,182 @@
+"""Joining by way of a store of torch.distributed, which says where rank 0 listens and nothing else.
+
+Everybody takes the addresses from rank 0, down a tree (rust/bagua-core/src/group/rendezvous/tree.rs). If they lay in
+the store, its server, which may be a rank, would hand out n lists of n addresses. Nothing is lost: every rank has to
+reach rank 0 for the group anyway.
+
+A store may outlive groups, and under torchrun all processes of a job. So the places are numbered. The newest counts,
+and when nobody serves it any more, the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from bagua import config, engine, group
+from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
+
+__all__ = ["join"]
+
+_T = TypeVar("_T")
+
+# From this rank's address and the secret to all addresses.
+_Spread = Callable[[bytes, bytes], list[bytes]]
+
+# Seconds between two attempts at a place that does not answer: at first, and at most.
+_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+
+# By rank: the token of the place that this process joined by last, which nobody will serve again.
+_joined: dict[int, str] = {}
+
+
+def join(
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    what: str,
+    towards: tuple[str, int] | None,
+    local_rank: int | None,
+    local_world_size: int | None,
+    secret: bytes,
+    timeout: float,
+) -> tuple[group.Group, int]:
+    """The group of all ranks that join by this store, and a number that no group had in it before.
+
+    `what` is what the user called, for error texts. `towards` is as in `group.join` on rank 0; the others listen
+    towards rank 0. `timeout` is in seconds. Raises BaguaTimeoutError naming the ranks that did not come, BaguaError
+    when the store does not answer.
+    """
+
+    def build(
+        towards: tuple[str, int] | None, token: str, spread: Callable[[bytes, bytes], list[bytes]]
+    ) -> group.Group:
+        # Only who can read the store knows the token: it keeps strangers out where the user has no secret.
+        both = secret + token.encode()
+        return group.join(
+            rank,
+            world_size,
+            lambda address: spread(address, both),
+            towards=towards,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            secret=both,
+            timeout=timeout,
+        )
+
+    board = _Board(store, what, timeout)
+    if world_size == 1:
+        return build(towards, "", lambda address, _: [address]), board.count(1)
+    if rank == 0:
+        server = engine.RendezvousServer(group.listen_host(towards, world_size, local_world_size), 0)
+        host, port = server.place()
+        place = _Place(host, port, secrets.token_hex(16))
+        number = board.announce(place)
+
+        def serve(address: bytes, both: bytes) -> list[bytes]:
+            return server.serve(world_size, address, both, timeout)
+
+        return build(towards, place.token, serve), number
+
+    trouble = ""
+    for number, place in board.places(_joined.get(rank)):
+
+        def fetch(address: bytes, both: bytes, place: _Place = place) -> list[bytes]:
+            left = max(board.left(), 0.0)
+            try:
+                return engine.rendezvous_at(place.host, place.port, rank, world_size, address, both, left)
+            except PeerLostError as lost:
+                raise _Gone(str(lost)) from lost
+
+        try:
+            joined = build((place.host, place.port), place.token, fetch)
+        except _Gone as gone:
+            trouble = f" ({gone})"
+        else:
+            _joined[rank] = place.token
+            return joined, number
+    text = f"{what}: no word from rank(s) 0 after {timeout:.1f} s{trouble}"
+    raise BaguaTimeoutError(text, missing=(0,), after=timeout, noticed_by=rank)
+
+
+class _Gone(Exception):
+    """Nobody serves a place: it is of an earlier group, its rank 0 died, or the way there is interrupted."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where rank 0 of one group listens."""
+
+    host: str
+    port: int
+    #: Random, and so of this group alone.
+    token: str
+
+
+class _Board:
+    """What the ranks write into the store and read from it, until their time is over."""
+
+    def __init__(self, store: Any, what: str, limit: float) -> None:
+        self._store, self._what = store, what
+        # Counters of one attempt of the launcher are none of the next one's.
+        self._prefix = f"bagua/{config.attempt()}"
+        self._until = time.monotonic() + limit
+
+    def left(self) -> float:
+        return self._until - time.monotonic()
+
+    def count(self, more: int) -> int:
+        """How many places there are, with so many more."""
+        return self._ask(lambda: int(self._store.add(f"{self._prefix}/places", more)))
+
+    def announce(self, place: _Place) -> int:
+        """Makes a place the newest, and returns its number."""
+        number = self.count(0) + 1
+        # Counted afterwards: whoever hears of the number finds the place.
+        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(place))))
+        return self.count(1)
+
+    def places(self, spent: str | None) -> Iterator[tuple[int, _Place]]:
+        """The newest place and its number, and the same or a newer one after a pause, and so on; none that is spent."""
+        number, pause = max(self.count(0), 1), _PAUSE
+        place = self._place(number, self.left())
+        while place is not None and self.left() > 0:
+            patience = self.left()
+            if place.token != spent:
+                yield number, place
+                patience, pause = pause, min(2 * pause, _LONGEST_PAUSE)
+            newer = self._place(number + 1, min(patience, self.left()))
+            if newer is not None:
+                number, place, pause = number + 1, newer, _PAUSE
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/place{number}"
+
+    def _place(self, number: int, patience: float) -> _Place | None:
+        """None when it is not there in time."""
+        # 0 would mean "for ever" to a store.
+        patience = max(patience, 0.001)
+        began = time.monotonic()
+        try:
+            self._store.wait([self._key(number)], timedelta(seconds=patience))
+        except Exception as failure:
+            # Whatever the class: a store that has gone says so at once.
+            if time.monotonic() - began < patience / 2:
+                raise self._silent(failure) from failure
+            return None
+        return _Place(**json.loads(self._ask(lambda: self._store.get(self._key(number)))))
+
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        try:
+            return request()
+        except Exception as failure:
+            raise self._silent(failure) from failure
+
+    def _silent(self, failure: Exception) -> BaguaError:
+        return BaguaError(f"{self._what}: the store does not answer: {failure}")

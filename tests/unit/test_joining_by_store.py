@@ -1,0 +1,203 @@
+"""Ranks that join by a store of torch.distributed read one small thing in it, however many they are, and are not misled
+by what an earlier group left there.
+
+The ranks are threads of this process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from bagua import engine, group, stores
+from bagua.errors import BaguaError, BaguaTimeoutError
+
+PATIENCE = 30.0
+
+
+def serving() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10), wait_for_workers=False)
+
+
+def client(server: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", server.port, 1, False, timedelta(seconds=10))
+
+
+KINDS: dict[str, Callable[[Path], Store]] = {
+    "tcp": lambda _: serving(),
+    "file": lambda folder: FileStore(str(folder / "store"), 1),
+    "hash": lambda _: HashStore(),
+}
+
+
+class Counting:
+    """A store that counts what its server has to do for one rank."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.requests, self.bytes = 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            self.requests += 1
+            found = getattr(self.store, name)(*arguments)
+            self.bytes += sum(map(len, found if isinstance(found, list) else [found])) if name[-3:] == "get" else 0
+            return found
+
+        return ask
+
+
+def join(store: Any, rank: int, size: int, *, secret: bytes = b"", limit: float = PATIENCE) -> tuple[group.Group, int]:
+    return stores.join(
+        store,
+        rank,
+        size,
+        what="init",
+        towards=None,
+        local_rank=rank,
+        local_world_size=size,
+        secret=secret,
+        timeout=limit,
+    )
+
+
+def begin(of: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+    """Runs a rank on a thread of its own."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(of(*arguments, **options))
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def joined(stores_of_ranks: list[Any]) -> list[tuple[group.Group, int]]:
+    size = len(stores_of_ranks)
+    ranks = [begin(join, store, rank, size) for rank, store in enumerate(stores_of_ranks)]
+    return [rank.result(PATIENCE) for rank in ranks]
+
+
+def work_and_leave(groups: list[group.Group]) -> None:
+    def work(one: group.Group) -> None:
+        assert one.all_gather(np.array([one.rank])).ravel().tolist() == list(range(len(groups)))
+        one.leave()
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(work, groups))
+
+
+def announced(store: Any, host: str, port: int) -> None:
+    """What a rank 0 leaves in the store."""
+    stores._Board(store, "init", PATIENCE).announce(stores._Place(host, port, f"token of {port}"))
+
+
+def abandoned(store: Any) -> None:
+    """A rank 0 came, said so, and died."""
+    announced(store, *engine.RendezvousServer("127.0.0.1", 0).place())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_join_by_any_store_and_again_and_again(kind: str, tmp_path: Path) -> None:
+    store = PrefixStore("job", PrefixStore("try", KINDS[kind](tmp_path)))
+    numbers = []
+    for _ in range(3):
+        found = joined([store] * 3)
+        assert len({number for _, number in found}) == 1
+        numbers.append(found[0][1])
+        work_and_leave([one for one, _ in found])
+    assert len(set(numbers)) == 3
+
+
+def test_what_the_store_serves_grows_with_the_number_of_ranks_and_not_with_its_square() -> None:
+    server = serving()
+    served: dict[int, Counter[str]] = {}
+    for size in (4, 16):
+        ranks = [Counting(PrefixStore(str(size), client(server))) for _ in range(size)]
+        work_and_leave([one for one, _ in joined(ranks)])
+        served[size] = Counter(bytes=sum(r.bytes for r in ranks), requests=sum(r.requests for r in ranks))
+        assert max(rank.bytes for rank in ranks) < 200
+    # Of the ranks that are not the first, which reads nothing but a number.
+    for what in ("bytes", "requests"):
+        assert 0 < served[16][what] / 15 <= 1.1 * served[4][what] / 3, served
+
+
+def test_a_place_that_an_earlier_group_left_in_the_store_is_passed_over() -> None:
+    store = HashStore()
+    abandoned(store)
+    abandoned(store)
+    last = begin(join, store, 2, 3)
+    first, second = begin(join, store, 0, 3), begin(join, store, 1, 3)
+    found = [rank.result(PATIENCE) for rank in (first, second, last)]
+    assert {number for _, number in found} == {3}
+    work_and_leave([one for one, _ in found])
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_first_rank_that_does_not_come_is_named(before: int) -> None:
+    store = HashStore()
+    for _ in range(before):
+        abandoned(store)
+    with pytest.raises(BaguaTimeoutError, match=r"init: no word from rank\(s\) 0 after 0\.3 s") as caught:
+        join(store, 1, 2, limit=0.3)
+    assert (caught.value.missing, caught.value.noticed_by) == ((0,), 1)
+    assert ("the rendezvous at 127.0.0.1:" in str(caught.value)) == bool(before)
+
+
+def test_a_rank_that_gave_up_joins_when_it_tries_again_with_the_others() -> None:
+    store = HashStore()
+    with pytest.raises(BaguaTimeoutError):
+        join(store, 1, 2, limit=0.1)
+    work_and_leave([one for one, _ in joined([store] * 2)])
+
+
+def test_another_rank_that_does_not_come_is_named_to_those_who_started_first_and_last() -> None:
+    store = HashStore()
+    early = begin(join, store, 1, 4, limit=1.0)
+    late = begin(join, store, 0, 4, limit=1.5), begin(join, store, 3, 4, limit=1.5)
+    for rank in (early, *late):
+        with pytest.raises(BaguaTimeoutError) as caught:
+            rank.result(PATIENCE)
+        assert caught.value.missing == (2,), caught.value
+
+
+def test_ranks_with_another_secret_do_not_join() -> None:
+    store = HashStore()
+    first = begin(join, store, 0, 2, secret=b"one", limit=2.0)
+    with pytest.raises(BaguaError, match="wrong secret"):
+        join(store, 1, 2, secret=b"another")
+    with pytest.raises(BaguaTimeoutError, match="it does not have this rank's secret") as caught:
+        first.result(PATIENCE)
+    assert caught.value.missing == (1,)
+
+
+def test_a_store_that_ended_is_named_at_once() -> None:
+    server = serving()
+    store = client(server)
+    store.set("something", "is there")
+    del server
+    for rank in (0, 1):
+        with pytest.raises(BaguaError, match="init: the store does not answer") as caught:
+            join(store, rank, 2)
+        assert not isinstance(caught.value, BaguaTimeoutError)
+
+
+def test_a_rendezvous_can_be_served_once() -> None:
+    server = engine.RendezvousServer("127.0.0.1", 0)
+    assert server.serve(1, b"alone", b"", 1.0) == [b"alone"]
+    with pytest.raises(BaguaError, match="served already"):
+        server.serve(1, b"alone", b"", 1.0)
+    with pytest.raises(ValueError, match="'localhost' is not an IP address"):
+        engine.RendezvousServer("localhost", 0)
