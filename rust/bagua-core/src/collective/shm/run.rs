@@ -18,8 +18,9 @@
 //! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
 //!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
 //!   and what W1 says of arrival p holds for arrival p + 1.
-//! - **D2.** In place, or where the kernel copies from tensor to tensor: between everybody's first arrival and everybody's second, the tensors that were offered are touched by
-//!   this operation only; the pattern says which rank touches which range of which tensor.
+//! - **D2.** In place, or where the kernel copies from tensor to tensor: between everybody's first arrival and everybody's second,
+//!   the tensors that were offered are touched by this operation only; the pattern says which rank touches which range of which
+//!   tensor.
 //! - **D3.** Nobody returns from such an operation before everybody's second arrival, except with an error.
 
 use std::cell::Cell;

@@ -66,13 +66,13 @@ impl Swap {
     fn leave(&self, window: &mut [u8], range: Range<usize>, io: &mut Io<'_>) {
         let (give, keep) = (shifted(range.clone(), self.give), shifted(range.clone(), self.keep.0));
         match io {
-            Io::InPlace(data) => window.copy_from_slice(&data[give]),
+            Io::InPlace(data) => copy(&data[give], window),
             Io::Split { src, dst } => {
                 let kept = &mut dst[shifted(range, self.keep.1)];
                 if give == keep {
                     copy_to_both(&src[give], window, kept);
                 } else {
-                    window.copy_from_slice(&src[give]);
+                    copy(&src[give], window);
                     copy(&src[keep], kept);
                 }
             }
