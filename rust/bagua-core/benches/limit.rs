@@ -5,7 +5,10 @@
 //! an arena and of ordinary tensors, by [`Group`] from bind to lane. Every buffer is rewritten before every call. A call takes as
 //! long as its slowest rank; shown are medians over calls, as bytes of the tensor per second, and ratios to the limit.
 //!
-//! `cargo bench --bench limit -- [--short] [--ranks 2|4]`; the processes share one anonymous file, which they inherit.
+//! `cargo bench --bench limit -- [--short] [--ranks 2|4] [--copies]`, the last of which is another table (`copies`); the processes share one anonymous file, which they inherit.
+
+#[path = "limit/copies.rs"]
+mod copies;
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command};
@@ -80,8 +83,9 @@ impl Board {
         unsafe { self.arena.slice_mut(begin + range.start..begin + range.end) }
     }
 
-    fn time(&self, rank: usize, way: Way, call: usize) -> &std::sync::atomic::AtomicU64 {
-        self.arena.long(rank * CONTROL + TIMES + (way as usize * CALLS + call) * 8)
+    /// How long a call by a way took a rank.
+    fn time_of(&self, rank: usize, way: usize, call: usize) -> &std::sync::atomic::AtomicU64 {
+        self.arena.long(rank * CONTROL + TIMES + (way * CALLS + call) * 8)
     }
 
     /// Every rank's address, by rank.
@@ -204,7 +208,7 @@ fn measure(board: &mut Board, lane: &mut Lane, tensors: &mut Tensors, bytes: usi
                 Way::InPlace | Way::Ordinary => ours(lane, tensors.of(board, way, bytes)),
             }
             let time = begun.elapsed();
-            board.time(me, way, call).store(u64::try_from(time.as_nanos()).expect("a short time"), Relaxed);
+            board.time_of(me, way as usize, call).store(u64::try_from(time.as_nanos()).expect("a short time"), Relaxed);
             check(floats(tensors.of(board, way, bytes)), ranks, call);
             board.barrier();
         }
@@ -212,22 +216,26 @@ fn measure(board: &mut Board, lane: &mut Lane, tensors: &mut Tensors, bytes: usi
 }
 
 /// Median over calls of the slowest rank, in seconds.
-fn median(board: &Board, way: Way, calls: usize) -> f64 {
-    let slowest = |call| (0..board.ranks).map(|rank| board.time(rank, way, call).load(Relaxed)).max().unwrap_or(0);
+fn median_of(board: &Board, way: usize, calls: usize) -> f64 {
+    let slowest = |call| (0..board.ranks).map(|rank| board.time_of(rank, way, call).load(Relaxed)).max().unwrap_or(0);
     // The first call finds nothing in its caches and its branches untrained.
     let mut times: Vec<u64> = (1..calls).map(slowest).collect();
     times.sort_unstable();
     times[times.len() / 2] as f64 * 1e-9
 }
 
-fn rank(mut board: Board, short: bool) {
+fn rank(mut board: Board, short: bool, copies: bool) {
     let secret = b"limit".to_vec();
     let config = Config { secret, timeout: Duration::from_secs(60), ..Config::new(board.rank, board.ranks) };
     let pending = Pending::bind(config).expect("a free port");
     let addresses = board.spread(pending.address());
     let group: Group = pending.connect(&addresses).expect("all ranks come");
-    let arena = group.arena(MOST, "bagua-limit").expect("memory for the largest size");
     let mut lane = group.lane().expect("a lane");
+    if copies {
+        copies::rank(board, &mut lane, short);
+        return;
+    }
+    let arena = group.arena(MOST, "bagua-limit").expect("memory for the largest size");
     let mut tensors = Tensors { arena, ordinary: vec![0; MOST + 64] };
     if board.rank == 0 {
         println!("all_reduce, float32, sum, {} ranks: median over calls of the slowest rank", board.ranks);
@@ -237,7 +245,7 @@ fn rank(mut board: Board, short: bool) {
         let calls = calls(bytes, short);
         measure(&mut board, &mut lane, &mut tensors, bytes, calls);
         if board.rank == 0 {
-            let [limit, in_place, ordinary] = Way::ALL.map(|way| median(&board, way, calls));
+            let [limit, in_place, ordinary] = Way::ALL.map(|way| median_of(&board, way as usize, calls));
             let column = |time: f64| format!("{:6.2} GB/s {:7.1} us", bytes as f64 / time * 1e-9, time * 1e6);
             let ratio = |time: f64| format!("{} {:5.2}", column(time), limit / time);
             println!("{:>5} KiB  {}  {}  {}", bytes / KIB, column(limit), ratio(in_place), ratio(ordinary));
@@ -274,7 +282,9 @@ fn main() {
         arguments.get(at + 1)?.parse::<usize>().ok()
     };
     let short = arguments.iter().any(|argument| argument == "--short");
+    let copies = arguments.iter().any(|argument| argument == "--copies");
     let ranks = number("--ranks").unwrap_or(2);
+    assert!(ranks == 2 || !copies, "the table of copies is of 2 ranks");
     assert!(ranks == 2 || ranks == 4, "the plain loop is written for 2 and for 4 ranks");
     #[cfg(target_arch = "x86_64")]
     if !is_x86_feature_detected!("avx2") {
@@ -285,7 +295,7 @@ fn main() {
         // SAFETY: inherited for this purpose from the process that started this one.
         let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
         let arena = Arena::from_fd(fd).expect("the file of rank 0");
-        rank(Board { arena, rank: index, ranks, passed: 0 }, short);
+        rank(Board { arena, rank: index, ranks, passed: 0 }, short, copies);
         return;
     }
     let arena = Arena::create("bagua-limit", Board::len(ranks)).expect("shared memory");
@@ -295,10 +305,11 @@ fn main() {
             .args(["--rank", &rank.to_string(), "--fd", &arena.fd().as_raw_fd().to_string()])
             .args(["--ranks", &ranks.to_string()])
             .args(short.then_some("--short"))
+            .args(copies.then_some("--copies"))
             .spawn()
             .expect("another process")
     };
     let others = Others((1..ranks).map(start).collect());
-    rank(Board { arena, rank: 0, ranks, passed: 0 }, short);
+    rank(Board { arena, rank: 0, ranks, passed: 0 }, short, copies);
     drop(others);
 }

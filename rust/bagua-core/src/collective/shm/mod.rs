@@ -5,13 +5,16 @@
 //! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `stage` compares what the ranks are
 //! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
-//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`.
+//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`. And a large
+//! broadcast goes from tensor to tensor where the kernel copies between these processes: `reach`.
 
 #![allow(unsafe_code)]
 
+mod copy;
 mod crowd;
 mod in_place;
 mod pieces;
+mod reach;
 mod reduction;
 mod run;
 mod segment;
@@ -37,7 +40,7 @@ pub use segment::segment_len;
 use in_place::{Home, Tensors};
 use pieces::{Cut, combine_into, fill_for_each, inputs};
 use reduction::Reduction;
-use run::{Offer, Route, Runner, Turn};
+use run::{Offer, Route, Runner, Spot, Turn};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use stage::Stage;
 use swap::Swap;
@@ -75,6 +78,14 @@ impl Shm {
         Shm { finder: Finder::new(registry), ..self }
     }
 
+    /// Has the kernel copy a broadcast from tensor to tensor from this size on, where it is allowed and they lie in no arena;
+    /// `usize::MAX` for never. The ranks may differ.
+    #[must_use]
+    pub fn copying_once_from(mut self, bytes: usize) -> Shm {
+        self.runner.reach.from = bytes;
+        self
+    }
+
     fn index(&self) -> usize {
         self.runner.segment.index
     }
@@ -108,14 +119,28 @@ impl Shm {
         home: Option<Home>,
         turn: impl FnMut(&Segment, Turn, Buffer),
     ) -> Result<Option<Tensors>> {
+        let offer = home.as_ref().map_or(Offer::Nowhere, Home::offer);
+        match (self.meet(call, (verb, bytes), (route, collect), offer, turn)?, home) {
+            (Some(offsets), Some(home)) => {
+                self.guarded(|runner| home.tensors(call, &runner.members, &offsets).map(Some))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The same for any offer. With `Some`, every rank has made such a one: where, by rank.
+    fn meet(
+        &mut self,
+        call: &Call<'_>,
+        (verb, bytes): (Kind, usize),
+        (route, collect): (Route, bool),
+        offer: Offer,
+        turn: impl FnMut(&Segment, Turn, Buffer),
+    ) -> Result<Option<Vec<u64>>> {
         self.guarded(|runner| {
             let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
-            let windows = matches!(route, Route::Windows(_));
-            let offer = if windows { home.as_ref().map_or(Offer::Nowhere, Home::offer) } else { Offer::Never };
-            match (runner.run(call, &stage, route, collect, offer, turn)?, home) {
-                (Some(offsets), Some(home)) => home.tensors(call, &runner.members, &offsets).map(Some),
-                _ => Ok(None),
-            }
+            let offer = if matches!(route, Route::Windows(_)) { offer } else { Offer::Never };
+            runner.run(call, &stage, route, collect, offer, turn)
         })
     }
 
@@ -134,7 +159,10 @@ impl Shm {
             return Err(error.clone());
         }
         let outcome = body(&mut self.runner);
-        self.broken = outcome.as_ref().err().cloned();
+        if let Err(error) = &outcome {
+            self.runner.reach.take_back(&self.runner.segment);
+            self.broken = Some(error.clone());
+        }
         outcome
     }
 
@@ -192,10 +220,11 @@ impl Shm {
             Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
             Io::Split { src, .. } => (src.len(), 0),
         };
-        let (route, cut) = self.route(chunk, chunk, self.runner.segment.window());
+        let pair = ranks == 2 && root.is_none();
+        let (route, cut) = self.route(chunk, chunk, if pair { swap::PIECE } else { self.runner.segment.window() });
         let home = Home::of(&io.input()[own..own + chunk], &mut self.finder);
         let swap = Swap { cut, give: own, get: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
-        let swaps = ranks == 2 && root.is_none() && matches!(route, Route::Windows(_));
+        let swaps = pair && matches!(route, Route::Windows(_));
         let met = self.run_or_meet(call, (verb, chunk), (route, false), home, |segment, turn, buffer| match turn {
             _ if swaps => swap.turn(segment, turn, &mut io),
             Turn::Fill(piece) if piece < cut.pieces && root != Some(me) => {
@@ -276,29 +305,48 @@ impl Collective for Shm {
         let part = (total / 4).clamp(EARLY, self.runner.segment.window());
         let (route, cut) = self.route(total, total, part / ALIGN * ALIGN);
         let home = Home::of(data, &mut self.finder);
-        let met =
-            self.run_or_meet(
-                call,
-                (Kind::Broadcast, total),
-                (route, false),
-                home,
-                |segment, turn, buffer| match turn {
-                    Turn::Fill(piece) if piece < cut.pieces && me == root => {
-                        let range = cut.range(piece);
-                        // SAFETY: S2 or W2.
-                        unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
-                    }
-                    Turn::Take(piece) if me != root => {
-                        let range = cut.range(piece);
-                        // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
-                        let from = unsafe { segment.read(root, buffer, 0..range.len()) };
-                        data[range].copy_from_slice(from);
-                    }
-                    Turn::Fill(_) | Turn::Take(_) => {}
-                },
-            )?;
-        let Some(tensors) = met else { return Ok(()) };
-        self.work_in_place(call, total, || tensors.broadcast(me, root, data))
+        let runner = &mut self.runner;
+        let offer = match &home {
+            Some(home) => home.offer(),
+            None if runner.reach.spans(&runner.segment, data) => {
+                Offer::At(Spot { arena: Spot::PRIVATE, offset: data.as_mut_ptr() as u64 })
+            }
+            None => Offer::Nowhere,
+        };
+        let verb = (Kind::Broadcast, total);
+        let met = self.meet(call, verb, (route, false), offer, |segment, turn, buffer| match turn {
+            Turn::Fill(piece) if piece < cut.pieces && me == root => {
+                let range = cut.range(piece);
+                // SAFETY: S2 or W2.
+                unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
+            }
+            Turn::Take(piece) if me != root => {
+                let range = cut.range(piece);
+                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                let from = unsafe { segment.read(root, buffer, 0..range.len()) };
+                data[range].copy_from_slice(from);
+            }
+            Turn::Fill(_) | Turn::Take(_) => {}
+        })?;
+        match (met, home) {
+            (None, _) => Ok(()),
+            (Some(offsets), Some(home)) => {
+                let tensors = self.guarded(|runner| home.tensors(call, &runner.members, &offsets))?;
+                self.work_in_place(call, total, || tensors.broadcast(me, root, data))
+            }
+            (Some(addresses), None) => self.guarded(|runner| {
+                // SAFETY: D2 and D3: all ranks lent their tensors; the root touches the end of each, the others the rest of their own.
+                let copied = unsafe { runner.reach.broadcast(&runner.segment, root, &addresses, data) };
+                copied.map_err(|(rank, error)| {
+                    let lost = call.watch.stream_lost(
+                        runner.members[rank],
+                        &format!("copying between its memory and this process's: {error}"),
+                    );
+                    lost.during(call.progress(0, total as u64))
+                })?;
+                runner.leave(call, total as u64)
+            }),
+        }
     }
 
     fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
@@ -373,7 +421,7 @@ impl Collective for Shm {
         let (mut route, mut cut, stride) = self.route_for_each(chunk);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(chunk, usize::MAX, self.runner.segment.window());
+            (route, cut) = self.route(chunk, usize::MAX, swap::PIECE);
         }
         let peer = 1 - me.min(1);
         let swap = Swap { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };

@@ -18,15 +18,17 @@
 //! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
 //!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
 //!   and what W1 says of arrival p holds for arrival p + 1.
-//! - **D2.** In place: between everybody's first arrival and everybody's second, the tensors that were offered are touched by
-//!   this operation only; the pattern says which rank touches which range of which tensor.
-//! - **D3.** Nobody returns from an operation in place before everybody's second arrival, except with an error.
+//! - **D2.** In place, or where the kernel copies from tensor to tensor: between everybody's first arrival and everybody's second,
+//!   the tensors that were offered are touched by this operation only; the pattern says which rank touches which range of which
+//!   tensor.
+//! - **D3.** Nobody returns from such an operation before everybody's second arrival, except with an error.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::crowd::{self, Crowd};
+use super::reach::Reach;
 use super::segment::{Buffer, Segment};
 use super::stage::{NONSENSE, Stage};
 use crate::collective::Call;
@@ -76,19 +78,25 @@ pub(super) enum Route {
 pub(super) enum Offer {
     /// This operation never works in place, on any rank.
     Never,
-    /// It could, but this rank's tensor lies in no arena.
+    /// It could, but this rank's tensor lies where no peer gets at it.
     Nowhere,
-    /// It lies in this one.
+    /// It lies here.
     At(Spot),
 }
 
-/// A place in an arena.
+/// A place in an arena, or in the memory of a rank's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Spot {
-    /// Which arena; not 0.
+    /// Which arena; not 0. [`Spot::PRIVATE`] for none.
     pub(super) arena: u64,
-    /// Where in the rank's part.
+    /// Where in the rank's part, or at which address.
     pub(super) offset: u64,
+}
+
+impl Spot {
+    /// Stands for an arena where the kernel copies from one process to another. The numbers of arenas are digests, and no more likely
+    /// to be this one than to be each other's.
+    pub(super) const PRIVATE: u64 = u64::MAX;
 }
 
 /// What the offers of all ranks mean.
@@ -106,6 +114,8 @@ pub(super) struct Runner {
     pub(super) segment: Segment,
     /// Group rank of each rank on this host, for errors.
     pub(super) members: Vec<usize>,
+    /// The peers' private memory, where this rank may touch it.
+    pub(super) reach: Reach,
     /// Own arrivals so far, modulo 2^31.
     arrivals: u32,
     /// The count at which all have let go of this rank's windows.
@@ -124,9 +134,11 @@ impl Runner {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Runner {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
+        let reach = Reach::publish(&segment);
         Runner {
             segment,
             members,
+            reach,
             arrivals: 0,
             windows_free: 0,
             parity: 0,
@@ -147,8 +159,8 @@ impl Runner {
     /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
     /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
     ///
-    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host. The
-    /// caller works there, and then calls [`Runner::leave`].
+    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host; and so
+    /// when all offer private memory. The caller works there, and then calls [`Runner::leave`].
     pub(super) fn run(
         &mut self,
         call: &Call<'_>,
