@@ -81,6 +81,43 @@ def test_a_killed_rank_is_named_within_a_second_and_the_others_go_on(
     assert shared_memory_files() <= before
 
 
+def killed_while_copied(rank: int, folder: str) -> float | None:
+    group = bagua.init(timeout=60)
+    # Copied from process to process, by both of them, where the kernel lets them.
+    x = np.full(1 << 22, rank, np.float32)
+    turn = 0
+    if rank == 1:
+        # In another thread: the copying goes on until it happens, wherever it is.
+        threading.Timer(0.3, killed_now, [folder]).start()
+
+    def step() -> None:
+        nonlocal turn
+        turn += 1
+        x[:] = rank + turn
+        group.broadcast(x, turn % 2)
+        assert (x == turn % 2 + turn).all()
+
+    with pytest.raises(bagua.PeerLostError) as raised:
+        for_ever(step)
+    noticed = time.monotonic()
+    assert raised.value.rank == 1
+    bagua.shutdown()
+    assert turn > 1
+    return noticed - float(Path(folder, "killed").read_text())
+
+
+def killed_now(folder: str) -> None:
+    Path(folder, "killed").write_text(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_within_a_second(
+    world: World, tmp_path: Path
+) -> None:
+    results = world(2, expect_exit={1: -signal.SIGKILL}).run(killed_while_copied, str(tmp_path))
+    assert results[0] < 1.0
+
+
 # --- disagreement -----------------------------------------------------------------------------------------------------
 
 
