@@ -71,7 +71,7 @@ pub trait Collective: Send {
         chunks: Chunks,
         stages: &mut dyn Stages,
     ) -> Result<()> {
-        stages::chunk_by_chunk(self, call, data, op, chunks, stages)
+        stages::chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(call, Io::InPlace(chunk), op))
     }
 
     /// `root` gets the combination of all. `InPlace`: N bytes, unchanged on the others. `Split`: N and N (`dst` is empty or

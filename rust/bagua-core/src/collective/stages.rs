@@ -2,9 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Call, Collective, Io};
 use crate::error::Result;
-use crate::types::ReduceOp;
 
 /// What belongs to an all_reduce besides the ranks that run it: they call it chunk by chunk, in the order of [`Chunks`].
 pub trait Stages {
@@ -77,21 +75,19 @@ impl Chunks {
     }
 }
 
-/// [`Collective::all_reduce_in_stages`] with one all_reduce after the other.
+/// Takes all steps of a tensor in order, and combines each chunk before it is passed on.
 pub(super) fn chunk_by_chunk(
-    collective: &mut (impl Collective + ?Sized),
-    call: &Call<'_>,
     data: &mut [u8],
-    op: ReduceOp,
     chunks: Chunks,
     stages: &mut dyn Stages,
+    mut combine: impl FnMut(&mut [u8]) -> Result<()>,
 ) -> Result<()> {
     for stage in chunks.stages() {
         match stage {
             Stage::Before(chunk) => stages.before(chunks.range(chunk), &mut data[chunks.range(chunk)])?,
             Stage::After(chunk) => {
                 let chunk = &mut data[chunks.range(chunk)];
-                collective.all_reduce(call, Io::InPlace(chunk), op)?;
+                combine(chunk)?;
                 stages.after(chunk)?;
             }
         }

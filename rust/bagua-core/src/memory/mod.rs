@@ -4,6 +4,7 @@
 
 #![allow(unsafe_code)]
 
+pub(crate) mod ahead;
 mod arena;
 mod mapping;
 mod region;

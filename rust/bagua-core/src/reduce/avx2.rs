@@ -9,7 +9,6 @@
 
 #![allow(unsafe_code)]
 
-use std::arch::asm;
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_GT_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128,
     _mm_storeu_si128, _mm256_add_epi16, _mm256_add_ps, _mm256_and_si256, _mm256_blend_epi16, _mm256_blendv_epi8,
@@ -23,6 +22,7 @@ use std::ops::Range;
 use super::element::{BLOCK, Element, element};
 use super::kernel::Work;
 use super::op::{Fraction, Number, Op, Ordered, Pair};
+use crate::memory::ahead::soon_written;
 
 /// Proof that the processor has AVX2 and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,7 +140,7 @@ element!(
     Pair(F32x8::zero(), F32x8::zero()),
     from_f32,
     to_f32,
-    soon
+    soon_written
 );
 element!(
     /// Eight float16.
@@ -150,7 +150,7 @@ element!(
     F32x8::zero(),
     F32x8::from_f16,
     F32x8::to_f16,
-    soon
+    soon_written
 );
 element!(
     /// Sixteen bfloat16: a 32-bit word of memory holds two, of which the lower half becomes a float32 by a shift, the upper one by
@@ -161,15 +161,8 @@ element!(
     Pair(F32x8::zero(), F32x8::zero()),
     from_bf16,
     to_bf16,
-    soon
+    soon_written
 );
-
-/// Fetches a line of memory so that it may be written.
-#[inline(always)]
-pub(super) fn soon(place: *const u8) {
-    // SAFETY: a hint, which cannot fault and changes nothing that a program sees; a processor that lacks it does nothing.
-    unsafe { asm!("prefetchw [{}]", in(reg) place.addr(), options(nomem, nostack, preserves_flags)) }
-}
 
 #[inline(always)]
 fn from_f32(bytes: [u8; 64]) -> Pair<F32x8> {

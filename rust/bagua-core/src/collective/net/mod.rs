@@ -151,7 +151,7 @@ impl Collective for Net {
     ) -> Result<()> {
         let way = choose(self.algorithm, call.dtype(), data.len(), self.size());
         if chunks.count() == 1 || self.size() == 1 || !matches!(way, Way::Whole | Way::Direct) {
-            return chunk_by_chunk(self, call, data, op, chunks, stages);
+            return chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(call, Io::InPlace(chunk), op));
         }
         self.reduce_in_stages(call, data, op, (chunks, stages), way == Way::Whole)
     }

@@ -15,8 +15,8 @@ use tokio::time::{Instant, timeout_at};
 use super::super::handshake::{self, Hello, Key, Purpose, Refusal};
 use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer, read_frame};
 use super::super::{let_many_wait, lock};
-use super::tcp::{PAUSE, check_all, key, runtime};
 use super::tree::{self, Absent, Heard, STAY, STRANGERS};
+use super::{PAUSE, check_all, key, runtime};
 use crate::error::{Error, Result};
 
 /// The longest registration: an address, and a place.

@@ -10,11 +10,18 @@ mod tree;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;
 
+use tokio::runtime::Runtime;
+
 pub use desk::RendezvousServer;
 pub use file::rendezvous_file;
 pub use tcp::{rendezvous_at, rendezvous_tcp};
 
+use super::handshake::Key;
+use super::wire::FRAME_LIMIT;
 use crate::error::{Error, Progress, Result};
+
+/// Between two attempts.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// The address of the interface that the route towards `host:port` uses. Nothing is sent.
 ///
@@ -44,6 +51,26 @@ fn check(rank: usize, world_size: usize) -> Result<()> {
         return Err(Error::Value(format!("rank {rank} in a world of {world_size} ranks")));
     }
     Ok(())
+}
+
+/// As [`check`], for an address too.
+fn check_all(rank: usize, world_size: usize, address: &[u8]) -> Result<()> {
+    check(rank, world_size)?;
+    if address.len() > FRAME_LIMIT {
+        return Err(Error::Value(format!("an address of {} bytes", address.len())));
+    }
+    Ok(())
+}
+
+/// Proves that who asks belongs to the job.
+fn key(secret: &[u8]) -> Key {
+    Key::new(secret, b"rendezvous")
+}
+
+/// What drives a rendezvous on the thread that called it.
+fn runtime() -> Result<Runtime> {
+    let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    built.map_err(|e| Error::system("starting the rendezvous", e))
 }
 
 /// The error for a deadline that passed.

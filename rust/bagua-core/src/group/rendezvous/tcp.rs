@@ -6,22 +6,17 @@ use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
-use tokio::runtime::Runtime;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
-use super::super::wire::FRAME_LIMIT;
 use super::desk::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Relay};
-use super::{check, late};
+use super::{PAUSE, check_all, key, late, runtime};
 use crate::error::{Error, Result};
 
 /// How much longer a rank waits to hear from rank 0 who is missing. Ranks do not start at one moment, so each asks when its own
 /// time is over: rank 0's may not be.
 const GRACE: Duration = Duration::from_millis(500);
-
-/// Between two attempts.
-pub(super) const PAUSE: Duration = Duration::from_millis(20);
 
 /// What a rank asks with.
 const WHO_IS_MISSING: u8 = b'?';
@@ -77,23 +72,6 @@ pub fn rendezvous_at(
         return Err(Error::Value("rank 0 serves the rendezvous".to_owned()));
     }
     visit((&server.ip().to_string(), server.port()), true, rank, world_size, address, secret, timeout)
-}
-
-pub(super) fn check_all(rank: usize, world_size: usize, address: &[u8]) -> Result<()> {
-    check(rank, world_size)?;
-    if address.len() > FRAME_LIMIT {
-        return Err(Error::Value(format!("an address of {} bytes", address.len())));
-    }
-    Ok(())
-}
-
-pub(super) fn key(secret: &[u8]) -> Key {
-    Key::new(secret, b"rendezvous")
-}
-
-pub(super) fn runtime() -> Result<Runtime> {
-    let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    built.map_err(|e| Error::system("starting the rendezvous", e))
 }
 
 fn visit(
