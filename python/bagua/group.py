@@ -177,7 +177,7 @@ def join(
     """
     chosen = config.settings(timeout=timeout, secret=secret)
     exits.install(shutdown, forget)
-    pending = engine.Pending(
+    pending = engine.Bootstrap(
         rank,
         world_size,
         name=name,

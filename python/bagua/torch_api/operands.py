@@ -1,6 +1,6 @@
 """What a collective works on: reduce operations, element types, and where a tensor lies.
 
-A tensor is asked once. What the core can tell of it in one call (``engine.Look``: a plain tensor, and a torch that
+A tensor is asked once. What the core can tell of it in one call (``engine.TensorReader``: a plain tensor, and a torch that
 knows how to answer) is taken from there; for every other tensor, and for what to say when it cannot be used, its
 attributes are asked.
 """
@@ -65,13 +65,13 @@ def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     return count
 
 
-def _looks() -> engine.Look:
+def _looks() -> engine.TensorReader:
     # Negations and conjugates, by name. Tensor.is_neg would do, but it gives the GIL away to whoever may keep it.
-    put_off = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
+    lazy_flags = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
     try:
-        return engine.Look([torch.Tensor, torch.nn.Parameter], put_off, _count_version)
+        return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
     except (AttributeError, TypeError):  # torch before 2.10 cannot say where a tensor lies
-        return engine.Look([], put_off, _count_version)
+        return engine.TensorReader([], lazy_flags, _count_version)
 
 
 # Autograd must learn that values which it may have saved have changed, or are about to.
