@@ -68,7 +68,7 @@ def test_a_wrong_import_in_a_copy_of_the_real_tree_is_found(tmp_path: Path) -> N
     file.write_text("use crate::engine::Engine;\n" + file.read_text())
     result = check(tmp_path)
     assert result.returncode == 1
-    assert f"{CORE}/schedule.rs:1: 'schedule' (row 4) imports upwards from 'engine'" in result.stdout
+    assert f"{CORE}/schedule.rs:1: 'schedule' (row 2) imports upwards from 'engine'" in result.stdout
 
 
 @pytest.mark.parametrize(
