@@ -7,6 +7,11 @@ What is here speaks in addresses, element counts and codes, and trusts its calle
 from __future__ import annotations
 
 from bagua._bagua import (
+    ALGORITHMS,
+    DTYPES,
+    MOST_STREAMS,
+    OPS,
+    VERBS,
     Arena,
     Bucket,
     Communicator,
@@ -26,8 +31,11 @@ from bagua._bagua import (
 )
 
 __all__ = [
+    "ALGORITHMS",
     "DTYPES",
+    "MOST_STREAMS",
     "OPS",
+    "VERBS",
     "Arena",
     "Bucket",
     "Communicator",
@@ -45,19 +53,3 @@ __all__ = [
     "rendezvous_tcp",
     "version",
 ]
-
-#: Code of each element type; the code is what travels.
-DTYPES = {
-    "float16": 0,
-    "bfloat16": 1,
-    "float32": 2,
-    "float64": 3,
-    "uint8": 4,
-    "int8": 5,
-    "int32": 6,
-    "int64": 7,
-    "bool": 8,
-}
-
-#: Number of each reduce operation, as in the original's ReduceOp.
-OPS = {"sum": 0, "product": 1, "min": 2, "max": 3, "bor": 7, "band": 8, "bxor": 9, "avg": 10}

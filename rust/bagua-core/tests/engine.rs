@@ -245,7 +245,7 @@ fn memory_that_moved_is_the_memory_that_is_communicated() {
             "doubles"
         }
         fn run(&self, _: &str, tensors: &mut [Region], _: &mut Lane) -> Result<()> {
-            for value in tensors[0].bytes_mut().chunks_exact_mut(4) {
+            for value in tensors[0].as_host_mut()?.chunks_exact_mut(4) {
                 let doubled = 2.0 * f32::from_ne_bytes(value.try_into().unwrap());
                 value.copy_from_slice(&doubled.to_ne_bytes());
             }

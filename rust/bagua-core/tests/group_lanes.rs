@@ -4,7 +4,7 @@ mod group_world;
 
 use std::time::Duration;
 
-use bagua_core::collective::Io;
+use bagua_core::collective::{Io, Verb};
 use bagua_core::error::Error;
 use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_core::types::{DType, ReduceOp};
@@ -26,7 +26,8 @@ fn exercise(lanes: &mut [Lane]) {
         for (rank, lane) in lanes.iter_mut().enumerate() {
             scope.spawn(move || {
                 let mut data: Vec<u8> = (0..1000).flat_map(|_| (rank as i64 + 1).to_le_bytes()).collect();
-                lane.all_reduce(&Options::default(), DType::I64, Io::InPlace(&mut data), ReduceOp::Sum).unwrap();
+                lane.run(&Options::default(), DType::I64, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))
+                    .unwrap();
                 assert!(data.chunks(8).all(|eight| eight == total.to_le_bytes()));
                 let own = [u8::try_from(rank).unwrap()];
                 let mut got = vec![[255]; size];

@@ -9,11 +9,12 @@ use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::op::{CallbackOp, CentralizedOp};
-use bagua_core::types::{DType, Shape};
+use bagua_core::types::DType;
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
-use crate::tensor::{self, Operands};
+use crate::request::{Call, Request};
+use crate::tensor;
 use crate::waiting::{self, Kept};
 
 /// The outcome of an asynchronous operation, now or later.
@@ -238,57 +239,25 @@ impl Engine {
         py.detach(|| self.core.shutdown());
     }
 
-    /// As the communicator's, in order with the buckets.
-    #[pyo3(signature = (src, dst, count, dtype, op, *, shape=None, timeout=None, async_op=false, keep=None))]
-    fn all_reduce(
+    /// A verb: see the communicator's; in order with the buckets.
+    #[pyo3(signature = (verb, src, dst, count, dtype, op=0, root=0, *, shape=None, timeout=None, async_op=false, keep=None))]
+    fn run(
         &self,
         py: Python<'_>,
+        verb: u8,
         src: Option<usize>,
-        dst: usize,
+        dst: Option<usize>,
         count: usize,
         dtype: u8,
         op: u8,
-        shape: Option<Vec<usize>>,
-        timeout: Option<f64>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
-    ) -> PyResult<Option<Handle>> {
-        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let shape = shape.as_deref().map(Shape::new);
-        let prepare = || -> Result<_> {
-            let (kind, op) = (tensor::dtype(dtype)?, tensor::reduce_op(op)?);
-            let src = src.map(|address| tensor::on_loan(address, count, kind)).transpose()?;
-            Ok((kind, op, Operands::new(src, tensor::on_loan(dst, count, kind)?)?))
-        };
-        let (kind, op, mut operands) = prepare().map_err(|e| errors::raise(py, e))?;
-        self.go(py, async_op, keep, move |lane| {
-            lane.all_reduce(&Options { timeout, shape, label: "" }, kind, operands.io(), op)
-        })
-    }
-
-    /// As the communicator's, in order with the buckets.
-    #[pyo3(signature = (address, count, dtype, root, *, shape=None, timeout=None, async_op=false, keep=None))]
-    fn broadcast(
-        &self,
-        py: Python<'_>,
-        address: usize,
-        count: usize,
-        dtype: u8,
         root: usize,
         shape: Option<Vec<usize>>,
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Option<Handle>> {
-        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let shape = shape.as_deref().map(Shape::new);
-        let prepare = || -> Result<_> {
-            let kind = tensor::dtype(dtype)?;
-            Ok((kind, tensor::on_loan(address, count, kind)?))
-        };
-        let (kind, mut data) = prepare().map_err(|e| errors::raise(py, e))?;
-        self.go(py, async_op, keep, move |lane| {
-            lane.broadcast(&Options { timeout, shape, label: "" }, kind, data.bytes_mut(), root)
-        })
+        let Call { shape, timeout, async_op, keep } = Call::new(shape, timeout, async_op, keep)?;
+        let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root))?;
+        self.go(py, async_op, keep, move |lane| request.run(lane, &Options { timeout, shape, ..Options::DEFAULT }))
     }
 }

@@ -23,12 +23,11 @@ use super::control::{Control, Dial};
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::{Purpose, digest};
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo};
+use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Arena, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
-use crate::types::ReduceOp;
 use crate::wait::{Deadline, SLICE};
 
 /// `index` of the streams between all ranks.
@@ -363,43 +362,11 @@ impl Collective for ProcessBound {
         self.inner().transports()
     }
 
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.checked()?.all_reduce(cx, io, op)
-    }
-
-    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.checked()?.reduce(cx, io, op, root)
-    }
-
-    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
-        self.checked()?.broadcast(cx, data, root)
-    }
-
-    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.all_gather(cx, io)
-    }
-
-    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.checked()?.gather(cx, io, root)
-    }
-
-    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.checked()?.scatter(cx, io, root)
-    }
-
-    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.checked()?.reduce_scatter(cx, io, op)
-    }
-
-    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.all_to_all(cx, io)
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        self.checked()?.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.checked()?.exchange(cx, sends, recvs)
-    }
-
-    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        self.checked()?.barrier(cx)
     }
 }

@@ -25,7 +25,7 @@ mod wire;
 
 pub use bootstrap::Bootstrap;
 pub(crate) use fork::OwnerProcess;
-pub use lane::{Chunks, Lane, Options};
+pub use lane::{Lane, Options, PartLayout};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 
@@ -41,7 +41,7 @@ const VERSION: u16 = 2;
 const STREAMS: usize = 2;
 
 /// The most streams to a peer that a configuration may ask for.
-const MOST_STREAMS: usize = 64;
+pub const MOST_STREAMS: usize = 64;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;

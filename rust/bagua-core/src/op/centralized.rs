@@ -3,10 +3,10 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::Op;
-use crate::collective::Io;
 use crate::error::Result;
 use crate::group::{Lane, Options};
 use crate::memory::Region;
+use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 
 /// All-reduce of a bucket, in place when its tensors lie back to back, through a buffer of its own otherwise.
@@ -55,20 +55,24 @@ impl Op for CentralizedOp {
     fn run(&self, bucket: &str, tensors: &mut [Region], lane: &mut Lane) -> Result<()> {
         let Some(dtype) = tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: bucket, ..Options::default() };
-        if let Some(mut whole) = Region::joined(tensors) {
-            return lane.all_reduce(&options, dtype, Io::InPlace(whole.bytes_mut()), self.reduce_op());
+        let verb = Verb::AllReduce(self.reduce_op());
+        if let Some(whole) = Region::joined(tensors) {
+            return lane.run(&options, dtype, verb, Io::InPlace(whole));
         }
         // A panic in the middle of a copy leaves bytes that the next run overwrites.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        scratch.clear();
-        for tensor in tensors.iter() {
-            scratch.extend_from_slice(tensor.bytes());
+        scratch.resize(tensors.iter().map(Region::len).sum(), 0);
+        let mut rest = scratch.as_mut_slice();
+        for tensor in &*tensors {
+            let (head, tail) = rest.split_at_mut(tensor.len());
+            tensor.buffer().copy_to(head)?;
+            rest = tail;
         }
-        lane.all_reduce(&options, dtype, Io::InPlace(&mut scratch), self.reduce_op())?;
+        lane.run(&options, dtype, verb, Io::in_place(&mut scratch))?;
         let mut rest = scratch.as_slice();
         for tensor in tensors {
             let (head, tail) = rest.split_at(tensor.len());
-            tensor.bytes_mut().copy_from_slice(head);
+            tensor.buffer_mut().copy_from(head)?;
             rest = tail;
         }
         Ok(())

@@ -55,14 +55,11 @@ impl Rank {
     ) -> Result<T> {
         let fingerprint = Fingerprint {
             epoch: 1,
-            channel: 0,
-            kind: say.kind,
             seq: self.seq,
-            dtype: say.dtype,
             op: say.op,
             root: say.root.map(|root| root as u32),
-            count: say.count as u64,
             shape: Shape::flat(say.count),
+            ..Fingerprint::new(say.kind, say.dtype, say.count)
         };
         self.seq += 1;
         let stats = self.stats.of(say.kind);
