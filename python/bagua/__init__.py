@@ -39,7 +39,7 @@ from bagua.functions import (
     send,
 )
 from bagua.group import Group, shutdown, stats
-from bagua.starting import init
+from bagua.init import init
 from bagua.verbs import Handle
 
 __version__ = _engine.version()

@@ -19,21 +19,6 @@ __all__ = ["Handle", "Verbs"]
 T = TypeVar("T")
 Op = str | int
 
-_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL, _BARRIER = (
-    engine.VERBS[name]
-    for name in (
-        "all_reduce",
-        "reduce",
-        "broadcast",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-        "barrier",
-    )
-)
-
 
 class Handle(Generic[T]):
     """The outcome of an asynchronous verb, now or later."""
@@ -140,11 +125,11 @@ class Verbs:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
             done = self._communicator.run(
-                _ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout, async_op=async_op
+                engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout, async_op=async_op
             )
             return _outcome(done, x, x)
         src, dst, result = self._pair(x, out)
-        return self._run(_ALL_REDUCE, src, dst, result, code, shape=dst.shape, async_op=async_op, timeout=timeout)
+        return self._run(engine.ALL_REDUCE, src, dst, result, code, shape=dst.shape, async_op=async_op, timeout=timeout)
 
     @overload
     def reduce(
@@ -189,7 +174,7 @@ class Verbs:
         held = src if target is None else target
         assert held is not None
         return self._run(
-            _REDUCE, src, target, result, code, root, shape=held.shape, async_op=async_op, timeout=timeout
+            engine.REDUCE, src, target, result, code, root, shape=held.shape, async_op=async_op, timeout=timeout
         )
 
     @overload
@@ -232,7 +217,7 @@ class Verbs:
         inside = dst.count > 0 and dst.address == src.address + self.rank * dst.array.nbytes
         given, target = (None, src) if inside else (src, dst)
         return self._run(
-            _REDUCE_SCATTER, given, target, result, code, count=dst.count, async_op=async_op, timeout=timeout
+            engine.REDUCE_SCATTER, given, target, result, code, count=dst.count, async_op=async_op, timeout=timeout
         )
 
     # --- from and to one rank -----------------------------------------------------------------------------------------
@@ -266,7 +251,7 @@ class Verbs:
         if source is not None and self.rank == root:
             target.array[...] = source.array.view(target.array.dtype)
         return self._run(
-            _BROADCAST, None, target, result, root=root, shape=target.shape, async_op=async_op, timeout=timeout
+            engine.BROADCAST, None, target, result, root=root, shape=target.shape, async_op=async_op, timeout=timeout
         )
 
     @overload
@@ -303,7 +288,7 @@ class Verbs:
             target, result = _target(src, out, (self.size, *src.shape))
         inside = target is not None and self._is_own_part(src, target)
         return self._run(
-            _GATHER,
+            engine.GATHER,
             None if inside else src,
             target,
             result,
@@ -367,7 +352,9 @@ class Verbs:
         elif count > 0 and target.address == source.address + self.rank * target.array.nbytes:
             # In place would mean that every rank has room for all rows; the own row is in place already.
             target = Memory(target.array.copy(), dtype, target.owner)
-        return self._run(_SCATTER, source, target, result, root=root, count=count, async_op=async_op, timeout=timeout)
+        return self._run(
+            engine.SCATTER, source, target, result, root=root, count=count, async_op=async_op, timeout=timeout
+        )
 
     # --- every rank to every rank -------------------------------------------------------------------------------------
 
@@ -389,7 +376,7 @@ class Verbs:
         src = memory_of(x).to_read()
         dst, result = _target(src, out, (self.size, *src.shape))
         given = None if self._is_own_part(src, dst) else src
-        return self._run(_ALL_GATHER, given, dst, result, count=src.count, async_op=async_op, timeout=timeout)
+        return self._run(engine.ALL_GATHER, given, dst, result, count=src.count, async_op=async_op, timeout=timeout)
 
     @overload
     def all_to_all(
@@ -408,7 +395,7 @@ class Verbs:
         src, dst, result = self._pair(x, out)
         self._part(dst, "all_to_all")
         count = dst.count // self.size
-        return self._run(_ALL_TO_ALL, src, dst, result, count=count, async_op=async_op, timeout=timeout)
+        return self._run(engine.ALL_TO_ALL, src, dst, result, count=count, async_op=async_op, timeout=timeout)
 
     @overload
     def all_to_all_v(
@@ -508,8 +495,8 @@ class Verbs:
     ) -> Any:
         """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
 
-        All arrays have one element type. Messages to one peer arrive in the order given; each is a message as `send` and
-        `recv` know it. Returns the arrays of `recvs`, which are filled in place. Only the ranks named need to take part.
+        All arrays have one element type. Messages to one peer arrive in the order given; the peer may take one with
+        `recv`, too. Returns the arrays of `recvs`, which are filled in place. Only the ranks named take part.
         """
         given = [(self._peer(peer, "peer"), memory_of(x).to_read()) for peer, x in sends]
         wanted = [(self._peer(peer, "peer"), _here(memory_of(x))) for peer, x in recvs]
@@ -568,7 +555,7 @@ class Verbs:
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Returns when every rank has called it."""
         done = self._communicator.run(
-            _BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
+            engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
         )
         return _outcome(done, None, None)
 

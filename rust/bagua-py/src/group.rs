@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use bagua_core::engine as core;
-use bagua_core::error::{Error, Result};
+use bagua_core::error::Result;
 use bagua_core::group::{Group, Lane, Options, PartLayout};
 use bagua_core::memory::Region;
 use pyo3::prelude::*;

@@ -15,10 +15,10 @@ import torch
 
 from bagua.errors import BaguaError
 
+from ..bucket import BaguaBucket
+from ..process_group import ReduceOp
+from ..tensor import BaguaTensor, layout_of, registration
 from .backend import Backend
-from .bucket import BaguaBucket
-from .collectives import ReduceOp
-from .tensor import BaguaTensor, layout_of, registration
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
