@@ -78,7 +78,7 @@ impl Communicator {
             drop(keep);
             outcome
         };
-        let handle = py.detach(|| self.core.submit(Box::new(job))).map_err(|e| errors::raise(py, e))?;
+        let handle = py.detach(|| self.core.submit(job)).map_err(|e| errors::raise(py, e))?;
         Ok(Some(Handle::of(handle)))
     }
 }
@@ -330,12 +330,12 @@ impl Communicator {
             let shown = PyDict::new(py);
             shown.set_item("calls", counts.calls)?;
             shown.set_item("zero_copy", counts.zero_copy)?;
+            shown.set_item("hierarchical", counts.hierarchical)?;
             shown.set_item("payload_bytes", counts.payload_bytes)?;
             shown.set_item("wire_bytes_sent", counts.wire_bytes_sent)?;
             shown.set_item("wire_bytes_received", counts.wire_bytes_received)?;
             shown.set_item("wait_s", counts.wait_s)?;
             shown.set_item("reduce_s", counts.reduce_s)?;
-            shown.set_item("encode_s", counts.encode_s)?;
             ops.set_item(kind.name(), shown)?;
         }
         let (collective, transports) = self.core.transports();

@@ -36,6 +36,9 @@ const FLAT: u32 = 0;
 /// `index` of the streams between the first ranks of hosts.
 const LEADERS: u32 = 1;
 
+/// `index` of the streams between the ranks of one machine that may not share memory.
+const MACHINE: u32 = 2;
+
 /// `index` of the connections that a lane's memory comes by.
 const LANE: u32 = 0;
 
@@ -66,13 +69,16 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
+/// Collectives of a machine and, on its first rank, of the machines' first ranks.
+type ByMachine = (Box<dyn Collective>, Option<Box<dyn Collective>>);
+
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl LaneBuilder<'_> {
     /// The collective for this group, connected.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let (rank, size) = (self.health.rank(), self.health.size());
+        let size = self.health.size();
         if size == 1 {
             return Ok(Box::new(Solo::new()));
         }
@@ -97,18 +103,51 @@ impl LaneBuilder<'_> {
                     Some(arena) => Box::new(shm(arena)?),
                     None => Box::new(Solo::new()),
                 };
-                let leaders: Vec<usize> = self.hosts.iter().map(|host| host[0]).collect();
-                let inter: Option<Box<dyn Collective>> = if leaders.contains(&rank) {
-                    let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
-                    let streams = self.streams(&others, LEADERS, &mut fork_fds)?;
-                    Some(Box::new(self.mesh(leaders, streams, None)))
-                } else {
-                    None
-                };
+                let inter = self.leaders(self.hosts, &mut fork_fds)?;
                 Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
             }
         };
-        Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
+        Ok(self.bound(inner, fork_fds))
+    }
+
+    /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
+    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<ByMachine> {
+        let rank = self.health.rank();
+        let (host, local) = self.host()?;
+        let machine = machines.iter().find(|machine| machine.contains(&rank));
+        let machine = machine.ok_or_else(|| Error::System("this rank is on no machine of its group".to_owned()))?;
+        let mut fork_fds = Vec::new();
+        let intra: Box<dyn Collective> = if machine.len() == 1 {
+            Box::new(Solo::new())
+        } else if machine.as_slice() == host {
+            let arena = Arc::new(self.memory(host, LANE, "bagua-lane", segment_len(host.len()))?);
+            fork_fds.push(ForkFd::new(&arena.fd()));
+            Box::new(Shm::new(arena, local, host.to_vec())?.knowing(Arc::clone(self.registry)))
+        } else {
+            let others: Vec<usize> = machine.iter().copied().filter(|other| *other != rank).collect();
+            let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
+            Box::new(self.mesh(machine.clone(), streams, None))
+        };
+        let intra = self.bound(intra, fork_fds);
+        let mut fork_fds = Vec::new();
+        let inter = self.leaders(machines, &mut fork_fds)?;
+        Ok((intra, inter.map(|inter| self.bound(inter, fork_fds))))
+    }
+
+    /// The collective of the hosts' first ranks, if this is one of them.
+    fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
+        let rank = self.health.rank();
+        let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
+        if !leaders.contains(&rank) {
+            return Ok(None);
+        }
+        let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
+        let streams = self.streams(&others, LEADERS, fork_fds)?;
+        Ok(Some(Box::new(self.mesh(leaders, streams, None))))
+    }
+
+    fn bound(&self, inner: Box<dyn Collective>, fork_fds: Vec<ForkFd>) -> Box<dyn Collective> {
+        Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner })
     }
 
     /// The ranks of this rank's host, and which of them it is.

@@ -19,6 +19,7 @@ mod control;
 mod fork;
 mod handshake;
 mod lane;
+mod lanes;
 mod membership;
 mod rendezvous;
 mod wire;
@@ -26,6 +27,7 @@ mod wire;
 pub use bootstrap::Bootstrap;
 pub(crate) use fork::OwnerProcess;
 pub use lane::{Lane, Options, PartLayout};
+pub use lanes::{HostLanes, Lanes};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 

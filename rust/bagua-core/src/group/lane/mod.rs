@@ -120,6 +120,11 @@ impl Lane {
         self.collective.name()
     }
 
+    /// The group's counters.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
     /// Name of the transport towards each rank.
     pub fn transports(&self) -> Vec<&'static str> {
         self.collective.transports()
