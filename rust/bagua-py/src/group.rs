@@ -233,7 +233,7 @@ impl Communicator {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let data = with(py, || tensor::on_loan(address, count, kind))?;
-        self.go(py, call, LONG, move |lane, options| lane.send(options, kind, data.as_host()?, to))
+        self.go(py, call, LONG, move |lane, options| lane.send(options, kind, data.buffer(), to))
     }
 
     /// One message from rank `from_`.
@@ -253,7 +253,7 @@ impl Communicator {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut data = with(py, || tensor::on_loan(address, count, kind))?;
-        self.go(py, call, LONG, move |lane, options| lane.recv(options, kind, data.as_host_mut()?, from_))
+        self.go(py, call, LONG, move |lane, options| lane.recv(options, kind, data.buffer_mut(), from_))
     }
 
     /// Many messages at once, in both directions: lists of (peer, address, count).
@@ -272,9 +272,8 @@ impl Communicator {
         let kind = with(py, || tensor::dtype(dtype))?;
         let (sends, mut recvs) = with(py, || Ok((messages(sends, dtype)?, messages(recvs, dtype)?)))?;
         self.go(py, call, LONG, move |lane, options| {
-            let sends: Vec<_> = sends.iter().map(|(peer, data)| Ok((*peer, data.as_host()?))).collect::<Result<_>>()?;
-            let mut recvs: Vec<_> =
-                recvs.iter_mut().map(|(peer, data)| Ok((*peer, data.as_host_mut()?))).collect::<Result<_>>()?;
+            let sends: Vec<_> = sends.iter().map(|(peer, data)| (*peer, data.buffer())).collect();
+            let mut recvs: Vec<_> = recvs.iter_mut().map(|(peer, data)| (*peer, data.buffer_mut())).collect();
             lane.exchange(options, kind, &sends, &mut recvs)
         })
     }

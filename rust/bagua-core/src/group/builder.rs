@@ -26,7 +26,7 @@ use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Arena, Registry, SharedArena, part_stride};
+use crate::memory::{Arena, Place, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::wait::{Deadline, SLICE};
 
@@ -80,7 +80,7 @@ impl LaneBuilder<'_> {
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
         let size = self.health.size();
         if size == 1 {
-            return Ok(Box::new(Solo::new()));
+            return self.bound(Box::new(Solo::new()), self.hosts, Vec::new());
         }
         let (host, local) = self.host()?;
         let arena = if host.len() > 1 {
@@ -107,7 +107,7 @@ impl LaneBuilder<'_> {
                 Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
             }
         };
-        Ok(self.bound(inner, fork_fds))
+        self.bound(inner, self.hosts, fork_fds)
     }
 
     /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
@@ -128,10 +128,11 @@ impl LaneBuilder<'_> {
             let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
             Box::new(self.mesh(machine.clone(), streams, None))
         };
-        let intra = self.bound(intra, fork_fds);
+        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds)?;
         let mut fork_fds = Vec::new();
+        let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
         let inter = self.leaders(machines, &mut fork_fds)?;
-        Ok((intra, inter.map(|inter| self.bound(inter, fork_fds))))
+        Ok((intra, inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?))
     }
 
     /// The collective of the hosts' first ranks, if this is one of them.
@@ -146,8 +147,16 @@ impl LaneBuilder<'_> {
         Ok(Some(Box::new(self.mesh(leaders, streams, None))))
     }
 
-    fn bound(&self, inner: Box<dyn Collective>, fork_fds: Vec<ForkFd>) -> Box<dyn Collective> {
-        Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner })
+    /// The collective as the factories of the configuration wrap it, for this process only.
+    fn bound(
+        &self,
+        collective: Box<dyn Collective>,
+        hosts: &[Vec<usize>],
+        fork_fds: Vec<ForkFd>,
+    ) -> Result<Box<dyn Collective>> {
+        let factories = &self.control.plane.config.factories;
+        let inner = factories.iter().try_fold(collective, |inner, factory| factory.wrap(inner, hosts))?;
+        Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
     }
 
     /// The ranks of this rank's host, and which of them it is.
@@ -399,6 +408,10 @@ impl Collective for ProcessBound {
 
     fn transports(&self) -> Vec<&'static str> {
         self.inner().transports()
+    }
+
+    fn reaches(&self, place: Place<'_>) -> bool {
+        self.inner().reaches(place)
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {

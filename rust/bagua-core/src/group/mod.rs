@@ -31,9 +31,9 @@ pub use lanes::{HostLanes, Lanes};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 
-use crate::collective::Algorithm;
+use crate::collective::{Algorithm, CollectiveFactory};
 use std::net::SocketAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Version of everything that ranks say to each other outside of operations.
@@ -99,6 +99,8 @@ pub struct Config {
     pub streams_per_peer: usize,
     /// How all_reduce goes between hosts; all ranks must say the same.
     pub algorithm: Algorithm,
+    /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
+    pub factories: Vec<Arc<dyn CollectiveFactory>>,
 }
 
 impl Config {
@@ -119,6 +121,7 @@ impl Config {
             transport: TransportChoice::Auto,
             streams_per_peer: STREAMS,
             algorithm: Algorithm::Auto,
+            factories: Vec::new(),
         }
     }
 }

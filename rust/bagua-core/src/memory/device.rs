@@ -74,6 +74,12 @@ impl<'a> From<&'a [u8]> for Buffer<'a> {
     }
 }
 
+impl<'a, const N: usize> From<&'a [u8; N]> for Buffer<'a> {
+    fn from(host: &'a [u8; N]) -> Buffer<'a> {
+        Buffer::from(host.as_slice())
+    }
+}
+
 impl<'a> Buffer<'a> {
     /// Bytes of a region.
     ///
@@ -160,6 +166,12 @@ impl<'a> From<&'a mut [u8]> for BufferMut<'a> {
     }
 }
 
+impl<'a, const N: usize> From<&'a mut [u8; N]> for BufferMut<'a> {
+    fn from(host: &'a mut [u8; N]) -> BufferMut<'a> {
+        BufferMut::from(host.as_mut_slice())
+    }
+}
+
 impl<'a> BufferMut<'a> {
     /// Bytes of a region, to write.
     ///
@@ -194,6 +206,34 @@ impl<'a> BufferMut<'a> {
     pub fn reborrow(&mut self) -> BufferMut<'_> {
         // SAFETY: `&mut self` is the only access for as long as the result lives.
         unsafe { BufferMut::new(self.bytes.ptr, self.bytes.len, self.bytes.device) }
+    }
+
+    /// The bytes before `mid` and those from it on.
+    ///
+    /// # Panics
+    /// When `mid` is beyond the buffer.
+    pub fn split_at(self, mid: usize) -> (BufferMut<'a>, BufferMut<'a>) {
+        let (head, tail) = (self.bytes.slice(0..mid), self.bytes.slice(mid..self.bytes.len));
+        let part = |bytes| BufferMut { bytes, borrowed: PhantomData };
+        (part(head), part(tail))
+    }
+
+    /// Copies `from`, of one place with this buffer or not, over all bytes.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_from_buffer(&mut self, from: Buffer<'_>) -> Result<()> {
+        match from.device {
+            None => self.copy_from(from.as_host()?),
+            Some(_) => {
+                let mut host = vec![0; from.len];
+                from.copy_to(&mut host)?;
+                self.copy_from(&host)
+            }
+        }
     }
 
     /// The bytes, where they are on the host.
@@ -244,6 +284,15 @@ mod tests {
         let mut buffer = BufferMut::from(&mut bytes[..]);
         buffer.copy_from(&[5, 6, 7, 8]).unwrap();
         assert_eq!((copy, buffer.into_host().unwrap()), ([1, 2, 3, 4], &mut [5, 6, 7, 8][..]));
+    }
+
+    #[test]
+    fn the_parts_of_a_buffer_cover_it() {
+        let mut bytes = [1u8, 2, 3, 4];
+        let (mut head, tail) = BufferMut::from(&mut bytes).split_at(1);
+        head.copy_from_buffer(tail.as_buffer().slice(2..3)).unwrap();
+        assert_eq!((head.len(), tail.into_host().unwrap()), (1, &mut [2, 3, 4][..]));
+        assert_eq!(bytes, [4, 2, 3, 4]);
     }
 
     #[test]

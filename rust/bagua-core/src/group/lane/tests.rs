@@ -96,8 +96,8 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
         ("itself", lane.send(o, f, &[0; 4], 1)),
         ("itself", lane.recv(o, f, &mut b[..4], 1)),
         ("5 bytes", lane.recv(o, f, &mut b[..5], 0)),
-        ("itself", lane.exchange(o, f, &[(0, &[0; 4]), (1, &[0; 4])], &mut [])),
-        ("7 bytes", lane.exchange(o, f, &[(0, &[0; 4])], &mut [(2, &mut b[..7])])),
+        ("itself", lane.exchange(o, f, &[(0, (&[0; 4]).into()), (1, (&[0; 4]).into())], &mut [])),
+        ("7 bytes", lane.exchange(o, f, &[(0, (&[0; 4]).into())], &mut [(2, (&mut b[..7]).into())])),
         (
             "3 send counts",
             lane.all_to_all_v(o, f, Io::in_place(b), PartLayout { counts: &[1; 3], displs: &[0, 1, 2, 3] }, whole),
@@ -180,7 +180,8 @@ fn messages_are_numbered_per_pair_and_direction() {
     let o = &Options::default();
     let b = &mut [0u8; 8];
     lane.send(o, DType::U8, &[1, 2, 3], 0).unwrap();
-    lane.exchange(o, DType::U8, &[(0, &[1]), (2, &[]), (0, &[5, 6])], &mut [(0, b)]).unwrap();
+    lane.exchange(o, DType::U8, &[(0, (&[1]).into()), (2, (&[]).into()), (0, (&[5, 6]).into())], &mut [(0, b.into())])
+        .unwrap();
     lane.recv(o, DType::U8, b, 0).unwrap();
     lane.barrier(o).unwrap();
     let told: Vec<_> = log.lock().unwrap().iter().map(|f| (f.kind, f.seq, f.count)).collect();
