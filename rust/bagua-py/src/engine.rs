@@ -28,7 +28,7 @@ impl Handle {
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || !self.core.is_completed())
+        waiting::in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
@@ -224,8 +224,7 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.health().check().is_ok())
+        waiting::in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

@@ -18,7 +18,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Group;
@@ -35,6 +35,9 @@ const GRACE: Duration = Duration::from_millis(200);
 
 /// SIGINT on every Linux.
 const CTRL_C: u8 = 2;
+
+/// What runs between two slices of a wait.
+pub type Between<'a> = &'a mut (dyn FnMut() -> PyResult<()> + Send);
 
 /// The main thread, what it is blocked in, and where signals are heard.
 struct Ear {
@@ -210,30 +213,15 @@ pub fn aside<T: Send + 'static>(py: Python<'_>, work: impl FnOnce() -> Result<T>
     }
 }
 
-/// Waits in slices. `wait` waits at most so long; `pending` says that its `Timeout` only meant the slice.
+/// Runs one of the core's waits in slices without the GIL, with Python's signal handlers between the slices. `wait` gets the
+/// length of a slice and what to run between two of them.
 pub fn in_slices<T: Send>(
     py: Python<'_>,
-    timeout: Option<Duration>,
-    wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
-    pending: impl Fn() -> bool,
+    wait: impl FnOnce(Duration, Between<'_>) -> PyResult<Result<T>> + Send,
 ) -> PyResult<T> {
-    let start = Instant::now();
-    loop {
-        let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
-        let slice = left.map_or(SLICE, |left| left.min(SLICE));
-        match py.detach(|| wait(Some(slice))) {
-            Ok(outcome) => return Ok(outcome),
-            Err(Error::Timeout { missing, noticed_by, progress, .. }) if pending() => {
-                py.check_signals()?;
-                if let Some(after) = timeout
-                    && start.elapsed() >= after
-                {
-                    return Err(errors::raise(py, Error::Timeout { after, missing, noticed_by, progress }));
-                }
-            }
-            Err(error) => return Err(errors::raise(py, error)),
-        }
-    }
+    // An interpreter that is shutting down has no handler to run.
+    let mut check_signals = || Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
+    py.detach(|| wait(SLICE, &mut check_signals))?.map_err(|e| errors::raise(py, e))
 }
 
 /// Something of the core that is shut down without the GIL (its thread may be waiting for the GIL to run a callback), and not at
