@@ -13,8 +13,9 @@ use bagua_core::types::{DType, Shape};
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
+use crate::gil::{self, DropWithoutGil};
+use crate::interrupt;
 use crate::tensor::{self, Operands};
-use crate::waiting::{self, Kept};
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -28,7 +29,7 @@ impl Handle {
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        waiting::in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
@@ -142,7 +143,7 @@ fn told(py: Python<'_>, raised: &PyErr) -> Error {
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Engine {
-    core: Kept<Arc<core::Engine>>,
+    core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
     /// Element type of each registered tensor, for `mark_ready` with an address. Never locked while waiting.
     dtypes: Mutex<HashMap<String, DType>>,
@@ -150,7 +151,7 @@ pub struct Engine {
 
 impl Engine {
     pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
     }
 
     fn dtypes(&self) -> MutexGuard<'_, HashMap<String, DType>> {
@@ -188,7 +189,7 @@ impl Engine {
     fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<()> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
-        waiting::blocking(py, &self.group, || self.core.register(cores))?;
+        gil::run_released(py, &self.group, || self.core.register(cores))?;
         *self.dtypes() = buckets
             .iter()
             .flat_map(|bucket| bucket.tensors.iter().map(|name| (name.clone(), bucket.core.dtype())))
@@ -224,7 +225,7 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        waiting::in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.
