@@ -17,6 +17,7 @@ use bagua_core::op::{BucketCx, CallbackOp, CentralizedOp, NoOp, Op};
 use bagua_core::stats::Stats;
 use bagua_core::transport::local_mesh;
 use bagua_core::types::DType;
+use bagua_core::wait::Waited;
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
@@ -240,6 +241,62 @@ fn a_wait_that_times_out_leaves_the_bucket_running() {
     assert!(matches!(engine.wait(Some(short)), Err(Error::Timeout { after, .. }) if after == short));
     drop(open);
     assert_eq!(engine.wait(LONG).unwrap(), 1);
+}
+
+#[test]
+fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
+    let (engine, _) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a b");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    assert_eq!(engine.wait_for(Duration::ZERO), Waited::Pending);
+    let mut open = Some(open);
+    let finish_both = || {
+        if open.take().is_some() {
+            // In order with the buckets: they are done when this job is.
+            engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
+        }
+        Ok::<(), ()>(())
+    };
+    assert_eq!(engine.wait_in_slices(LONG, Duration::ZERO, finish_both), Ok(Ok(2)));
+}
+
+#[test]
+fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
+    let (engine, _) = alone();
+    engine.register(buckets("a b c")).unwrap();
+    for step in 0..5000 {
+        mark(&engine, "abc");
+        let waited = engine.wait_in_slices(None, Duration::ZERO, || Ok::<(), ()>(()));
+        assert_eq!(waited, Ok(Ok(3)), "step {step}");
+    }
+}
+
+#[test]
+fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
+    // The group has failed, and the operation that waits for the peer has not noticed yet.
+    let (engine, health) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a b");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    let lost = health.fail(health.peer_lost(0, "no heartbeat for 5.0 s"));
+    let mut slices = 0;
+    let mut open = Some(open);
+    let notice_late = || {
+        slices += 1;
+        if slices == 100 {
+            drop(open.take());
+        }
+        Ok::<(), ()>(())
+    };
+    assert_eq!(engine.wait_in_slices(None, Duration::ZERO, notice_late), Ok(Err(lost)));
+    assert!(slices >= 100);
 }
 
 #[test]

@@ -12,9 +12,10 @@ use bagua_core::types::DType;
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
+use crate::gil::{self, DropWithoutGil};
+use crate::interrupt;
 use crate::request::{Call, Request};
 use crate::tensor;
-use crate::waiting::{self, Kept};
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -28,7 +29,7 @@ impl Handle {
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || !self.core.is_completed())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
@@ -154,7 +155,7 @@ fn told(py: Python<'_>, raised: &PyErr) -> Error {
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Engine {
-    core: Kept<Arc<core::Engine>>,
+    core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
     /// Element type of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
     dtypes: Mutex<Vec<DType>>,
@@ -162,7 +163,7 @@ pub struct Engine {
 
 impl Engine {
     pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
     }
 
     fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
@@ -201,7 +202,7 @@ impl Engine {
     fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
-        waiting::blocking(py, &self.group, || self.core.register(cores))?;
+        gil::run_released(py, &self.group, || self.core.register(cores))?;
         *self.dtypes() =
             buckets.iter().flat_map(|bucket| std::iter::repeat_n(bucket.core.dtype(), bucket.markable)).collect();
         Ok(self.core.tensors())
@@ -237,8 +238,7 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.health().check().is_ok())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

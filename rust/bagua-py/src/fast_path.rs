@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::group::Communicator;
+use crate::interrupt;
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
-use crate::waiting;
 
 impl Communicator {
     /// See `try_run` there.
@@ -55,9 +55,9 @@ impl Communicator {
             // Also after a failure, which may have come when half of it was written.
             outcome if !reads_only => {
                 reader.changed(dst)?;
-                waiting::raised(dst.py(), outcome)?;
+                interrupt::py_result(dst.py(), outcome)?;
             }
-            outcome => waiting::raised(dst.py(), outcome)?,
+            outcome => interrupt::py_result(dst.py(), outcome)?,
         }
         Ok(true)
     }
