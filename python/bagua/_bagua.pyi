@@ -12,17 +12,17 @@ from typing import Any, TypeAlias, final
 
 __all__ = [
     "Arena",
+    "Bootstrap",
     "Bucket",
     "Communicator",
     "Engine",
     "Handle",
-    "Look",
-    "Pending",
     "RendezvousServer",
+    "TensorReader",
     "listen_for_interrupts",
     "local_address_towards",
-    "look_at_array",
     "present",
+    "read_array",
     "rendezvous_at",
     "rendezvous_file",
     "rendezvous_tcp",
@@ -34,17 +34,17 @@ _Shape: TypeAlias = Sequence[int] | None
 _Message: TypeAlias = tuple[int, int, int]
 
 @final
-class Look:
+class TensorReader:
     def __new__(
-        cls, classes: Sequence[type], put_off: Callable[[Any], object], changed: Callable[[tuple[Any]], None]
-    ) -> Look: ...
+        cls, classes: Sequence[type], lazy_flags: Callable[[Any], object], changed: Callable[[tuple[Any]], None]
+    ) -> TensorReader: ...
     # Any: the object itself, of one of the classes.
     def at(self, x: object) -> tuple[int, int, int, tuple[int, ...] | None, Any] | None: ...
 
-def look_at_array(x: object) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None: ...
+def read_array(x: object) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None: ...
 
 @final
-class Pending:
+class Bootstrap:
     def __new__(
         cls,
         rank: int,
@@ -62,7 +62,7 @@ class Pending:
         transport: str,
         streams_per_peer: int,
         algorithm: str,
-    ) -> Pending: ...
+    ) -> Bootstrap: ...
     def address(self) -> bytes: ...
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
 
@@ -96,7 +96,7 @@ class Communicator:
     @property
     def transports(self) -> list[str]: ...
     # Any: checked there, and False when it is not what it should be.
-    def at_once(self, verb: int, look: Look, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
+    def at_once(self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
     def all_reduce(
         self,
         src: int | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from bagua.engine import DTYPES, look_at_array
+from bagua.engine import DTYPES, read_array
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -59,7 +59,7 @@ class Memory:
     @property
     def address(self) -> int:
         """Of the first byte."""
-        found = look_at_array(self.array)
+        found = read_array(self.array)
         return self.array.ctypes.data if found is None else found[0]
 
     @property

@@ -119,7 +119,7 @@ class Verbs:
         `op` is sum, avg, min, max, product, band, bor, bxor or its number. `timeout` is in seconds.
         """
         code = op_code(op)
-        if out is None and (found := engine.look_at_array(x)) is not None and found[4]:
+        if out is None and (found := engine.read_array(x)) is not None and found[4]:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
             done = self._communicator.all_reduce(

@@ -34,8 +34,8 @@ def verbs_in_place(rank: int) -> None:
         group.broadcast(part, size - 1)
         assert (part == size - 1).all()
         assert np.array_equal(shared[0], ordinary[0])
-    in_place = {kind: counts["in_place"] for kind, counts in group.stats()["ops"].items()}
-    assert in_place == {"all_reduce": 3, "broadcast": 3}
+    zero_copy = {kind: counts["zero_copy"] for kind, counts in group.stats()["ops"].items()}
+    assert zero_copy == {"all_reduce": 3, "broadcast": 3}
 
 
 def given_back(rank: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bagua.arrays import empty_like, memory_of
-from bagua.engine import DTYPES, look_at_array
+from bagua.engine import DTYPES, read_array
 
 NUMPY_TYPES = [name for name in DTYPES if name != "bfloat16"]
 
@@ -165,12 +165,12 @@ def test_a_look_tells_a_plain_array_from_others_and_where_it_lies() -> None:
             if name == "bfloat16":
                 continue
             x = np.ones(shape, name)
-            found = look_at_array(x)
+            found = read_array(x)
             assert found is not None
             assert found == (x.ctypes.data, x.size, code, None if x.ndim == 1 else shape, True)
     locked = np.ones(3)
     locked.flags.writeable = False
-    assert (look_at_array(locked) or pytest.fail("not seen"))[4] is False
+    assert (read_array(locked) or pytest.fail("not seen"))[4] is False
     others = [
         np.ones((2, 3)).T,
         np.ones(6)[::2],
@@ -184,4 +184,4 @@ def test_a_look_tells_a_plain_array_from_others_and_where_it_lies() -> None:
         None,
     ]
     for other in others:
-        assert look_at_array(other) is None
+        assert read_array(other) is None

@@ -8,11 +8,11 @@ use bagua_core::bucket::{Bucket, Tensor};
 use bagua_core::collective::Solo;
 use bagua_core::engine::{Engine, SharedBucket};
 use bagua_core::group::Lane;
+use bagua_core::health::GroupHealth;
 use bagua_core::memory::Region;
 use bagua_core::op::NoOp;
 use bagua_core::schedule::Schedule;
 use bagua_core::types::DType;
-use bagua_core::watch::Watch;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 /// (buckets, tensors in each): a message, a small model, a large one with its many small parameters.
@@ -56,9 +56,9 @@ fn engine(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("engine/step");
     group.measurement_time(Duration::from_secs(2));
     for (buckets, tensors) in MODELS {
-        let watch = Watch::local(0, 1);
-        let lane = Lane::new(Box::new(Solo::new()), watch.clone(), Arc::default(), 0, 0, Duration::from_secs(60));
-        let engine = Engine::over(lane, watch, "bench").expect("a thread");
+        let health = GroupHealth::local(0, 1);
+        let lane = Lane::new(Box::new(Solo::new()), health.clone(), Arc::default(), 0, 0, Duration::from_secs(60));
+        let engine = Engine::over(lane, health, "bench").expect("a thread");
         let bucket = |bucket: usize| {
             let tensor = |tensor| Tensor { name: name(bucket, tensor), region: region(), padding: false };
             let shared = Bucket::new(&format!("bucket {bucket}"), (0..tensors).map(tensor).collect());

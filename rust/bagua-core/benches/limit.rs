@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::{Duration, Instant};
 
 use bagua_core::collective::Io;
-use bagua_core::group::{Config, Group, Lane, Options, Pending};
+use bagua_core::group::{Bootstrap, Config, Group, Lane, Options};
 use bagua_core::memory::{Arena, SharedArena};
 use bagua_core::types::{DType, Kind, ReduceOp};
 
@@ -227,7 +227,7 @@ fn median_of(board: &Board, way: usize, calls: usize) -> f64 {
 fn rank(mut board: Board, short: bool, copies: bool) {
     let secret = b"limit".to_vec();
     let config = Config { secret, timeout: Duration::from_secs(60), ..Config::new(board.rank, board.ranks) };
-    let pending = Pending::bind(config).expect("a free port");
+    let pending = Bootstrap::bind(config).expect("a free port");
     let addresses = board.spread(pending.address());
     let group: Group = pending.connect(&addresses).expect("all ranks come");
     let mut lane = group.lane().expect("a lane");
@@ -253,8 +253,8 @@ fn rank(mut board: Board, short: bool, copies: bool) {
         board.barrier();
     }
     if board.rank == 0 {
-        let in_place = group.stats().of(Kind::AllReduce).in_place.load(Relaxed);
-        println!("({in_place} calls worked in place; what fits a slot does not)");
+        let zero_copy = group.stats().of(Kind::AllReduce).zero_copy.load(Relaxed);
+        println!("({zero_copy} calls were zero-copy; tensors that fit a slot never are)");
     }
     board.barrier();
 }

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use bagua_core::collective::{Io, Shm, shm};
 use bagua_core::group::{Lane, Options};
+use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::types::{DType, ReduceOp};
-use bagua_core::watch::Watch;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 const RANKS: usize = 2;
@@ -22,7 +22,7 @@ type Round = (usize, u64);
 
 fn lane(rank: usize, arena: Arena) -> Lane {
     let shm = Shm::new(Arc::new(arena), rank, (0..RANKS).collect()).expect("the segment has the length it asks for");
-    Lane::new(Box::new(shm), Watch::local(rank, RANKS), Arc::default(), 0, 0, Duration::from_secs(60))
+    Lane::new(Box::new(shm), GroupHealth::local(rank, RANKS), Arc::default(), 0, 0, Duration::from_secs(60))
 }
 
 /// Averages rank 0's ones with rank 1's twos, then the result with itself, `times` times in all. The time of all but the first.

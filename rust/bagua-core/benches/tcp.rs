@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use bagua_core::collective::{Io, Net};
 use bagua_core::group::{Lane, Options};
+use bagua_core::health::GroupHealth;
 use bagua_core::transport::{Mesh, Tcp, Transport};
 use bagua_core::types::{DType, ReduceOp};
-use bagua_core::watch::Watch;
 use rustix::event::{PollFd, PollFlags, poll};
 
 const KIB: usize = 1024;
@@ -40,7 +40,8 @@ impl Rank {
         let mut bundles = vec![Vec::new(), Vec::new()];
         bundles[1 - rank] = streams.into_iter().map(tcp).collect();
         let net = Net::new(Mesh::bundled(rank, vec![0, 1], bundles, None));
-        let lane = Lane::new(Box::new(net), Watch::local(rank, 2), Default::default(), 0, 0, Duration::from_secs(60));
+        let lane =
+            Lane::new(Box::new(net), GroupHealth::local(rank, 2), Default::default(), 0, 0, Duration::from_secs(60));
         bare.set_nonblocking(true).expect("a connected socket");
         bare.set_nodelay(true).expect("a connected socket");
         talk.set_nodelay(true).expect("a connected socket");

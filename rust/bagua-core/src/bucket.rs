@@ -18,8 +18,8 @@ pub struct Tensor {
     pub padding: bool,
 }
 
-/// A bucket that is being communicated, apart from the bucket itself: see [`Bucket::lend`].
-pub struct Loan {
+/// A bucket that is being communicated, apart from the bucket itself: see [`Bucket::check_out`].
+pub struct CheckedOut {
     /// The tensors' memory, in order.
     pub regions: Vec<Region>,
     /// What to do with it, in order.
@@ -47,13 +47,13 @@ impl Bucket {
     /// A bucket of these tensors, all of one dtype; empty lists, repeated names and mixed dtypes are refused by name.
     pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> {
         let Some(first) = tensors.first() else {
-            return Err(Error::Value(format!("bucket '{name}' has no tensors")));
+            return Err(Error::InvalidArgument(format!("bucket '{name}' has no tensors")));
         };
         let dtype = first.region.dtype();
         let mut names = HashSet::new();
         for tensor in &tensors {
             if tensor.region.dtype() != dtype {
-                return Err(Error::Type(format!(
+                return Err(Error::UnsupportedType(format!(
                     "bucket '{name}': tensor '{}' is {} but '{}' is {}",
                     tensor.name,
                     tensor.region.dtype().name(),
@@ -62,7 +62,7 @@ impl Bucket {
                 )));
             }
             if !tensor.padding && !names.insert(tensor.name.as_str()) {
-                return Err(Error::Value(format!("bucket '{name}' has two tensors named '{}'", tensor.name)));
+                return Err(Error::InvalidArgument(format!("bucket '{name}' has two tensors named '{}'", tensor.name)));
             }
         }
         let (tensors, regions) = tensors
@@ -99,9 +99,9 @@ impl Bucket {
 
     /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
-        self.at_home()?;
+        self.check_idle()?;
         op.check(self.dtype).map_err(|error| match error {
-            Error::Type(text) => Error::Type(format!("bucket '{}': {text}", self.name)),
+            Error::UnsupportedType(text) => Error::UnsupportedType(format!("bucket '{}': {text}", self.name)),
             other => other,
         })?;
         self.ops.push(op);
@@ -110,7 +110,7 @@ impl Bucket {
 
     /// Removes all operations.
     pub fn clear_ops(&mut self) -> Result<()> {
-        self.at_home()?;
+        self.check_idle()?;
         self.ops.clear();
         Ok(())
     }
@@ -122,10 +122,10 @@ impl Bucket {
 
     /// Gives a tensor other memory, of the same count and dtype.
     pub fn replace(&mut self, tensor: usize, region: Region) -> Result<()> {
-        self.at_home()?;
+        self.check_idle()?;
         let described = &self.tensors[tensor];
         if (region.count(), region.dtype()) != (described.count, self.dtype) {
-            return Err(Error::Value(format!(
+            return Err(Error::InvalidArgument(format!(
                 "tensor '{}' has {} elements of {}, its new memory has {} of {}",
                 described.name,
                 described.count,
@@ -140,27 +140,27 @@ impl Bucket {
         Ok(())
     }
 
-    /// Hands out the memory for as long as it is being communicated. Until [`Bucket::restore`] nothing can be changed.
-    pub fn lend(&mut self) -> Result<Loan> {
+    /// Hands out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
+    pub fn check_out(&mut self) -> Result<CheckedOut> {
         match self.regions.take() {
-            Some(regions) => Ok(Loan { regions, ops: self.ops.clone() }),
+            Some(regions) => Ok(CheckedOut { regions, ops: self.ops.clone() }),
             None => Err(self.in_flight()),
         }
     }
 
     /// Takes back what `lend` handed out.
-    pub fn restore(&mut self, regions: Vec<Region>) {
+    pub fn check_in(&mut self, regions: Vec<Region>) {
         debug_assert_eq!(regions.len(), self.tensors.len());
         self.regions = Some(regions);
     }
 
     /// Ok unless it is lent out.
-    pub fn at_home(&self) -> Result<()> {
+    pub fn check_idle(&self) -> Result<()> {
         if self.regions.is_some() { Ok(()) } else { Err(self.in_flight()) }
     }
 
     fn in_flight(&self) -> Error {
-        Error::Value(format!("bucket '{}' is still being communicated; wait() first", self.name))
+        Error::InvalidArgument(format!("bucket '{}' is still being communicated; wait() first", self.name))
     }
 }
 
@@ -188,7 +188,7 @@ mod tests {
         let (mut a, mut b) = ([0u8; 8], [0u8; 8]);
         let mixed = vec![tensor("a", DType::F32, &mut a), tensor("b", DType::F16, &mut b)];
         let error = Bucket::new("first", mixed).err().unwrap();
-        assert!(matches!(error, Error::Type(_)));
+        assert!(matches!(error, Error::UnsupportedType(_)));
         assert_eq!(error.to_string(), "bucket 'first': tensor 'b' is float16 but 'a' is float32");
         let twice = vec![tensor("a", DType::F32, &mut a), tensor("a", DType::F32, &mut b)];
         assert_eq!(Bucket::new("x", twice).err().unwrap().to_string(), "bucket 'x' has two tensors named 'a'");
@@ -221,11 +221,11 @@ mod tests {
         let mut a = [0u8; 8];
         let mut bucket = Bucket::new("x", vec![tensor("a", DType::F32, &mut a)]).unwrap();
         bucket.append(Arc::new(NoOp)).unwrap();
-        let loan = bucket.lend().unwrap();
-        assert_eq!((loan.regions.len(), loan.ops.len()), (1, 1));
-        assert!(bucket.lend().err().unwrap().to_string().contains("'x' is still being communicated"));
+        let checked_out = bucket.check_out().unwrap();
+        assert_eq!((checked_out.regions.len(), checked_out.ops.len()), (1, 1));
+        assert!(bucket.check_out().err().unwrap().to_string().contains("'x' is still being communicated"));
         assert!(bucket.append(Arc::new(NoOp)).is_err() && bucket.clear_ops().is_err());
-        bucket.restore(loan.regions);
+        bucket.check_in(checked_out.regions);
         bucket.clear_ops().unwrap();
         assert!(bucket.ops().is_empty());
     }
@@ -235,7 +235,7 @@ mod tests {
         let mut a = [0u8; 8];
         let mut bucket = Bucket::new("counts", vec![tensor("a", DType::I32, &mut a)]).unwrap();
         let error = bucket.append(Arc::new(CentralizedOp::new(true, false, false))).unwrap_err();
-        assert_eq!(error, Error::Type("bucket 'counts': avg of int32 is not defined".into()));
+        assert_eq!(error, Error::UnsupportedType("bucket 'counts': avg of int32 is not defined".into()));
         bucket.append(Arc::new(CentralizedOp::new(false, false, false))).unwrap();
         assert_eq!(bucket.ops(), ["centralized"]);
     }

@@ -70,10 +70,10 @@ pub enum Error {
     Aborted(String),
     /// An argument's value cannot be used. Raised before any communication.
     #[error("{0}")]
-    Value(String),
+    InvalidArgument(String),
     /// An argument's type cannot be used. Raised before any communication.
     #[error("{0}")]
-    Type(String),
+    UnsupportedType(String),
     /// A feature that does not exist yet. Raised before any communication.
     #[error("not implemented: {0}")]
     NotImplemented(String),
@@ -99,7 +99,7 @@ impl Error {
 
     /// True for errors that were found before anything was sent, and so do not poison a group.
     pub fn is_argument(&self) -> bool {
-        matches!(self, Error::Value(_) | Error::Type(_) | Error::NotImplemented(_))
+        matches!(self, Error::InvalidArgument(_) | Error::UnsupportedType(_) | Error::NotImplemented(_))
     }
 }
 

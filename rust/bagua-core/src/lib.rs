@@ -1,15 +1,19 @@
 //! The engine of Bagua: pure Rust, no Python, no CUDA, no environment, no printing.
 //!
-//! The rooms, top to bottom; a room imports only from rows below its own:
+//! The rooms, top to bottom; a room imports only from rows below its own (`tools/check_layers.py` checks it):
 //!
 //! | row | room | what it is |
 //! |---|---|---|
-//! | 5 | [`engine`] | the communication thread, the queue of buckets, handles: threads live here and in the control plane |
-//! | 4 | [`schedule`], [`op`] | which bucket goes next; what is done to it |
-//! | 3 | [`bucket`], [`collective`], [`group`] | tensors that travel together; how ranks combine them; who the ranks are |
-//! | 2 | [`reduce`], [`transport`] | element-wise kernels; streams of bytes between two ranks |
-//! | 1 | [`memory`] | tensor memory on loan, memory shared with peers |
-//! | 0 | [`types`], [`error`], [`watch`], [`sync`], [`stats`] | words, failures, waiting, counting |
+//! | 9 | [`engine`] | communication threads, the queue of buckets, handles |
+//! | 8 | [`bucket`] | tensors that are communicated together |
+//! | 7 | [`op`] | the operations on a bucket, one file each |
+//! | 6 | [`group`] | membership: rendezvous, control connections, lanes, sub-groups |
+//! | 5 | [`collective`] | how the ranks of a group combine tensors: solo, shm, net, hier |
+//! | 4 | [`transport`], [`reduce`] | byte streams between two ranks; element-wise kernels |
+//! | 3 | [`request`] | one operation as a value: verb, buffers, deadline, counters |
+//! | 2 | [`memory`], [`stats`], [`health`], [`schedule`] | tensor memory; counters; a group's failure state; which bucket is next |
+//! | 1 | [`types`], [`wait`] | element types, reduce operations, fingerprints; deadlines, futexes, doorbells |
+//! | 0 | [`error`] | what can fail |
 
 #![deny(unsafe_code)]
 
@@ -18,12 +22,13 @@ pub mod collective;
 pub mod engine;
 pub mod error;
 pub mod group;
+pub mod health;
 pub mod memory;
 pub mod op;
 pub mod reduce;
+pub mod request;
 pub mod schedule;
 pub mod stats;
-pub mod sync;
 pub mod transport;
 pub mod types;
-pub mod watch;
+pub mod wait;

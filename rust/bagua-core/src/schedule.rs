@@ -60,7 +60,7 @@ impl Schedule {
         for (bucket, tensors) in buckets.into_iter().enumerate() {
             for (tensor, (name, _)) in tensors.iter().enumerate().filter(|(_, (_, padding))| !padding) {
                 if places.insert(name.clone(), Place { bucket, tensor }).is_some() {
-                    return Err(Error::Value(format!("tensor '{name}' is in the schedule twice")));
+                    return Err(Error::InvalidArgument(format!("tensor '{name}' is in the schedule twice")));
                 }
             }
             let slots: Vec<Slot> =
@@ -83,10 +83,11 @@ impl Schedule {
 
     /// Whether `mark_ready` would accept this tensor, and where it stands.
     pub fn check(&self, tensor: &str) -> Result<Place> {
-        let place =
-            self.place(tensor).ok_or_else(|| Error::Value(format!("no bucket holds a tensor named '{tensor}'")))?;
+        let place = self
+            .place(tensor)
+            .ok_or_else(|| Error::InvalidArgument(format!("no bucket holds a tensor named '{tensor}'")))?;
         if self.entries[place.bucket].slots[place.tensor].ready {
-            return Err(Error::Value(format!(
+            return Err(Error::InvalidArgument(format!(
                 "tensor '{tensor}' was marked ready twice before its bucket was communicated"
             )));
         }
@@ -220,7 +221,10 @@ mod tests {
         let mut state = schedule("ab");
         marks(&mut state, "a");
         let error = state.mark_ready("a").unwrap_err();
-        assert!(matches!(&error, Error::Value(text) if text.contains("'a'") && text.contains("twice")), "{error}");
+        assert!(
+            matches!(&error, Error::InvalidArgument(text) if text.contains("'a'") && text.contains("twice")),
+            "{error}"
+        );
         assert!(state.mark_ready("z").unwrap_err().to_string().contains("'z'"));
         assert_eq!(marks(&mut state, "b"), [0]);
     }

@@ -11,7 +11,7 @@ pub struct OpStats {
     /// Operations begun.
     pub calls: AtomicU64,
     /// Those of them in which the ranks of a host worked on each other's tensors where they lie.
-    pub in_place: AtomicU64,
+    pub zero_copy: AtomicU64,
     /// Bytes of the user's tensors.
     pub payload_bytes: AtomicU64,
     /// Bytes written to sockets, headers included. Shared memory is not a wire.
@@ -31,7 +31,7 @@ pub struct OpStats {
 #[allow(missing_docs)]
 pub struct OpSnapshot {
     pub calls: u64,
-    pub in_place: u64,
+    pub zero_copy: u64,
     pub payload_bytes: u64,
     pub wire_bytes_sent: u64,
     pub wire_bytes_received: u64,
@@ -56,7 +56,7 @@ impl OpStats {
         let seconds = |counter: &AtomicU64| counter.load(Relaxed) as f64 * 1e-9;
         OpSnapshot {
             calls: self.calls.load(Relaxed),
-            in_place: self.in_place.load(Relaxed),
+            zero_copy: self.zero_copy.load(Relaxed),
             payload_bytes: self.payload_bytes.load(Relaxed),
             wire_bytes_sent: self.wire_bytes_sent.load(Relaxed),
             wire_bytes_received: self.wire_bytes_received.load(Relaxed),

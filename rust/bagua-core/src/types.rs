@@ -130,7 +130,7 @@ impl ReduceOp {
             ReduceOp::Product | ReduceOp::Min | ReduceOp::Max => false,
         };
         if refused {
-            return Err(Error::Type(format!("{} of {} is not defined", self.name(), dtype.name())));
+            return Err(Error::UnsupportedType(format!("{} of {} is not defined", self.name(), dtype.name())));
         }
         Ok(())
     }

@@ -8,30 +8,30 @@ use std::time::{Duration, Instant};
 
 use bagua_core::bucket::{Bucket, Tensor};
 use bagua_core::collective::{Collective, Net, Solo};
-use bagua_core::engine::{Channel, Engine, Handle, SharedBucket};
+use bagua_core::engine::{Engine, Handle, LaneWorker, SharedBucket};
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Lane;
+use bagua_core::health::GroupHealth;
 use bagua_core::memory::Region;
 use bagua_core::op::{CallbackOp, CentralizedOp, NoOp, Op};
 use bagua_core::stats::Stats;
 use bagua_core::transport::local_mesh;
 use bagua_core::types::DType;
-use bagua_core::watch::Watch;
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
-fn lane(watch: &Arc<Watch>, collective: impl Collective + 'static) -> Lane {
-    Lane::new(Box::new(collective), watch.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60))
+fn lane(health: &Arc<GroupHealth>, collective: impl Collective + 'static) -> Lane {
+    Lane::new(Box::new(collective), health.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60))
 }
 
-fn alone() -> (Engine, Arc<Watch>) {
-    let watch = Watch::local(0, 1);
-    (Engine::over(lane(&watch, Solo::new()), watch.clone(), "model").unwrap(), watch)
+fn alone() -> (Engine, Arc<GroupHealth>) {
+    let health = GroupHealth::local(0, 1);
+    (Engine::over(lane(&health, Solo::new()), health.clone(), "model").unwrap(), health)
 }
 
-fn channel() -> (Channel, Arc<Watch>) {
-    let watch = Watch::local(0, 1);
-    (Channel::over(lane(&watch, Solo::new()), watch.clone(), "world"), watch)
+fn channel() -> (LaneWorker, Arc<GroupHealth>) {
+    let health = GroupHealth::local(0, 1);
+    (LaneWorker::over(lane(&health, Solo::new()), health.clone(), "world"), health)
 }
 
 /// Memory that outlives every engine of this process: its address and a region on it.
@@ -145,13 +145,13 @@ fn operations_of_a_bucket_run_in_the_order_in_which_they_were_added() {
 
 #[test]
 fn an_incomplete_step_names_what_is_missing_and_starts_afresh() {
-    let (engine, watch) = alone();
+    let (engine, health) = alone();
     engine.register(buckets("a bc d")).unwrap();
     mark(&engine, "ab");
     assert_eq!(engine.unready(), ["c", "d"]);
     let error = text(engine.wait(LONG));
     assert_eq!(error, "engine 'model': the step is incomplete, 1 tensor was not marked ready: 'c'");
-    assert!(watch.check().is_ok());
+    assert!(health.check().is_ok());
     mark(&engine, "abcd");
     assert_eq!(engine.wait(LONG).unwrap(), 3);
 }
@@ -195,14 +195,14 @@ fn empty_tensors_and_no_buckets_at_all_are_fine() {
 #[test]
 fn the_error_of_a_callback_says_where_it_happened_and_reaches_this_and_every_later_call() {
     // Invariant 2.
-    let (engine, watch) = alone();
+    let (engine, health) = alone();
     let buckets = buckets("a b");
-    buckets[0].append(Arc::new(CallbackOp::new(|_| Err(Error::Value("no".into()))))).unwrap();
+    buckets[0].append(Arc::new(CallbackOp::new(|_| Err(Error::InvalidArgument("no".into()))))).unwrap();
     engine.register(buckets.clone()).unwrap();
     mark(&engine, "a");
-    let expected = Error::Value("in the callback of bucket '0': no".into());
+    let expected = Error::InvalidArgument("in the callback of bucket '0': no".into());
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
-    assert_eq!(watch.cause(), Some(expected.clone()));
+    assert_eq!(health.cause(), Some(expected.clone()));
     assert_eq!(engine.mark_ready("b", None), Err(expected.clone()));
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
     assert_eq!(engine.submit(Box::new(|_| Ok(()))).err(), Some(expected));
@@ -213,13 +213,13 @@ fn the_error_of_a_callback_says_where_it_happened_and_reaches_this_and_every_lat
 #[test]
 fn a_panic_in_an_operation_is_an_error_and_leaves_no_waiter_behind() {
     // Invariant 3.
-    let (engine, watch) = alone();
+    let (engine, health) = alone();
     let buckets = buckets("a b");
     buckets[0].append(Arc::new(CallbackOp::new(|bucket| panic!("boom in {bucket}")))).unwrap();
     engine.register(buckets).unwrap();
     mark(&engine, "a");
     assert_eq!(text(engine.wait(LONG)), "an operation of engine 'model' panicked: boom in 0");
-    assert!(matches!(watch.cause(), Some(Error::System(_))));
+    assert!(matches!(health.cause(), Some(Error::System(_))));
 }
 
 #[test]
@@ -270,11 +270,11 @@ fn memory_that_moved_is_the_memory_that_is_communicated() {
 #[test]
 fn shutdown_fails_what_is_queued_and_ends_what_waits_for_a_peer() {
     // Invariant 3: the first operation waits until the group is poisoned, as a collective without its peer would.
-    let (engine, watch) = alone();
+    let (engine, health) = alone();
     let (op, log) = recorder();
     let buckets = buckets("a b");
     let (began, begins) = mpsc::channel();
-    let (began, seen) = (Mutex::new(began), watch.clone());
+    let (began, seen) = (Mutex::new(began), health.clone());
     let endless = CallbackOp::new(move |_| {
         let _ = began.lock().unwrap().send(());
         loop {
@@ -292,7 +292,7 @@ fn shutdown_fails_what_is_queued_and_ends_what_waits_for_a_peer() {
     engine.shutdown();
     assert!(start.elapsed() < Duration::from_secs(5));
     let cause = "aborted: engine 'model' was shut down while bucket '0' was running";
-    assert_eq!(watch.cause().unwrap().to_string(), cause);
+    assert_eq!(health.cause().unwrap().to_string(), cause);
     assert_eq!(text(engine.wait(LONG)), cause);
     assert!(log.lock().unwrap().is_empty(), "bucket 1 never ran");
     // The memory of both is back.
@@ -301,14 +301,14 @@ fn shutdown_fails_what_is_queued_and_ends_what_waits_for_a_peer() {
 
 #[test]
 fn dropping_an_idle_engine_harms_no_group() {
-    let (engine, watch) = alone();
+    let (engine, health) = alone();
     engine.register(buckets("a b")).unwrap();
     mark(&engine, "a");
     engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
     engine.shutdown();
     assert_eq!(text(engine.mark_ready("b", None)), "aborted: engine 'model' was shut down");
     drop(engine);
-    assert!(watch.check().is_ok());
+    assert!(health.check().is_ok());
 }
 
 #[test]
@@ -316,10 +316,10 @@ fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
     for ranks in [2, 3] {
         std::thread::scope(|scope| {
             for (rank, meshes) in local_mesh(ranks).into_iter().zip(local_mesh(ranks)).enumerate() {
-                let watch = Watch::local(rank, ranks);
+                let health = GroupHealth::local(rank, ranks);
                 for (model, mesh) in [meshes.0, meshes.1].into_iter().enumerate() {
                     let engine =
-                        Engine::over(lane(&watch, Net::new(mesh)), watch.clone(), &format!("{model}")).unwrap();
+                        Engine::over(lane(&health, Net::new(mesh)), health.clone(), &format!("{model}")).unwrap();
                     scope.spawn(move || {
                         let own = rank as f32;
                         let ((first, a), (second, b)) = (memory(&[1.0 + own, 10.0 + 10.0 * own]), memory(&[own]));
@@ -349,8 +349,8 @@ fn neighbours_are_averaged_in_place_and_padding_goes_with_them() {
     std::thread::scope(|scope| {
         for (rank, mesh) in local_mesh(2).into_iter().enumerate() {
             scope.spawn(move || {
-                let watch = Watch::local(rank, 2);
-                let engine = Engine::over(lane(&watch, Net::new(mesh)), watch.clone(), "model").unwrap();
+                let health = GroupHealth::local(rank, 2);
+                let engine = Engine::over(lane(&health, Net::new(mesh)), health.clone(), "model").unwrap();
                 let (address, _) = memory(&[rank as f32, 4.0 * rank as f32, 1.0]);
                 // SAFETY: the three elements of memory that lives for ever, one region each.
                 let part = |at: usize| unsafe { Region::new((address + 4 * at) as *mut u8, 1, DType::F32).unwrap() };
@@ -389,15 +389,15 @@ fn what_is_submitted_and_what_is_run_happen_in_program_order() {
 
 #[test]
 fn every_clone_of_a_handle_gets_the_same_error_and_the_channel_goes_on() {
-    let (channel, watch) = channel();
-    let handle = channel.submit("a note", Box::new(|_| Err(Error::Type("avg of int32".into())))).unwrap();
+    let (channel, health) = channel();
+    let handle = channel.submit("a note", Box::new(|_| Err(Error::UnsupportedType("avg of int32".into())))).unwrap();
     let clones: Vec<Handle> = (0..3).map(|_| handle.clone()).collect();
     for clone in clones {
-        assert_eq!(clone.wait(LONG), Err(Error::Type("avg of int32".into())));
+        assert_eq!(clone.wait(LONG), Err(Error::UnsupportedType("avg of int32".into())));
         assert!(clone.is_completed());
     }
     // An argument was refused before anything was sent, and somebody saw it.
-    assert!(watch.check().is_ok());
+    assert!(health.check().is_ok());
     assert_eq!(channel.run(|_| Ok(7)).unwrap(), 7);
 }
 
@@ -405,10 +405,10 @@ fn every_clone_of_a_handle_gets_the_same_error_and_the_channel_goes_on() {
 fn an_error_that_nobody_can_see_any_more_reaches_the_next_call_once() {
     // Invariant 2.
     let (channel, _) = channel();
-    drop(channel.submit("a note", Box::new(|_| Err(Error::Value("lost".into())))).unwrap());
+    drop(channel.submit("a note", Box::new(|_| Err(Error::InvalidArgument("lost".into())))).unwrap());
     let ran = AtomicUsize::new(0);
     let count = |_: &mut Lane| Ok(ran.fetch_add(1, Ordering::Relaxed));
-    assert_eq!(channel.run(count), Err(Error::Value("lost".into())));
+    assert_eq!(channel.run(count), Err(Error::InvalidArgument("lost".into())));
     assert_eq!(channel.run(count), Ok(0));
     assert_eq!(ran.load(Ordering::Relaxed), 1);
 }
@@ -432,9 +432,9 @@ fn a_timeout_of_a_handle_leaves_its_job_running() {
 
 #[test]
 fn the_first_cause_wins_over_what_follows_from_it() {
-    let (channel, watch) = channel();
-    let cause = watch.peer_lost(0, "its connection broke");
-    let (first, inside) = (cause.clone(), watch.clone());
+    let (channel, health) = channel();
+    let cause = health.peer_lost(0, "its connection broke");
+    let (first, inside) = (cause.clone(), health.clone());
     let error = channel.run(move |_| -> Result<()> {
         let _ = inside.fail(first);
         Err(Error::System("a consequence".into()))
@@ -460,12 +460,12 @@ fn jobs_queued_behind_a_failure_end_with_its_cause() {
 
 #[test]
 fn a_step_that_was_complete_is_not_failed_by_what_came_after() {
-    let (engine, watch) = alone();
+    let (engine, health) = alone();
     engine.register(buckets("a")).unwrap();
     engine.mark_ready("a", None).unwrap();
     // In order with the bucket, so the bucket is done when this is.
     engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
-    let _ = watch.fail(Error::Aborted("a peer failed in its next step".to_owned()));
+    let _ = health.fail(Error::Aborted("a peer failed in its next step".to_owned()));
     assert_eq!(engine.wait(LONG).unwrap(), 1);
     assert!(matches!(engine.mark_ready("a", None), Err(Error::Aborted(_))));
     assert!(matches!(engine.wait(LONG), Err(Error::Aborted(_))));

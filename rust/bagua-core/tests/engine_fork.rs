@@ -8,18 +8,18 @@ use bagua_core::collective::Solo;
 use bagua_core::engine::{Engine, SharedBucket};
 use bagua_core::error::Error;
 use bagua_core::group::Lane;
+use bagua_core::health::GroupHealth;
 use bagua_core::memory::Region;
 use bagua_core::op::NoOp;
 use bagua_core::stats::Stats;
 use bagua_core::types::DType;
-use bagua_core::watch::Watch;
 
 #[test]
 fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on() {
-    let watch = Watch::local(0, 1);
+    let health = GroupHealth::local(0, 1);
     let stats = Arc::new(Stats::default());
-    let lane = Lane::new(Box::new(Solo::new()), watch.clone(), stats, 0, 0, Duration::from_secs(60));
-    let engine = Engine::over(lane, watch, "model").unwrap();
+    let lane = Lane::new(Box::new(Solo::new()), health.clone(), stats, 0, 0, Duration::from_secs(60));
+    let engine = Engine::over(lane, health, "model").unwrap();
     let mut value = [1.0f32];
     // SAFETY: `value` outlives the engine and is not touched meanwhile.
     let region = unsafe { Region::new(value.as_mut_ptr().cast(), 1, DType::F32).unwrap() };

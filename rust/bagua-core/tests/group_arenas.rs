@@ -22,7 +22,7 @@ struct Rank {
 
 impl Rank {
     fn in_place(&self, kind: Kind) -> u64 {
-        self.group.stats().of(kind).in_place.load(Relaxed)
+        self.group.stats().of(kind).zero_copy.load(Relaxed)
     }
 }
 
@@ -286,7 +286,7 @@ fn lanes_and_sub_groups_work_in_place_on_an_arena_of_the_world() {
             let mut lane = pair.lane().unwrap();
             all_reduce(&mut lane, DType::U8, tensor, ReduceOp::Sum);
             assert!(tensor.iter().all(|byte| *byte == 6));
-            assert_eq!(pair.stats().of(Kind::AllReduce).in_place.load(Relaxed), 1);
+            assert_eq!(pair.stats().of(Kind::AllReduce).zero_copy.load(Relaxed), 1);
         }
         all_reduce(&mut rank.lane, DType::U8, tensor, ReduceOp::Max);
         assert!(tensor.iter().all(|byte| *byte == 6), "rank {me}");
@@ -330,7 +330,7 @@ fn ranks_that_ask_for_different_sizes_hear_of_it() {
             });
         }
     });
-    assert!(matches!(groups[0].arena(usize::MAX, "test"), Err(Error::Value(_))));
+    assert!(matches!(groups[0].arena(usize::MAX, "test"), Err(Error::InvalidArgument(_))));
 }
 
 /// Lines of `/proc/self/smaps` about arenas with this label: mappings, and kilobytes of memory in them.
@@ -378,7 +378,7 @@ fn one_of_the_processes() {
         let tensor = part(&arena, 0, 8 << 20);
         let outcome = lane.all_reduce(&OPTIONS, DType::F32, Io::InPlace(tensor), ReduceOp::Avg);
         if let Err(error) = outcome {
-            let count = group.stats().of(Kind::AllReduce).in_place.load(Relaxed);
+            let count = group.stats().of(Kind::AllReduce).zero_copy.load(Relaxed);
             println!("\nENDED {error:?} after {count} in place");
             return;
         }

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bagua_core::error::Error;
-use bagua_core::group::{Group, Pending};
+use bagua_core::group::{Bootstrap, Group};
 use group_world::{PATIENCE, cause, config, connect_all, port, until};
 
 /// A world of two under attack at rank 0.
@@ -19,7 +19,7 @@ struct Target {
 
 impl Target {
     fn new() -> Target {
-        let pending: Vec<Pending> = (0..2).map(|rank| Pending::bind(config(rank, 2)).unwrap()).collect();
+        let pending: Vec<Bootstrap> = (0..2).map(|rank| Bootstrap::bind(config(rank, 2)).unwrap()).collect();
         let addresses: Vec<Vec<u8>> = pending.iter().map(|pending| pending.address().to_vec()).collect();
         let groups = connect_all(pending, &addresses).into_iter().map(|group| group.unwrap()).collect();
         Target { groups, port: port(&addresses[0]) }
@@ -40,7 +40,7 @@ impl Target {
     fn stands(&self, count: u64) {
         until("they are counted", || self.refused() >= count);
         assert_eq!(self.refused(), count);
-        self.groups.iter().for_each(|group| group.watch().check().unwrap());
+        self.groups.iter().for_each(|group| group.health().check().unwrap());
         std::thread::scope(|scope| {
             let lanes: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
             lanes.into_iter().for_each(|lane| assert_eq!(lane.join().unwrap().size(), 2));

@@ -56,7 +56,7 @@ fn a_forked_child_is_told_so_closes_its_copies_and_harms_nobody() {
             file.metadata().unwrap();
         });
         assert_eq!(exit_code(child), 0);
-        groups.iter().for_each(|group| group.watch().check().unwrap());
+        groups.iter().for_each(|group| group.health().check().unwrap());
     }
 }
 
@@ -66,7 +66,7 @@ fn the_parent_goes_on_after_a_fork() {
     let groups = world_with(2, |config| config.heartbeat_timeout = Duration::from_secs(1));
     let child = fork(|| std::thread::sleep(Duration::from_millis(1500)));
     assert_eq!(exit_code(child), 0);
-    groups[0].watch().check().unwrap();
+    groups[0].health().check().unwrap();
     groups[1].raise("ValueError", "bad number");
     assert!(matches!(cause(&groups[0]), Error::PeerRaised { rank: 1, .. }));
 }
@@ -78,7 +78,7 @@ fn a_rank_that_dies_is_lost_at_once_although_its_child_lives() {
     processes[0].tell("fork");
     processes[0].hear("FORKED");
     processes[0].signal(Signal::KILL);
-    let took = until("the loss is noticed", || groups[0].watch().cause().is_some());
+    let took = until("the loss is noticed", || groups[0].health().cause().is_some());
     assert!(took < Duration::from_secs(1), "{took:?}");
     assert!(matches!(cause(&groups[0]), Error::PeerLost { rank: 1, .. }));
 }

@@ -5,7 +5,7 @@ mod group_world;
 use std::time::Duration;
 
 use bagua_core::error::Error;
-use bagua_core::group::{Config, Pending, TransportChoice};
+use bagua_core::group::{Bootstrap, Config, TransportChoice};
 use group_world::{cause, config, connect_all, live, mixed, try_world, until, world, world_with};
 use rustix::process::Signal;
 
@@ -25,7 +25,7 @@ fn worlds_of_one_to_four_ranks_stand() {
             assert_eq!((group.rank(), group.size(), group.peers_seen(), group.name()), (rank, size, size, "world"));
             assert_eq!(group.ranks(), (0..size).collect::<Vec<_>>());
             assert_eq!(group.hosts(), [(0..size).collect::<Vec<_>>()]);
-            group.watch().check().unwrap();
+            group.health().check().unwrap();
         }
     }
 }
@@ -46,11 +46,11 @@ fn host_ids_make_hosts_and_tcp_makes_every_rank_its_own() {
 fn a_killed_rank_is_lost_on_every_other_in_under_a_second() {
     let (groups, processes) = mixed(ENTRY, 4, &[2], Duration::from_secs(5));
     processes[0].signal(Signal::KILL);
-    let took = until("all know", || groups.iter().all(|group| group.watch().cause().is_some()));
+    let took = until("all know", || groups.iter().all(|group| group.health().cause().is_some()));
     assert!(took < Duration::from_secs(1), "{took:?}");
     for group in &groups {
         let Error::PeerLost { rank, host, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
-        assert_eq!((rank, host.as_str()), (2, group.watch().host(2)));
+        assert_eq!((rank, host.as_str()), (2, group.health().host(2)));
         assert!(reason.contains("process died on this host"), "{reason}");
     }
 }
@@ -59,7 +59,7 @@ fn a_killed_rank_is_lost_on_every_other_in_under_a_second() {
 fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_learns_it_when_it_wakes() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
     processes[0].signal(Signal::STOP);
-    let took = until("all know", || groups.iter().all(|group| group.watch().cause().is_some()));
+    let took = until("all know", || groups.iter().all(|group| group.health().cause().is_some()));
     assert!(took > Duration::from_millis(500) && took < Duration::from_secs(3), "{took:?}");
     for group in &groups {
         let Error::PeerLost { rank, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
@@ -78,7 +78,7 @@ fn a_rank_that_was_frozen_for_less_than_the_timeout_is_forgiven_and_blames_nobod
     std::thread::sleep(Duration::from_millis(1800));
     processes[0].signal(Signal::CONT);
     std::thread::sleep(Duration::from_secs(3));
-    groups[0].watch().check().unwrap();
+    groups[0].health().check().unwrap();
     assert_eq!(groups[0].peers_seen(), 2);
 }
 
@@ -87,7 +87,7 @@ fn an_exception_of_one_rank_reaches_every_other() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(5));
     processes[0].tell("raise");
     for group in &groups {
-        let host = group.watch().host(1).to_owned();
+        let host = group.health().host(1).to_owned();
         let expected = Error::PeerRaised { rank: 1, host, kind: "ValueError".into(), message: "bad number".into() };
         assert_eq!(cause(group), expected);
     }
@@ -117,13 +117,13 @@ fn a_goodbye_is_not_a_failure_until_somebody_needs_the_rank() {
     let groups = world(3);
     groups[1].leave();
     for group in [&groups[0], &groups[2]] {
-        until("the goodbye is heard", || group.watch().has_departed(1));
-        group.watch().check().unwrap();
+        until("the goodbye is heard", || group.health().has_departed(1));
+        group.health().check().unwrap();
         assert_eq!(group.peers_seen(), 2);
-        let needed = group.watch().stream_lost(1, "end of stream");
+        let needed = group.health().attribute_disconnect(1, "end of stream");
         assert!(matches!(&needed, Error::PeerLost { rank: 1, reason, .. } if reason == "it left the group"));
     }
-    assert!(matches!(groups[1].watch().cause(), Some(Error::Aborted(why)) if why.contains("left")));
+    assert!(matches!(groups[1].health().cause(), Some(Error::Aborted(why)) if why.contains("left")));
 }
 
 #[test]
@@ -135,8 +135,8 @@ fn leaving_twice_or_from_two_threads_is_leaving_once() {
         }
     });
     groups[0].leave();
-    until("the goodbye is heard", || groups[1].watch().has_departed(0));
-    groups[1].watch().check().unwrap();
+    until("the goodbye is heard", || groups[1].health().has_departed(0));
+    groups[1].health().check().unwrap();
 }
 
 #[test]
@@ -145,10 +145,10 @@ fn the_last_clone_leaves_and_the_others_do_not() {
     let first = groups.remove(0);
     let clone = first.clone();
     drop(first);
-    clone.watch().check().unwrap();
-    assert!(!groups[0].watch().has_departed(0));
+    clone.health().check().unwrap();
+    assert!(!groups[0].health().has_departed(0));
     drop(clone);
-    until("the goodbye is heard", || groups[0].watch().has_departed(0));
+    until("the goodbye is heard", || groups[0].health().has_departed(0));
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn a_lost_rank_poisons_the_groups_it_is_in_and_no_others() {
     for group in groups.iter().chain([&with]) {
         assert!(matches!(cause(group), Error::PeerLost { rank: 3, .. }));
     }
-    without.iter().for_each(|group| group.watch().check().unwrap());
+    without.iter().for_each(|group| group.health().check().unwrap());
     without[1].raise("ValueError", "its own");
     assert!(matches!(cause(&without[0]), Error::PeerRaised { rank: 1, .. }));
 }
@@ -182,12 +182,12 @@ fn a_failure_of_a_sub_group_stays_in_it() {
     let pairs: Vec<_> = [0, 2].map(|rank| groups[rank].subgroup(&[0, 2], "pair").unwrap().unwrap()).into();
     pairs[1].raise("ValueError", "bad number");
     assert!(matches!(cause(&pairs[0]), Error::PeerRaised { rank: 2, .. }));
-    groups.iter().for_each(|group| group.watch().check().unwrap());
+    groups.iter().for_each(|group| group.health().check().unwrap());
     pairs[0].leave();
-    groups[0].watch().check().unwrap();
+    groups[0].health().check().unwrap();
     // The same ranks once more are another group.
     let again: Vec<_> = [0, 2].map(|rank| groups[rank].subgroup(&[0, 2], "pair").unwrap().unwrap()).into();
-    again.iter().for_each(|group| group.watch().check().unwrap());
+    again.iter().for_each(|group| group.health().check().unwrap());
     drop(again);
 }
 
@@ -200,18 +200,20 @@ fn a_failure_and_a_goodbye_wait_for_a_member_that_is_slow_to_build_the_sub_group
     gone.leave();
     // Rank 0's messages arrive in order: when the world's goodbye is heard, so are those before it.
     groups[0].leave();
-    until("the goodbye is heard", || groups[1].watch().has_departed(0));
+    until("the goodbye is heard", || groups[1].health().has_departed(0));
     let late = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
     assert!(matches!(cause(&late), Error::PeerRaised { rank: 0, .. }));
     let later = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
-    assert!(later.watch().has_departed(0));
+    assert!(later.health().has_departed(0));
 }
 
 #[test]
 fn ranks_that_make_no_group_are_refused() {
     let groups = world(2);
     for (ranks, word) in [(&[][..], "no ranks"), (&[0, 0], "twice"), (&[0, 2], "not among")] {
-        let Err(Error::Value(text)) = groups[0].subgroup(ranks, "odd").map(|_| ()) else { panic!("{ranks:?}") };
+        let Err(Error::InvalidArgument(text)) = groups[0].subgroup(ranks, "odd").map(|_| ()) else {
+            panic!("{ranks:?}")
+        };
         assert!(text.contains(word), "{text}");
     }
     assert!(groups[0].subgroup(&[1], "other").unwrap().is_none());
@@ -231,7 +233,7 @@ fn a_group_can_be_built_again_after_a_failure() {
 #[test]
 fn missing_ranks_are_named_with_their_addresses() {
     let short = |rank| Config { connect_timeout: Duration::from_millis(400), ..config(rank, 3) };
-    let pending: Vec<Pending> = (0..3).map(|rank| Pending::bind(short(rank)).unwrap()).collect();
+    let pending: Vec<Bootstrap> = (0..3).map(|rank| Bootstrap::bind(short(rank)).unwrap()).collect();
     let addresses: Vec<Vec<u8>> = pending.iter().map(|pending| pending.address().to_vec()).collect();
     let mut pending = pending;
     drop(pending.remove(1));
@@ -259,7 +261,7 @@ fn another_secret_is_refused_by_name() {
 
 #[test]
 fn impossible_configurations_are_refused() {
-    assert!(matches!(Pending::bind(Config::new(2, 2)).map(|_| ()), Err(Error::Value(_))));
+    assert!(matches!(Bootstrap::bind(Config::new(2, 2)).map(|_| ()), Err(Error::InvalidArgument(_))));
     let anywhere = Config { listen: ([0, 0, 0, 0], 0).into(), ..Config::new(0, 2) };
-    assert!(matches!(Pending::bind(anywhere).map(|_| ()), Err(Error::Value(_))));
+    assert!(matches!(Bootstrap::bind(anywhere).map(|_| ()), Err(Error::InvalidArgument(_))));
 }

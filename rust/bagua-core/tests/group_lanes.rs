@@ -99,7 +99,7 @@ fn a_rank_that_is_ahead_finds_its_peer_when_it_comes() {
         let ahead = scope.spawn(|| groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap().lane().unwrap());
         until("the connection of rank 1 waits", || ahead.is_finished());
         let late = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
-        late.watch().check().unwrap();
+        late.health().check().unwrap();
     });
 }
 

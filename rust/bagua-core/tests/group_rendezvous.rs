@@ -154,11 +154,11 @@ fn who_was_there_and_gave_up_is_named_only_when_nobody_else_is_missing() {
 #[test]
 fn a_place_that_nobody_can_connect_to_is_refused() {
     let nowhere = RendezvousServer::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))).map(|_| ());
-    assert!(matches!(nowhere, Err(Error::Value(_))), "{nowhere:?}");
+    assert!(matches!(nowhere, Err(Error::InvalidArgument(_))), "{nowhere:?}");
     let (taken, place) = listening();
     let again = RendezvousServer::bind(place).map(|_| ());
     assert!(matches!(&again, Err(Error::System(text)) if text.contains("listening on 127.0.0.1:")), "{again:?}");
-    assert!(matches!(at(place, 0, 2, b"s", PATIENCE), Err(Error::Value(_))));
+    assert!(matches!(at(place, 0, 2, b"s", PATIENCE), Err(Error::InvalidArgument(_))));
     drop(taken);
 }
 
@@ -313,7 +313,7 @@ fn two_processes_with_one_rank_are_told_apart_by_tcp() {
 fn impossible_places_are_refused() {
     let wrong =
         [by_tcp(0, 1, 2, b"", PATIENCE), by_tcp(1, 2, 2, b"", PATIENCE), by_file(Path::new("x"), 3, 2, "", PATIENCE)];
-    assert!(wrong.iter().all(|outcome| matches!(outcome, Err(Error::Value(_)))));
+    assert!(wrong.iter().all(|outcome| matches!(outcome, Err(Error::InvalidArgument(_)))));
     let nowhere = by_file(Path::new("/nonexistent/meet"), 0, 2, "a", PATIENCE);
     assert!(matches!(nowhere, Err(Error::System(_))));
 }

@@ -4,7 +4,7 @@ mod group_world;
 
 use bagua_core::collective::{Algorithm, Io};
 use bagua_core::error::Error;
-use bagua_core::group::{Config, Group, Lane, Options, Pending, TransportChoice};
+use bagua_core::group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
 use bagua_core::types::{DType, ReduceOp};
 use group_world::{try_world, world_with};
 
@@ -34,8 +34,8 @@ fn ranks_that_ask_for_different_numbers_of_streams_agree() {
 fn a_number_of_streams_that_cannot_be_is_refused_before_any_connection() {
     for streams in [0, 65] {
         let config = Config { streams_per_peer: streams, ..Config::new(0, 1) };
-        let error = Pending::bind(config).map(|_| ()).unwrap_err();
-        assert!(matches!(&error, Error::Value(text) if text.contains("between 1 and 64")), "{error}");
+        let error = Bootstrap::bind(config).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument(text) if text.contains("between 1 and 64")), "{error}");
     }
 }
 

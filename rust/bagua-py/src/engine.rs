@@ -113,7 +113,7 @@ impl Bucket {
     fn append_callback(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
         if !function.bind(py).is_callable() {
             let text = format!("{} is not callable", function.bind(py).repr()?);
-            return Err(errors::raise(py, Error::Type(text)));
+            return Err(errors::raise(py, Error::UnsupportedType(text)));
         }
         let op = CallbackOp::new(move |bucket| {
             let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
@@ -207,7 +207,11 @@ impl Engine {
                 (Some(address), Some(count), Some(dtype)) => Some(tensor::on_loan(address, count, *dtype)?),
                 // The core says that it does not know the name.
                 (Some(_), Some(_), None) => None,
-                _ => return Err(Error::Value("a tensor that moved needs both its address and its count".to_owned())),
+                _ => {
+                    return Err(Error::InvalidArgument(
+                        "a tensor that moved needs both its address and its count".to_owned(),
+                    ));
+                }
             };
             self.core.mark_ready(name, region)
         };
@@ -221,7 +225,7 @@ impl Engine {
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
         // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.watch().check().is_ok())
+        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.health().check().is_ok())
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

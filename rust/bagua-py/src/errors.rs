@@ -47,8 +47,8 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
         Error::Mismatch(_) => "MismatchError",
         Error::Aborted(_) => "AbortedError",
         Error::System(_) => "BaguaError",
-        Error::Value(_) => return Ok(PyValueError::new_err(text)),
-        Error::Type(_) => return Ok(PyTypeError::new_err(text)),
+        Error::InvalidArgument(_) => return Ok(PyValueError::new_err(text)),
+        Error::UnsupportedType(_) => return Ok(PyTypeError::new_err(text)),
         Error::NotImplemented(_) => return Ok(PyNotImplementedError::new_err(text)),
     };
     let module = ERRORS.get_or_try_init(py, || py.import("bagua.errors").map(Bound::unbind))?;

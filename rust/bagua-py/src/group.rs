@@ -18,8 +18,8 @@ use pyo3::types::PyDict;
 use crate::arena::Arena;
 use crate::engine::{Engine, Handle};
 use crate::errors::{self, seconds};
-use crate::look::Look;
 use crate::tensor::{self, Operands};
+use crate::tensor_reader::TensorReader;
 use crate::waiting::{self, Kept};
 
 /// A group of ranks and its main lane: every verb runs in program order, a blocking one on the calling thread.
@@ -176,13 +176,13 @@ impl Communicator {
     fn at_once(
         &self,
         verb: u8,
-        look: &Look,
+        reader: &TensorReader,
         src: Option<&Bound<'_, PyAny>>,
         dst: &Bound<'_, PyAny>,
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
-        self.on_plain_tensors(verb, look, src, dst, op, root)
+        self.on_plain_tensors(verb, reader, src, dst, op, root)
     }
 
     /// Every rank gets the combination of all. `src` None: in place at `dst`.
@@ -225,9 +225,9 @@ impl Communicator {
         let ask = Ask::new(shape, timeout, async_op, keep)?;
         let (kind, op) = with(py, || Ok((tensor::dtype(dtype)?, tensor::reduce_op(op)?)))?;
         let mut operands = with(py, || match (src, dst) {
-            (None, None) => Err(Error::Value("reduce needs a source or a destination".to_owned())),
+            (None, None) => Err(Error::InvalidArgument("reduce needs a source or a destination".to_owned())),
             (Some(_), None) if self.group().rank() == root => {
-                Err(Error::Value("reduce needs a destination on its root".to_owned()))
+                Err(Error::InvalidArgument("reduce needs a destination on its root".to_owned()))
             }
             (src, Some(dst)) => self.operands(src, dst, count, dtype, (1, 1)),
             (src, None) => self.operands(src, 0, count, dtype, (1, 0)),
@@ -295,8 +295,10 @@ impl Communicator {
         let kind = with(py, || tensor::dtype(dtype))?;
         let (rank, size) = (self.group().rank(), self.group().size());
         let mut operands = with(py, || match (src, dst) {
-            (None, None) => Err(Error::Value("gather needs a source or a destination".to_owned())),
-            (Some(_), None) if rank == root => Err(Error::Value("gather needs a destination on its root".to_owned())),
+            (None, None) => Err(Error::InvalidArgument("gather needs a source or a destination".to_owned())),
+            (Some(_), None) if rank == root => {
+                Err(Error::InvalidArgument("gather needs a destination on its root".to_owned()))
+            }
             (Some(_), Some(dst)) if rank != root => self.operands(src, dst, count, dtype, (1, 0)),
             (src, Some(dst)) => self.operands(src, dst, count, dtype, (1, size)),
             (src, None) => self.operands(src, 0, count, dtype, (1, 0)),
@@ -522,7 +524,7 @@ impl Communicator {
 
     /// Raises the group's first failure, if there is one.
     fn cause(&self, py: Python<'_>) -> PyResult<()> {
-        self.group().watch().check().map_err(|e| errors::raise(py, e))
+        self.group().health().check().map_err(|e| errors::raise(py, e))
     }
 
     /// Counters since the group was built: a plain dict, times in seconds.
@@ -532,7 +534,7 @@ impl Communicator {
         for (kind, counts) in group.stats().snapshot() {
             let shown = PyDict::new(py);
             shown.set_item("calls", counts.calls)?;
-            shown.set_item("in_place", counts.in_place)?;
+            shown.set_item("zero_copy", counts.zero_copy)?;
             shown.set_item("payload_bytes", counts.payload_bytes)?;
             shown.set_item("wire_bytes_sent", counts.wire_bytes_sent)?;
             shown.set_item("wire_bytes_received", counts.wire_bytes_received)?;

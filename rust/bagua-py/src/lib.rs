@@ -2,7 +2,7 @@
 //!
 //! | file | what comes through it |
 //! |---|---|
-//! | [`pending`] | `Pending`: a rank on its way into a group |
+//! | [`pending`] | `Bootstrap`: a rank on its way into a group |
 //! | [`group`] | `Communicator`: a group's verbs by address |
 //! | [`at_once`] | its verbs on plain tensors |
 //! | [`arena`] | `Arena`: memory that peers on this host see |
@@ -16,14 +16,14 @@
 #![deny(unsafe_code)]
 
 mod arena;
-mod at_once;
+mod bootstrap;
 mod engine;
 mod errors;
+mod fast_path;
 mod group;
-mod look;
-mod pending;
 mod rendezvous;
 mod tensor;
+mod tensor_reader;
 mod waiting;
 
 /// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
@@ -32,17 +32,17 @@ mod _bagua {
     #[pymodule_export]
     use crate::arena::Arena;
     #[pymodule_export]
+    use crate::bootstrap::Bootstrap;
+    #[pymodule_export]
     use crate::engine::{Bucket, Engine, Handle};
     #[pymodule_export]
     use crate::group::Communicator;
     #[pymodule_export]
-    use crate::look::{Look, look_at_array};
-    #[pymodule_export]
-    use crate::pending::Pending;
-    #[pymodule_export]
     use crate::rendezvous::{
         RendezvousServer, local_address_towards, present, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
     };
+    #[pymodule_export]
+    use crate::tensor_reader::{TensorReader, read_array};
     #[pymodule_export]
     use crate::waiting::listen_for_interrupts;
 }

@@ -18,7 +18,7 @@ fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
 
 /// Spreads addresses through a small TCP server that rank 0 runs on `host:port` until every rank has all of them.
 ///
-/// `address` is this rank's blob from `Pending.address()`, `timeout` is in seconds. Returns every rank's blob, by rank.
+/// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns every rank's blob, by rank.
 /// Raises BaguaTimeoutError or BaguaError when that fails.
 #[pyfunction]
 #[pyo3(signature = (host, port, rank, world_size, address, secret, timeout))]
@@ -41,7 +41,7 @@ pub fn rendezvous_tcp(
 
 /// A place that was named to a rank.
 fn place(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr> {
-    let parsed = host.parse().map_err(|e| Error::Value(format!("host '{host}' is not an IP address: {e}")));
+    let parsed = host.parse().map_err(|e| Error::InvalidArgument(format!("host '{host}' is not an IP address: {e}")));
     parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
 }
 

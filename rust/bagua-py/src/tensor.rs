@@ -21,7 +21,10 @@ pub fn on_loan(address: usize, count: usize, dtype: DType) -> Result<Region> {
 /// `per_rank` elements for each of `ranks` ranks at `address`.
 pub fn chunks_on_loan(address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
     let count = per_rank.checked_mul(ranks).ok_or_else(|| {
-        Error::Value(format!("{ranks} chunks of {per_rank} {} elements do not fit the address space", dtype.name()))
+        Error::InvalidArgument(format!(
+            "{ranks} chunks of {per_rank} {} elements do not fit the address space",
+            dtype.name()
+        ))
     })?;
     on_loan(address, count, dtype)
 }
@@ -47,7 +50,7 @@ impl Operands {
             || src.address() + src.len() <= dst.address()
             || dst.address() + dst.len() <= src.address();
         if !apart {
-            return Err(Error::Value(
+            return Err(Error::InvalidArgument(
                 "source and destination overlap; use one array in place, or two that are apart".to_owned(),
             ));
         }
@@ -81,10 +84,10 @@ impl Operands {
 
 /// The element type with this code.
 pub fn dtype(code: u8) -> Result<DType> {
-    DType::from_code(code).ok_or_else(|| Error::Type(format!("no element type has code {code}")))
+    DType::from_code(code).ok_or_else(|| Error::UnsupportedType(format!("no element type has code {code}")))
 }
 
 /// The reduce operation with this number.
 pub fn reduce_op(code: u8) -> Result<ReduceOp> {
-    ReduceOp::from_code(code).ok_or_else(|| Error::Value(format!("no reduce operation has number {code}")))
+    ReduceOp::from_code(code).ok_or_else(|| Error::InvalidArgument(format!("no reduce operation has number {code}")))
 }

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Group;
-use bagua_core::sync::around_long_waits;
+use bagua_core::wait::with_blocking_hook;
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -177,7 +177,7 @@ pub fn brief<T>(group: &Group, work: impl FnOnce() -> Result<T>) -> Result<T> {
     }
     BRIEF.set(Some((group.clone(), None)));
     let _over = Over;
-    around_long_waits(release_gil, work)
+    with_blocking_hook(release_gil, work)
 }
 
 fn release_gil(wait: &mut (dyn FnMut() + Send)) {

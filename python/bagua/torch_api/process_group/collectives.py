@@ -15,7 +15,7 @@ import torch
 from bagua import engine
 
 from ..utils import flatten, unflatten
-from .tensor_args import ReduceOp, check_op, look, own_shard, same_dtype, seen, source, target
+from .tensor_args import ReduceOp, check_op, own_shard, reader, same_dtype, seen, source, target
 
 # Codes of the verbs for which the bindings have a fast path: one call for contiguous tensors, several times faster on
 # small ones. It returns False where an argument needs a conversion or an error message.
@@ -125,7 +125,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
         """Every rank gets rank ``src``'s values, in place."""
-        if not async_op and self.raw.at_once(_BROADCAST, look, None, tensor, 0, src):
+        if not async_op and self.raw.at_once(_BROADCAST, reader, None, tensor, 0, src):
             return None
         src = self._peer(src, "src")
         if self.rank() == src:
@@ -172,7 +172,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written."""
-        if not async_op and self.raw.at_once(_REDUCE, look, send_tensor, recv_tensor, op, dst):
+        if not async_op and self.raw.at_once(_REDUCE, reader, send_tensor, recv_tensor, op, dst):
             return None
         return self._reduction(send_tensor, recv_tensor, op, self._peer(dst, "dst"), async_op)
 
@@ -180,7 +180,7 @@ class Collectives:
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`reduce` in place; the tensors of the other ranks do not change."""
-        if not async_op and self.raw.at_once(_REDUCE, look, None, tensor, op, dst):
+        if not async_op and self.raw.at_once(_REDUCE, reader, None, tensor, op, dst):
             return None
         return self._reduction(None, tensor, op, self._peer(dst, "dst"), async_op)
 
@@ -193,7 +193,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``."""
-        if not async_op and self.raw.at_once(_ALL_REDUCE, look, send_tensor, recv_tensor, op, 0):
+        if not async_op and self.raw.at_once(_ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._reduction(send_tensor, recv_tensor, op, None, async_op)
 
@@ -201,7 +201,7 @@ class Collectives:
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`allreduce` in place."""
-        if not async_op and self.raw.at_once(_ALL_REDUCE, look, None, tensor, op, 0):
+        if not async_op and self.raw.at_once(_ALL_REDUCE, reader, None, tensor, op, 0):
             return None
         return self._reduction(None, tensor, op, None, async_op)
 
@@ -243,7 +243,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank r gets the reduction of every rank's r-th shard."""
-        if not async_op and self.raw.at_once(_REDUCE_SCATTER, look, send_tensor, recv_tensor, op, 0):
+        if not async_op and self.raw.at_once(_REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
             return None
         n = self.nranks()
         whole, room, code, _, held = source(send_tensor, "send_tensor")
@@ -260,7 +260,7 @@ class Collectives:
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
-        if not async_op and self.raw.at_once(_REDUCE_SCATTER, look, None, tensor, op, 0):
+        if not async_op and self.raw.at_once(_REDUCE_SCATTER, reader, None, tensor, op, 0):
             return None
         _, room, code, _, _ = found = seen(tensor, "tensor")
         count, number = _shard(room, self.nranks()), check_op(op, code)
@@ -273,7 +273,7 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Every rank gets every rank's tensor, concatenated in ``recv_tensor``."""
-        if not async_op and self.raw.at_once(_ALL_GATHER, look, send_tensor, recv_tensor, 0, 0):
+        if not async_op and self.raw.at_once(_ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
             return None
         n = self.nranks()
         address, count, code, _, held = source(send_tensor, "send_tensor")
@@ -286,7 +286,7 @@ class Collectives:
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
-        if not async_op and self.raw.at_once(_ALL_GATHER, look, None, tensor, 0, 0):
+        if not async_op and self.raw.at_once(_ALL_GATHER, reader, None, tensor, 0, 0):
             return None
         _, room, code, _, _ = found = seen(tensor, "tensor")
         count = _shard(room, self.nranks())
@@ -345,7 +345,7 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order."""
-        if not async_op and self.raw.at_once(_ALL_TO_ALL, look, send_tensor, recv_tensor, 0, 0):
+        if not async_op and self.raw.at_once(_ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
             return None
         src, whole, code, _, held = source(send_tensor, "send_tensor")
         _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
@@ -357,7 +357,7 @@ class Collectives:
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`alltoall` in place."""
-        if not async_op and self.raw.at_once(_ALL_TO_ALL, look, None, tensor, 0, 0):
+        if not async_op and self.raw.at_once(_ALL_TO_ALL, reader, None, tensor, 0, 0):
             return None
         _, whole, code, _, _ = found = seen(tensor, "tensor")
         count = _shard(whole, self.nranks())

@@ -1,7 +1,7 @@
 """Tensor arguments of a collective: reduce operations, dtypes, and the address of a tensor.
 
-A tensor is read once. For a plain tensor, on a torch new enough, the bindings (``engine.Look``) return address, count
-and dtype in one call; every other tensor, and every error message, goes through the tensor's attributes.
+A tensor is read once. For a plain tensor, on a torch new enough, the bindings (``engine.TensorReader``) return address,
+count and dtype in one call; every other tensor, and every error message, goes through the tensor's attributes.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     return count
 
 
-def _looks() -> engine.Look:
+def _new_reader() -> engine.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
     try:
-        return engine.Look([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
+        return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
     except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
-        return engine.Look([], lazy_flags, _count_version)
+        return engine.TensorReader([], lazy_flags, _count_version)
 
 
 # Increments a tensor's version counter, by which autograd detects that a saved tensor was written.
 _count_version = _version_counter()
 
 #: Reads address, count and dtype of torch's tensors.
-look = _looks()
+reader = _new_reader()
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
@@ -100,7 +100,7 @@ def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
 
 def seen(tensor: torch.Tensor, what: str) -> Seen:
     """Address, count and dtype of a tensor that can be communicated, plain or not."""
-    found = look.at(tensor)
+    found = reader.at(tensor)
     if found is not None:
         return found
     if not isinstance(tensor, torch.Tensor):

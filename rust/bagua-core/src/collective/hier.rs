@@ -17,7 +17,7 @@
 use std::ops::Range;
 
 use super::stages::chunk_by_chunk;
-use super::{Call, Chunks, Collective, Incoming, Io, Outgoing, Stages};
+use super::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
 use crate::error::Result;
 use crate::reduce::divide;
 use crate::types::ReduceOp;
@@ -71,14 +71,14 @@ impl Hier {
     }
 
     /// Moves one piece from `from` to `to`, both on this host; nothing for other ranks.
-    fn hand(&mut self, call: &Call<'_>, data: &mut [u8], from: usize, to: usize) -> Result<()> {
-        let fingerprint = call.fingerprint;
+    fn hand(&mut self, cx: &OpContext<'_>, data: &mut [u8], from: usize, to: usize) -> Result<()> {
+        let fingerprint = cx.fingerprint;
         if from == to {
             Ok(())
         } else if self.intra.rank() == from {
-            self.intra.exchange(call, &[Outgoing { peer: to, fingerprint, data }], &mut [])
+            self.intra.exchange(cx, &[Outgoing { peer: to, fingerprint, data }], &mut [])
         } else if self.intra.rank() == to {
-            self.intra.exchange(call, &[], &mut [Incoming { peer: from, fingerprint, data }])
+            self.intra.exchange(cx, &[], &mut [Incoming { peer: from, fingerprint, data }])
         } else {
             Ok(())
         }
@@ -88,7 +88,7 @@ impl Hier {
 /// What a host does with a chunk before and after its leader has combined it with the other leaders.
 struct Host<'a, 'c> {
     intra: &'a mut dyn Collective,
-    call: &'a Call<'c>,
+    cx: &'a OpContext<'c>,
     op: ReduceOp,
     /// This rank's values; `None` where they are in the chunk already.
     src: Option<&'a [u8]>,
@@ -104,14 +104,14 @@ impl Stages for Host<'_, '_> {
             None => Io::InPlace(chunk),
             Some(src) => Io::Split { src: &src[range], dst: chunk },
         };
-        self.intra.reduce(self.call, io, staged(self.op), LEADER)
+        self.intra.reduce(self.cx, io, staged(self.op), LEADER)
     }
 
     fn after(&mut self, chunk: &mut [u8]) -> Result<()> {
         if self.leads && self.op == ReduceOp::Avg {
-            divide(self.call.dtype(), chunk, self.ranks);
+            divide(self.cx.dtype(), chunk, self.ranks);
         }
-        self.intra.broadcast(self.call, chunk, LEADER)
+        self.intra.broadcast(self.cx, chunk, LEADER)
     }
 }
 
@@ -151,7 +151,7 @@ impl Collective for Hier {
         self.flat.transports()
     }
 
-    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let len = match &io {
             Io::InPlace(data) => data.len(),
             Io::Split { src, .. } => src.len(),
@@ -162,15 +162,15 @@ impl Collective for Hier {
         };
         let chunks = cut(len);
         let mut host =
-            Host { intra: &mut *self.intra, call, op, src, ranks: self.flat.size(), leads: self.inter.is_some() };
+            Host { intra: &mut *self.intra, cx, op, src, ranks: self.flat.size(), leads: self.inter.is_some() };
         if let Some(inter) = &mut self.inter {
-            return inter.all_reduce_in_stages(call, out, staged(op), chunks, &mut host);
+            return inter.all_reduce_in_stages(cx, out, staged(op), chunks, &mut host);
         }
         // Those behind a leader take the same steps, and get what it has combined in the second of them.
         chunk_by_chunk(out, chunks, &mut host, |_| Ok(()))
     }
 
-    fn reduce(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+    fn reduce(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (root_host, root_local) = self.place(root);
         let (my_host, _) = self.place(self.rank());
         let len = match &io {
@@ -185,12 +185,12 @@ impl Collective for Hier {
                 Io::InPlace(data) => &data[range.clone()],
                 Io::Split { src, .. } => &src[range.clone()],
             };
-            self.intra.reduce(call, Io::Split { src, dst: sum }, staged(op), LEADER)?;
+            self.intra.reduce(cx, Io::Split { src, dst: sum }, staged(op), LEADER)?;
             if let Some(inter) = &mut self.inter {
-                inter.reduce(call, Io::InPlace(sum), staged(op), root_host)?;
+                inter.reduce(cx, Io::InPlace(sum), staged(op), root_host)?;
             }
             if my_host == root_host {
-                self.hand(call, sum, LEADER, root_local)?;
+                self.hand(cx, sum, LEADER, root_local)?;
             }
             if self.rank() == root {
                 let out = match &mut io {
@@ -199,7 +199,7 @@ impl Collective for Hier {
                 };
                 out.copy_from_slice(sum);
                 if op == ReduceOp::Avg {
-                    divide(call.dtype(), out, self.size());
+                    divide(cx.dtype(), out, self.size());
                 }
             }
         }
@@ -207,52 +207,52 @@ impl Collective for Hier {
         Ok(())
     }
 
-    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let (root_host, root_local) = self.place(root);
         let (my_host, _) = self.place(self.rank());
         for range in chunks(data.len()) {
             let part = &mut data[range];
             if my_host == root_host {
-                self.hand(call, part, root_local, LEADER)?;
+                self.hand(cx, part, root_local, LEADER)?;
             }
             if let Some(inter) = &mut self.inter {
-                inter.broadcast(call, part, root_host)?;
+                inter.broadcast(cx, part, root_host)?;
             }
-            self.intra.broadcast(call, part, LEADER)?;
+            self.intra.broadcast(cx, part, LEADER)?;
         }
         Ok(())
     }
 
-    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
-        self.flat.all_gather(call, io)
+    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
+        self.flat.all_gather(cx, io)
     }
 
-    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.flat.gather(call, io, root)
+    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.flat.gather(cx, io, root)
     }
 
-    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.flat.scatter(call, io, root)
+    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.flat.scatter(cx, io, root)
     }
 
-    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.flat.reduce_scatter(call, io, op)
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.flat.reduce_scatter(cx, io, op)
     }
 
-    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
-        self.flat.all_to_all(call, io)
+    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
+        self.flat.all_to_all(cx, io)
     }
 
-    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.flat.exchange(call, sends, recvs)
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.flat.exchange(cx, sends, recvs)
     }
 
-    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
-        self.intra.barrier(call)?;
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        self.intra.barrier(cx)?;
         if let Some(inter) = &mut self.inter {
-            inter.barrier(call)?;
+            inter.barrier(cx)?;
         }
-        self.intra.barrier(call)
+        self.intra.barrier(cx)
     }
 }
 
@@ -265,12 +265,12 @@ mod tests {
     use crate::collective::shm::{Shm, segment_len, spare_links};
     use crate::collective::{Algorithm, Net};
     use crate::error::Error;
+    use crate::health::GroupHealth;
     use crate::memory::Arena;
     use crate::stats::OpStats;
-    use crate::sync::Deadline;
     use crate::transport::{Mesh, local_mesh};
     use crate::types::{DType, Fingerprint, Kind, Shape};
-    use crate::watch::Watch;
+    use crate::wait::Deadline;
 
     /// One `Hier` per rank, hosts as segments, networks as streams between threads.
     fn hiers(hosts: &[&[usize]], algorithm: Algorithm) -> Vec<Hier> {
@@ -292,7 +292,7 @@ mod tests {
     }
 
     /// Runs `act` as every rank; a collective lives until all are done.
-    fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &Watch) -> T + Sync) -> Vec<T> {
+    fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &GroupHealth) -> T + Sync) -> Vec<T> {
         on_all_by(hosts, Algorithm::Auto, act)
     }
 
@@ -300,13 +300,13 @@ mod tests {
     fn on_all_by<T: Send>(
         hosts: &[&[usize]],
         algorithm: Algorithm,
-        act: impl Fn(usize, &mut Hier, &Watch) -> T + Sync,
+        act: impl Fn(usize, &mut Hier, &GroupHealth) -> T + Sync,
     ) -> Vec<T> {
         let mut hiers = hiers(hosts, algorithm);
         let world = hiers.len();
         std::thread::scope(|scope| {
             let act = &act;
-            let start = |(rank, hier)| scope.spawn(move || act(rank, hier, &Watch::local(rank, world)));
+            let start = |(rank, hier)| scope.spawn(move || act(rank, hier, &GroupHealth::local(rank, world)));
             let threads: Vec<_> = hiers.iter_mut().enumerate().map(start).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
@@ -327,13 +327,18 @@ mod tests {
         }
     }
 
-    fn with<T>(watch: &Watch, fingerprint: Fingerprint, run: impl FnOnce(&Call<'_>) -> T) -> T {
-        within(60_000, watch, fingerprint, run)
+    fn with<T>(health: &GroupHealth, fingerprint: Fingerprint, run: impl FnOnce(&OpContext<'_>) -> T) -> T {
+        within(60_000, health, fingerprint, run)
     }
 
-    fn within<T>(millis: u64, watch: &Watch, fingerprint: Fingerprint, run: impl FnOnce(&Call<'_>) -> T) -> T {
+    fn within<T>(
+        millis: u64,
+        health: &GroupHealth,
+        fingerprint: Fingerprint,
+        run: impl FnOnce(&OpContext<'_>) -> T,
+    ) -> T {
         let deadline = Deadline::after(Duration::from_millis(millis));
-        run(&Call { fingerprint, deadline, watch, stats: &OpStats::default(), label: "" })
+        run(&OpContext { fingerprint, deadline, health, stats: &OpStats::default(), label: "" })
     }
 
     /// Whole numbers, so that every order of adding gives the same.
@@ -358,7 +363,7 @@ mod tests {
     #[test]
     fn reductions_in_stages_equal_the_sum_over_all_hosts() {
         for hosts in WORLDS {
-            on_all(hosts, |rank, hier, watch| {
+            on_all(hosts, |rank, hier, health| {
                 let n = hier.size();
                 for (seq, count) in COUNTS.into_iter().enumerate() {
                     let sum: Vec<f32> =
@@ -368,19 +373,17 @@ mod tests {
                         let src = bytes(&values(rank, count));
                         let mut data = src.clone();
                         let all_reduce = print(Kind::AllReduce, seq as u64, count);
-                        with(watch, all_reduce, |call| hier.all_reduce(call, Io::InPlace(&mut data), op)).unwrap();
+                        with(health, all_reduce, |cx| hier.all_reduce(cx, Io::InPlace(&mut data), op)).unwrap();
                         assert!(data == expected, "all_reduce of {count} in place over {hosts:?}");
                         let mut dst = vec![1; src.len()];
-                        with(watch, all_reduce, |call| {
-                            hier.all_reduce(call, Io::Split { src: &src, dst: &mut dst }, op)
-                        })
-                        .unwrap();
+                        with(health, all_reduce, |cx| hier.all_reduce(cx, Io::Split { src: &src, dst: &mut dst }, op))
+                            .unwrap();
                         assert!(dst == expected, "all_reduce of {count} over {hosts:?}");
                         for root in 0..n {
                             let reduce =
                                 Fingerprint { root: Some(root as u32), ..print(Kind::Reduce, seq as u64, count) };
                             let mut data = src.clone();
-                            with(watch, reduce, |call| hier.reduce(call, Io::InPlace(&mut data), op, root)).unwrap();
+                            with(health, reduce, |cx| hier.reduce(cx, Io::InPlace(&mut data), op, root)).unwrap();
                             assert!(
                                 data == *if rank == root { &expected } else { &src },
                                 "reduce to {root} over {hosts:?}"
@@ -388,10 +391,8 @@ mod tests {
                         }
                         let mut dst = vec![1; if rank == n - 1 { src.len() } else { 0 }];
                         let reduce = print(Kind::Reduce, seq as u64, count);
-                        with(watch, reduce, |call| {
-                            hier.reduce(call, Io::Split { src: &src, dst: &mut dst }, op, n - 1)
-                        })
-                        .unwrap();
+                        with(health, reduce, |cx| hier.reduce(cx, Io::Split { src: &src, dst: &mut dst }, op, n - 1))
+                            .unwrap();
                         assert!(rank != n - 1 || dst == expected);
                     }
                 }
@@ -402,11 +403,11 @@ mod tests {
     #[test]
     fn every_algorithm_between_hosts_takes_chunks_in_stages() {
         for algorithm in Algorithm::ALL {
-            on_all_by(WORLDS[5], algorithm, |rank, hier, watch| {
+            on_all_by(WORLDS[5], algorithm, |rank, hier, health| {
                 let count = 4 * CHUNK / 4 + 5;
                 let mut data = bytes(&values(rank, count));
                 let say = print(Kind::AllReduce, 0, count);
-                with(watch, say, |call| hier.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
+                with(health, say, |cx| hier.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
                 let sum = |at| (0..5).map(|r| ((at * 13 + r * 7) % 64) as f32).sum();
                 assert!(data == bytes(&(0..count).map(sum).collect::<Vec<f32>>()), "{}", algorithm.name());
             });
@@ -416,12 +417,12 @@ mod tests {
     #[test]
     fn every_rank_can_be_the_root_of_a_broadcast() {
         for hosts in WORLDS {
-            on_all(hosts, |rank, hier, watch| {
+            on_all(hosts, |rank, hier, health| {
                 for (seq, count) in COUNTS.into_iter().enumerate() {
                     for root in 0..hier.size() {
                         let mut data = bytes(&values(rank, count));
                         let say = Fingerprint { root: Some(root as u32), ..print(Kind::Broadcast, seq as u64, count) };
-                        with(watch, say, |call| hier.broadcast(call, &mut data, root)).unwrap();
+                        with(health, say, |cx| hier.broadcast(cx, &mut data, root)).unwrap();
                         assert!(data == bytes(&values(root, count)), "from {root} over {hosts:?}");
                     }
                 }
@@ -433,10 +434,10 @@ mod tests {
     fn no_rank_passes_a_barrier_before_the_last_has_come() {
         use std::sync::atomic::{AtomicUsize, Ordering};
         let come = AtomicUsize::new(0);
-        on_all(WORLDS[1], |_, hier, watch| {
+        on_all(WORLDS[1], |_, hier, health| {
             for round in 1..=50 {
                 come.fetch_add(1, Ordering::SeqCst);
-                with(watch, print(Kind::Barrier, round as u64, 0), |call| hier.barrier(call)).unwrap();
+                with(health, print(Kind::Barrier, round as u64, 0), |cx| hier.barrier(cx)).unwrap();
                 assert!(come.load(Ordering::SeqCst) >= round * hier.size());
             }
         });
@@ -444,12 +445,12 @@ mod tests {
 
     #[test]
     fn a_difference_between_hosts_is_seen_by_the_leaders() {
-        let outcomes = on_all(WORLDS[0], |rank, hier, watch| {
+        let outcomes = on_all(WORLDS[0], |rank, hier, health| {
             let count = if rank < 2 { 100 } else { 200 };
             let mut data = bytes(&values(rank, count));
             let say = print(Kind::AllReduce, 0, count);
             // A group's control plane would tell the others; here those who wait for their leader run into a short deadline.
-            within(300, watch, say, |call| hier.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum))
+            within(300, health, say, |cx| hier.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Sum))
         });
         for leader in [0, 2] {
             assert!(matches!(outcomes[leader], Err(Error::Mismatch(_))), "{:?}", outcomes[leader]);
@@ -466,15 +467,13 @@ mod tests {
                     let mut shm = Shm::new(Arc::clone(&arena), index, vec![0, 1]).unwrap();
                     let (links, bell) = spare_links(&arena, index, 2);
                     let mut flat = Net::new(Mesh::new(index, vec![0, 1], links, Some(bell)));
-                    let watch = Watch::local(index, 2);
+                    let health = GroupHealth::local(index, 2);
                     for round in 0..20 {
                         for collective in [&mut shm as &mut dyn Collective, &mut flat] {
                             let mut data = bytes(&values(index, 50_000));
                             let say = print(Kind::AllReduce, round, 50_000);
-                            with(&watch, say, |call| {
-                                collective.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Max)
-                            })
-                            .unwrap();
+                            with(&health, say, |cx| collective.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Max))
+                                .unwrap();
                             let both = values(0, 50_000).into_iter().zip(values(1, 50_000));
                             assert!(data == bytes(&both.map(|(left, right)| left.max(right)).collect::<Vec<_>>()));
                         }

@@ -23,7 +23,7 @@ pub use shm::Shm;
 pub use solo::Solo;
 pub use stages::{Chunks, Stage, Stages};
 
-pub use crate::transport::{Call, Incoming, Outgoing};
+pub use crate::request::{Incoming, OpContext, Outgoing};
 
 use crate::error::Result;
 use crate::types::ReduceOp;
@@ -59,50 +59,50 @@ pub trait Collective: Send {
     fn transports(&self) -> Vec<&'static str>;
 
     /// Every rank gets the combination of all. `InPlace`: N bytes. `Split`: N and N.
-    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
 
     /// [`Collective::all_reduce`] in place of a tensor that this rank prepares and passes on chunk by chunk. An implementation that can
     /// does so while other chunks travel.
     fn all_reduce_in_stages(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         data: &mut [u8],
         op: ReduceOp,
         chunks: Chunks,
         stages: &mut dyn Stages,
     ) -> Result<()> {
-        stages::chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(call, Io::InPlace(chunk), op))
+        stages::chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(cx, Io::InPlace(chunk), op))
     }
 
     /// `root` gets the combination of all. `InPlace`: N bytes, unchanged on the others. `Split`: N and N (`dst` is empty or
     /// ignored on the others).
-    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()>;
+    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()>;
 
     /// Every rank gets `root`'s bytes.
-    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()>;
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()>;
 
     /// Every rank gets every rank's chunk. `InPlace`: n * c, own chunk at r * c. `Split`: c and n * c.
-    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()>;
+    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()>;
 
     /// `root` gets every rank's chunk. `InPlace`: n * c everywhere, own chunk at r * c. `Split`: c and n * c (`dst` is empty or
     /// ignored on the others).
-    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()>;
+    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()>;
 
     /// Every rank gets its chunk of `root`'s. `InPlace`: n * c everywhere, own chunk lands at r * c. `Split`: n * c (empty or
     /// ignored on the others) and c.
-    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()>;
+    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()>;
 
     /// Rank r gets the combination of all ranks' chunk r. `InPlace`: n * c, result at r * c, the other chunks are left as they
     /// were. `Split`: n * c and c.
-    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()>;
 
     /// Rank r gets chunk r of every rank, in rank order. `InPlace`: n * c. `Split`: n * c and n * c.
-    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()>;
+    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()>;
 
     /// All messages at once, in both directions; several to one peer arrive in the order given. Send, recv and all_to_all_v are
     /// made of it.
-    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
 
     /// Returns when every rank has called it.
-    fn barrier(&mut self, call: &Call<'_>) -> Result<()>;
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()>;
 }

@@ -1,6 +1,6 @@
 //! A group of one rank: every operation is a copy, or nothing.
 
-use super::{Call, Collective, Incoming, Io, Outgoing};
+use super::{Collective, Incoming, Io, OpContext, Outgoing};
 use crate::error::Result;
 use crate::reduce;
 use crate::types::ReduceOp;
@@ -25,10 +25,10 @@ fn copy(io: Io<'_>) {
 }
 
 /// Even one input goes through the kernel: it writes a bool as 0 or 1, as it does for more ranks.
-fn combine(call: &Call<'_>, io: Io<'_>, op: ReduceOp) {
+fn combine(cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) {
     match io {
-        Io::InPlace(data) => reduce::combine(call.dtype(), op, &[None], data),
-        Io::Split { src, dst } => reduce::combine(call.dtype(), op, &[Some(src)], dst),
+        Io::InPlace(data) => reduce::combine(cx.dtype(), op, &[None], data),
+        Io::Split { src, dst } => reduce::combine(cx.dtype(), op, &[Some(src)], dst),
     }
 }
 
@@ -49,51 +49,51 @@ impl Collective for Solo {
         vec!["self"]
     }
 
-    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        combine(call, io, op);
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        combine(cx, io, op);
         Ok(())
     }
 
-    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, _root: usize) -> Result<()> {
-        combine(call, io, op);
+    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, _root: usize) -> Result<()> {
+        combine(cx, io, op);
         Ok(())
     }
 
-    fn broadcast(&mut self, _call: &Call<'_>, _data: &mut [u8], _root: usize) -> Result<()> {
+    fn broadcast(&mut self, _call: &OpContext<'_>, _data: &mut [u8], _root: usize) -> Result<()> {
         Ok(())
     }
 
-    fn all_gather(&mut self, _call: &Call<'_>, io: Io<'_>) -> Result<()> {
+    fn all_gather(&mut self, _call: &OpContext<'_>, io: Io<'_>) -> Result<()> {
         copy(io);
         Ok(())
     }
 
-    fn gather(&mut self, _call: &Call<'_>, io: Io<'_>, _root: usize) -> Result<()> {
+    fn gather(&mut self, _call: &OpContext<'_>, io: Io<'_>, _root: usize) -> Result<()> {
         copy(io);
         Ok(())
     }
 
-    fn scatter(&mut self, _call: &Call<'_>, io: Io<'_>, _root: usize) -> Result<()> {
+    fn scatter(&mut self, _call: &OpContext<'_>, io: Io<'_>, _root: usize) -> Result<()> {
         copy(io);
         Ok(())
     }
 
-    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        combine(call, io, op);
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        combine(cx, io, op);
         Ok(())
     }
 
-    fn all_to_all(&mut self, _call: &Call<'_>, io: Io<'_>) -> Result<()> {
+    fn all_to_all(&mut self, _call: &OpContext<'_>, io: Io<'_>) -> Result<()> {
         copy(io);
         Ok(())
     }
 
-    fn exchange(&mut self, _call: &Call<'_>, _sends: &[Outgoing<'_>], _recvs: &mut [Incoming<'_>]) -> Result<()> {
+    fn exchange(&mut self, _call: &OpContext<'_>, _sends: &[Outgoing<'_>], _recvs: &mut [Incoming<'_>]) -> Result<()> {
         // Messages never go to the rank itself, and there is no other.
         Ok(())
     }
 
-    fn barrier(&mut self, _call: &Call<'_>) -> Result<()> {
+    fn barrier(&mut self, _call: &OpContext<'_>) -> Result<()> {
         Ok(())
     }
 }
@@ -103,24 +103,24 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::health::GroupHealth;
     use crate::stats::OpStats;
-    use crate::sync::Deadline;
     use crate::types::{DType, Fingerprint, Kind, Shape};
-    use crate::watch::Watch;
+    use crate::wait::Deadline;
 
     /// Every verb that has an `Io`, by its place in the list.
     const VERBS: usize = 7;
 
-    fn run(verb: usize, call: &Call<'_>, io: Io<'_>) {
+    fn run(verb: usize, cx: &OpContext<'_>, io: Io<'_>) {
         let mut solo = Solo::new();
         match verb {
-            0 => solo.all_reduce(call, io, ReduceOp::Max),
-            1 => solo.reduce(call, io, ReduceOp::Max, 0),
-            2 => solo.all_gather(call, io),
-            3 => solo.gather(call, io, 0),
-            4 => solo.scatter(call, io, 0),
-            5 => solo.reduce_scatter(call, io, ReduceOp::Max),
-            _ => solo.all_to_all(call, io),
+            0 => solo.all_reduce(cx, io, ReduceOp::Max),
+            1 => solo.reduce(cx, io, ReduceOp::Max, 0),
+            2 => solo.all_gather(cx, io),
+            3 => solo.gather(cx, io, 0),
+            4 => solo.scatter(cx, io, 0),
+            5 => solo.reduce_scatter(cx, io, ReduceOp::Max),
+            _ => solo.all_to_all(cx, io),
         }
         .unwrap();
     }
@@ -138,17 +138,17 @@ mod tests {
             count: 2,
             shape: Shape::flat(2),
         };
-        let (watch, stats) = (Watch::local(0, 1), OpStats::default());
+        let (health, stats) = (GroupHealth::local(0, 1), OpStats::default());
         let deadline = Deadline::after(Duration::from_secs(60));
-        let call = Call { fingerprint, deadline, watch: &watch, stats: &stats, label: "" };
+        let cx = OpContext { fingerprint, deadline, health: &health, stats: &stats, label: "" };
         for verb in 0..VERBS {
             let src = [1, 2, 3, 4, 5, 6, 7, 8];
             let mut dst = [0; 8];
-            run(verb, &call, Io::Split { src: &src, dst: &mut dst });
+            run(verb, &cx, Io::Split { src: &src, dst: &mut dst });
             assert_eq!(dst, src, "verb {verb}, split");
-            run(verb, &call, Io::InPlace(&mut dst));
+            run(verb, &cx, Io::InPlace(&mut dst));
             assert_eq!(dst, src, "verb {verb}, in place");
-            run(verb, &call, Io::Split { src: &[], dst: &mut [] });
+            run(verb, &cx, Io::Split { src: &[], dst: &mut [] });
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::group::Home;
+use crate::group::OwnerProcess;
 
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
 /// the time from the communication thread where cores are few.
@@ -29,7 +29,7 @@ struct Outcome {
     /// World rank for error texts.
     rank: usize,
     /// The process whose thread will set the result.
-    home: Home,
+    owner: OwnerProcess,
 }
 
 impl Handle {
@@ -42,7 +42,7 @@ impl Handle {
                 seen: AtomicBool::new(false),
                 ready: Condvar::new(),
                 rank,
-                home: Home::current(),
+                owner: OwnerProcess::current(),
             }),
         }
     }
@@ -53,7 +53,7 @@ impl Handle {
         while !self.is_completed() && start.elapsed() < SPIN.min(timeout.unwrap_or(SPIN)) {
             std::hint::spin_loop();
         }
-        if !self.is_completed() && !self.outcome.home.is_here() {
+        if !self.is_completed() && !self.outcome.owner.is_current() {
             return Err(forked());
         }
         let mut result = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);

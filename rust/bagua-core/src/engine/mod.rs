@@ -1,27 +1,27 @@
 //! The communication thread, the queue of buckets, and handles.
 //!
-//! From below: a [`Handle`] is the outcome of a job; a [`Channel`] is a lane with a queue of jobs and a thread; a
-//! [`Communicator`] is a group with one channel for its verbs; an [`Engine`] is a channel with a schedule of buckets.
+//! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a
+//! [`Communicator`] is a group with one worker for its verbs; an [`Engine`] is a worker with a schedule of buckets.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. **Program order.** What one thread submits and runs on a channel happens in that order.
-//! 2. **No error is lost.** It reaches the handle; if nobody holds the handle, the channel's next call; if it concerns a bucket,
+//! 1. **Program order.** What one thread submits and runs on a worker happens in that order.
+//! 2. **No error is lost.** It reaches the handle; if nobody holds the handle, the worker's next call; if it concerns a bucket,
 //!    the next `wait`. The group's first cause wins over its consequences.
-//! 3. **No waiter is left behind.** A job ends by its result, its panic (a `System` error), or the end of the channel (`Aborted`).
+//! 3. **No waiter is left behind.** A job ends by its result, its panic (a `System` error), or the end of the worker (`Aborted`).
 //! 4. **Marking never waits for communication.** A bucket's memory travels to the thread by value, and its lock is held for
 //!    moments only.
 //! 5. **A forked child owns nothing here.** Its calls are errors, and its drops neither join nor close anything.
 
-mod channel;
 mod handle;
 mod queue;
 mod shared;
+mod worker;
 
-pub use channel::{Channel, Job};
 pub use handle::Handle;
 pub use queue::Engine;
 pub use shared::SharedBucket;
+pub use worker::{Job, LaneWorker};
 
 use crate::error::Result;
 use crate::group::{Group, Lane};
@@ -30,7 +30,7 @@ use crate::group::{Group, Lane};
 /// starts with the first of them), in program order.
 pub struct Communicator {
     /// First field, so that the lane goes before the group does.
-    channel: Channel,
+    worker: LaneWorker,
     group: Group,
     /// As the lane told at the start, so that asking never waits for a running operation.
     transports: (&'static str, Vec<&'static str>),
@@ -41,8 +41,8 @@ impl Communicator {
     pub fn new(group: Group) -> Result<Communicator> {
         let lane = group.lane()?;
         let transports = (lane.collective(), lane.transports());
-        let channel = Channel::over(lane, group.watch().clone(), group.name());
-        Ok(Communicator { channel, group, transports })
+        let worker = LaneWorker::over(lane, group.health().clone(), group.name());
+        Ok(Communicator { worker, group, transports })
     }
 
     /// The group.
@@ -55,18 +55,18 @@ impl Communicator {
         self.transports.clone()
     }
 
-    /// See [`Channel::run`].
+    /// See [`LaneWorker::run`].
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
-        self.channel.run(job)
+        self.worker.run(job)
     }
 
-    /// See [`Channel::submit`].
+    /// See [`LaneWorker::submit`].
     pub fn submit(&self, job: Job) -> Result<Handle> {
-        self.channel.submit("an asynchronous operation", job)
+        self.worker.submit("an asynchronous operation", job)
     }
 
-    /// See [`Channel::shutdown`].
+    /// See [`LaneWorker::shutdown`].
     pub fn shutdown(&self) {
-        self.channel.shutdown();
+        self.worker.shutdown();
     }
 }

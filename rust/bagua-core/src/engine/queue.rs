@@ -5,20 +5,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::channel::{Channel, Job};
 use super::handle::Handle;
-use super::shared::{Flight, SharedBucket};
+use super::shared::{InFlight, SharedBucket};
+use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
 use crate::group::{Group, Lane};
+use crate::health::GroupHealth;
 use crate::memory::Region;
 use crate::op::Op;
 use crate::schedule::Schedule;
-use crate::watch::Watch;
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 pub struct Engine {
     /// First field, so that the lane goes before the group does.
-    channel: Channel,
+    worker: LaneWorker,
     /// Keeps the group as long as the engine. `None` over a bare lane.
     _group: Option<Group>,
     state: Mutex<State>,
@@ -37,23 +37,23 @@ struct State {
 impl Engine {
     /// Opens a lane and starts the thread. Collective.
     pub fn new(group: &Group, name: &str) -> Result<Engine> {
-        let mut engine = Engine::over(group.lane()?, group.watch().clone(), name)?;
+        let mut engine = Engine::over(group.lane()?, group.health().clone(), name)?;
         engine._group = Some(group.clone());
         Ok(engine)
     }
 
-    /// An engine over a lane of a group with this watch: for groups that are not made of processes, as in tests and benchmarks.
-    pub fn over(lane: Lane, watch: Arc<Watch>, name: &str) -> Result<Engine> {
-        let channel = Channel::over(lane, watch, &format!("engine '{name}'"));
-        channel.start()?;
-        Ok(Engine { channel, _group: None, state: Mutex::new(State::default()) })
+    /// An engine over a lane of a group with this health: for groups that are not made of processes, as in tests and benchmarks.
+    pub fn over(lane: Lane, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
+        let worker = LaneWorker::over(lane, health, &format!("engine '{name}'"));
+        worker.start()?;
+        Ok(Engine { worker, _group: None, state: Mutex::new(State::default()) })
     }
 
     /// Waits for what is pending, then replaces the buckets. The order is the order of communication and must be equal on all
     /// ranks. Marks of an incomplete step are forgotten. Refuses a tensor name, or the memory of a non-empty tensor, that
     /// appears twice, naming both places; then everything stays as it was.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
-        self.channel.check()?;
+        self.worker.check()?;
         self.settle(None)?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
@@ -66,14 +66,14 @@ impl Engine {
     /// A tensor's values are final for this step. `region` replaces its memory (same count and dtype) when it moved.
     /// An unknown name, or a tensor marked twice before its bucket was communicated, is an error. Never waits for communication.
     pub fn mark_ready(&self, tensor: &str, region: Option<Region>) -> Result<()> {
-        self.channel.check()?;
+        self.worker.check()?;
         let mut state = self.state();
         let place = state.schedule.check(tensor)?;
         {
             let mut bucket = state.buckets[place.bucket].lock();
             bucket
-                .at_home()
-                .map_err(|error| Error::Value(format!("tensor '{tensor}' was marked ready, but {error}")))?;
+                .check_idle()
+                .map_err(|error| Error::InvalidArgument(format!("tensor '{tensor}' was marked ready, but {error}")))?;
             if let Some(region) = region {
                 bucket.replace(place.tensor, region)?;
             }
@@ -89,11 +89,11 @@ impl Engine {
     }
 
     fn dispatch(&self, state: &mut State, bucket: usize) -> Result<()> {
-        let (flight, ops) = state.buckets[bucket].take_off()?;
-        let what = format!("bucket '{}'", flight.name());
-        let stopping = self.channel.stopping();
-        let job: Job = Box::new(move |lane| fly(flight, &ops, &stopping, lane));
-        state.pending.push(self.channel.submit_fatal(&what, job)?);
+        let (in_flight, ops) = state.buckets[bucket].check_out()?;
+        let what = format!("bucket '{}'", in_flight.name());
+        let stopping = self.worker.stopping();
+        let job: Job = Box::new(move |lane| run_ops(in_flight, &ops, &stopping, lane));
+        state.pending.push(self.worker.submit_fatal(&what, job)?);
         state.went[bucket] = true;
         Ok(())
     }
@@ -101,7 +101,7 @@ impl Engine {
     /// Waits until every scheduled bucket is done, and returns how many were. A bucket that is partly ready is an error that
     /// names the tensors that are missing, and starts afresh. The first error of the step is raised here.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<usize> {
-        self.channel.check_process()?;
+        self.worker.check_process()?;
         // Not `check`: after an error the buckets' own outcomes come first, and they hold the same cause.
         let done = self.settle(timeout)?;
         let mut state = self.state();
@@ -111,16 +111,16 @@ impl Engine {
         }
         // A step that is complete stays so, even if a faster rank has failed in its next one by now: the next call hears of that.
         if done == 0 || !missing.is_empty() {
-            self.channel.check()?;
+            self.worker.check()?;
         }
         if missing.is_empty() {
             return Ok(done);
         }
         state.schedule.reset();
         let verb = if missing.len() == 1 { "tensor was" } else { "tensors were" };
-        Err(Error::Value(format!(
+        Err(Error::InvalidArgument(format!(
             "{}: the step is incomplete, {} {verb} not marked ready: {}",
-            self.channel.name(),
+            self.worker.name(),
             missing.len(),
             missing.join(", ")
         )))
@@ -169,18 +169,18 @@ impl Engine {
 
     /// Runs a job on the communication thread, in order with the buckets.
     pub fn submit(&self, job: Job) -> Result<Handle> {
-        self.channel.submit("an asynchronous operation", job)
+        self.worker.submit("an asynchronous operation", job)
     }
 
     /// Runs a job on this thread, after every bucket that went before.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
-        self.channel.run(job)
+        self.worker.run(job)
     }
 
     /// Ends the thread: what is queued fails with `Aborted`, what is running ends soon. Idempotent; drop does the same. See
-    /// [`Channel::shutdown`].
+    /// [`LaneWorker::shutdown`].
     pub fn shutdown(&self) {
-        self.channel.shutdown();
+        self.worker.shutdown();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -189,13 +189,13 @@ impl Engine {
 }
 
 /// Runs a bucket's operations, in order.
-fn fly(mut flight: Flight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lane: &mut Lane) -> Result<()> {
-    let name = flight.name().to_owned();
+fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lane: &mut Lane) -> Result<()> {
+    let name = in_flight.name().to_owned();
     for op in ops {
         if stopping.load(Ordering::Acquire) {
             return Err(Error::Aborted(format!("the engine was shut down before '{}' of bucket '{name}'", op.name())));
         }
-        op.run(&name, &mut flight.regions, lane)?;
+        op.run(&name, &mut in_flight.regions, lane)?;
     }
     Ok(())
 }
@@ -206,13 +206,13 @@ fn schedule_of(buckets: &[SharedBucket]) -> Result<Schedule> {
     let mut layout = Vec::with_capacity(buckets.len());
     for shared in buckets {
         if !names.insert(shared.name()) {
-            return Err(Error::Value(format!("two buckets are named '{}'", shared.name())));
+            return Err(Error::InvalidArgument(format!("two buckets are named '{}'", shared.name())));
         }
         let bucket = shared.lock();
-        bucket.at_home()?;
+        bucket.check_idle()?;
         for (name, _) in bucket.tensors().filter(|(_, padding)| !padding) {
             if let Some(other) = owners.insert(name.to_owned(), shared.name()) {
-                return Err(Error::Value(format!(
+                return Err(Error::InvalidArgument(format!(
                     "tensor '{name}' is in bucket '{other}' and in bucket '{}'",
                     shared.name()
                 )));
@@ -237,7 +237,7 @@ fn check_memory(buckets: &[SharedBucket]) -> Result<()> {
     spans.sort();
     match spans.windows(2).find(|pair| pair[1].0 < pair[0].1) {
         None => Ok(()),
-        Some(pair) => Err(Error::Value(format!("tensors {} and {} share memory", pair[0].2, pair[1].2))),
+        Some(pair) => Err(Error::InvalidArgument(format!("tensors {} and {} share memory", pair[0].2, pair[1].2))),
     }
 }
 

@@ -65,27 +65,27 @@ impl SharedBucket {
     }
 
     /// Takes the bucket's memory and operations for one communication.
-    pub(super) fn take_off(&self) -> Result<(Flight, Vec<Arc<dyn Op>>)> {
-        let loan = self.lock().lend()?;
-        Ok((Flight { bucket: self.clone(), regions: loan.regions }, loan.ops))
+    pub(super) fn check_out(&self) -> Result<(InFlight, Vec<Arc<dyn Op>>)> {
+        let checked_out = self.lock().check_out()?;
+        Ok((InFlight { bucket: self.clone(), regions: checked_out.regions }, checked_out.ops))
     }
 }
 
 /// The memory of a bucket that is being communicated. Goes back when it is dropped, so that neither an error, nor a panic, nor a
 /// job that never ran can lose it.
-pub(super) struct Flight {
+pub(super) struct InFlight {
     bucket: SharedBucket,
     pub(super) regions: Vec<Region>,
 }
 
-impl Flight {
+impl InFlight {
     pub(super) fn name(&self) -> &str {
         self.bucket.name()
     }
 }
 
-impl Drop for Flight {
+impl Drop for InFlight {
     fn drop(&mut self) {
-        self.bucket.lock().restore(std::mem::take(&mut self.regions));
+        self.bucket.lock().check_in(std::mem::take(&mut self.regions));
     }
 }

@@ -77,16 +77,16 @@ impl Address {
     pub(super) fn parse_all(blobs: &[Vec<u8>], config: &Config, own: &[u8]) -> error::Result<Vec<Address>> {
         let size = config.world_size;
         if blobs.len() != size {
-            return Err(Error::Value(format!("{} addresses for a world of {size} ranks", blobs.len())));
+            return Err(Error::InvalidArgument(format!("{} addresses for a world of {size} ranks", blobs.len())));
         }
         let mut all: Vec<Address> = Vec::with_capacity(size);
         let mut nonces: HashMap<[u8; 16], usize> = HashMap::with_capacity(size);
         for (rank, blob) in blobs.iter().enumerate() {
             let address = Address::parse(blob)
-                .map_err(|why| Error::Value(format!("the address of rank {rank} cannot be used: {why}")))?;
+                .map_err(|why| Error::InvalidArgument(format!("the address of rank {rank} cannot be used: {why}")))?;
             if address.rank != rank {
                 let text = format!("in place {rank} of the addresses stands that of rank {}", address.rank);
-                return Err(Error::Value(text));
+                return Err(Error::InvalidArgument(text));
             }
             if address.world_size != size {
                 let theirs = address.world_size;
@@ -107,16 +107,16 @@ impl Address {
             }
             if let Some(twin) = nonces.insert(address.nonce, rank) {
                 let text = format!("ranks {twin} and {rank} have the same address");
-                return Err(Error::Value(text));
+                return Err(Error::InvalidArgument(text));
             }
             if address.tcp.is_none() && size > 1 {
-                return Err(Error::Value(format!("the address of rank {rank} has no TCP listener")));
+                return Err(Error::InvalidArgument(format!("the address of rank {rank} has no TCP listener")));
             }
             all.push(address);
         }
         if blobs[config.rank] != own {
             let text = format!("the address of rank {} is not the one that this rank gave", config.rank);
-            return Err(Error::Value(text));
+            return Err(Error::InvalidArgument(text));
         }
         Ok(all)
     }
@@ -180,8 +180,10 @@ mod tests {
     #[test]
     fn bad_addresses_are_refused_by_name() {
         let good = |rank| address(rank, 2).encode();
-        assert!(matches!(refused(&[good(0), b"hello".to_vec()], 0), Error::Value(text) if text.contains("rank 1")));
-        assert!(matches!(refused(&[good(1), good(0)], 0), Error::Value(text) if text.contains("place 0")));
+        assert!(
+            matches!(refused(&[good(0), b"hello".to_vec()], 0), Error::InvalidArgument(text) if text.contains("rank 1"))
+        );
+        assert!(matches!(refused(&[good(1), good(0)], 0), Error::InvalidArgument(text) if text.contains("place 0")));
         let other = address(1, 5).encode();
         assert!(matches!(refused(&[good(0), other], 0), Error::Mismatch(text) if text.contains("rank 1 was told")));
         let ring = Address { algorithm: Algorithm::Ring as u8, ..address(1, 2) }.encode();
@@ -189,15 +191,15 @@ mod tests {
             matches!(refused(&[good(0), ring], 0), Error::Mismatch(text) if text.contains("rank 1") && text.contains("ring"))
         );
         let twin = Address { nonce: [0; 16], ..address(1, 2) }.encode();
-        assert!(matches!(refused(&[good(0), twin], 0), Error::Value(text) if text.contains("same address")));
+        assert!(matches!(refused(&[good(0), twin], 0), Error::InvalidArgument(text) if text.contains("same address")));
         let mut version = good(1);
         version[4] ^= 0x40;
-        assert!(matches!(refused(&[good(0), version], 0), Error::Value(text) if text.contains("version")));
+        assert!(matches!(refused(&[good(0), version], 0), Error::InvalidArgument(text) if text.contains("version")));
         let mut longer = good(1);
         longer.push(0);
-        assert!(matches!(refused(&[good(0), longer], 0), Error::Value(text) if text.contains("more than")));
+        assert!(matches!(refused(&[good(0), longer], 0), Error::InvalidArgument(text) if text.contains("more than")));
         let own = Address { pid: 8, ..address(0, 2) }.encode();
-        assert!(matches!(refused(&[own, good(1)], 0), Error::Value(text) if text.contains("not the one")));
+        assert!(matches!(refused(&[own, good(1)], 0), Error::InvalidArgument(text) if text.contains("not the one")));
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 //! A child of `fork` (a data-loading worker, usually) holds copies of all descriptors. As long as it lives, the sockets of a
 //! dead parent would stay open, and nobody would notice the death. So a `pthread_atfork` handler closes the copies. It may
 //! only do what a signal handler may: it walks a fixed table of atomics and calls `fstat` and `close`. The owners of those
-//! descriptors in the child must then never be dropped ([`Home`] tells them), or they would close a number that the child has
+//! descriptors in the child must then never be dropped ([`OwnerProcess`] tells them), or they would close a number that the child has
 //! given to another file by then.
 //!
 //! Between the birth of a descriptor and its registration there are a few instructions in which a fork is not caught.
@@ -71,33 +71,33 @@ extern "C" fn in_the_child() {
 
 /// The process that built something, as opposed to its forked children. Asking costs a load; `getpid` costs 130 ns.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Home(u64);
+pub(crate) struct OwnerProcess(u64);
 
-impl Home {
+impl OwnerProcess {
     /// This process. Arms the handler.
-    pub(super) fn here() -> Result<Home> {
+    pub(super) fn arm() -> Result<OwnerProcess> {
         static ARMED: OnceLock<i32> = OnceLock::new();
         // SAFETY: the handler lives as long as the program and only does what is allowed between fork and exec.
         let code = *ARMED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(in_the_child)) });
         if code != 0 {
             return Err(Error::system("pthread_atfork", std::io::Error::from_raw_os_error(code)));
         }
-        Ok(Home(GENERATION.load(Ordering::SeqCst)))
+        Ok(OwnerProcess(GENERATION.load(Ordering::SeqCst)))
     }
 
     /// This process, for what belongs to a group: building that has armed the handler, or failed.
-    pub(crate) fn current() -> Home {
-        Home(GENERATION.load(Ordering::SeqCst))
+    pub(crate) fn current() -> OwnerProcess {
+        OwnerProcess(GENERATION.load(Ordering::SeqCst))
     }
 
     /// False in a forked child.
-    pub(crate) fn is_here(self) -> bool {
+    pub(crate) fn is_current(self) -> bool {
         self.0 == GENERATION.load(Ordering::Relaxed)
     }
 
     /// An error in a forked child.
     pub(super) fn check(self) -> Result<()> {
-        if self.is_here() {
+        if self.is_current() {
             return Ok(());
         }
         Err(Error::System(
@@ -108,18 +108,18 @@ impl Home {
 
 /// A registration; dropping it forgets the descriptor.
 #[derive(Debug)]
-pub(super) struct Mark {
+pub(super) struct ForkFd {
     /// Index in the table; `None` when the table was full.
     slot: Option<usize>,
     /// Who registered it: in a child the slots are free and may be somebody else's.
-    home: u64,
+    owner: u64,
 }
 
-impl Mark {
+impl ForkFd {
     /// Registers an open descriptor. Best effort: in a table that is full the descriptor stays open in children.
-    pub(super) fn new(of: &impl AsRawFd) -> Mark {
+    pub(super) fn new(of: &impl AsRawFd) -> ForkFd {
         let fd = of.as_raw_fd();
-        let home = GENERATION.load(Ordering::SeqCst);
+        let owner = GENERATION.load(Ordering::SeqCst);
         let slot = inode(fd).and_then(|inode| {
             let first = FIRST.load(Ordering::SeqCst);
             let at = (first..SLOTS).chain(0..first).find(|at| {
@@ -132,14 +132,14 @@ impl Mark {
             FIRST.store((at + 1) % SLOTS, Ordering::SeqCst);
             Some(at)
         });
-        Mark { slot, home }
+        ForkFd { slot, owner }
     }
 }
 
-impl Drop for Mark {
+impl Drop for ForkFd {
     fn drop(&mut self) {
         if let Some(slot) = self.slot
-            && self.home == GENERATION.load(Ordering::SeqCst)
+            && self.owner == GENERATION.load(Ordering::SeqCst)
         {
             TABLE[slot].fd.store(FREE, Ordering::SeqCst);
             FIRST.fetch_min(slot, Ordering::SeqCst);
@@ -154,12 +154,12 @@ mod tests {
     #[test]
     fn a_slot_that_becomes_free_is_taken_again() {
         let file = std::fs::File::open("/dev/null").unwrap();
-        // Other tests of this process register too: more marks in all than there are slots, but never many at once.
+        // Other tests of this process register too: more fork_fds in all than there are slots, but never many at once.
         for _ in 0..SLOTS / 1000 + 1 {
-            let marks: Vec<Mark> = (0..1000).map(|_| Mark::new(&file)).collect();
-            assert!(marks.iter().all(|mark| mark.slot.is_some()));
-            let slots: std::collections::HashSet<_> = marks.iter().map(|mark| mark.slot).collect();
-            assert_eq!(slots.len(), marks.len());
+            let fork_fds: Vec<ForkFd> = (0..1000).map(|_| ForkFd::new(&file)).collect();
+            assert!(fork_fds.iter().all(|fork_fd| fork_fd.slot.is_some()));
+            let slots: std::collections::HashSet<_> = fork_fds.iter().map(|fork_fd| fork_fd.slot).collect();
+            assert_eq!(slots.len(), fork_fds.len());
         }
         assert!(END.load(Ordering::SeqCst) < SLOTS / 2, "freed slots come first, so that a fork looks at few");
     }

@@ -5,16 +5,16 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::builder::LaneBuilder;
 use super::control::Control;
 use super::handshake::digest;
 use super::lane::Lane;
-use super::lanes::Builder;
 use super::lock;
 use crate::error::{Error, Result};
+use crate::health::GroupHealth;
 use crate::memory::{Registry, SharedArena, part_stride};
 use crate::stats::Stats;
-use crate::sync::Deadline;
-use crate::watch::Watch;
+use crate::wait::Deadline;
 
 /// What a rank's waits end with after it left.
 const LEFT: &str = "this rank left the group";
@@ -27,7 +27,7 @@ pub struct Group {
 
 /// What the clones of a group share.
 struct Membership {
-    watch: Arc<Watch>,
+    health: Arc<GroupHealth>,
     stats: Arc<Stats>,
     name: String,
     /// Equal on all members, different for every group.
@@ -54,11 +54,11 @@ struct Membership {
 
 impl Group {
     /// The group of all ranks. `hosts` are world ranks.
-    pub(super) fn world(control: Control, watch: Arc<Watch>, hosts: Vec<Vec<usize>>) -> Result<Group> {
+    pub(super) fn world(control: Control, health: Arc<GroupHealth>, hosts: Vec<Vec<usize>>) -> Result<Group> {
         let plane = &control.plane;
         let book = plane.book()?;
         let membership = Membership {
-            watch,
+            health,
             stats: Arc::clone(&plane.stats),
             name: plane.config.name.clone(),
             id: book.world,
@@ -77,12 +77,12 @@ impl Group {
 
     /// This process's rank in the group.
     pub fn rank(&self) -> usize {
-        self.membership.watch.rank()
+        self.membership.health.rank()
     }
 
     /// Number of ranks.
     pub fn size(&self) -> usize {
-        self.membership.watch.size()
+        self.membership.health.size()
     }
 
     /// Its name.
@@ -92,7 +92,7 @@ impl Group {
 
     /// World ranks of the members, by group rank.
     pub fn ranks(&self) -> &[usize] {
-        self.membership.watch.world_ranks()
+        self.membership.health.world_ranks()
     }
 
     /// Group ranks of the members on each host, hosts in the order of their first rank.
@@ -106,8 +106,8 @@ impl Group {
     }
 
     /// Its state of failure.
-    pub fn watch(&self) -> &Arc<Watch> {
-        &self.membership.watch
+    pub fn health(&self) -> &Arc<GroupHealth> {
+        &self.membership.health
     }
 
     /// Its counters.
@@ -126,11 +126,11 @@ impl Group {
     /// # Errors
     /// The group's first cause; what goes wrong here becomes it.
     pub fn lane(&self) -> Result<Lane> {
-        let Membership { watch, stats, epoch, channels, .. } = &*self.membership;
+        let Membership { health, stats, epoch, channels, .. } = &*self.membership;
         let builder = self.builder("lane", channels)?;
         let channel = builder.channel;
-        let collective = builder.build().map_err(|error| watch.fail(error))?;
-        Ok(Lane::new(collective, Arc::clone(watch), Arc::clone(stats), *epoch, channel, self.timeout()))
+        let collective = builder.build().map_err(|error| health.fail(error))?;
+        Ok(Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout()))
     }
 
     /// Memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups on tensors
@@ -139,55 +139,55 @@ impl Group {
     /// same order.
     ///
     /// # Errors
-    /// `Value` for a size that does not fit the address space, otherwise the group's first cause; what goes wrong here, like too
+    /// `InvalidArgument` for a size that does not fit the address space, otherwise the group's first cause; what goes wrong here, like too
     /// little memory or sizes that differ, becomes it.
     pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
         // Alike on all members, as they ask for the same size.
         part_stride(bytes, self.size())?;
-        let Membership { watch, arenas, .. } = &*self.membership;
+        let Membership { health, arenas, .. } = &*self.membership;
         // The kernel takes 249 bytes, and no NUL.
         let label: String = label.chars().filter(|c| *c != '\0').take(50).collect();
         let builder = self.builder("arena", arenas)?;
-        builder.arena(bytes, &label).map_err(|error| watch.fail(error))
+        builder.arena(bytes, &label).map_err(|error| health.fail(error))
     }
 
     /// What builds the next thing of a kind.
-    fn builder<'a>(&'a self, what: &'static str, counter: &AtomicU32) -> Result<Builder<'a>> {
-        let Membership { watch, id, hosts, control, registry, .. } = &*self.membership;
-        control.plane.home.check()?;
-        watch.check()?;
+    fn builder<'a>(&'a self, what: &'static str, counter: &AtomicU32) -> Result<LaneBuilder<'a>> {
+        let Membership { health, id, hosts, control, registry, .. } = &*self.membership;
+        control.plane.owner.check()?;
+        health.check()?;
         let channel = counter.fetch_add(1, Ordering::Relaxed);
         let deadline = Deadline::after(control.plane.config.connect_timeout);
-        Ok(Builder { control, watch, group: *id, what, channel, hosts, deadline, registry })
+        Ok(LaneBuilder { control, health, group: *id, what, channel, hosts, deadline, registry })
     }
 
     /// The group of some members, given as ranks of this group (any order; the new group sorts them; duplicates are refused).
     /// `None` when this rank is not among them. Only the members need to call it, in the same order for the same ranks.
     ///
     /// # Errors
-    /// `Value` for ranks that make no group, otherwise the first cause of this group.
+    /// `InvalidArgument` for ranks that make no group, otherwise the first cause of this group.
     pub fn subgroup(&self, ranks: &[usize], name: &str) -> Result<Option<Group>> {
         let parent = &self.membership;
-        parent.control.plane.home.check()?;
+        parent.control.plane.owner.check()?;
         let mut members = ranks.to_vec();
         members.sort_unstable();
         if members.is_empty() {
-            return Err(Error::Value(format!("the group {name:?} would have no ranks")));
+            return Err(Error::InvalidArgument(format!("the group {name:?} would have no ranks")));
         }
         if let Some(twice) = members.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::Value(format!("rank {} stands twice in the group {name:?}", twice[0])));
+            return Err(Error::InvalidArgument(format!("rank {} stands twice in the group {name:?}", twice[0])));
         }
         if let Some(outside) = members.iter().find(|rank| **rank >= self.size()) {
             let size = self.size();
-            return Err(Error::Value(format!(
+            return Err(Error::InvalidArgument(format!(
                 "rank {outside} of the group {name:?} is not among the {size} of {:?}",
                 self.name()
             )));
         }
-        parent.watch.check()?;
+        parent.health.check()?;
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
-        let world_ranks: Vec<usize> = members.iter().map(|member| parent.watch.world_rank(*member)).collect();
-        let names = members.iter().map(|member| parent.watch.host(*member).to_owned()).collect();
+        let world_ranks: Vec<usize> = members.iter().map(|member| parent.health.world_rank(*member)).collect();
+        let names = members.iter().map(|member| parent.health.host(*member).to_owned()).collect();
         let nth = {
             let mut children = lock(&parent.children);
             let count = children.entry(world_ranks.clone()).or_insert(0);
@@ -198,13 +198,13 @@ impl Group {
             host.iter().filter_map(|old| members.binary_search(old).ok()).collect()
         };
         let hosts = parent.hosts.iter().map(local).filter(|host| !host.is_empty()).collect();
-        let watch = Watch::new(rank, world_ranks.clone(), names);
+        let health = GroupHealth::new(rank, world_ranks.clone(), names);
         let id = subgroup_id(parent.id, &world_ranks, nth);
-        parent.control.plane.register(id, &watch);
+        parent.control.plane.register(id, &health);
         // A failure of the parent between the check and the registration concerns nobody else than the check would have.
-        parent.watch.check()?;
+        parent.health.check()?;
         let membership = Membership {
-            watch,
+            health,
             stats: Arc::default(),
             name: name.to_owned(),
             id,
@@ -223,20 +223,20 @@ impl Group {
 
     /// Poisons the group on every rank: the others get `PeerRaised` with this class name and text.
     pub fn raise(&self, kind: &str, message: &str) {
-        let watch = &self.membership.watch;
-        if self.membership.control.plane.home.is_here() {
-            let own = watch.rank();
-            let (rank, host) = (watch.world_rank(own), watch.host(own).to_owned());
+        let health = &self.membership.health;
+        if self.membership.control.plane.owner.is_current() {
+            let own = health.rank();
+            let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
             // The first cause stays the cause, whoever comes later.
-            let _ = watch.fail(Error::PeerRaised { rank, host, kind: kind.to_owned(), message: message.to_owned() });
+            let _ = health.fail(Error::PeerRaised { rank, host, kind: kind.to_owned(), message: message.to_owned() });
         }
     }
 
     /// Poisons the group on every rank with `Aborted`.
     pub fn abort(&self, reason: &str) {
-        if self.membership.control.plane.home.is_here() {
+        if self.membership.control.plane.owner.is_current() {
             // As in `raise`.
-            let _ = self.membership.watch.fail(Error::Aborted(reason.to_owned()));
+            let _ = self.membership.health.fail(Error::Aborted(reason.to_owned()));
         }
     }
 
@@ -249,7 +249,7 @@ impl Group {
 
 impl Membership {
     fn leave(&self) {
-        if !self.control.plane.home.is_here() || self.left.swap(true, Ordering::AcqRel) {
+        if !self.control.plane.owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
             return;
         }
         if self.parent.is_none() {
@@ -257,7 +257,7 @@ impl Membership {
             return;
         }
         // Recorded, not told: a goodbye is not a failure.
-        self.watch.fail_from_peer(Error::Aborted(LEFT.to_owned()));
+        self.health.fail_from_peer(Error::Aborted(LEFT.to_owned()));
         self.control.plane.depart(self.id);
     }
 }

@@ -6,27 +6,27 @@
 //! | `pending` | from addresses to a group |
 //! | `membership` | the group: failures, goodbyes, sub-groups |
 //! | `control` | the thread behind it: connections, heartbeats, spreading the first cause |
-//! | `handshake`, `wire`, `line` | how connections begin, what is said on them, where they wait |
+//! | `handshake`, `wire`, `conn` | how connections begin, what is said on them, where they wait |
 //! | `lanes`, `lane` | streams and shared memory for a sequence of operations, and the operations |
 //! | `fork` | what a forked child must not touch |
 //! | `rendezvous` | spreading the addresses, for callers that have nothing of their own |
 
 mod address;
+mod bootstrap;
+mod builder;
+mod connection;
 mod control;
 mod fork;
 mod handshake;
 mod lane;
-mod lanes;
-mod line;
 mod membership;
-mod pending;
 mod rendezvous;
 mod wire;
 
-pub(crate) use fork::Home;
+pub use bootstrap::Bootstrap;
+pub(crate) use fork::OwnerProcess;
 pub use lane::{Chunks, Lane, Options};
 pub use membership::Group;
-pub use pending::Pending;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 
 use crate::collective::Algorithm;

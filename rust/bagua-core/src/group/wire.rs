@@ -240,8 +240,8 @@ fn put_error(out: &mut Writer, error: &Error) {
         }
         Error::Mismatch(text) => _ = out.u8(4).text(text),
         Error::Aborted(text) => _ = out.u8(5).text(text),
-        Error::Value(text) => _ = out.u8(6).text(text),
-        Error::Type(text) => _ = out.u8(7).text(text),
+        Error::InvalidArgument(text) => _ = out.u8(6).text(text),
+        Error::UnsupportedType(text) => _ = out.u8(7).text(text),
         Error::NotImplemented(text) => _ = out.u8(8).text(text),
         Error::System(text) => _ = out.u8(9).text(text),
     }
@@ -271,8 +271,8 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
         3 => Error::PeerRaised { rank: from.rank()?, host: from.text()?, kind: from.text()?, message: from.text()? },
         4 => Error::Mismatch(from.text()?),
         5 => Error::Aborted(from.text()?),
-        6 => Error::Value(from.text()?),
-        7 => Error::Type(from.text()?),
+        6 => Error::InvalidArgument(from.text()?),
+        7 => Error::UnsupportedType(from.text()?),
         8 => Error::NotImplemented(from.text()?),
         9 => Error::System(from.text()?),
         _ => return Err(Garbled("an error of unknown kind")),
@@ -312,8 +312,8 @@ mod tests {
             let make = [
                 Error::Mismatch,
                 Error::Aborted,
-                Error::Value,
-                Error::Type,
+                Error::InvalidArgument,
+                Error::UnsupportedType,
                 Error::NotImplemented,
                 Error::System as fn(String) -> Error,
             ];

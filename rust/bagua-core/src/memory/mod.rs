@@ -4,9 +4,9 @@
 
 #![allow(unsafe_code)]
 
-pub(crate) mod ahead;
 mod arena;
 mod mapping;
+pub(crate) mod prefetch;
 mod region;
 mod shared;
 

@@ -25,7 +25,7 @@ impl Region {
     /// Borrows `count` elements at `ptr`.
     ///
     /// # Errors
-    /// `Value` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
+    /// `InvalidArgument` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
     ///
     /// # Safety
     /// Until the Region is dropped, the memory stays valid and writable for `count * dtype.size()` bytes, and nobody reads
@@ -34,7 +34,7 @@ impl Region {
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
         let fits = count.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
         if !fits {
-            return Err(Error::Value(format!(
+            return Err(Error::InvalidArgument(format!(
                 "a tensor of {count} {} elements does not fit the address space",
                 dtype.name()
             )));
@@ -42,7 +42,7 @@ impl Region {
         let ptr = match NonNull::new(ptr) {
             Some(ptr) => ptr,
             None if count == 0 => NonNull::dangling(),
-            None => return Err(Error::Value(format!("a null pointer for a tensor of {count} elements"))),
+            None => return Err(Error::InvalidArgument(format!("a null pointer for a tensor of {count} elements"))),
         };
         Ok(Region { ptr, count, dtype })
     }

@@ -47,11 +47,13 @@ impl Drop for Inner {
 /// Bytes between the parts of an arena of `len` bytes per rank.
 ///
 /// # Errors
-/// `Value` when `ranks` parts do not fit the address space.
+/// `InvalidArgument` when `ranks` parts do not fit the address space.
 pub fn part_stride(len: usize, ranks: usize) -> Result<usize> {
     let stride = len.max(1).checked_next_multiple_of(rustix::param::page_size());
     let fits = |stride: &usize| stride.checked_mul(ranks).is_some_and(|all| isize::try_from(all).is_ok());
-    stride.filter(fits).ok_or_else(|| Error::Value(format!("{ranks} times {len} bytes do not fit the address space")))
+    stride
+        .filter(fits)
+        .ok_or_else(|| Error::InvalidArgument(format!("{ranks} times {len} bytes do not fit the address space")))
 }
 
 impl SharedArena {
@@ -90,7 +92,7 @@ impl SharedArena {
     /// `len` bytes of this rank's own.
     ///
     /// # Errors
-    /// `Value` when it does not fit the address space, `System` when memory is short.
+    /// `InvalidArgument` when it does not fit the address space, `System` when memory is short.
     pub fn private(len: usize, rank: usize, registry: &Arc<Registry>) -> Result<SharedArena> {
         let stride = part_stride(len, 1)?;
         let mapping = Mapping::private(stride)?;
@@ -306,8 +308,8 @@ mod tests {
 
     #[test]
     fn a_size_beyond_the_address_space_is_refused() {
-        assert!(matches!(part_stride(usize::MAX, 1), Err(Error::Value(_))));
-        assert!(matches!(part_stride(usize::MAX / 4, 3), Err(Error::Value(_))));
+        assert!(matches!(part_stride(usize::MAX, 1), Err(Error::InvalidArgument(_))));
+        assert!(matches!(part_stride(usize::MAX / 4, 3), Err(Error::InvalidArgument(_))));
         assert_eq!(part_stride(0, 2).unwrap(), page_size());
     }
 }

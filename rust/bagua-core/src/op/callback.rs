@@ -29,8 +29,8 @@ impl Op for CallbackOp {
         (self.callback)(bucket).map_err(|error| {
             let place = |text: String| format!("in the callback of bucket '{bucket}': {text}");
             match error {
-                Error::Value(text) => Error::Value(place(text)),
-                Error::Type(text) => Error::Type(place(text)),
+                Error::InvalidArgument(text) => Error::InvalidArgument(place(text)),
+                Error::UnsupportedType(text) => Error::UnsupportedType(place(text)),
                 Error::NotImplemented(text) => Error::NotImplemented(place(text)),
                 Error::System(text) => Error::System(place(text)),
                 // These say themselves where they come from: the callback ran a collective of its own.

@@ -22,7 +22,7 @@ use std::ops::Range;
 use super::element::{BLOCK, Element, element};
 use super::kernel::Work;
 use super::op::{Fraction, Number, Op, Ordered, Pair};
-use crate::memory::ahead::soon_written;
+use crate::memory::prefetch::prefetch_write;
 
 /// Proof that the processor has AVX2 and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,7 +140,7 @@ element!(
     Pair(F32x8::zero(), F32x8::zero()),
     from_f32,
     to_f32,
-    soon_written
+    prefetch_write
 );
 element!(
     /// Eight float16.
@@ -150,7 +150,7 @@ element!(
     F32x8::zero(),
     F32x8::from_f16,
     F32x8::to_f16,
-    soon_written
+    prefetch_write
 );
 element!(
     /// Sixteen bfloat16: a 32-bit word of memory holds two, of which the lower half becomes a float32 by a shift, the upper one by
@@ -161,7 +161,7 @@ element!(
     Pair(F32x8::zero(), F32x8::zero()),
     from_bf16,
     to_bf16,
-    soon_written
+    prefetch_write
 );
 
 #[inline(always)]

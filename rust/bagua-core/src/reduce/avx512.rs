@@ -23,7 +23,7 @@ use std::ops::Range;
 use super::element::{BLOCK, Element, element};
 use super::kernel::Work;
 use super::op::{Fraction, Number, Op, Ordered, Pair};
-use crate::memory::ahead::soon_written;
+use crate::memory::prefetch::prefetch_write;
 
 /// Proof that the processor has AVX-512 F and BW.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,7 +123,7 @@ element!(
     Pair(F32x16::zero(), F32x16::zero()),
     from_f16,
     to_f16,
-    soon_written
+    prefetch_write
 );
 element!(
     /// Thirty-two bfloat16, two to a word as in `avx2`.
@@ -133,7 +133,7 @@ element!(
     Pair(F32x16::zero(), F32x16::zero()),
     from_bf16,
     to_bf16,
-    soon_written
+    prefetch_write
 );
 
 #[inline(always)]

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Broken, Mesh, Readiness, Transport};
-use crate::sync::Doorbell;
+use crate::wait::Doorbell;
 
 /// Bytes that may lie in one direction of a [`local_mesh`] link before the sender has to wait.
 const CAPACITY: usize = 64 << 10;

@@ -3,7 +3,6 @@
 //! A [`Transport`] is the seam: one file per implementation, `local` to read first, one contract test for all.
 //! [`Mesh`] owns one transport per peer, frames messages, checks fingerprints, and drives many transfers at once.
 
-mod call;
 mod fault;
 pub mod frame;
 mod local;
@@ -11,7 +10,7 @@ mod mesh;
 pub mod shm;
 mod tcp;
 
-pub use call::{Call, Incoming, Outgoing};
+pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
 pub(crate) use mesh::Plan;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::{Broken, Readiness, Transport};
 use crate::memory::Arena;
-use crate::sync::{BellWords, Doorbell};
+use crate::wait::{BellWords, Doorbell};
 
 /// Two cache lines: the hardware fetches lines in pairs, and neighbours' words must not travel together.
 const LINE: usize = 128;

@@ -97,31 +97,31 @@ fn reduce_all(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize, root
                        out: usize,
                        verb: &dyn Fn(
             &mut dyn bagua_core::collective::Collective,
-            &bagua_core::collective::Call<'_>,
+            &bagua_core::collective::OpContext<'_>,
             Io<'_>,
         ) -> bagua_core::error::Result<()>| {
             if split {
                 let mut dst = vec![0xee; out];
-                rank.call(say, |c, call| verb(c, call, Io::Split { src, dst: &mut dst })).unwrap();
+                rank.call(say, |c, cx| verb(c, cx, Io::Split { src, dst: &mut dst })).unwrap();
                 dst
             } else {
                 let mut data = src.to_vec();
-                rank.call(say, |c, call| verb(c, call, Io::InPlace(&mut data))).unwrap();
+                rank.call(say, |c, cx| verb(c, cx, Io::InPlace(&mut data))).unwrap();
                 data
             }
         };
-        let all_reduce = run(say, &mine, mine.len(), &|c, call, io| c.all_reduce(call, io, op));
+        let all_reduce = run(say, &mine, mine.len(), &|c, cx, io| c.all_reduce(cx, io, op));
         say.kind = Kind::Reduce;
         say.root = Some(root);
         let out = if r == root { mine.len() } else { 0 };
-        let mut reduce = run(say, &mine, out, &|c, call, io| c.reduce(call, io, op, root));
+        let mut reduce = run(say, &mine, out, &|c, cx, io| c.reduce(cx, io, op, root));
         if r != root && !split {
             assert_eq!(reduce, mine, "reduce changed rank {r}, which is not root");
             reduce.clear();
         }
         (say.kind, say.root) = (Kind::ReduceScatter, None);
         let c = chunk_of(count) * dtype.size();
-        let mut reduce_scatter = run(say, &chunks, c, &|c, call, io| c.reduce_scatter(call, io, op));
+        let mut reduce_scatter = run(say, &chunks, c, &|c, cx, io| c.reduce_scatter(cx, io, op));
         if !split {
             let own = reduce_scatter[r * c..(r + 1) * c].to_vec();
             reduce_scatter[r * c..(r + 1) * c].copy_from_slice(&chunks[r * c..(r + 1) * c]);
@@ -211,45 +211,45 @@ fn verbs_that_move_bytes_put_each_where_it_belongs(ranks: Ranks, size: usize) {
             let mut say = Say::new(Kind::Broadcast, DType::U8, c);
             say.root = Some(root);
             let mut data = mark(r, c);
-            rank.call(say, |x, call| x.broadcast(call, &mut data, root)).unwrap();
+            rank.call(say, |x, cx| x.broadcast(cx, &mut data, root)).unwrap();
             assert!(data == mark(root, c), "broadcast of {c} from {root} to {r}");
 
             (say.kind, say.root) = (Kind::AllGather, None);
             let mut dst = vec![0xee; n * c];
-            rank.call(say, |x, call| x.all_gather(call, Io::Split { src: &mark(r, c), dst: &mut dst })).unwrap();
+            rank.call(say, |x, cx| x.all_gather(cx, Io::Split { src: &mark(r, c), dst: &mut dst })).unwrap();
             assert!(dst == everybody, "all_gather of {c} to {r}");
             let mut data = vec![0xee; n * c];
             data[own.clone()].copy_from_slice(&mark(r, c));
-            rank.call(say, |x, call| x.all_gather(call, Io::InPlace(&mut data))).unwrap();
+            rank.call(say, |x, cx| x.all_gather(cx, Io::InPlace(&mut data))).unwrap();
             assert!(data == everybody, "all_gather of {c} in place on {r}");
 
             (say.kind, say.root) = (Kind::Gather, Some(root));
             let mut dst = vec![0xee; if r == root { n * c } else { 0 }];
-            rank.call(say, |x, call| x.gather(call, Io::Split { src: &mark(r, c), dst: &mut dst }, root)).unwrap();
+            rank.call(say, |x, cx| x.gather(cx, Io::Split { src: &mark(r, c), dst: &mut dst }, root)).unwrap();
             assert!(r != root || dst == everybody, "gather of {c} on {root}");
             let mut data = vec![0xee; n * c];
             data[own.clone()].copy_from_slice(&mark(r, c));
             let before = data.clone();
-            rank.call(say, |x, call| x.gather(call, Io::InPlace(&mut data), root)).unwrap();
+            rank.call(say, |x, cx| x.gather(cx, Io::InPlace(&mut data), root)).unwrap();
             assert!(data == if r == root { everybody.clone() } else { before }, "gather of {c} in place on {r}");
 
             say.kind = Kind::Scatter;
             let src = if r == root { everybody.clone() } else { Vec::new() };
             let mut dst = vec![0xee; c];
-            rank.call(say, |x, call| x.scatter(call, Io::Split { src: &src, dst: &mut dst }, root)).unwrap();
+            rank.call(say, |x, cx| x.scatter(cx, Io::Split { src: &src, dst: &mut dst }, root)).unwrap();
             assert!(dst == mark(r, c), "scatter of {c} from {root} to {r}");
             let mut data = if r == root { everybody.clone() } else { vec![0xee; n * c] };
             let mut expected = data.clone();
             expected[own.clone()].copy_from_slice(&mark(r, c));
-            rank.call(say, |x, call| x.scatter(call, Io::InPlace(&mut data), root)).unwrap();
+            rank.call(say, |x, cx| x.scatter(cx, Io::InPlace(&mut data), root)).unwrap();
             assert!(data == expected, "scatter of {c} in place on {r}");
 
             (say.kind, say.root) = (Kind::AllToAll, None);
             let mut dst = vec![0xee; n * c];
-            rank.call(say, |x, call| x.all_to_all(call, Io::Split { src: &mark(r, n * c), dst: &mut dst })).unwrap();
+            rank.call(say, |x, cx| x.all_to_all(cx, Io::Split { src: &mark(r, n * c), dst: &mut dst })).unwrap();
             assert!(dst == crossed(r), "all_to_all of {c} to {r}");
             let mut data = mark(r, n * c);
-            rank.call(say, |x, call| x.all_to_all(call, Io::InPlace(&mut data))).unwrap();
+            rank.call(say, |x, cx| x.all_to_all(cx, Io::InPlace(&mut data))).unwrap();
             assert!(data == crossed(r), "all_to_all of {c} in place on {r}");
         });
     }
@@ -268,12 +268,12 @@ fn messages_of_an_exchange_arrive_in_the_order_given(ranks: Ranks, size: usize) 
         let expected: Vec<(usize, Vec<u8>)> =
             (0..n).flat_map(|from| (0..distance(from, r)).map(move |i| (from, message(from, r, i)))).collect();
         let mut got: Vec<(usize, Vec<u8>)> = expected.iter().map(|(from, m)| (*from, vec![0xee; m.len()])).collect();
-        rank.call(Say::new(Kind::Exchange, DType::U8, 0), |x, call| {
-            let fingerprint = call.fingerprint;
+        rank.call(Say::new(Kind::Exchange, DType::U8, 0), |x, cx| {
+            let fingerprint = cx.fingerprint;
             let sends: Vec<_> = out.iter().map(|(peer, data)| Outgoing { peer: *peer, fingerprint, data }).collect();
             let mut recvs: Vec<_> =
                 got.iter_mut().map(|(peer, data)| Incoming { peer: *peer, fingerprint, data }).collect();
-            x.exchange(call, &sends, &mut recvs)
+            x.exchange(cx, &sends, &mut recvs)
         })
         .unwrap();
         assert!(got == expected, "messages to rank {r}");
@@ -287,7 +287,7 @@ fn a_barrier_waits_for_every_rank(ranks: Ranks, size: usize) {
     each(&mut ranks, |_, rank| {
         for turn in 1..=20 {
             arrived.fetch_add(1, SeqCst);
-            rank.call(Say::new(Kind::Barrier, DType::U8, 0), |x, call| x.barrier(call)).unwrap();
+            rank.call(Say::new(Kind::Barrier, DType::U8, 0), |x, cx| x.barrier(cx)).unwrap();
             assert!(arrived.load(SeqCst) >= turn * size);
         }
     });

@@ -1,5 +1,5 @@
 //! Invariants 3 and 4 of `bagua_core::collective`: nothing is used before it is checked, and every wait ends. Without a control
-//! plane: each rank has a watch of its own.
+//! plane: each rank has a health of its own.
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::Relaxed;
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use bagua_core::collective::{Collective, Incoming, Io, Net, Outgoing};
 use bagua_core::error::{Error, Result};
+use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
-use bagua_core::sync::Doorbell;
 use bagua_core::transport::frame::Header;
 use bagua_core::transport::{Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
-use bagua_core::watch::Watch;
+use bagua_core::wait::Doorbell;
 
 use crate::world::{
     Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, world,
@@ -24,7 +24,7 @@ const SOON: Duration = Duration::from_secs(1);
 fn all_reduce(rank: &mut Rank, say: Say) -> Result<()> {
     let op = say.op.unwrap_or(ReduceOp::Sum);
     let mut data = vec![0; say.count * say.dtype.size()];
-    rank.call(Say { op: Some(op), ..say }, |x, call| x.all_reduce(call, Io::InPlace(&mut data), op))
+    rank.call(Say { op: Some(op), ..say }, |x, cx| x.all_reduce(cx, Io::InPlace(&mut data), op))
 }
 
 fn floats(count: usize) -> Say {
@@ -45,7 +45,7 @@ fn a_rank_that_leaves_is_lost_to_the_others_within_a_second() {
                 assert_eq!(*first, Ok(()), "rank {r}");
                 assert_eq!(second.is_ok(), r == 2, "rank {r}");
             }
-            // Whoever noticed second may blame the one who noticed first: a watch of the whole group would tell it better.
+            // Whoever noticed second may blame the one who noticed first: a health of the whole group would tell it better.
             let blamed: Vec<_> = outcomes.iter().filter_map(|(_, second, _)| second.clone().err()).collect();
             assert!(blamed.iter().any(|e| matches!(e, Error::PeerLost { rank: 2, .. })), "{blamed:?}");
             assert!(blamed.iter().all(|e| matches!(e, Error::PeerLost { .. })), "{blamed:?}");
@@ -59,7 +59,7 @@ fn rank_and_raw_peer(ends: Ends) -> (Rank, Box<dyn Transport>) {
     let [(mine, bell), (theirs, _)] = ends();
     let mesh = Mesh::new(0, vec![0, 1], vec![None, Some(mine)], Some(bell));
     let collective = Box::new(Net::new(mesh));
-    (Rank { collective, watch: Watch::local(0, 2), stats: Stats::default(), seq: 0 }, theirs)
+    (Rank { collective, health: GroupHealth::local(0, 2), stats: Stats::default(), seq: 0 }, theirs)
 }
 
 fn send_all(peer: &mut dyn Transport, bytes: &[u8]) {
@@ -74,8 +74,8 @@ fn header(kind: Kind, count: usize, body: usize) -> Header {
 }
 
 fn receive(rank: &mut Rank, into: &mut [u8]) -> Result<()> {
-    rank.call(Say::new(Kind::Send, DType::U8, into.len()), |x, call| {
-        x.exchange(call, &[], &mut [Incoming { peer: 1, fingerprint: call.fingerprint, data: into }])
+    rank.call(Say::new(Kind::Send, DType::U8, into.len()), |x, cx| {
+        x.exchange(cx, &[], &mut [Incoming { peer: 1, fingerprint: cx.fingerprint, data: into }])
     })
 }
 
@@ -101,7 +101,7 @@ fn a_peer_that_sent_its_part_and_left_is_not_blamed() {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
         send_all(peer.as_mut(), &header(Kind::Send, 3, 3).encode());
         send_all(peer.as_mut(), &[7, 8, 9]);
-        rank.watch.depart(1);
+        rank.health.depart(1);
         drop(peer);
         let mut into = [0; 3];
         assert_eq!(receive(&mut rank, &mut into), Ok(()));
@@ -115,10 +115,10 @@ fn a_peer_that_sent_its_part_and_left_is_not_blamed() {
 fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_stands() {
     for ends in [local_ends, tcp_ends] as [Ends; 2] {
         let (mut rank, _peer) = rank_and_raw_peer(ends);
-        let watch = rank.watch.clone();
+        let health = rank.health.clone();
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| receive(&mut rank, &mut [0; 3]));
-            scope.spawn(move || watch.depart(1));
+            scope.spawn(move || health.depart(1));
             let error = waiting.join().unwrap().unwrap_err();
             assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
         });
@@ -171,9 +171,9 @@ fn ranks_that_disagree_both_see_what_the_other_does() {
             let outcomes = each(&mut world(ranks, 2), |r, rank| match if r == 0 { say.kind } else { other.kind } {
                 Kind::AllGather => {
                     let mut all = vec![0; 8000];
-                    rank.call(other, |x, call| x.all_gather(call, Io::InPlace(&mut all)))
+                    rank.call(other, |x, cx| x.all_gather(cx, Io::InPlace(&mut all)))
                 }
-                Kind::Barrier => rank.call(other, |x, call| x.barrier(call)),
+                Kind::Barrier => rank.call(other, |x, cx| x.barrier(cx)),
                 _ => all_reduce(rank, if r == 0 { say } else { other }),
             });
             for (r, outcome) in outcomes.into_iter().enumerate() {
@@ -220,9 +220,9 @@ fn a_deadline_ends_two_ranks_that_both_receive() {
     for ranks in EVERY {
         let outcomes = each(&mut world(ranks, 2), |r, rank| {
             let say = Say { limit: Duration::from_millis(50), ..Say::new(Kind::Send, DType::U8, 5) };
-            rank.call(say, |x, call| {
-                let recv = Incoming { peer: 1 - r, fingerprint: call.fingerprint, data: &mut [0; 5] };
-                x.exchange(call, &[], &mut [recv])
+            rank.call(say, |x, cx| {
+                let recv = Incoming { peer: 1 - r, fingerprint: cx.fingerprint, data: &mut [0; 5] };
+                x.exchange(cx, &[], &mut [recv])
             })
         });
         for (r, outcome) in outcomes.into_iter().enumerate() {
@@ -237,8 +237,8 @@ fn a_deadline_ends_a_send_that_nobody_receives() {
         let mut world = world(ranks, 2);
         let data = vec![0; 64 << 20];
         let say = Say { limit: Duration::from_millis(50), ..Say::new(Kind::Send, DType::U8, data.len()) };
-        let outcome = world[0].call(say, |x, call| {
-            x.exchange(call, &[Outgoing { peer: 1, fingerprint: call.fingerprint, data: &data }], &mut [])
+        let outcome = world[0].call(say, |x, cx| {
+            x.exchange(cx, &[Outgoing { peer: 1, fingerprint: cx.fingerprint, data: &data }], &mut [])
         });
         assert!(matches!(&outcome, Err(Error::Timeout { missing, .. }) if *missing == [1]), "{outcome:?}");
     }
@@ -248,7 +248,7 @@ fn a_deadline_ends_a_send_that_nobody_receives() {
 fn a_failure_elsewhere_ends_a_wait_at_once_with_that_cause() {
     for ranks in EVERY {
         let mut world = world(ranks, 2);
-        let watch = world[0].watch.clone();
+        let health = world[0].health.clone();
         let started = Barrier::new(2);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| {
@@ -258,7 +258,7 @@ fn a_failure_elsewhere_ends_a_wait_at_once_with_that_cause() {
             started.wait();
             let start = Instant::now();
             let cause = Error::Aborted("enough".to_owned());
-            watch.fail_from_peer(cause.clone());
+            health.fail_from_peer(cause.clone());
             assert_eq!(waiting.join().unwrap(), Err(cause));
             assert!(start.elapsed() < SOON);
         });
@@ -268,8 +268,8 @@ fn a_failure_elsewhere_ends_a_wait_at_once_with_that_cause() {
 #[test]
 fn a_message_to_oneself_is_refused_and_nothing_is_lost() {
     let mut world = world(local, 2);
-    let refused = world[0].call(Say::new(Kind::Send, DType::U8, 1), |x, call| {
-        x.exchange(call, &[Outgoing { peer: 0, fingerprint: call.fingerprint, data: &[1] }], &mut [])
+    let refused = world[0].call(Say::new(Kind::Send, DType::U8, 1), |x, cx| {
+        x.exchange(cx, &[Outgoing { peer: 0, fingerprint: cx.fingerprint, data: &[1] }], &mut [])
     });
     assert!(refused.unwrap_err().is_argument());
     world[0].seq = 0;
@@ -294,6 +294,7 @@ fn bytes_on_a_wire_are_counted_and_bytes_in_memory_are_not() {
 fn a_mesh_of_one_rank_does_everything_alone() {
     let alone = Net::new(Mesh::new(0, vec![0], vec![None], Some(Doorbell::local())));
     assert_eq!((alone.rank(), alone.size(), alone.transports()), (0, 1, vec!["self"]));
-    let mut rank = Rank { collective: Box::new(alone), watch: Watch::local(0, 1), stats: Stats::default(), seq: 0 };
+    let mut rank =
+        Rank { collective: Box::new(alone), health: GroupHealth::local(0, 1), stats: Stats::default(), seq: 0 };
     assert_eq!(all_reduce(&mut rank, floats(100_000)), Ok(()));
 }

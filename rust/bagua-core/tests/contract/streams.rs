@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use bagua_core::collective::{Incoming, Io, Net, Outgoing};
 use bagua_core::error::{Error, Result};
+use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
-use bagua_core::sync::Doorbell;
 use bagua_core::transport::frame::Header;
 use bagua_core::transport::{Clock, Fault, Faults, Local, Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
-use bagua_core::watch::Watch;
+use bagua_core::wait::Doorbell;
 
 use crate::world::{Rank, Say, each};
 
@@ -22,7 +22,7 @@ fn rank(index: usize, bundle: Bundle, bell: Doorbell) -> Rank {
     let mut bundles = vec![Vec::new(), Vec::new()];
     bundles[1 - index] = bundle;
     let net = Net::new(Mesh::bundled(index, vec![0, 1], bundles, Some(bell)));
-    Rank { collective: Box::new(net), watch: Watch::local(index, 2), stats: Stats::default(), seq: 0 }
+    Rank { collective: Box::new(net), health: GroupHealth::local(index, 2), stats: Stats::default(), seq: 0 }
 }
 
 /// A rank 0 of 2, joined by two streams to the test itself.
@@ -45,10 +45,10 @@ fn chunk(message: u64, body: usize, offset: u64, length: u64) -> Vec<u8> {
 
 /// Receives messages of 100 bytes in one exchange.
 fn receive(rank: &mut Rank, into: &mut [[u8; 100]]) -> Result<()> {
-    rank.call(Say::new(Kind::Exchange, DType::U8, 100), |x, call| {
-        let fingerprint = call.fingerprint;
+    rank.call(Say::new(Kind::Exchange, DType::U8, 100), |x, cx| {
+        let fingerprint = cx.fingerprint;
         let mut recvs: Vec<_> = into.iter_mut().map(|data| Incoming { peer: 1, fingerprint, data }).collect();
-        x.exchange(call, &[], &mut recvs)
+        x.exchange(cx, &[], &mut recvs)
     })
 }
 
@@ -190,10 +190,10 @@ fn a_stream_at_a_tenth_of_the_rate_does_not_hold_up_the_other() {
         each(&mut ranks, |r, rank| {
             let out = vec![r as u8 + 1; len];
             let mut into = vec![0; len];
-            rank.call(Say::new(Kind::Exchange, DType::U8, len), |x, call| {
-                let fingerprint = call.fingerprint;
+            rank.call(Say::new(Kind::Exchange, DType::U8, len), |x, cx| {
+                let fingerprint = cx.fingerprint;
                 let send = Outgoing { peer: 1 - r, fingerprint, data: &out };
-                x.exchange(call, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
+                x.exchange(cx, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
             })
             .unwrap();
             assert!(into.iter().all(|byte| usize::from(*byte) == 2 - r));
@@ -211,7 +211,7 @@ fn pieces_of_a_reduction_overtake_a_slow_stream_too() {
         each(&mut ranks, |r, rank| {
             let mut data = (r as f32 + 1.0).to_ne_bytes().repeat(len / 4);
             let say = Say { op: Some(ReduceOp::Sum), ..Say::new(Kind::AllReduce, DType::F32, len / 4) };
-            rank.call(say, |x, call| x.all_reduce(call, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
+            rank.call(say, |x, cx| x.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
             assert!(data.chunks_exact(4).all(|element| element == 3.0f32.to_ne_bytes()));
         });
         // Of two ranks each sends as many bytes as the tensor has.
@@ -226,10 +226,10 @@ fn a_stream_that_breaks_in_the_middle_loses_the_peer_on_both_sides() {
     let outcomes = each(&mut faulty(&[broken, Faults::default()]).0, |r, rank| {
         let out = vec![1; 8 << 20];
         let mut into = vec![0; 8 << 20];
-        rank.call(Say { limit: Duration::from_secs(10), ..Say::new(Kind::Exchange, DType::U8, 0) }, |x, call| {
-            let fingerprint = call.fingerprint;
+        rank.call(Say { limit: Duration::from_secs(10), ..Say::new(Kind::Exchange, DType::U8, 0) }, |x, cx| {
+            let fingerprint = cx.fingerprint;
             let send = Outgoing { peer: 1 - r, fingerprint, data: &out };
-            x.exchange(call, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
+            x.exchange(cx, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
         })
     });
     for outcome in outcomes {

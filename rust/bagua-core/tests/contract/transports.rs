@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use bagua_core::sync::Doorbell;
 use bagua_core::transport::{Readiness, Transport};
+use bagua_core::wait::Doorbell;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::oracle::noise;

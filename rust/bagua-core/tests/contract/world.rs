@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bagua_core::collective::shm::{Shm, segment_len};
-use bagua_core::collective::{Algorithm, Call, Collective, Net};
+use bagua_core::collective::{Algorithm, Collective, Net, OpContext};
 use bagua_core::error::Result;
+use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
-use bagua_core::sync::{Deadline, Doorbell};
 use bagua_core::transport::shm::{ring_links, rings_len};
 use bagua_core::transport::{Fault, Faults, Local, Mesh, Tcp, Transport, local_mesh};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
-use bagua_core::watch::Watch;
+use bagua_core::wait::{Deadline, Doorbell};
 
 /// One collective per rank of a new world of this size.
 pub type Ranks = fn(usize) -> Vec<Box<dyn Collective>>;
@@ -21,10 +21,10 @@ pub type Ranks = fn(usize) -> Vec<Box<dyn Collective>>;
 /// The two ends of a new stream, with the doorbells of their owners.
 pub type Ends = fn() -> [(Box<dyn Transport>, Doorbell); 2];
 
-/// What is left of a rank in a test: its collective, its watch, its counters, its sequence number.
+/// What is left of a rank in a test: its collective, its health, its counters, its sequence number.
 pub struct Rank {
     pub collective: Box<dyn Collective>,
-    pub watch: Arc<Watch>,
+    pub health: Arc<GroupHealth>,
     pub stats: Stats,
     pub seq: u64,
 }
@@ -48,7 +48,11 @@ impl Say {
 
 impl Rank {
     /// Runs one operation under the next fingerprint.
-    pub fn call<T>(&mut self, say: Say, run: impl FnOnce(&mut dyn Collective, &Call<'_>) -> Result<T>) -> Result<T> {
+    pub fn call<T>(
+        &mut self,
+        say: Say,
+        run: impl FnOnce(&mut dyn Collective, &OpContext<'_>) -> Result<T>,
+    ) -> Result<T> {
         let fingerprint = Fingerprint {
             epoch: 1,
             channel: 0,
@@ -63,15 +67,19 @@ impl Rank {
         self.seq += 1;
         let stats = self.stats.of(say.kind);
         let deadline = Deadline::after(say.limit);
-        let call = Call { fingerprint, deadline, watch: &self.watch, stats, label: "" };
-        run(self.collective.as_mut(), &call)
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: "" };
+        run(self.collective.as_mut(), &cx)
     }
 }
 
 /// A world of ranks, none of which has done anything yet.
 pub fn world(ranks: Ranks, size: usize) -> Vec<Rank> {
-    let with_watch =
-        |(rank, collective)| Rank { collective, watch: Watch::local(rank, size), stats: Stats::default(), seq: 0 };
+    let with_watch = |(rank, collective)| Rank {
+        collective,
+        health: GroupHealth::local(rank, size),
+        stats: Stats::default(),
+        seq: 0,
+    };
     ranks(size).into_iter().enumerate().map(with_watch).collect()
 }
 

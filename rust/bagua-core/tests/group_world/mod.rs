@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Config, Group, Pending};
+use bagua_core::group::{Bootstrap, Config, Group};
 
 /// No test waits longer for anything.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -22,15 +22,15 @@ pub fn try_world(size: usize, adjust: impl Fn(&mut Config)) -> Vec<Result<Group>
     let pending = (0..size).map(|rank| {
         let mut config = config(rank, size);
         adjust(&mut config);
-        Pending::bind(config).unwrap()
+        Bootstrap::bind(config).unwrap()
     });
-    let pending: Vec<Pending> = pending.collect();
+    let pending: Vec<Bootstrap> = pending.collect();
     let addresses: Vec<Vec<u8>> = pending.iter().map(|pending| pending.address().to_vec()).collect();
     connect_all(pending, &addresses)
 }
 
 /// Connects ranks of this process at the same time.
-pub fn connect_all(pending: Vec<Pending>, addresses: &[Vec<u8>]) -> Vec<Result<Group>> {
+pub fn connect_all(pending: Vec<Bootstrap>, addresses: &[Vec<u8>]) -> Vec<Result<Group>> {
     std::thread::scope(|scope| {
         let threads: Vec<_> =
             pending.into_iter().map(|pending| scope.spawn(move || pending.connect(addresses))).collect();
@@ -62,8 +62,8 @@ pub fn until(what: &str, mut holds: impl FnMut() -> bool) -> Duration {
 /// Waits for a group's first cause.
 #[track_caller]
 pub fn cause(group: &Group) -> Error {
-    until("the group has failed", || group.watch().cause().is_some());
-    group.watch().cause().unwrap()
+    until("the group has failed", || group.health().cause().is_some());
+    group.health().cause().unwrap()
 }
 
 /// The TCP port in an address.
@@ -186,7 +186,7 @@ pub fn join() -> Group {
     let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
     let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
     config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
-    let pending = Pending::bind(config).unwrap();
+    let pending = Bootstrap::bind(config).unwrap();
     println!("\nADDRESS {}", hex(pending.address()));
     let line = std::io::stdin().lines().next().unwrap().unwrap();
     let addresses: Vec<Vec<u8>> = line.split(' ').map(unhex).collect();
@@ -200,8 +200,8 @@ pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration)
     let mut others: Vec<Process> = processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
     let own = (0..size)
         .filter(|rank| !processes.contains(rank))
-        .map(|rank| Pending::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap());
-    let own: Vec<Pending> = own.collect();
+        .map(|rank| Bootstrap::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap());
+    let own: Vec<Bootstrap> = own.collect();
     let mut known = own.iter().map(|pending| pending.address().to_vec()).collect::<Vec<_>>().into_iter();
     let mut told = others.iter_mut().map(Process::address).collect::<Vec<_>>().into_iter();
     let addresses: Vec<Vec<u8>> = (0..size)

@@ -72,26 +72,26 @@ const RING_SHARE: usize = 64 << 10;
 
 /// What [`Algorithm`] comes down to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    Whole,
+pub(super) enum Chosen {
+    OneShot,
     Direct,
     Ring,
     Doubling,
 }
 
 /// The table.
-pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Way {
+pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Chosen {
     let small = bytes <= SMALL;
     let rounds_once = matches!(dtype, DType::F16 | DType::BF16);
     match forced {
-        Algorithm::Ring => Way::Ring,
-        Algorithm::Doubling => Way::Doubling,
-        _ if small && ranks <= FEW || ranks <= 2 => Way::Whole,
-        Algorithm::Direct => Way::Direct,
-        Algorithm::Auto if ranks <= DIRECT || rounds_once => Way::Direct,
-        Algorithm::Auto if small => Way::Doubling,
-        Algorithm::Auto if bytes / ranks >= RING_SHARE => Way::Ring,
-        Algorithm::Auto => Way::Direct,
+        Algorithm::Ring => Chosen::Ring,
+        Algorithm::Doubling => Chosen::Doubling,
+        _ if small && ranks <= FEW || ranks <= 2 => Chosen::OneShot,
+        Algorithm::Direct => Chosen::Direct,
+        Algorithm::Auto if ranks <= DIRECT || rounds_once => Chosen::Direct,
+        Algorithm::Auto if small => Chosen::Doubling,
+        Algorithm::Auto if bytes / ranks >= RING_SHARE => Chosen::Ring,
+        Algorithm::Auto => Chosen::Direct,
     }
 }
 
@@ -104,8 +104,8 @@ mod tests {
         for ranks in 1..=16 {
             for bytes in [0, 1, SMALL, SMALL + 1, 1 << 30] {
                 let way = choose(Algorithm::Auto, DType::F32, bytes, ranks);
-                assert!(matches!(way, Way::Whole | Way::Direct), "{way:?} for {bytes} bytes of {ranks} ranks");
-                assert!(ranks > 2 || way == Way::Whole);
+                assert!(matches!(way, Chosen::OneShot | Chosen::Direct), "{way:?} for {bytes} bytes of {ranks} ranks");
+                assert!(ranks > 2 || way == Chosen::OneShot);
             }
         }
     }
@@ -113,17 +113,17 @@ mod tests {
     #[test]
     fn large_worlds_double_small_tensors_and_send_large_ones_round_unless_each_hop_would_round() {
         let way = |dtype, bytes| choose(Algorithm::Auto, dtype, bytes, 64);
-        assert_eq!(way(DType::F32, 1000), Way::Doubling);
-        assert_eq!(way(DType::F32, 1 << 20), Way::Direct);
-        assert_eq!(way(DType::F32, 64 << 20), Way::Ring);
-        assert_eq!((way(DType::F16, 1000), way(DType::BF16, 64 << 20)), (Way::Direct, Way::Direct));
+        assert_eq!(way(DType::F32, 1000), Chosen::Doubling);
+        assert_eq!(way(DType::F32, 1 << 20), Chosen::Direct);
+        assert_eq!(way(DType::F32, 64 << 20), Chosen::Ring);
+        assert_eq!((way(DType::F16, 1000), way(DType::BF16, 64 << 20)), (Chosen::Direct, Chosen::Direct));
     }
 
     #[test]
     fn a_forced_algorithm_is_used() {
-        for (forced, way) in [(Algorithm::Ring, Way::Ring), (Algorithm::Doubling, Way::Doubling)] {
+        for (forced, way) in [(Algorithm::Ring, Chosen::Ring), (Algorithm::Doubling, Chosen::Doubling)] {
             assert_eq!(choose(forced, DType::F16, 8, 2), way);
         }
-        assert_eq!(choose(Algorithm::Direct, DType::F32, 64 << 20, 64), Way::Direct);
+        assert_eq!(choose(Algorithm::Direct, DType::F32, 64 << 20, 64), Chosen::Direct);
     }
 }

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use super::Net;
-use crate::collective::{Call, Collective, Incoming, Outgoing};
+use crate::collective::{Collective, Incoming, OpContext, Outgoing};
 use crate::error::Result;
 use crate::reduce::{combine, divide};
 use crate::transport::Step;
@@ -15,9 +15,9 @@ use crate::types::ReduceOp;
 
 impl Net {
     /// Combines everybody's `data` in place.
-    pub(super) fn reduce_doubling(&mut self, call: &Call<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_doubling(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         let sum = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
         let rounds = n.ilog2();
         let power = 1 << rounds;
@@ -35,7 +35,7 @@ impl Net {
         // Part 0 is the guests' values, part 1 + r is round r, the last one what guests get.
         let mut step = |part: u32, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]| {
             let step = Step { part, before: u64::from(part) * len, total: u64::from(rounds + 2) * len };
-            mesh.exchange_step(call, step, sends, recvs)
+            mesh.exchange_step(cx, step, sends, recvs)
         };
         if is_guest {
             step(0, &[Outgoing { peer: rank - 1, fingerprint, data }], &mut [])?;
@@ -44,8 +44,8 @@ impl Net {
         let fold = |theirs: &[u8], data: &mut [u8], lower: bool| {
             let start = Instant::now();
             let inputs = if lower { [None, Some(theirs)] } else { [Some(theirs), None] };
-            combine(call.dtype(), sum, &inputs, data);
-            call.stats.add_reduce(start.elapsed());
+            combine(cx.dtype(), sum, &inputs, data);
+            cx.stats.add_reduce(start.elapsed());
         };
         let hosts = rank < 2 * extra;
         if hosts {
@@ -59,7 +59,7 @@ impl Net {
             fold(theirs, data, rank < peer);
         }
         if op == ReduceOp::Avg {
-            divide(call.dtype(), data, n);
+            divide(cx.dtype(), data, n);
         }
         if hosts {
             step(rounds + 1, &[Outgoing { peer: rank + 1, fingerprint, data }], &mut [])?;

@@ -20,22 +20,22 @@
 //! group's first cause.
 
 mod algorithm;
+mod direct;
 mod doubling;
-mod ranges;
-mod reductions;
+mod partition;
+mod reduce;
 mod ring;
-mod shares;
 mod staged;
 
 pub use algorithm::Algorithm;
 
 use super::stages::chunk_by_chunk;
-use super::{Call, Chunks, Collective, Incoming, Io, Outgoing, Stages};
+use super::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
 use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
-use algorithm::{SMALL, Way, choose};
-use ranges::Pieces;
+use algorithm::{Chosen, SMALL, choose};
+use partition::Pieces;
 
 /// Ranks up to which a broadcast goes straight from root to all.
 const STAR: usize = 4;
@@ -118,18 +118,18 @@ impl Collective for Net {
         self.mesh.names()
     }
 
-    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let bytes = match &io {
             Io::InPlace(data) => data.len(),
             Io::Split { src, .. } => src.len(),
         };
         let n = self.size();
-        let way = if n == 1 { Way::Whole } else { choose(self.algorithm, call.dtype(), bytes, n) };
+        let way = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
         match way {
-            Way::Whole if bytes <= SMALL || n == 1 => return self.reduce_whole(call, io, op, None),
-            Way::Whole => return self.reduce_everywhere(call, io, op),
-            Way::Direct => return self.reduce_shares(call, io, op),
-            Way::Ring | Way::Doubling => {}
+            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_whole(cx, io, op, None),
+            Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
+            Chosen::Direct => return self.reduce_shares(cx, io, op),
+            Chosen::Ring | Chosen::Doubling => {}
         }
         let data = match io {
             Io::InPlace(data) => data,
@@ -138,41 +138,41 @@ impl Collective for Net {
                 dst
             }
         };
-        if way == Way::Ring { self.reduce_ring(call, data, op) } else { self.reduce_doubling(call, data, op) }
+        if way == Chosen::Ring { self.reduce_ring(cx, data, op) } else { self.reduce_doubling(cx, data, op) }
     }
 
     fn all_reduce_in_stages(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         data: &mut [u8],
         op: ReduceOp,
         chunks: Chunks,
         stages: &mut dyn Stages,
     ) -> Result<()> {
-        let way = choose(self.algorithm, call.dtype(), data.len(), self.size());
-        if chunks.count() == 1 || self.size() == 1 || !matches!(way, Way::Whole | Way::Direct) {
-            return chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(call, Io::InPlace(chunk), op));
+        let way = choose(self.algorithm, cx.dtype(), data.len(), self.size());
+        if chunks.count() == 1 || self.size() == 1 || !matches!(way, Chosen::OneShot | Chosen::Direct) {
+            return chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(cx, Io::InPlace(chunk), op));
         }
-        self.reduce_in_stages(call, data, op, (chunks, stages), way == Way::Whole)
+        self.reduce_in_stages(cx, data, op, (chunks, stages), way == Chosen::OneShot)
     }
 
-    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let bytes = match &io {
             Io::InPlace(data) => data.len(),
             Io::Split { src, .. } => src.len(),
         };
-        if bytes <= SMALL { self.reduce_whole(call, io, op, Some(root)) } else { self.reduce_to(call, io, op, root) }
+        if bytes <= SMALL { self.reduce_whole(cx, io, op, Some(root)) } else { self.reduce_to(cx, io, op, root) }
     }
 
-    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         if n <= STAR {
             if rank == root {
                 let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data }).collect();
-                return self.mesh.exchange(call, &sends, &mut []);
+                return self.mesh.exchange(cx, &sends, &mut []);
             }
-            return self.mesh.exchange(call, &[], &mut [Incoming { peer: root, fingerprint, data }]);
+            return self.mesh.exchange(cx, &[], &mut [Incoming { peer: root, fingerprint, data }]);
         }
         // Ranks renumbered so that root is 0: the parent of v is v without its highest bit, the children are v with a higher one.
         let place = (rank + n - root) % n;
@@ -200,14 +200,14 @@ impl Collective for Net {
                 .into_iter()
                 .collect();
             let at = Step { part: 0, before: before.len() as u64, total: 0 };
-            self.mesh.exchange_step(call, at, &sends, &mut recvs)?;
+            self.mesh.exchange_step(cx, at, &sends, &mut recvs)?;
         }
         Ok(())
     }
 
-    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         let (own, mut parts) = match io {
             Io::InPlace(data) => {
                 let mut parts = split(data, n);
@@ -222,18 +222,18 @@ impl Collective for Net {
         let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
         let mut recvs: Vec<_> =
             self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
-        self.mesh.exchange(call, &sends, &mut recvs)
+        self.mesh.exchange(cx, &sends, &mut recvs)
     }
 
-    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         if rank != root {
             let data = match &io {
                 Io::InPlace(data) => &data[chunks(data, n)(rank)],
                 Io::Split { src, .. } => src,
             };
-            return self.mesh.exchange(call, &[Outgoing { peer: root, fingerprint, data }], &mut []);
+            return self.mesh.exchange(cx, &[Outgoing { peer: root, fingerprint, data }], &mut []);
         }
         let mut parts = match io {
             Io::InPlace(data) => split(data, n),
@@ -245,12 +245,12 @@ impl Collective for Net {
         };
         let mut recvs: Vec<_> =
             self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
-        self.mesh.exchange(call, &[], &mut recvs)
+        self.mesh.exchange(cx, &[], &mut recvs)
     }
 
-    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
+    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         if rank != root {
             let data = match io {
                 Io::InPlace(data) => {
@@ -259,7 +259,7 @@ impl Collective for Net {
                 }
                 Io::Split { dst, .. } => dst,
             };
-            return self.mesh.exchange(call, &[], &mut [Incoming { peer: root, fingerprint, data }]);
+            return self.mesh.exchange(cx, &[], &mut [Incoming { peer: root, fingerprint, data }]);
         }
         let all = match io {
             Io::InPlace(data) => &*data,
@@ -270,16 +270,16 @@ impl Collective for Net {
         };
         let chunk = chunks(all, n);
         let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: &all[chunk(peer)] }).collect();
-        self.mesh.exchange(call, &sends, &mut [])
+        self.mesh.exchange(cx, &sends, &mut [])
     }
 
-    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.reduce_chunks(call, io, op)
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.reduce_chunks(cx, io, op)
     }
 
-    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
+    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         match io {
             Io::Split { src, dst } => {
                 let chunk = chunks(src, n);
@@ -291,7 +291,7 @@ impl Collective for Net {
                     .peers()
                     .map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) })
                     .collect();
-                self.mesh.exchange(call, &sends, &mut recvs)
+                self.mesh.exchange(cx, &sends, &mut recvs)
             }
             Io::InPlace(data) => {
                 let total = data.len() as u64 - data.len() as u64 / n as u64;
@@ -312,7 +312,7 @@ impl Collective for Net {
                     let mut recvs: Vec<_> = others
                         .map(|(peer, part)| Incoming { peer, fingerprint, data: &mut part[range.clone()] })
                         .collect();
-                    self.mesh.exchange_step(call, Step { part: step as u32, before, total }, &sends, &mut recvs)?;
+                    self.mesh.exchange_step(cx, Step { part: step as u32, before, total }, &sends, &mut recvs)?;
                     before += (range.len() * (n - 1)) as u64;
                 }
                 Ok(())
@@ -320,14 +320,14 @@ impl Collective for Net {
         }
     }
 
-    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.mesh.exchange(call, sends, recvs)
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.mesh.exchange(cx, sends, recvs)
     }
 
-    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
-        let fingerprint = call.fingerprint;
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        let fingerprint = cx.fingerprint;
         let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: &[] }).collect();
         let mut recvs: Vec<_> = self.peers().map(|peer| Incoming { peer, fingerprint, data: &mut [] }).collect();
-        self.mesh.exchange(call, &sends, &mut recvs)
+        self.mesh.exchange(cx, &sends, &mut recvs)
     }
 }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use crate::collective::Call;
+use crate::collective::OpContext;
 use crate::reduce::{combine, divide};
 use crate::transport::Plan;
 use crate::types::{Fingerprint, ReduceOp};
@@ -15,7 +15,7 @@ use crate::types::{Fingerprint, ReduceOp};
 /// One all_reduce, of two ranks or more.
 pub(super) struct Ring<'a, 'c> {
     /// What the operation says of itself.
-    pub call: &'a Call<'c>,
+    pub cx: &'a OpContext<'c>,
     /// How elements are combined.
     pub op: ReduceOp,
     /// This rank.
@@ -80,11 +80,11 @@ impl Plan for Ring<'_, '_> {
     }
 
     fn outgoing(&self, _peer: usize, number: usize) -> (Fingerprint, &[u8]) {
-        (self.call.fingerprint, &self.data[self.range(number, 0)])
+        (self.cx.fingerprint, &self.data[self.range(number, 0)])
     }
 
     fn expected(&self, _peer: usize, number: usize) -> (Fingerprint, usize) {
-        (self.call.fingerprint, self.range(number, 1).len())
+        (self.cx.fingerprint, self.range(number, 1).len())
     }
 
     fn admits(&self, _peer: usize, number: usize) -> bool {
@@ -113,13 +113,13 @@ impl Plan for Ring<'_, '_> {
                 // An average is divided once, by the rank that adds the last values.
                 let last = !self.adds(number + self.pieces);
                 let op = if self.op == ReduceOp::Avg { ReduceOp::Sum } else { self.op };
-                combine(self.call.dtype(), op, &[Some(sum), None], &mut self.data[range.clone()]);
+                combine(self.cx.dtype(), op, &[Some(sum), None], &mut self.data[range.clone()]);
                 if last && self.op == ReduceOp::Avg {
-                    divide(self.call.dtype(), &mut self.data[range], self.shares.len());
+                    divide(self.cx.dtype(), &mut self.data[range], self.shares.len());
                 }
                 self.free.push(slot);
             }
-            self.call.stats.add_reduce(start.elapsed());
+            self.cx.stats.add_reduce(start.elapsed());
         }
         self.arrived[number] = true;
         while self.arrived.get(self.first).copied().unwrap_or(false) {

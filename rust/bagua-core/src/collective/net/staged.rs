@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::transport::Plan;
 use crate::types::Fingerprint;
 
-use super::shares::{Place, Shares};
+use super::direct::{Place, Shares};
 
 /// See the module.
 pub(super) struct Staged<'a, 'c> {
@@ -130,12 +130,12 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::collective::{Call, Net};
+    use crate::collective::{Net, OpContext};
+    use crate::health::GroupHealth;
     use crate::stats::OpStats;
-    use crate::sync::Deadline;
     use crate::transport::local_mesh;
     use crate::types::{DType, Kind, ReduceOp, Shape};
-    use crate::watch::Watch;
+    use crate::wait::Deadline;
 
     /// Remembers which steps were taken.
     #[derive(Default)]
@@ -171,12 +171,12 @@ mod tests {
             count: 500,
             shape: Shape::flat(500),
         };
-        let (watch, deadline) = (Watch::local(0, 2), Deadline::after(Duration::from_secs(60)));
-        let call = Call { fingerprint, deadline, watch: &watch, stats: &OpStats::default(), label: "" };
+        let (health, deadline) = (GroupHealth::local(0, 2), Deadline::after(Duration::from_secs(60)));
+        let cx = OpContext { fingerprint, deadline, health: &health, stats: &OpStats::default(), label: "" };
         let mut net = Net::new(local_mesh(2).remove(0));
         let (mut data, mut steps) = (vec![0; 500], Steps::default());
         let chunks = Chunks { len: 500, each: 100, ahead: 2 };
-        let (_, mut plan) = net.stage(&call, &mut data, ReduceOp::Sum, (chunks, &mut steps), everywhere);
+        let (_, mut plan) = net.stage(&cx, &mut data, ReduceOp::Sum, (chunks, &mut steps), everywhere);
         act(&mut plan);
         drop(plan);
         steps

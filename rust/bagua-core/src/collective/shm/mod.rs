@@ -2,7 +2,7 @@
 //!
 //! Where all ranks' tensors lie in one arena, the ranks work in place, on their own and on the peers' memory (`in_place`).
 //! Otherwise what the others need of a tensor goes through the segment in cache-sized pieces, and results are combined straight
-//! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `stage` compares what the ranks are
+//! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `announcement` compares what the ranks are
 //! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
 //! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`. And a large
@@ -10,47 +10,47 @@
 
 #![allow(unsafe_code)]
 
-mod copy;
-mod crowd;
-mod in_place;
+mod announce;
+mod cico;
+mod oversubscription;
+mod pairwise;
 mod pieces;
+mod prefetch_copy;
+mod protocol;
 mod reach;
-mod reduction;
-mod run;
 mod segment;
-mod stage;
-mod swap;
 #[cfg(test)]
 mod tests;
+mod zero_copy;
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Call, Collective, Incoming, Io, Outgoing};
+use super::{Collective, Incoming, Io, OpContext, Outgoing};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Finder, Registry};
-use crate::sync::Doorbell;
 use crate::transport::shm::ring_links;
 use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
+use crate::wait::Doorbell;
 
 pub use segment::segment_len;
 
-use in_place::{Home, Tensors};
+use announce::Announcement;
+use cico::Reduction;
+use pairwise::Pairwise;
 use pieces::{Cut, combine_into, fill_for_each, inputs};
-use reduction::Reduction;
-use run::{Offer, Route, Runner, Spot, Turn};
+use protocol::{BufferOffer, Location, Phase, Protocol, Route};
 use segment::{ALIGN, Buffer, SLOT, Segment};
-use stage::Stage;
-use swap::Swap;
+use zero_copy::{ArenaSlot, PeerBuffers};
 
 /// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
 const EARLY: usize = 32 << 10;
 
 /// The ranks of one host, or some of them, in shared memory.
 pub struct Shm {
-    runner: Runner,
+    protocol: Protocol,
     /// Streams to the same ranks, for messages between two of them.
     mesh: Mesh,
     /// Knows which tensors lie in arenas.
@@ -69,7 +69,7 @@ impl Shm {
         let segment = Segment::new(arena, index, members.len())?;
         let (links, bell) = ring_links(segment.arena(), segment.own_rings(), index, members.len());
         let mesh = Mesh::new(index, members.clone(), links, Some(bell));
-        Ok(Shm { runner: Runner::new(segment, members), mesh, finder: Finder::default(), broken: None })
+        Ok(Shm { protocol: Protocol::new(segment, members), mesh, finder: Finder::default(), broken: None })
     }
 
     /// Works in place on tensors in the arenas of this registry. The ranks may differ in what they know of.
@@ -82,47 +82,47 @@ impl Shm {
     /// `usize::MAX` for never. The ranks may differ.
     #[must_use]
     pub fn copying_once_from(mut self, bytes: usize) -> Shm {
-        self.runner.reach.from = bytes;
+        self.protocol.reach.from = bytes;
         self
     }
 
     fn index(&self) -> usize {
-        self.runner.segment.index
+        self.protocol.segment.index
     }
 
     fn ranks(&self) -> usize {
-        self.runner.segment.ranks
+        self.protocol.segment.ranks
     }
 
     /// An operation that never works in place.
     fn run(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
         route: Route,
-        turn: impl FnMut(&Segment, Turn, Buffer),
+        phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<()> {
-        let offers = self.guarded(|runner| {
-            let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
-            runner.run(call, &stage, route, false, Offer::Never, turn)
+        let offers = self.guarded(|protocol| {
+            let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
+            protocol.run(cx, &announcement, route, false, BufferOffer::Never, phase)
         });
         offers.map(|nobody| debug_assert!(nobody.is_none()))
     }
 
-    /// An operation that works in place when all ranks have a home for what they offer, `bytes` long. With `Some`, nothing is done
-    /// yet: [`Shm::work_in_place`] must follow.
+    /// An operation that works in place when all ranks have a slot for what they offer, `bytes` long. With `Some`, nothing is done
+    /// yet: [`Shm::run_zero_copy`] must follow.
     fn run_or_meet(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
         (route, collect): (Route, bool),
-        home: Option<Home>,
-        turn: impl FnMut(&Segment, Turn, Buffer),
-    ) -> Result<Option<Tensors>> {
-        let offer = home.as_ref().map_or(Offer::Nowhere, Home::offer);
-        match (self.meet(call, (verb, bytes), (route, collect), offer, turn)?, home) {
-            (Some(offsets), Some(home)) => {
-                self.guarded(|runner| home.tensors(call, &runner.members, &offsets).map(Some))
+        slot: Option<ArenaSlot>,
+        phase: impl FnMut(&Segment, Phase, Buffer),
+    ) -> Result<Option<PeerBuffers>> {
+        let offer = slot.as_ref().map_or(BufferOffer::Nowhere, ArenaSlot::offer);
+        match (self.meet(cx, (verb, bytes), (route, collect), offer, phase)?, slot) {
+            (Some(offsets), Some(slot)) => {
+                self.guarded(|protocol| slot.tensors(cx, &protocol.members, &offsets).map(Some))
             }
             _ => Ok(None),
         }
@@ -131,36 +131,36 @@ impl Shm {
     /// The same for any offer. With `Some`, every rank has made such a one: where, by rank.
     fn meet(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
         (route, collect): (Route, bool),
-        offer: Offer,
-        turn: impl FnMut(&Segment, Turn, Buffer),
+        offer: BufferOffer,
+        phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<Vec<u64>>> {
-        self.guarded(|runner| {
-            let stage = Stage { fingerprint: call.fingerprint, verb, bytes: bytes as u64 };
-            let offer = if matches!(route, Route::Windows(_)) { offer } else { Offer::Never };
-            runner.run(call, &stage, route, collect, offer, turn)
+        self.guarded(|protocol| {
+            let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
+            let offer = if matches!(route, Route::Windows(_)) { offer } else { BufferOffer::Never };
+            protocol.run(cx, &announcement, route, collect, offer, phase)
         })
     }
 
     /// Does this rank's work on all ranks' tensors and waits until the others have done theirs.
-    fn work_in_place(&mut self, call: &Call<'_>, bytes: usize, work: impl FnOnce()) -> Result<()> {
-        call.stats.in_place.fetch_add(1, Relaxed);
-        self.guarded(|runner| {
+    fn run_zero_copy(&mut self, cx: &OpContext<'_>, bytes: usize, work: impl FnOnce()) -> Result<()> {
+        cx.stats.zero_copy.fetch_add(1, Relaxed);
+        self.guarded(|protocol| {
             work();
-            runner.leave(call, bytes as u64)
+            protocol.leave(cx, bytes as u64)
         })
     }
 
     /// Remembers an error: the ranks are no longer in step after it.
-    fn guarded<T>(&mut self, body: impl FnOnce(&mut Runner) -> Result<T>) -> Result<T> {
+    fn guarded<T>(&mut self, body: impl FnOnce(&mut Protocol) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let outcome = body(&mut self.runner);
+        let outcome = body(&mut self.protocol);
         if let Err(error) = &outcome {
-            self.runner.reach.take_back(&self.runner.segment);
+            self.protocol.reach.take_back(&self.protocol.segment);
             self.broken = Some(error.clone());
         }
         outcome
@@ -169,7 +169,7 @@ impl Shm {
     /// all_reduce (no root) and reduce.
     fn reduce_to(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         verb: Kind,
         mut io: Io<'_>,
         op: ReduceOp,
@@ -179,41 +179,41 @@ impl Shm {
         let total = io.input().len();
         let gets = root.is_none_or(|root| root == me);
         if total == 0 {
-            return self.run(call, (verb, 0), Route::Nothing, |_, _, _| {});
+            return self.run(cx, (verb, 0), Route::Nothing, |_, _, _| {});
         }
         if total <= small(ranks) {
-            return self.run(call, (verb, total), Route::Slots, |segment, turn, buffer| match turn {
-                Turn::Fill(_) => {
+            return self.run(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
+                Phase::Fill(_) => {
                     // SAFETY: S2, and S1 for who read this slot last.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
                 }
-                Turn::Take(_) if gets => {
+                Phase::Take(_) if gets => {
                     // SAFETY: S2: slots are left alone once everybody has arrived, and S1 until this rank's next operation.
                     let inputs = inputs(ranks, |rank| unsafe { segment.read(rank, buffer, 0..total) });
-                    combine_into(call, op, inputs, me, &mut io, 0..total, 0..total);
+                    combine_into(cx, op, inputs, me, &mut io, 0..total, 0..total);
                 }
-                Turn::Take(_) => {}
+                Phase::Take(_) => {}
             });
         }
-        let cut = Cut::new(total, self.runner.segment.window());
-        let home = match &io {
-            Io::InPlace(data) => Home::of(data, &mut self.finder),
+        let cut = Cut::new(total, self.protocol.segment.window());
+        let slot = match &io {
+            Io::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
             Io::Split { .. } => None,
         };
         let route = (Route::Windows(cut.pieces), gets);
-        let reduction = Reduction { call, op, root, cut };
-        let turn = |segment: &Segment, turn, buffer| reduction.turn(segment, turn, buffer, &mut io);
-        let met = self.run_or_meet(call, (verb, total), route, home, turn)?;
+        let reduction = Reduction { cx, op, root, cut };
+        let phase = |segment: &Segment, phase, buffer| reduction.phase(segment, phase, buffer, &mut io);
+        let met = self.run_or_meet(cx, (verb, total), route, slot, phase)?;
         match (met, io) {
             (Some(tensors), Io::InPlace(data)) => {
-                self.work_in_place(call, total, || tensors.reduce(call, op, me, root, data))
+                self.run_zero_copy(cx, total, || tensors.reduce(cx, op, me, root, data))
             }
             _ => Ok(()),
         }
     }
 
     /// all_gather (no root) and gather.
-    fn gather_to(&mut self, call: &Call<'_>, verb: Kind, mut io: Io<'_>, root: Option<usize>) -> Result<()> {
+    fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: Io<'_>, root: Option<usize>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let gets = root.is_none_or(|root| root == me);
         let (chunk, own) = match &io {
@@ -221,19 +221,20 @@ impl Shm {
             Io::Split { src, .. } => (src.len(), 0),
         };
         let pair = ranks == 2 && root.is_none();
-        let (route, cut) = self.route(chunk, chunk, if pair { swap::PIECE } else { self.runner.segment.window() });
-        let home = Home::of(&io.input()[own..own + chunk], &mut self.finder);
-        let swap = Swap { cut, give: own, get: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
+        let (route, cut) =
+            self.route(chunk, chunk, if pair { pairwise::PIECE } else { self.protocol.segment.window() });
+        let slot = ArenaSlot::of(&io.input()[own..own + chunk], &mut self.finder);
+        let swap = Pairwise { cut, give: own, get: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
         let swaps = pair && matches!(route, Route::Windows(_));
-        let met = self.run_or_meet(call, (verb, chunk), (route, false), home, |segment, turn, buffer| match turn {
-            _ if swaps => swap.turn(segment, turn, &mut io),
-            Turn::Fill(piece) if piece < cut.pieces && root != Some(me) => {
+        let met = self.run_or_meet(cx, (verb, chunk), (route, false), slot, |segment, phase, buffer| match phase {
+            _ if swaps => swap.phase(segment, phase, &mut io),
+            Phase::Fill(piece) if piece < cut.pieces && root != Some(me) => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
                 let out = unsafe { segment.write(me, buffer, 0..range.len()) };
                 out.copy_from_slice(&io.input()[shifted(range, own)]);
             }
-            Turn::Take(piece) if gets => {
+            Phase::Take(piece) if gets => {
                 let range = cut.range(piece);
                 io.keep_own(shifted(range.clone(), own), me * chunk + range.start);
                 for rank in others(me, ranks) {
@@ -242,10 +243,10 @@ impl Shm {
                     io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
                 }
             }
-            Turn::Fill(_) | Turn::Take(_) => {}
+            Phase::Fill(_) | Phase::Take(_) => {}
         })?;
         let Some(tensors) = met else { return Ok(()) };
-        self.work_in_place(call, chunk, || {
+        self.run_zero_copy(cx, chunk, || {
             if gets {
                 io.keep_own(own..own + chunk, me * chunk);
                 tensors.pull(me, 0..chunk, |rank| shifted(0..chunk, rank * chunk), io.output());
@@ -268,7 +269,7 @@ impl Shm {
     /// How a chunk for each rank travels, and where in the buffer they begin.
     fn route_for_each(&self, chunk: usize) -> (Route, Cut, usize) {
         let ranks = self.ranks();
-        let part = self.runner.segment.window() / ranks / ALIGN * ALIGN;
+        let part = self.protocol.segment.window() / ranks / ALIGN * ALIGN;
         let (route, cut) = self.route(chunk, chunk.saturating_mul(ranks), part);
         (route, cut, if route == Route::Slots { chunk } else { part })
     }
@@ -291,153 +292,153 @@ impl Collective for Shm {
         (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
     }
 
-    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.reduce_to(call, Kind::AllReduce, io, op, None)
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.reduce_to(cx, Kind::AllReduce, io, op, None)
     }
 
-    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.reduce_to(call, Kind::Reduce, io, op, Some(root))
+    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        self.reduce_to(cx, Kind::Reduce, io, op, Some(root))
     }
 
-    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
-        let part = (total / 4).clamp(EARLY, self.runner.segment.window());
+        let part = (total / 4).clamp(EARLY, self.protocol.segment.window());
         let (route, cut) = self.route(total, total, part / ALIGN * ALIGN);
-        let home = Home::of(data, &mut self.finder);
-        let runner = &mut self.runner;
-        let offer = match &home {
-            Some(home) => home.offer(),
-            None if runner.reach.spans(&runner.segment, data) => {
-                Offer::At(Spot { arena: Spot::PRIVATE, offset: data.as_mut_ptr() as u64 })
+        let slot = ArenaSlot::of(data, &mut self.finder);
+        let protocol = &mut self.protocol;
+        let offer = match &slot {
+            Some(slot) => slot.offer(),
+            None if protocol.reach.spans(&protocol.segment, data) => {
+                BufferOffer::At(Location { arena: Location::PRIVATE, offset: data.as_mut_ptr() as u64 })
             }
-            None => Offer::Nowhere,
+            None => BufferOffer::Nowhere,
         };
         let verb = (Kind::Broadcast, total);
-        let met = self.meet(call, verb, (route, false), offer, |segment, turn, buffer| match turn {
-            Turn::Fill(piece) if piece < cut.pieces && me == root => {
+        let met = self.meet(cx, verb, (route, false), offer, |segment, phase, buffer| match phase {
+            Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
                 unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
             }
-            Turn::Take(piece) if me != root => {
+            Phase::Take(piece) if me != root => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
                 let from = unsafe { segment.read(root, buffer, 0..range.len()) };
                 data[range].copy_from_slice(from);
             }
-            Turn::Fill(_) | Turn::Take(_) => {}
+            Phase::Fill(_) | Phase::Take(_) => {}
         })?;
-        match (met, home) {
+        match (met, slot) {
             (None, _) => Ok(()),
-            (Some(offsets), Some(home)) => {
-                let tensors = self.guarded(|runner| home.tensors(call, &runner.members, &offsets))?;
-                self.work_in_place(call, total, || tensors.broadcast(me, root, data))
+            (Some(offsets), Some(slot)) => {
+                let tensors = self.guarded(|protocol| slot.tensors(cx, &protocol.members, &offsets))?;
+                self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
             }
-            (Some(addresses), None) => self.guarded(|runner| {
+            (Some(addresses), None) => self.guarded(|protocol| {
                 // SAFETY: D2 and D3: all ranks lent their tensors; the root touches the end of each, the others the rest of their own.
-                let copied = unsafe { runner.reach.broadcast(&runner.segment, root, &addresses, data) };
+                let copied = unsafe { protocol.reach.broadcast(&protocol.segment, root, &addresses, data) };
                 copied.map_err(|(rank, error)| {
-                    let lost = call.watch.stream_lost(
-                        runner.members[rank],
+                    let lost = cx.health.attribute_disconnect(
+                        protocol.members[rank],
                         &format!("copying between its memory and this process's: {error}"),
                     );
-                    lost.during(call.progress(0, total as u64))
+                    lost.during(cx.progress(0, total as u64))
                 })?;
-                runner.leave(call, total as u64)
+                protocol.leave(cx, total as u64)
             }),
         }
     }
 
-    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
-        self.gather_to(call, Kind::AllGather, io, None)
+    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
+        self.gather_to(cx, Kind::AllGather, io, None)
     }
 
-    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.gather_to(call, Kind::Gather, io, Some(root))
+    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.gather_to(cx, Kind::Gather, io, Some(root))
     }
 
-    fn scatter(&mut self, call: &Call<'_>, mut io: Io<'_>, root: usize) -> Result<()> {
+    fn scatter(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, root: usize) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let (chunk, home) = match &io {
+        let (chunk, slot) = match &io {
             Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
             Io::Split { dst, .. } => (dst.len(), 0),
         };
         let (route, cut, stride) = self.route_for_each(chunk);
-        self.run(call, (Kind::Scatter, chunk), route, |segment, turn, buffer| match turn {
-            Turn::Fill(piece) if piece < cut.pieces && me == root => {
+        self.run(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
+            Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
                     // SAFETY: S2 or W2.
                     let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
                     out.copy_from_slice(&io.input()[shifted(range.clone(), rank * chunk)]);
                 }
-                io.keep_own(shifted(range.clone(), me * chunk), home + range.start);
+                io.keep_own(shifted(range.clone(), me * chunk), slot + range.start);
             }
-            Turn::Take(piece) if me != root => {
+            Phase::Take(piece) if me != root => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
                 let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
-                io.output()[shifted(range, home)].copy_from_slice(from);
+                io.output()[shifted(range, slot)].copy_from_slice(from);
             }
-            Turn::Fill(_) | Turn::Take(_) => {}
+            Phase::Fill(_) | Phase::Take(_) => {}
         })
     }
 
-    fn reduce_scatter(&mut self, call: &Call<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
         let to = if matches!(io, Io::InPlace(_)) { me * chunk } else { 0 };
         let (route, cut, stride) = self.route_for_each(chunk);
-        let home = Home::of(io.input(), &mut self.finder);
+        let slot = ArenaSlot::of(io.input(), &mut self.finder);
         let verb = (Kind::ReduceScatter, chunk);
-        let met = self.run_or_meet(call, verb, (route, false), home, |segment, turn, buffer| match turn {
-            Turn::Fill(piece) if piece < cut.pieces => {
+        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
+            Phase::Fill(piece) if piece < cut.pieces => {
                 fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
             }
-            Turn::Fill(_) => {}
-            Turn::Take(piece) => {
+            Phase::Fill(_) => {}
+            Phase::Take(piece) => {
                 let range = cut.range(piece);
                 let inputs = inputs(ranks, |rank| {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
                 });
                 let from = shifted(range.clone(), me * chunk);
-                combine_into(call, op, inputs, me, &mut io, from, shifted(range, to));
+                combine_into(cx, op, inputs, me, &mut io, from, shifted(range, to));
             }
         })?;
         let Some(tensors) = met else { return Ok(()) };
-        self.work_in_place(call, chunk, || {
+        self.run_zero_copy(cx, chunk, || {
             let mine = shifted(0..chunk, me * chunk);
             // SAFETY: D2; a result goes where only its own rank reads.
             let inputs = inputs(ranks, |rank| unsafe { tensors.read(rank, mine.clone()) });
-            combine_into(call, op, inputs, me, &mut io, mine.clone(), shifted(0..chunk, to));
+            combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..chunk, to));
         })
     }
 
-    fn all_to_all(&mut self, call: &Call<'_>, mut io: Io<'_>) -> Result<()> {
+    fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: Io<'_>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
         let (mut route, mut cut, stride) = self.route_for_each(chunk);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(chunk, usize::MAX, swap::PIECE);
+            (route, cut) = self.route(chunk, usize::MAX, pairwise::PIECE);
         }
         let peer = 1 - me.min(1);
-        let swap = Swap { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };
+        let swap = Pairwise { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };
         // In place a rank would overwrite what its peers have not read yet.
-        let home = match &io {
+        let slot = match &io {
             Io::InPlace(_) => None,
-            Io::Split { src, .. } => Home::of(src, &mut self.finder),
+            Io::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
         };
         let verb = (Kind::AllToAll, chunk);
-        let met = self.run_or_meet(call, verb, (route, false), home, |segment, turn, buffer| match turn {
-            _ if swaps => swap.turn(segment, turn, &mut io),
-            Turn::Fill(piece) if piece < cut.pieces => {
+        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
+            _ if swaps => swap.phase(segment, phase, &mut io),
+            Phase::Fill(piece) if piece < cut.pieces => {
                 fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
             }
-            Turn::Fill(_) => {}
-            Turn::Take(piece) => {
+            Phase::Fill(_) => {}
+            Phase::Take(piece) => {
                 let range = cut.range(piece);
                 let own = shifted(range.clone(), me * chunk);
                 io.keep_own(own.clone(), own.start);
@@ -449,25 +450,25 @@ impl Collective for Shm {
             }
         })?;
         let Some(tensors) = met else { return Ok(()) };
-        self.work_in_place(call, chunk, || {
+        self.run_zero_copy(cx, chunk, || {
             let own = shifted(0..chunk, me * chunk);
             io.keep_own(own.clone(), own.start);
             tensors.pull(me, own, |rank| shifted(0..chunk, rank * chunk), io.output());
         })
     }
 
-    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let runner = &self.runner;
-        let outcome = self.mesh.exchange_unless(call, sends, recvs, &|peer| runner.ahead(peer));
+        let protocol = &self.protocol;
+        let outcome = self.mesh.exchange_unless(cx, sends, recvs, &|peer| protocol.ahead(peer));
         self.broken = outcome.as_ref().err().cloned();
         outcome
     }
 
-    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
-        self.run(call, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {})
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        self.run(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {})
     }
 }
 

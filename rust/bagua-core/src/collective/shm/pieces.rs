@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::segment::{ALIGN, Buffer, Segment};
 use super::{others, shifted};
-use crate::collective::{Call, Io};
+use crate::collective::{Io, OpContext};
 use crate::reduce::combine;
 use crate::types::ReduceOp;
 
@@ -73,7 +73,7 @@ pub(super) fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<
 
 /// Combines the others' contributions and this rank's own, `from` of its input, into `to` of its output.
 pub(super) fn combine_into<'a>(
-    call: &Call<'_>,
+    cx: &OpContext<'_>,
     op: ReduceOp,
     mut inputs: Vec<Option<&'a [u8]>>,
     me: usize,
@@ -81,15 +81,15 @@ pub(super) fn combine_into<'a>(
     from: Range<usize>,
     to: Range<usize>,
 ) {
-    let timer = Timer::start(call, to.len());
+    let timer = Timer::start(cx, to.len());
     match io {
         Io::InPlace(data) => {
             inputs[me] = None;
-            combine(call.dtype(), op, &inputs, &mut data[to]);
+            combine(cx.dtype(), op, &inputs, &mut data[to]);
         }
         Io::Split { src, dst } => {
             inputs[me] = Some(&src[from]);
-            combine(call.dtype(), op, &inputs, &mut dst[to]);
+            combine(cx.dtype(), op, &inputs, &mut dst[to]);
         }
     }
     timer.stop();
@@ -113,18 +113,18 @@ pub(super) fn fill_for_each(
 
 /// Counts the time of a kernel, where it is worth it.
 pub(super) struct Timer<'a> {
-    call: &'a Call<'a>,
+    cx: &'a OpContext<'a>,
     begun: Option<Instant>,
 }
 
 impl<'a> Timer<'a> {
-    pub(super) fn start(call: &'a Call<'a>, bytes: usize) -> Timer<'a> {
-        Timer { call, begun: (bytes >= TIMED).then(Instant::now) }
+    pub(super) fn start(cx: &'a OpContext<'a>, bytes: usize) -> Timer<'a> {
+        Timer { cx, begun: (bytes >= TIMED).then(Instant::now) }
     }
 
     pub(super) fn stop(self) {
         if let Some(begun) = self.begun {
-            self.call.stats.add_reduce(begun.elapsed());
+            self.cx.stats.add_reduce(begun.elapsed());
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Per rank, one after the other: a control block, two slots, two windows. Behind them two sets of byte rings: one for the
 //! messages of [`super::Shm`] itself, one for whoever connects the same ranks by streams as well.
 //!
-//! Who may touch what, and when, is the protocol of [`super::run`]; this file only knows offsets.
+//! Who may touch what, and when, is the protocol of [`super::protocol`]; this file only knows offsets.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -97,7 +97,7 @@ impl Segment {
         self.arena.word(rank * rank_len(self.ranks))
     }
 
-    /// Where a rank runs, as [`super::crowd`] counts; on the line of its arrivals.
+    /// Where a rank runs, as [`super::oversubscription`] counts; on the line of its arrivals.
     pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * rank_len(self.ranks) + 4)
     }

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::health::GroupHealth;
 use crate::reduce::combine;
 use crate::stats::OpStats;
-use crate::sync::Deadline;
 use crate::types::{DType, Fingerprint, Shape};
-use crate::watch::Watch;
+use crate::wait::Deadline;
 
 /// What a thread needs to be a rank.
 struct Rank {
     shm: Shm,
-    watch: Arc<Watch>,
+    health: Arc<GroupHealth>,
     stats: OpStats,
     seq: u64,
     limit: Duration,
@@ -45,10 +45,10 @@ impl Rank {
         }
     }
 
-    fn with<T>(&mut self, fingerprint: Fingerprint, run: impl FnOnce(&mut Shm, &Call<'_>) -> T) -> T {
+    fn with<T>(&mut self, fingerprint: Fingerprint, run: impl FnOnce(&mut Shm, &OpContext<'_>) -> T) -> T {
         let deadline = Deadline::after(self.limit);
-        let call = Call { fingerprint, deadline, watch: &self.watch, stats: &self.stats, label: "" };
-        run(&mut self.shm, &call)
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats: &self.stats, label: "" };
+        run(&mut self.shm, &cx)
     }
 }
 
@@ -57,9 +57,9 @@ fn ranks_of(n: usize) -> Vec<Rank> {
     let one = |index: usize| {
         let fd: OwnedFd = arena.fd().try_clone_to_owned().unwrap();
         let mut shm = Shm::new(Arc::new(Arena::from_fd(fd).unwrap()), index, (0..n).collect()).unwrap();
-        shm.runner.wind_forward();
+        shm.protocol.wind_forward();
         let limit = Duration::from_secs(60);
-        Rank { shm, watch: Watch::local(index, n), stats: OpStats::default(), seq: 0, limit }
+        Rank { shm, health: GroupHealth::local(index, n), stats: OpStats::default(), seq: 0, limit }
     };
     (0..n).map(one).collect()
 }
@@ -140,26 +140,26 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
     // One byte off any alignment.
     let mut buffer = vec![0xee; 1 + whole.max(chunk)];
     let shown: Vec<u8>;
-    let run = |shm: &mut Shm, call: &Call<'_>, io: Io<'_>| match verb {
-        Kind::AllReduce => shm.all_reduce(call, io, op),
-        Kind::Reduce => shm.reduce(call, io, op, root),
-        Kind::AllGather => shm.all_gather(call, io),
-        Kind::Gather => shm.gather(call, io, root),
-        Kind::Scatter => shm.scatter(call, io, root),
-        Kind::ReduceScatter => shm.reduce_scatter(call, io, op),
-        Kind::AllToAll => shm.all_to_all(call, io),
-        _ => shm.barrier(call),
+    let run = |shm: &mut Shm, cx: &OpContext<'_>, io: Io<'_>| match verb {
+        Kind::AllReduce => shm.all_reduce(cx, io, op),
+        Kind::Reduce => shm.reduce(cx, io, op, root),
+        Kind::AllGather => shm.all_gather(cx, io),
+        Kind::Gather => shm.gather(cx, io, root),
+        Kind::Scatter => shm.scatter(cx, io, root),
+        Kind::ReduceScatter => shm.reduce_scatter(cx, io, op),
+        Kind::AllToAll => shm.all_to_all(cx, io),
+        _ => shm.barrier(cx),
     };
     if verb == Kind::Broadcast {
         let data = &mut buffer[1..1 + chunk];
         data.copy_from_slice(&input);
-        rank.with(print, |shm, call| shm.broadcast(call, data, root)).unwrap();
+        rank.with(print, |shm, cx| shm.broadcast(cx, data, root)).unwrap();
         shown = data.to_vec();
     } else if split {
         let ignored = matches!(verb, Kind::Reduce | Kind::Gather) && me != root;
         let dst = &mut buffer[1..1 + if ignored { 0 } else { out_len }];
         let src = if verb == Kind::Scatter && me != root { &[][..] } else { &input[..] };
-        rank.with(print, |shm, call| run(shm, call, Io::Split { src, dst })).unwrap();
+        rank.with(print, |shm, cx| run(shm, cx, Io::Split { src, dst })).unwrap();
         shown = dst.to_vec();
     } else {
         let chunks = !matches!(verb, Kind::AllReduce | Kind::Reduce | Kind::Barrier);
@@ -171,7 +171,7 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
             data.copy_from_slice(&input)
         }
         let before = data.to_vec();
-        rank.with(print, |shm, call| run(shm, call, Io::InPlace(data))).unwrap();
+        rank.with(print, |shm, cx| run(shm, cx, Io::InPlace(data))).unwrap();
         if matches!(verb, Kind::Scatter | Kind::ReduceScatter) {
             let others = |it: &[u8]| [&it[..at(me).start], &it[at(me).end..]].concat();
             assert!(others(data) == others(&before), "{verb:?}: chunks of others changed");
@@ -258,7 +258,7 @@ fn goes_from_tensor_to_tensor(n: usize, bytes: usize, from: impl Fn(usize) -> us
         one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, bytes, 1, false);
         one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 4000, 0, true);
         // SAFETY: no operation on windows follows.
-        unsafe { rank.shm.runner.segment.read(1, Buffer::Window(0), 0..1000) }.iter().all(|byte| *byte == 0)
+        unsafe { rank.shm.protocol.segment.read(1, Buffer::Window(0), 0..1000) }.iter().all(|byte| *byte == 0)
     });
     assert!(untouched.iter().all(|one| *one == untouched[0]));
     untouched[0]
@@ -284,10 +284,10 @@ fn a_rank_whose_memory_cannot_be_copied_is_named_and_the_other_hears_of_it_in_a_
         one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, data.len(), 0, false);
         let begun = Instant::now();
         if index == 1 {
-            rank.shm.runner.reach.forget();
+            rank.shm.protocol.reach.forget();
         }
         let print = rank.print(Kind::Broadcast, DType::U8, None, Some(0), data.len());
-        let outcome = rank.with(print, |shm, call| shm.broadcast(call, &mut data, 0));
+        let outcome = rank.with(print, |shm, cx| shm.broadcast(cx, &mut data, 0));
         (outcome, begun.elapsed())
     });
     let [(root, first), (leaf, second)] = &outcomes[..] else { panic!("two ranks") };
@@ -304,7 +304,7 @@ fn late_rank_gets_a_timeout_that_names_it() {
         }
         rank.limit = Duration::from_millis(150);
         let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-        rank.with(print, |shm, call| shm.barrier(call)).map(|()| rank)
+        rank.with(print, |shm, cx| shm.barrier(cx)).map(|()| rank)
     });
     for (index, outcome) in outcomes.into_iter().enumerate().filter(|(index, _)| *index != 1) {
         match outcome.err() {
@@ -324,7 +324,7 @@ fn rank_that_closes_its_memory_ends_the_waits_of_all_others_in_a_second() {
             }
             let print = rank.print(Kind::AllReduce, DType::F32, Some(ReduceOp::Sum), None, values.len());
             let begun = Instant::now();
-            let outcome = rank.with(print, |shm, call| shm.all_reduce(call, Io::InPlace(&mut values), ReduceOp::Sum));
+            let outcome = rank.with(print, |shm, cx| shm.all_reduce(cx, Io::InPlace(&mut values), ReduceOp::Sum));
             if let Err(error) = outcome {
                 return Some((error, begun.elapsed()));
             }
@@ -344,7 +344,7 @@ fn rank_that_did_its_part_and_left_is_not_blamed() {
     for _ in 0..50 {
         on_all(2, |_, mut rank| {
             let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-            rank.with(print, |shm, call| shm.barrier(call)).unwrap();
+            rank.with(print, |shm, cx| shm.barrier(cx)).unwrap();
         });
     }
 }
@@ -361,9 +361,9 @@ fn ranks_that_disagree_all_hear_what_each_was_doing() {
             let op = if odd && difference == 3 { ReduceOp::Max } else { ReduceOp::Sum };
             let mut values = vec![0; bytes];
             let print = rank.print(kind, dtype, Some(op), None, bytes);
-            rank.with(print, |shm, call| match kind {
-                Kind::Broadcast => shm.broadcast(call, &mut values, 0),
-                _ => shm.all_reduce(call, Io::InPlace(&mut values), op),
+            rank.with(print, |shm, cx| match kind {
+                Kind::Broadcast => shm.broadcast(cx, &mut values, 0),
+                _ => shm.all_reduce(cx, Io::InPlace(&mut values), op),
             })
         });
         for (index, outcome) in outcomes.into_iter().enumerate() {
@@ -386,16 +386,16 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
             let mut data = vec![0; 4 << 20];
             if index == 0 {
                 let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-                rank.with(print, |shm, call| shm.barrier(call))
+                rank.with(print, |shm, cx| shm.barrier(cx))
             } else if receives {
                 let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
-                rank.with(fingerprint, |shm, call| {
-                    shm.exchange(call, &[], &mut [Incoming { peer: 0, fingerprint, data: &mut data }])
+                rank.with(fingerprint, |shm, cx| {
+                    shm.exchange(cx, &[], &mut [Incoming { peer: 0, fingerprint, data: &mut data }])
                 })
             } else {
                 let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
-                rank.with(fingerprint, |shm, call| {
-                    shm.exchange(call, &[Outgoing { peer: 0, fingerprint, data: &data }], &mut [])
+                rank.with(fingerprint, |shm, cx| {
+                    shm.exchange(cx, &[Outgoing { peer: 0, fingerprint, data: &data }], &mut [])
                 })
             }
         });
@@ -408,9 +408,9 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
 fn abort_ends_a_wait_with_its_cause() {
     on_all(2, |index, mut rank| {
         if index == 0 {
-            let cause = rank.watch.fail(Error::Aborted("enough".to_owned()));
+            let cause = rank.health.fail(Error::Aborted("enough".to_owned()));
             let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-            assert_eq!(rank.with(print, |shm, call| shm.barrier(call)), Err(cause));
+            assert_eq!(rank.with(print, |shm, cx| shm.barrier(cx)), Err(cause));
         }
         rank
     });
@@ -426,7 +426,7 @@ fn messages_between_two_ranks_go_both_ways_at_once() {
             let mut got = vec![0; bytes];
             let sends = [Outgoing { peer: next, fingerprint: print, data: &sent }];
             let mut recvs = [Incoming { peer: before, fingerprint: print, data: &mut got }];
-            rank.with(print, |shm, call| shm.exchange(call, &sends, &mut recvs)).unwrap();
+            rank.with(print, |shm, cx| shm.exchange(cx, &sends, &mut recvs)).unwrap();
             assert!(got == data(before, 1, DType::U8, bytes));
         }
     });

@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 
-use super::super::fork::Mark;
+use super::super::connection::{ConnKey, ControlConn};
+use super::super::fork::ForkFd;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
-use super::super::line::{Line, Seat};
 use super::super::{Config, TransportChoice, let_many_wait, lock};
 use super::Plane;
 use crate::error::{Error, Result};
 
 /// The sockets that peers connect to.
 pub(in super::super) struct Listeners {
-    marks: Vec<Mark>,
+    fork_fds: Vec<ForkFd>,
     tcp: std::net::TcpListener,
     unix: Option<std::os::unix::net::UnixListener>,
     /// Name of `unix` in the network namespace; empty without it.
@@ -32,7 +32,7 @@ impl Listeners {
         let tcp = std::net::TcpListener::bind(at).map_err(failed)?;
         let_many_wait(&tcp).map_err(failed)?;
         tcp.set_nonblocking(true).map_err(failed)?;
-        let mut marks = vec![Mark::new(&tcp)];
+        let mut fork_fds = vec![ForkFd::new(&tcp)];
         let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();
         let unix = match config.transport {
             TransportChoice::Auto => UnixAddress::from_abstract_name(&name)
@@ -41,9 +41,9 @@ impl Listeners {
                 .ok(),
             TransportChoice::Tcp => None,
         };
-        marks.extend(unix.as_ref().map(Mark::new));
+        fork_fds.extend(unix.as_ref().map(ForkFd::new));
         let name = if unix.is_some() { name } else { Vec::new() };
-        Ok(Listeners { marks, tcp, unix, name })
+        Ok(Listeners { fork_fds, tcp, unix, name })
     }
 
     /// Where peers find the TCP listener.
@@ -54,26 +54,26 @@ impl Listeners {
 
 /// Accepts until the thread ends.
 pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
-    let Listeners { marks: _marks, tcp, unix, .. } = listeners;
+    let Listeners { fork_fds: _marks, tcp, unix, .. } = listeners;
     // Both only fail when the runtime is shutting down: then nobody is to be accepted either.
     let Ok(tcp) = TcpListener::from_std(tcp) else { return };
     let unix = unix.and_then(|unix| UnixListener::from_std(unix).ok());
     loop {
         let arrived = tokio::select! {
-            line = tcp.accept() => line.and_then(|(stream, _)| Line::tcp(stream)),
-            line = async { match &unix {
+            conn = tcp.accept() => conn.and_then(|(stream, _)| ControlConn::tcp(stream)),
+            conn = async { match &unix {
                 Some(unix) => unix.accept().await,
                 None => std::future::pending().await,
-            } } => line.map(|(stream, _)| Line::unix(stream)),
+            } } => conn.map(|(stream, _)| ControlConn::unix(stream)),
         };
         match arrived {
-            Ok(line) => {
+            Ok(conn) => {
                 let limit = 256 + 4 * plane.config.world_size;
                 if plane.strangers.load(Ordering::Relaxed) >= limit {
                     plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
                 } else {
                     plane.strangers.fetch_add(1, Ordering::Relaxed);
-                    tokio::spawn(serve(Arc::clone(&plane), line));
+                    tokio::spawn(serve(Arc::clone(&plane), conn));
                 }
             }
             // Out of descriptors, or the client is gone again. The former passes when connections close.
@@ -83,16 +83,16 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
 }
 
 /// One connection, from hello to its place.
-async fn serve(plane: Arc<Plane>, mut line: Line) {
-    let outcome = examine(&plane, &mut line).await;
+async fn serve(plane: Arc<Plane>, mut conn: ControlConn) {
+    let outcome = examine(&plane, &mut conn).await;
     plane.strangers.fetch_sub(1, Ordering::Relaxed);
     let outcome = match outcome {
-        Ok(hello) => match handshake::welcome(&mut line.socket).await {
-            Ok(()) => seat(&plane, hello, line),
+        Ok(hello) => match handshake::welcome(&mut conn.socket).await {
+            Ok(()) => seat(&plane, hello, conn),
             Err(_) => Err(Refusal::Stranger),
         },
         Err(why) => {
-            handshake::refuse(&mut line.socket, why).await;
+            handshake::refuse(&mut conn.socket, why).await;
             Err(why)
         }
     };
@@ -101,8 +101,8 @@ async fn serve(plane: Arc<Plane>, mut line: Line) {
     }
 }
 
-async fn examine(plane: &Plane, line: &mut Line) -> std::result::Result<Hello, Refusal> {
-    let greeted = handshake::greet(&mut line.socket).await?;
+async fn examine(plane: &Plane, conn: &mut ControlConn) -> std::result::Result<Hello, Refusal> {
+    let greeted = handshake::greet(&mut conn.socket).await?;
     let Hello { world_size, from, to, purpose, job, .. } = greeted.hello;
     let own = plane.config.rank;
     if world_size != plane.config.world_size {
@@ -120,7 +120,7 @@ async fn examine(plane: &Plane, line: &mut Line) -> std::result::Result<Hello, R
     if job != book.job {
         return Err(Refusal::Job);
     }
-    handshake::prove(&mut line.socket, &greeted, &book.key).await?;
+    handshake::prove(&mut conn.socket, &greeted, &book.key).await?;
     match purpose {
         Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
         Purpose::Stream | Purpose::Segment if !plane.room.has_room() => Err(Refusal::Busy),
@@ -129,13 +129,13 @@ async fn examine(plane: &Plane, line: &mut Line) -> std::result::Result<Hello, R
     }
 }
 
-fn seat(plane: &Plane, hello: Hello, line: Line) -> std::result::Result<(), Refusal> {
+fn seat(plane: &Plane, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
     if hello.purpose == Purpose::Control {
         // A second one, while the group is being built, is from a peer that gave the first up.
-        lock(&plane.building).lines.insert(hello.from, line);
+        lock(&plane.building).conns.insert(hello.from, conn);
         plane.built.notify_all();
         return Ok(());
     }
-    let plain = line.into_plain().map_err(|_| Refusal::Stranger)?;
-    plane.room.enter(Seat::from(&hello), plain)
+    let data_conn = conn.into_plain().map_err(|_| Refusal::Stranger)?;
+    plane.room.enter(ConnKey::from(&hello), data_conn)
 }

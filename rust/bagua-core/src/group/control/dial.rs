@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpStream, UnixStream};
 
 use super::super::address::Address;
+use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP};
-use super::super::line::{Line, Plain};
 use super::super::{TransportChoice, lock};
 use super::{Control, Plane};
 use crate::error::{Error, Result};
-use crate::watch::Watch;
+use crate::health::GroupHealth;
 
 /// A connection to make.
 #[derive(Clone, Copy, Debug)]
@@ -47,23 +47,23 @@ impl Plane {
         Ok(auto && !address.unix.is_empty() && !own.unix.is_empty() && address.host_id == own.host_id)
     }
 
-    async fn attempt(&self, address: &Address, way: Way, hello: &Hello) -> std::result::Result<Line, Failed> {
-        let mut line = match (way, address.tcp) {
+    async fn attempt(&self, address: &Address, way: Way, hello: &Hello) -> std::result::Result<ControlConn, Failed> {
+        let mut conn = match (way, address.tcp) {
             (Way::Unix, _) => {
                 let mut name = vec![0];
                 name.extend_from_slice(&address.unix);
                 use std::os::unix::ffi::OsStringExt;
-                Line::unix(UnixStream::connect(PathBuf::from(std::ffi::OsString::from_vec(name))).await?)
+                ControlConn::unix(UnixStream::connect(PathBuf::from(std::ffi::OsString::from_vec(name))).await?)
             }
             (Way::Tcp, Some(tcp)) => {
                 let connecting = tokio::time::timeout(STEP, TcpStream::connect(tcp)).await;
-                Line::tcp(connecting.map_err(|_| Failed::Broken("no answer".to_owned()))??)?
+                ControlConn::tcp(connecting.map_err(|_| Failed::Broken("no answer".to_owned()))??)?
             }
             (Way::Tcp, None) => return Err(Failed::Broken("it has no TCP address".to_owned())),
         };
         let key = &self.book().map_err(|e| Failed::Broken(e.to_string()))?.key;
-        handshake::introduce(&mut line.socket, hello, key).await?;
-        Ok(line)
+        handshake::introduce(&mut conn.socket, hello, key).await?;
+        Ok(conn)
     }
 
     /// Attempts until one succeeds or is refused. `trouble` hears of every failure. Never returns otherwise: the caller
@@ -73,13 +73,13 @@ impl Plane {
         dial: &Dial,
         mut way: Way,
         mut trouble: impl FnMut(String),
-    ) -> std::result::Result<Line, Refusal> {
+    ) -> std::result::Result<ControlConn, Refusal> {
         let (Ok(hello), Ok(book)) = (self.hello(dial), self.book()) else { return Err(Refusal::Job) };
         let address = &book.addresses[dial.to];
         let mut pause = Duration::from_millis(5);
         loop {
             match self.attempt(address, way, &hello).await {
-                Ok(line) => return Ok(line),
+                Ok(conn) => return Ok(conn),
                 Err(Failed::Refused(why)) => return Err(why),
                 Err(Failed::Broken(how)) => {
                     trouble(how);
@@ -107,18 +107,18 @@ impl Plane {
 }
 
 impl Control {
-    /// Begins to connect the control plane to a lower rank, until `deadline`. The line appears in `building`; a refusal
+    /// Begins to connect the control plane to a lower rank, until `deadline`. The conn appears in `building`; a refusal
     /// fails the world.
-    pub(in super::super) fn dial_control(&self, to: usize, deadline: Instant, watch: &Arc<Watch>) -> Result<()> {
+    pub(in super::super) fn dial_control(&self, to: usize, deadline: Instant, health: &Arc<GroupHealth>) -> Result<()> {
         let book = self.plane.book()?;
         let dial = Dial { to, purpose: Purpose::Control, group: book.world, channel: 0, index: 0 };
         let way = if self.plane.may_be_near(&book.addresses[to])? { Way::Unix } else { Way::Tcp };
         let place = book.addresses[to].place();
-        let (plane, watch) = (Arc::clone(&self.plane), Arc::clone(watch));
+        let (plane, health) = (Arc::clone(&self.plane), Arc::clone(health));
         self.spawn(async move {
             let trouble = |how| _ = lock(&plane.building).troubles.insert(to, how);
             match tokio::time::timeout_at(deadline.into(), plane.dial(&dial, way, trouble)).await {
-                Ok(Ok(line)) => _ = lock(&plane.building).lines.insert(to, line),
+                Ok(Ok(conn)) => _ = lock(&plane.building).conns.insert(to, conn),
                 Ok(Err(why)) => {
                     let text = format!("{place}: {why}");
                     let error = match why {
@@ -130,9 +130,9 @@ impl Control {
                         | Refusal::Busy
                         | Refusal::Duplicate => Error::System(text),
                     };
-                    let _ = watch.fail(error);
+                    let _ = health.fail(error);
                 }
-                // Whoever waits for the line has the same deadline, and names who is missing.
+                // Whoever waits for the conn has the same deadline, and names who is missing.
                 Err(_) => {}
             }
             plane.built.notify_all();
@@ -145,14 +145,14 @@ impl Control {
         &self,
         dial: Dial,
         deadline: Instant,
-    ) -> std::sync::mpsc::Receiver<std::result::Result<Plain, String>> {
+    ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, String>> {
         let (answer, receiver) = std::sync::mpsc::channel();
         let plane = Arc::clone(&self.plane);
         self.spawn(async move {
             let way = if dial.purpose == Purpose::Segment { Way::Unix } else { Way::Tcp };
             if let Ok(made) = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, way, |_| ())).await {
                 let made = made.map_err(|why| why.to_string());
-                let _ = answer.send(made.and_then(|line| line.into_plain().map_err(|e| e.to_string())));
+                let _ = answer.send(made.and_then(|conn| conn.into_plain().map_err(|e| e.to_string())));
             }
         });
         receiver

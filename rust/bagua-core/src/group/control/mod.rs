@@ -12,7 +12,7 @@
 
 mod accept;
 mod dial;
-mod link;
+mod session;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -25,14 +25,14 @@ pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
 
 use super::address::Address;
-use super::fork::Home;
+use super::connection::{ControlConn, PendingConns};
+use super::fork::OwnerProcess;
 use super::handshake::{Key, digest};
-use super::line::{Line, WaitingRoom};
 use super::wire::Message;
 use super::{Config, lock};
 use crate::error::{Error, Result};
+use crate::health::GroupHealth;
 use crate::stats::Stats;
-use crate::watch::Watch;
 
 /// How long a leaving rank waits for its last words to be heard.
 const LINGER: Duration = Duration::from_millis(200);
@@ -89,7 +89,7 @@ pub(super) struct Peer {
 
 /// A group that this rank is in.
 struct Entry {
-    watch: Weak<Watch>,
+    health: Weak<GroupHealth>,
     /// World ranks of the members, by group rank: ascending.
     ranks: Vec<usize>,
 }
@@ -111,7 +111,7 @@ struct Groups {
 #[derive(Default)]
 pub(super) struct Building {
     /// Connections by world rank; taken when all are there.
-    pub(super) lines: HashMap<usize, Line>,
+    pub(super) conns: HashMap<usize, ControlConn>,
     /// Which ranks reach all ranks with their host id by a Unix socket.
     pub(super) near: HashMap<usize, bool>,
     /// Why the last attempt to reach a rank failed.
@@ -121,10 +121,10 @@ pub(super) struct Building {
 /// What the control thread and everybody else share.
 pub(super) struct Plane {
     pub(super) config: Config,
-    pub(super) home: Home,
+    pub(super) owner: OwnerProcess,
     /// Of the world group.
     pub(super) stats: Arc<Stats>,
-    pub(super) room: WaitingRoom,
+    pub(super) room: PendingConns,
     pub(super) building: Mutex<Building>,
     /// Something in `building` changed.
     pub(super) built: Condvar,
@@ -143,11 +143,11 @@ pub(super) struct Plane {
 }
 
 impl Plane {
-    pub(super) fn new(config: Config, home: Home) -> Plane {
-        let room = WaitingRoom::new(config.world_size);
+    pub(super) fn new(config: Config, owner: OwnerProcess) -> Plane {
+        let room = PendingConns::new(config.world_size);
         Plane {
             config,
-            home,
+            owner,
             stats: Arc::default(),
             room,
             building: Mutex::default(),
@@ -189,34 +189,34 @@ impl Plane {
     }
 
     /// Makes a group known: its failures are told to its members from here on. `ranks` are world ranks.
-    pub(super) fn register(self: &Arc<Plane>, id: u64, watch: &Arc<Watch>) {
+    pub(super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
-        watch.on_failure(move |cause| {
+        health.on_failure(move |cause| {
             if let Some(plane) = plane.upgrade()
-                && plane.home.is_here()
+                && plane.owner.is_current()
             {
                 plane.tell(id, cause);
                 plane.cascade(id, cause);
             }
         });
         let mut groups = lock(&self.groups);
-        let ranks = watch.world_ranks().to_vec();
+        let ranks = health.world_ranks().to_vec();
         let failure = groups.early_failures.remove(&id);
         let goodbyes = groups.early_goodbyes.remove(&id).unwrap_or_default();
         for (place, rank) in ranks.iter().enumerate() {
             let departed = self.peer(*rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == DEPARTED);
             if departed || goodbyes.contains(rank) {
-                watch.depart(place);
+                health.depart(place);
             }
         }
-        groups.known.insert(id, Entry { watch: Arc::downgrade(watch), ranks });
+        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks });
         drop(groups);
         if let Some(cause) = failure {
-            watch.fail_from_peer(cause);
+            health.fail_from_peer(cause);
         }
-        for (place, rank) in watch.world_ranks().iter().enumerate() {
+        for (place, rank) in health.world_ranks().iter().enumerate() {
             if self.peer(*rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == LOST) {
-                let _ = watch.fail(watch.peer_lost(place, "it was lost before the group was built"));
+                let _ = health.fail(health.peer_lost(place, "it was lost before the group was built"));
             }
         }
     }
@@ -255,37 +255,37 @@ impl Plane {
         if self.book.get().is_none_or(|book| book.world != id) {
             return;
         }
-        for watch in self.watches(Some(id)) {
+        for health in self.watches(Some(id)) {
             let concerned = match cause {
                 Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => {
-                    place(watch.world_ranks(), *rank).is_some()
+                    place(health.world_ranks(), *rank).is_some()
                 }
                 Error::Aborted(_) => true,
                 Error::Timeout { .. }
                 | Error::Mismatch(_)
-                | Error::Value(_)
-                | Error::Type(_)
+                | Error::InvalidArgument(_)
+                | Error::UnsupportedType(_)
                 | Error::NotImplemented(_)
                 | Error::System(_) => false,
             };
             if concerned {
-                watch.fail_from_peer(cause.clone());
+                health.fail_from_peer(cause.clone());
             }
         }
     }
 
     /// Living groups, but for one.
-    fn watches(&self, but: Option<u64>) -> Vec<Arc<Watch>> {
+    fn watches(&self, but: Option<u64>) -> Vec<Arc<GroupHealth>> {
         let groups = lock(&self.groups);
         let others = groups.known.iter().filter(|(id, _)| Some(**id) != but);
-        others.filter_map(|(_, entry)| entry.watch.upgrade()).collect()
+        others.filter_map(|(_, entry)| entry.health.upgrade()).collect()
     }
 
     /// This rank is about to leave: its waits end, without a word to the peers.
     pub(super) fn give_up(&self, reason: &str) {
         self.leaving.store(true, Ordering::Release);
-        for watch in self.watches(None) {
-            watch.fail_from_peer(Error::Aborted(reason.to_owned()));
+        for health in self.watches(None) {
+            health.fail_from_peer(Error::Aborted(reason.to_owned()));
         }
     }
 
@@ -298,17 +298,17 @@ impl Plane {
         }
         // The world first: it tells everybody, and the sub-groups follow it.
         let world = self.book.get().map(|book| book.world);
-        let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.watch.upgrade()));
-        for watch in first.into_iter().chain(self.watches(world)) {
-            if let Some(place) = place(watch.world_ranks(), rank) {
-                let _ = watch.fail(watch.peer_lost(place, reason));
+        let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
+        for health in first.into_iter().chain(self.watches(world)) {
+            if let Some(place) = place(health.world_ranks(), rank) {
+                let _ = health.fail(health.peer_lost(place, reason));
             }
         }
         self.built.notify_all();
     }
 
     /// A peer says that a group failed.
-    fn told(&self, by: usize, id: u64, cause: Error) {
+    fn peer_reported(&self, by: usize, id: u64, cause: Error) {
         let mut groups = lock(&self.groups);
         let Some(entry) = groups.known.get(&id) else {
             if groups.early_failures.len() < EARLY {
@@ -316,21 +316,21 @@ impl Plane {
             }
             return;
         };
-        let Some(watch) = entry.watch.upgrade() else { return };
+        let Some(health) = entry.health.upgrade() else { return };
         drop(groups);
         // Everybody tells everybody: only the first is passed on.
-        if watch.cause().is_none() {
-            let others: Vec<usize> = watch.world_ranks().iter().copied().filter(|rank| *rank != by).collect();
+        if health.cause().is_none() {
+            let others: Vec<usize> = health.world_ranks().iter().copied().filter(|rank| *rank != by).collect();
             // Invariant 1: before this rank's own waits end, and with them perhaps this rank.
             self.send(&others, &Message::Fail { group: id, cause: cause.clone() });
         }
-        watch.fail_from_peer(cause.clone());
+        health.fail_from_peer(cause.clone());
         self.cascade(id, &cause);
         self.built.notify_all();
     }
 
     /// A peer says goodbye to a group.
-    fn bid_farewell(&self, by: usize, id: u64) {
+    fn peer_left(&self, by: usize, id: u64) {
         let everything = self.book.get().is_some_and(|book| book.world == id);
         if everything && let Some(peer) = self.peer(by) {
             let _ = peer.state.compare_exchange(ALIVE, DEPARTED, Ordering::AcqRel, Ordering::Relaxed);
@@ -340,9 +340,9 @@ impl Plane {
         for (known, entry) in &groups.known {
             if (everything || *known == id)
                 && let Some(place) = place(&entry.ranks, by)
-                && let Some(watch) = entry.watch.upgrade()
+                && let Some(health) = entry.health.upgrade()
             {
-                watch.depart(place);
+                health.depart(place);
             }
         }
         if !everything && !groups.known.contains_key(&id) && groups.early_goodbyes.len() < EARLY {
@@ -416,7 +416,7 @@ impl Control {
             // Closes every connection of the plane; a task never blocks, so this ends.
             drop(runtime);
             shared.room.clear(None);
-            lock(&shared.building).lines.clear();
+            lock(&shared.building).conns.clear();
             drop(alive);
         };
         let join = std::thread::Builder::new()
@@ -436,25 +436,25 @@ impl Control {
     }
 
     /// All connections are there: from here on peers are heard and watched.
-    pub(super) fn converse(&self, mut lines: HashMap<usize, Line>) {
+    pub(super) fn read_loop(&self, mut conns: HashMap<usize, ControlConn>) {
         let (plane, size) = (&self.plane, self.plane.config.world_size);
         let mut tasks = Vec::new();
         let peers = (0..size).map(|rank| {
-            let line = lines.remove(&rank)?;
+            let conn = conns.remove(&rank)?;
             let (outbox, frames) = mpsc::unbounded_channel();
-            tasks.push(link::converse(Arc::clone(plane), rank, line, frames));
+            tasks.push(session::read_loop(Arc::clone(plane), rank, conn, frames));
             let (heard, state, settled) = (Mutex::new(None), AtomicU8::new(ALIVE), AtomicBool::new(false));
             Some(Peer { outbox, heard, state, settled })
         });
         let peers: Vec<Option<Peer>> = peers.collect();
         let _ = plane.peers.set(peers);
         tasks.into_iter().for_each(|task| self.spawn(task));
-        self.spawn(link::heartbeat(Arc::clone(plane)));
+        self.spawn(session::heartbeat(Arc::clone(plane)));
     }
 
     /// Says goodbye, closes everything and ends the thread. Idempotent; nothing in a forked child.
     pub(super) fn leave(&self, reason: &str) {
-        if !self.plane.home.is_here() || self.ended.swap(true, Ordering::AcqRel) {
+        if !self.plane.owner.is_current() || self.ended.swap(true, Ordering::AcqRel) {
             return;
         }
         self.plane.give_up(reason);
@@ -477,7 +477,7 @@ impl Control {
 impl Drop for Control {
     fn drop(&mut self) {
         self.leave("this rank left the group");
-        if !self.plane.home.is_here() {
+        if !self.plane.owner.is_current() {
             // The thread is not in this process, and its descriptors are closed: dropping their owners would close others.
             std::mem::forget(self.thread.take());
             std::mem::forget(Arc::clone(&self.plane));

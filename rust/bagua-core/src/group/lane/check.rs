@@ -29,7 +29,10 @@ pub(super) enum Uses {
 /// Elements in a buffer of `bytes` bytes.
 pub(super) fn elements(dtype: DType, bytes: usize, what: &str) -> Result<usize> {
     if !bytes.is_multiple_of(dtype.size()) {
-        return Err(Error::Value(format!("{what} has {bytes} bytes, not a whole number of {} elements", dtype.name())));
+        return Err(Error::InvalidArgument(format!(
+            "{what} has {bytes} bytes, not a whole number of {} elements",
+            dtype.name()
+        )));
     }
     Ok(bytes / dtype.size())
 }
@@ -55,7 +58,7 @@ pub(super) fn count(dtype: DType, io: &Io<'_>, layout: Layout, uses: Uses, size:
         (Layout::Equal | Layout::EqualChunks, _) => {
             let (src, dst) = (source(())?, destination(())?);
             if src != dst {
-                return Err(Error::Value(format!("the source has {src} elements, the destination {dst}")));
+                return Err(Error::InvalidArgument(format!("the source has {src} elements, the destination {dst}")));
             }
             if matches!(layout, Layout::Equal) { Ok(src) } else { chunk(src, size, "the source") }
         }
@@ -76,14 +79,14 @@ pub(super) fn count(dtype: DType, io: &Io<'_>, layout: Layout, uses: Uses, size:
 
 fn chunk(all: usize, size: usize, what: &str) -> Result<usize> {
     if !all.is_multiple_of(size) {
-        return Err(Error::Value(format!("{what} has {all} elements, not a multiple of the {size} ranks")));
+        return Err(Error::InvalidArgument(format!("{what} has {all} elements, not a multiple of the {size} ranks")));
     }
     Ok(all / size)
 }
 
 fn times(one: usize, all: usize, size: usize, small: &str, large: &str) -> Result<()> {
     if one.checked_mul(size) != Some(all) {
-        return Err(Error::Value(format!(
+        return Err(Error::InvalidArgument(format!(
             "the {large} has {all} elements, not {size} times (once per rank) the {one} of the {small}"
         )));
     }
@@ -94,17 +97,17 @@ fn times(one: usize, all: usize, size: usize, small: &str, large: &str) -> Resul
 pub(super) fn root(root: usize, size: usize) -> Result<u32> {
     match u32::try_from(root) {
         Ok(code) if root < size => Ok(code),
-        _ => Err(Error::Value(format!("root {root} is not a rank of this group of {size}"))),
+        _ => Err(Error::InvalidArgument(format!("root {root} is not a rank of this group of {size}"))),
     }
 }
 
 /// `peer` is another rank of a group of `size`.
 pub(super) fn peer(peer: usize, rank: usize, size: usize) -> Result<()> {
     if peer >= size {
-        return Err(Error::Value(format!("rank {peer} is not a rank of this group of {size}")));
+        return Err(Error::InvalidArgument(format!("rank {peer} is not a rank of this group of {size}")));
     }
     if peer == rank {
-        return Err(Error::Value(format!("rank {rank} cannot send to or receive from itself")));
+        return Err(Error::InvalidArgument(format!("rank {rank} cannot send to or receive from itself")));
     }
     Ok(())
 }
@@ -113,12 +116,12 @@ pub(super) fn peer(peer: usize, rank: usize, size: usize) -> Result<()> {
 pub(super) fn parts(parts: &Chunks<'_>, all: usize, size: usize, what: &str) -> Result<()> {
     for (name, given) in [("counts", parts.counts.len()), ("displacements", parts.displs.len())] {
         if given != size {
-            return Err(Error::Value(format!("{given} {what} {name} for {size} ranks")));
+            return Err(Error::InvalidArgument(format!("{given} {what} {name} for {size} ranks")));
         }
     }
     for (rank, (count, displ)) in parts.counts.iter().zip(parts.displs).enumerate() {
         if displ.checked_add(*count).is_none_or(|end| end > all) {
-            return Err(Error::Value(format!(
+            return Err(Error::InvalidArgument(format!(
                 "the {what} part of rank {rank}, {count} elements from {displ}, is not within a buffer of {all}"
             )));
         }
@@ -136,7 +139,7 @@ pub(super) fn split<'a>(mut data: &'a mut [u8], parts: &Chunks<'_>, element: usi
     for rank in order {
         let (displ, count) = (parts.displs[rank], parts.counts[rank]);
         if let Some(before) = before.filter(|_| displ < done) {
-            return Err(Error::Value(format!("the receive parts of ranks {before} and {rank} overlap")));
+            return Err(Error::InvalidArgument(format!("the receive parts of ranks {before} and {rank} overlap")));
         }
         let (part, rest) = data.split_at_mut((displ - done) * element).1.split_at_mut(count * element);
         slices[rank] = part;

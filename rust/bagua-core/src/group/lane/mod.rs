@@ -14,12 +14,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use self::check::{Layout, Uses};
-use crate::collective::{Call, Collective, Incoming, Io, Outgoing};
+use crate::collective::{Collective, Incoming, Io, OpContext, Outgoing};
 use crate::error::{Error, Result};
+use crate::health::GroupHealth;
 use crate::stats::Stats;
-use crate::sync::Deadline;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
-use crate::watch::Watch;
+use crate::wait::Deadline;
 
 /// What a caller may say about one operation.
 #[derive(Clone, Copy, Debug, Default)]
@@ -43,13 +43,13 @@ pub struct Chunks<'a> {
 
 /// See the module.
 ///
-/// Invariant: an argument error leaves everything as it was, counters included; any other error has poisoned the watch, so
+/// Invariant: an argument error leaves everything as it was, counters included; any other error has poisoned the health, so
 /// that no operation follows on streams that may be in the middle of a message.
 pub struct Lane {
     /// Does the work.
     collective: Box<dyn Collective>,
     /// The group's state of failure: asked before each operation, told of each failure.
-    watch: Arc<Watch>,
+    health: Arc<GroupHealth>,
     /// The group's counters.
     stats: Arc<Stats>,
     /// Incarnation of the group, for fingerprints.
@@ -72,7 +72,7 @@ impl Lane {
     /// A lane over a collective. `channel` tells the lanes of one group apart.
     pub fn new(
         collective: Box<dyn Collective>,
-        watch: Arc<Watch>,
+        health: Arc<GroupHealth>,
         stats: Arc<Stats>,
         epoch: u32,
         channel: u32,
@@ -81,7 +81,7 @@ impl Lane {
         let none = vec![0; collective.size()];
         Lane {
             collective,
-            watch,
+            health,
             stats,
             epoch,
             channel,
@@ -115,18 +115,18 @@ impl Lane {
 
     /// See [`Collective::all_reduce`].
     pub fn all_reduce(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         op.check(dtype)?;
         let count = check::count(dtype, &io, Layout::Equal, Uses::Both, self.size())?;
         let shape = options.shape.unwrap_or(Shape::flat(count));
         let says = Fingerprint { op: Some(op), shape, ..self.next(Kind::AllReduce, dtype, count) };
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.all_reduce(call, io, op))
+        self.perform(options, says, payload, |collective, cx| collective.all_reduce(cx, io, op))
     }
 
     /// See [`Collective::reduce`].
     pub fn reduce(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         op.check(dtype)?;
         let code = check::root(root, self.size())?;
         let uses = if root == self.rank() { Uses::Both } else { Uses::SourceOnly };
@@ -134,68 +134,68 @@ impl Lane {
         let shape = options.shape.unwrap_or(Shape::flat(count));
         let says = Fingerprint { op: Some(op), root: Some(code), shape, ..self.next(Kind::Reduce, dtype, count) };
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.reduce(call, io, op, root))
+        self.perform(options, says, payload, |collective, cx| collective.reduce(cx, io, op, root))
     }
 
     /// See [`Collective::broadcast`].
     pub fn broadcast(&mut self, options: &Options<'_>, dtype: DType, data: &mut [u8], root: usize) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let code = check::root(root, self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let shape = options.shape.unwrap_or(Shape::flat(count));
         let says = Fingerprint { root: Some(code), shape, ..self.next(Kind::Broadcast, dtype, count) };
         let payload = data.len();
-        self.perform(options, says, payload, |collective, call| collective.broadcast(call, data, root))
+        self.perform(options, says, payload, |collective, cx| collective.broadcast(cx, data, root))
     }
 
     /// See [`Collective::all_gather`].
     pub fn all_gather(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let count = check::count(dtype, &io, Layout::Grows, Uses::Both, self.size())?;
         let says = self.next(Kind::AllGather, dtype, count);
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.all_gather(call, io))
+        self.perform(options, says, payload, |collective, cx| collective.all_gather(cx, io))
     }
 
     /// See [`Collective::gather`].
     pub fn gather(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, root: usize) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let code = check::root(root, self.size())?;
         let uses = if root == self.rank() { Uses::Both } else { Uses::SourceOnly };
         let count = check::count(dtype, &io, Layout::Grows, uses, self.size())?;
         let says = Fingerprint { root: Some(code), ..self.next(Kind::Gather, dtype, count) };
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.gather(call, io, root))
+        self.perform(options, says, payload, |collective, cx| collective.gather(cx, io, root))
     }
 
     /// See [`Collective::scatter`].
     pub fn scatter(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, root: usize) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let code = check::root(root, self.size())?;
         let uses = if root == self.rank() { Uses::Both } else { Uses::DestinationOnly };
         let count = check::count(dtype, &io, Layout::Shrinks, uses, self.size())?;
         let says = Fingerprint { root: Some(code), ..self.next(Kind::Scatter, dtype, count) };
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.scatter(call, io, root))
+        self.perform(options, says, payload, |collective, cx| collective.scatter(cx, io, root))
     }
 
     /// See [`Collective::reduce_scatter`].
     pub fn reduce_scatter(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         op.check(dtype)?;
         let count = check::count(dtype, &io, Layout::Shrinks, Uses::Both, self.size())?;
         let says = Fingerprint { op: Some(op), ..self.next(Kind::ReduceScatter, dtype, count) };
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.reduce_scatter(call, io, op))
+        self.perform(options, says, payload, |collective, cx| collective.reduce_scatter(cx, io, op))
     }
 
     /// See [`Collective::all_to_all`].
     pub fn all_to_all(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let count = check::count(dtype, &io, Layout::EqualChunks, Uses::Both, self.size())?;
         let says = self.next(Kind::AllToAll, dtype, count);
         let payload = payload(&io);
-        self.perform(options, says, payload, |collective, call| collective.all_to_all(call, io))
+        self.perform(options, says, payload, |collective, cx| collective.all_to_all(cx, io))
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
@@ -209,7 +209,7 @@ impl Lane {
         send: Chunks<'_>,
         recv: Chunks<'_>,
     ) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let payload = payload(&io);
         let copy;
         let (src, dst) = match io {
@@ -223,7 +223,7 @@ impl Lane {
         check::parts(&send, check::elements(dtype, src.len(), "the source")?, size, "send")?;
         check::parts(&recv, check::elements(dtype, dst.len(), "the destination")?, size, "receive")?;
         if send.counts[rank] != recv.counts[rank] {
-            return Err(Error::Value(format!(
+            return Err(Error::InvalidArgument(format!(
                 "rank {rank} sends {} elements to itself and receives {}",
                 send.counts[rank], recv.counts[rank]
             )));
@@ -242,30 +242,30 @@ impl Lane {
             .filter(|(peer, _)| *peer != rank)
             .map(|(peer, data)| Incoming { peer, fingerprint: says, data })
             .collect();
-        self.perform(options, says, payload, |collective, call| collective.exchange(call, &sends, &mut recvs))
+        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &sends, &mut recvs))
     }
 
     /// One message to a rank of the group (itself is refused).
     pub fn send(&mut self, options: &Options<'_>, dtype: DType, data: &[u8], to: usize) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         check::peer(to, self.rank(), self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let seq = next(&mut self.sent[to]);
         let says = self.message(dtype, count, seq);
         let sends = [Outgoing { peer: to, fingerprint: says, data }];
-        self.perform(options, says, data.len(), |collective, call| collective.exchange(call, &sends, &mut []))
+        self.perform(options, says, data.len(), |collective, cx| collective.exchange(cx, &sends, &mut []))
     }
 
     /// One message from a rank of the group (itself is refused).
     pub fn recv(&mut self, options: &Options<'_>, dtype: DType, data: &mut [u8], from: usize) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         check::peer(from, self.rank(), self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let seq = next(&mut self.received[from]);
         let says = self.message(dtype, count, seq);
         let payload = data.len();
         let mut recvs = [Incoming { peer: from, fingerprint: says, data }];
-        self.perform(options, says, payload, |collective, call| collective.exchange(call, &[], &mut recvs))
+        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &[], &mut recvs))
     }
 
     /// Many messages at once: (peer, bytes). Each is a message like any other: the peer may take it by recv or by exchange.
@@ -276,7 +276,7 @@ impl Lane {
         sends: &[(usize, &[u8])],
         recvs: &mut [(usize, &mut [u8])],
     ) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         let (rank, size) = (self.rank(), self.size());
         let parts = sends.iter().map(|(peer, data)| (*peer, data.len()));
         let mut payload = 0;
@@ -302,15 +302,15 @@ impl Lane {
             seq: next(&mut self.exchanges),
             ..self.message(dtype, payload / dtype.size(), 0)
         };
-        self.perform(options, says, payload, |collective, call| collective.exchange(call, &outgoing, &mut incoming))
+        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &outgoing, &mut incoming))
     }
 
     /// Returns when every rank has called it.
     pub fn barrier(&mut self, options: &Options<'_>) -> Result<()> {
-        self.watch.check()?;
+        self.health.check()?;
         // A barrier has no data; headers have to name some type.
         let says = self.next(Kind::Barrier, DType::U8, 0);
-        self.perform(options, says, 0, |collective, call| collective.barrier(call))
+        self.perform(options, says, 0, |collective, cx| collective.barrier(cx))
     }
 
     /// The fingerprint of the next collective operation, without op, root and shape. Takes its number, so it comes after
@@ -341,14 +341,14 @@ impl Lane {
         options: &Options<'_>,
         fingerprint: Fingerprint,
         payload: usize,
-        body: impl FnOnce(&mut dyn Collective, &Call<'_>) -> Result<()>,
+        body: impl FnOnce(&mut dyn Collective, &OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
         let stats = self.stats.of(fingerprint.kind);
         stats.calls.fetch_add(1, Relaxed);
         stats.payload_bytes.fetch_add(payload as u64, Relaxed);
         let deadline = Deadline::after(options.timeout.unwrap_or(self.timeout));
-        let call = Call { fingerprint, deadline, watch: &self.watch, stats, label: options.label };
-        body(self.collective.as_mut(), &call).map_err(|error| {
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label };
+        body(self.collective.as_mut(), &cx).map_err(|error| {
             if error.is_argument() {
                 return error;
             }
@@ -357,9 +357,9 @@ impl Lane {
                 Error::PeerLost { progress: Some(progress), .. } | Error::Timeout { progress: Some(progress), .. } => {
                     progress.as_ref().clone()
                 }
-                _ => call.progress(0, payload as u64),
+                _ => cx.progress(0, payload as u64),
             };
-            self.watch.fail(error).during(progress)
+            self.health.fail(error).during(progress)
         })
     }
 }

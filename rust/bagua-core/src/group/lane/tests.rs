@@ -17,8 +17,8 @@ struct Recorder {
 }
 
 impl Recorder {
-    fn note(&self, call: &Call<'_>) -> Result<()> {
-        self.log.lock().unwrap().push(call.fingerprint);
+    fn note(&self, cx: &OpContext<'_>) -> Result<()> {
+        self.log.lock().unwrap().push(cx.fingerprint);
         self.error.clone().map_or(Ok(()), Err)
     }
 }
@@ -36,55 +36,55 @@ impl Collective for Recorder {
     fn transports(&self) -> Vec<&'static str> {
         vec!["local", "self", "local", "local"]
     }
-    fn all_reduce(&mut self, call: &Call<'_>, _: Io<'_>, _: ReduceOp) -> Result<()> {
-        self.note(call)
+    fn all_reduce(&mut self, cx: &OpContext<'_>, _: Io<'_>, _: ReduceOp) -> Result<()> {
+        self.note(cx)
     }
-    fn reduce(&mut self, call: &Call<'_>, _: Io<'_>, _: ReduceOp, _: usize) -> Result<()> {
-        self.note(call)
+    fn reduce(&mut self, cx: &OpContext<'_>, _: Io<'_>, _: ReduceOp, _: usize) -> Result<()> {
+        self.note(cx)
     }
-    fn broadcast(&mut self, call: &Call<'_>, _: &mut [u8], _: usize) -> Result<()> {
-        self.note(call)
+    fn broadcast(&mut self, cx: &OpContext<'_>, _: &mut [u8], _: usize) -> Result<()> {
+        self.note(cx)
     }
-    fn all_gather(&mut self, call: &Call<'_>, _: Io<'_>) -> Result<()> {
-        self.note(call)
+    fn all_gather(&mut self, cx: &OpContext<'_>, _: Io<'_>) -> Result<()> {
+        self.note(cx)
     }
-    fn gather(&mut self, call: &Call<'_>, _: Io<'_>, _: usize) -> Result<()> {
-        self.note(call)
+    fn gather(&mut self, cx: &OpContext<'_>, _: Io<'_>, _: usize) -> Result<()> {
+        self.note(cx)
     }
-    fn scatter(&mut self, call: &Call<'_>, _: Io<'_>, _: usize) -> Result<()> {
-        self.note(call)
+    fn scatter(&mut self, cx: &OpContext<'_>, _: Io<'_>, _: usize) -> Result<()> {
+        self.note(cx)
     }
-    fn reduce_scatter(&mut self, call: &Call<'_>, _: Io<'_>, _: ReduceOp) -> Result<()> {
-        self.note(call)
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, _: Io<'_>, _: ReduceOp) -> Result<()> {
+        self.note(cx)
     }
-    fn all_to_all(&mut self, call: &Call<'_>, _: Io<'_>) -> Result<()> {
-        self.note(call)
+    fn all_to_all(&mut self, cx: &OpContext<'_>, _: Io<'_>) -> Result<()> {
+        self.note(cx)
     }
-    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         let messages = sends.iter().map(|m| m.fingerprint).chain(recvs.iter().map(|m| m.fingerprint));
         self.log.lock().unwrap().extend(messages);
-        self.note(call)
+        self.note(cx)
     }
-    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
-        self.note(call)
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        self.note(cx)
     }
 }
 
 struct Fixture {
     lane: Lane,
     log: Log,
-    watch: Arc<Watch>,
+    health: Arc<GroupHealth>,
     stats: Arc<Stats>,
 }
 
 fn recorder(error: Option<Error>) -> Fixture {
-    let (log, watch, stats) = (Log::default(), Watch::local(1, 4), Arc::new(Stats::default()));
+    let (log, health, stats) = (Log::default(), GroupHealth::local(1, 4), Arc::new(Stats::default()));
     let collective = Box::new(Recorder { log: log.clone(), error });
-    Fixture { lane: Lane::new(collective, watch.clone(), stats.clone(), 7, 3, SOON), log, watch, stats }
+    Fixture { lane: Lane::new(collective, health.clone(), stats.clone(), 7, 3, SOON), log, health, stats }
 }
 
 fn solo() -> Lane {
-    Lane::new(Box::new(Solo::new()), Watch::local(0, 1), Arc::default(), 0, 0, SOON)
+    Lane::new(Box::new(Solo::new()), GroupHealth::local(0, 1), Arc::default(), 0, 0, SOON)
 }
 
 fn split<'a>(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
@@ -93,7 +93,7 @@ fn split<'a>(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
 
 #[test]
 fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
-    let Fixture { mut lane, log, watch, stats } = recorder(None);
+    let Fixture { mut lane, log, health, stats } = recorder(None);
     let o = &Options::default();
     let (f, b) = (DType::F32, &mut [0u8; 64]);
     let whole = Chunks { counts: &[1; 4], displs: &[0, 1, 2, 3] };
@@ -147,7 +147,7 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
     }
     assert!(log.lock().unwrap().is_empty());
     assert_eq!(stats.snapshot(), []);
-    watch.check().unwrap();
+    health.check().unwrap();
     lane.barrier(o).unwrap();
     assert_eq!(log.lock().unwrap()[0].seq, 0, "a refused operation takes no number");
 }
@@ -215,14 +215,14 @@ fn messages_are_numbered_per_pair_and_direction() {
 
 #[test]
 fn a_failure_poisons_the_lane_and_says_what_it_was_doing() {
-    let lost = Watch::local(1, 4).peer_lost(2, "killed");
-    let Fixture { mut lane, log, watch, .. } = recorder(Some(lost));
+    let lost = GroupHealth::local(1, 4).peer_lost(2, "killed");
+    let Fixture { mut lane, log, health, .. } = recorder(Some(lost));
     let options = &Options { label: "bucket 3", ..Options::default() };
     let error = lane.all_reduce(options, DType::F32, Io::InPlace(&mut [0; 8]), ReduceOp::Sum).unwrap_err();
     for text in ["lost rank 2", "killed", "all_reduce(sum)", "bucket 3", "0 of 8 bytes"] {
         assert!(error.to_string().contains(text), "{text:?} in {error}");
     }
-    assert_eq!(watch.cause().map(|cause| cause.is_argument()), Some(false));
+    assert_eq!(health.cause().map(|cause| cause.is_argument()), Some(false));
     let again = lane.barrier(options).unwrap_err();
     assert!(again.to_string().contains("lost rank 2"), "{again}");
     assert_eq!(log.lock().unwrap().len(), 1, "nothing is sent after a failure");
@@ -230,9 +230,9 @@ fn a_failure_poisons_the_lane_and_says_what_it_was_doing() {
 
 #[test]
 fn a_poisoned_group_raises_its_first_cause_even_for_bad_arguments() {
-    let Fixture { mut lane, log, watch, .. } = recorder(None);
+    let Fixture { mut lane, log, health, .. } = recorder(None);
     let cause = Error::PeerRaised { rank: 2, host: "h".into(), kind: "ValueError".into(), message: "no".into() };
-    watch.fail_from_peer(cause.clone());
+    health.fail_from_peer(cause.clone());
     let o = &Options::default();
     assert_eq!(lane.send(o, DType::F32, &[0; 3], 77), Err(cause.clone()));
     assert_eq!(lane.all_to_all(o, DType::F32, Io::InPlace(&mut [0; 16])), Err(cause));
@@ -242,14 +242,14 @@ fn a_poisoned_group_raises_its_first_cause_even_for_bad_arguments() {
 #[test]
 fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let first = Error::Aborted("the user gave up".into());
-    let Fixture { mut lane, watch, .. } = recorder(Some(Error::System("stream closed".into())));
+    let Fixture { mut lane, health, .. } = recorder(Some(Error::System("stream closed".into())));
     let listened = Arc::new(Mutex::new(Vec::new()));
     let heard = listened.clone();
-    watch.on_failure(move |error| heard.lock().unwrap().push(error.clone()));
-    // The cause arrives while the operation runs, after the lane's own look at the watch: hence `perform`, not `barrier`.
-    watch.fail_from_peer(first.clone());
+    health.on_failure(move |error| heard.lock().unwrap().push(error.clone()));
+    // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
+    health.fail_from_peer(first.clone());
     let says = lane.next(Kind::Barrier, DType::U8, 0);
-    let error = lane.perform(&Options::default(), says, 0, |collective, call| collective.barrier(call)).unwrap_err();
+    let error = lane.perform(&Options::default(), says, 0, |collective, cx| collective.barrier(cx)).unwrap_err();
     assert_eq!(error, first);
     assert!(listened.lock().unwrap().is_empty(), "a peer's cause is not reported back");
 }

@@ -17,7 +17,7 @@ fn world<T: Send>(size: usize, body: impl Fn(usize, &mut Lane) -> T + Sync) -> V
             .map(|(rank, mesh)| {
                 scope.spawn(move || {
                     let net = Box::new(Net::new(mesh));
-                    let mut lane = Lane::new(net, Watch::local(rank, size), Arc::default(), 1, 2, SOON);
+                    let mut lane = Lane::new(net, GroupHealth::local(rank, size), Arc::default(), 1, 2, SOON);
                     body(rank, &mut lane)
                 })
             })

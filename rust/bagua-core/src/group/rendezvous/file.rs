@@ -13,7 +13,7 @@ use super::super::handshake::random;
 use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer};
 use super::{check, late};
 use crate::error::{Error, Result};
-use crate::sync::Deadline;
+use crate::wait::Deadline;
 
 /// First bytes of every file.
 const MAGIC: [u8; 4] = *b"BGrv";
@@ -24,7 +24,7 @@ const LIMIT: u64 = 64 << 20;
 /// Spreads addresses through files beside `path` on a file system that all ranks share.
 ///
 /// # Errors
-/// `Timeout` naming the missing ranks, `Mismatch` when world sizes differ or two processes claim one rank, `Value` for a rank
+/// `Timeout` naming the missing ranks, `Mismatch` when world sizes differ or two processes claim one rank, `InvalidArgument` for a rank
 /// that makes no sense, `System` when the files cannot be written.
 pub fn rendezvous_file(
     path: &Path,
@@ -35,7 +35,7 @@ pub fn rendezvous_file(
 ) -> Result<Vec<Vec<u8>>> {
     check(rank, world_size)?;
     if address.len() > FRAME_LIMIT {
-        return Err(Error::Value(format!("an address of {} bytes", address.len())));
+        return Err(Error::InvalidArgument(format!("an address of {} bytes", address.len())));
     }
     let board = Board { path, rank, world_size, deadline: Deadline::after(timeout) };
     if rank == 0 { board.lead(address) } else { board.follow(address) }

@@ -1,8 +1,8 @@
 //! Spreading the addresses, for callers that have nothing of their own to do it with.
 
-mod desk;
+mod client;
 mod file;
-mod tcp;
+mod server;
 #[cfg(test)]
 mod tests;
 mod tree;
@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use tokio::runtime::Runtime;
 
-pub use desk::RendezvousServer;
+pub use client::{rendezvous_at, rendezvous_tcp};
 pub use file::rendezvous_file;
-pub use tcp::{rendezvous_at, rendezvous_tcp};
+pub use server::RendezvousServer;
 
 use super::handshake::Key;
 use super::wire::FRAME_LIMIT;
@@ -48,7 +48,7 @@ pub fn local_address_towards(host: &str, port: u16) -> Result<IpAddr> {
 
 fn check(rank: usize, world_size: usize) -> Result<()> {
     if rank >= world_size || u32::try_from(world_size).is_err() {
-        return Err(Error::Value(format!("rank {rank} in a world of {world_size} ranks")));
+        return Err(Error::InvalidArgument(format!("rank {rank} in a world of {world_size} ranks")));
     }
     Ok(())
 }
@@ -57,7 +57,7 @@ fn check(rank: usize, world_size: usize) -> Result<()> {
 fn check_all(rank: usize, world_size: usize, address: &[u8]) -> Result<()> {
     check(rank, world_size)?;
     if address.len() > FRAME_LIMIT {
-        return Err(Error::Value(format!("an address of {} bytes", address.len())));
+        return Err(Error::InvalidArgument(format!("an address of {} bytes", address.len())));
     }
     Ok(())
 }

@@ -8,9 +8,9 @@ use tokio::time::Instant;
 
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
 use super::super::wire::RANKS_LIMIT;
-use super::desk::Registration;
+use super::client::register;
 use super::rendezvous_tcp;
-use super::tcp::register;
+use super::server::Registration;
 use super::tree::{Absent, Answer, FAN, children, direction, fetch, list, parent};
 use crate::error::{Error, Result};
 

@@ -140,7 +140,7 @@ pub(super) fn place(text: &str) -> Result<SocketAddr, Garbled> {
 
 /// What ends a wait for news.
 pub(super) enum Heard<T> {
-    News(T),
+    Outcome(T),
     /// The other end asks for them now.
     Question,
     /// It hung up, or there will be no news.
@@ -151,7 +151,7 @@ pub(super) enum Heard<T> {
 pub(super) async fn news<T: Clone>(stream: &mut TcpStream, published: &mut watch::Receiver<Option<T>>) -> Heard<T> {
     tokio::select! {
         news = published.wait_for(Option::is_some) => {
-            news.ok().and_then(|news| news.clone()).map_or(Heard::End, Heard::News)
+            news.ok().and_then(|news| news.clone()).map_or(Heard::End, Heard::Outcome)
         }
         said = stream.read_u8() => if said.is_ok() { Heard::Question } else { Heard::End },
     }
@@ -252,7 +252,7 @@ async fn attend(
         }
     };
     handshake::welcome(&mut stream).await.ok()?;
-    let Heard::News(list) = news(&mut stream, &mut published).await else { return None };
+    let Heard::Outcome(list) = news(&mut stream, &mut published).await else { return None };
     stream.write_all(&list).await.ok()?;
     stream.shutdown().await.ok()?;
     Some(child)

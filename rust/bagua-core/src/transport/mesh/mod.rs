@@ -4,17 +4,17 @@
 //! the thread that called it, and sleeps when none can move.
 
 mod chunk;
-mod flow;
+mod endpoint;
 mod plan;
 
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Broken, Call, Incoming, Outgoing, Readiness, Transport};
+use super::{Broken, Incoming, OpContext, Outgoing, Readiness, Transport};
 use crate::error::{Error, Result};
-use crate::sync::{Doorbell, SLICE};
-use flow::{Flow, Tally, Trouble};
+use crate::wait::{Doorbell, SLICE};
+use endpoint::{ByteCounts, Endpoint, PeerFault};
 pub(crate) use plan::Plan;
 use plan::{Listed, Lists};
 use std::sync::atomic::Ordering::Relaxed;
@@ -27,7 +27,7 @@ const SPIN: Duration = Duration::from_micros(30);
 /// has nothing that wakes.
 const NAPS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 
-/// Sweeps that may move bytes before the watch and the deadline are looked at, although nothing had to be waited for.
+/// Sweeps that may move bytes before the health and the deadline are looked at, although nothing had to be waited for.
 const BUSY_SWEEPS: u32 = 64;
 
 /// Where an exchange stands in an operation that takes several.
@@ -48,7 +48,7 @@ pub struct Mesh {
     /// Group rank of every index.
     members: Vec<usize>,
     /// The streams to every index, and what is under way on them.
-    flows: Vec<Flow>,
+    endpoints: Vec<Endpoint>,
     /// Rung by peers whose links say [`Readiness::Doorbell`].
     bell: Option<Doorbell>,
     /// Indices with something under way, beginning after the own one so that ranks do not all start with rank 0.
@@ -92,8 +92,8 @@ impl Mesh {
             assert!(bell.is_some() || !rings, "a link that rings needs a bell");
         }
         let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
-        let flows = bundles.into_iter().enumerate().map(|(peer, bundle)| Flow::new(peer, bundle)).collect();
-        Mesh { rank, members, flows, bell, active: Vec::new(), missing: Vec::new(), lists }
+        let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
+        Mesh { rank, members, endpoints, bell, active: Vec::new(), missing: Vec::new(), lists }
     }
 
     /// Own index.
@@ -108,17 +108,17 @@ impl Mesh {
 
     /// Name of the transport to every index; "self" for the own one.
     pub fn names(&self) -> Vec<&'static str> {
-        self.flows.iter().map(|flow| flow.name().unwrap_or("self")).collect()
+        self.endpoints.iter().map(|endpoint| endpoint.name().unwrap_or("self")).collect()
     }
 
     /// Sends and receives all messages; peers are indices of the mesh. Those to one peer are matched in the order given. A header
     /// is checked against what the message must be before a byte of its body is used.
     ///
     /// # Errors
-    /// The first cause of the watch; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. `Value`, with the streams
+    /// The first cause of the health; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. `InvalidArgument`, with the streams
     /// intact, for a message to or from this rank itself.
-    pub fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.exchange_step(call, Step::default(), sends, recvs)
+    pub fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.exchange_step(cx, Step::default(), sends, recvs)
     }
 
     /// [`Mesh::exchange`] with peers that may be seen to do something else: `elsewhere` is asked for what, when nothing moves.
@@ -127,12 +127,12 @@ impl Mesh {
     /// As [`Mesh::exchange`].
     pub fn exchange_unless(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         sends: &[Outgoing<'_>],
         recvs: &mut [Incoming<'_>],
         elsewhere: &dyn Fn(usize) -> Option<String>,
     ) -> Result<()> {
-        self.run_listed(call, Step::default(), sends, recvs, elsewhere)
+        self.run_listed(cx, Step::default(), sends, recvs, elsewhere)
     }
 
     /// [`Mesh::exchange`] as one step of an operation that takes several.
@@ -141,17 +141,17 @@ impl Mesh {
     /// As [`Mesh::exchange`].
     pub fn exchange_step(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         step: Step,
         sends: &[Outgoing<'_>],
         recvs: &mut [Incoming<'_>],
     ) -> Result<()> {
-        self.run_listed(call, step, sends, recvs, &|_| None)
+        self.run_listed(cx, step, sends, recvs, &|_| None)
     }
 
     fn run_listed(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         step: Step,
         sends: &[Outgoing<'_>],
         recvs: &mut [Incoming<'_>],
@@ -159,7 +159,11 @@ impl Mesh {
     ) -> Result<()> {
         let peers = sends.iter().map(|m| m.peer).chain(recvs.iter().map(|m| m.peer));
         if let Some(bad) = peers.into_iter().find(|peer| *peer == self.rank || *peer >= self.size()) {
-            return Err(Error::Value(format!("rank {} of {} cannot exchange with {bad}", self.rank, self.size())));
+            return Err(Error::InvalidArgument(format!(
+                "rank {} of {} cannot exchange with {bad}",
+                self.rank,
+                self.size()
+            )));
         }
         let (mut lists, mut begun) = std::mem::take(&mut self.lists);
         for (to, from) in &mut lists {
@@ -176,7 +180,7 @@ impl Mesh {
         };
         let step = Step { total: step.total.max(step.before + here), ..step };
         let mut plan = Listed { sends, recvs, lists, begun, step, elsewhere };
-        let outcome = self.run(call, &mut plan);
+        let outcome = self.run(cx, &mut plan);
         self.lists = (plan.lists, plan.begun);
         outcome
     }
@@ -185,90 +189,91 @@ impl Mesh {
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
-    pub(crate) fn run(&mut self, call: &Call<'_>, plan: &mut dyn Plan) -> Result<()> {
+    pub(crate) fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
         self.active.clear();
         let n = self.size();
         for peer in (1..n).map(|distance| (self.rank + distance) % n) {
-            self.flows[peer].begin(plan);
-            if !self.flows[peer].is_done() {
+            self.endpoints[peer].begin(plan);
+            if !self.endpoints[peer].is_done() {
                 self.active.push(peer);
             }
         }
         let counts_sends = self.active.iter().all(|peer| plan.counts(*peer).1 == 0);
         let (before, total) = plan.progress();
-        let mut drive = Drive { call, before, total, tally: Tally::default(), counts_sends, idle: None, naps: 0 };
-        let outcome = self.drive(&mut drive, plan);
+        let mut transfer =
+            Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, naps: 0 };
+        let outcome = self.transfer(&mut transfer, plan);
         for peer in (0..n).filter(|peer| *peer != self.rank) {
-            self.flows[peer].end(plan);
+            self.endpoints[peer].end(plan);
         }
-        drive.moved();
-        call.stats.wire_bytes_sent.fetch_add(drive.tally.wire_sent, Relaxed);
-        call.stats.wire_bytes_received.fetch_add(drive.tally.wire_received, Relaxed);
+        transfer.moved();
+        cx.stats.wire_bytes_sent.fetch_add(transfer.counts.wire_sent, Relaxed);
+        cx.stats.wire_bytes_received.fetch_add(transfer.counts.wire_received, Relaxed);
         outcome
     }
 
-    fn drive(&mut self, drive: &mut Drive<'_, '_>, plan: &mut dyn Plan) -> Result<()> {
-        let call = drive.call;
+    fn transfer(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<()> {
+        let cx = transfer.cx;
         let mut busy = 0u32;
         loop {
             // Before the look, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
-            let moved = self.sweep(drive, plan)? | plan.work()?;
+            let moved = self.progress(transfer, plan)? | plan.work()?;
             if self.active.is_empty() && plan.is_done() {
                 return Ok(());
             }
             if moved {
-                drive.moved();
+                transfer.moved();
                 busy = busy.wrapping_add(1);
-                if busy.is_multiple_of(BUSY_SWEEPS) && (call.watch.check().is_err() || call.deadline.passed()) {
-                    self.check(drive, plan)?;
+                if busy.is_multiple_of(BUSY_SWEEPS) && (cx.health.check().is_err() || cx.deadline.passed()) {
+                    self.check(transfer, plan)?;
                 }
-            } else if drive.idle_for() < SPIN {
+            } else if transfer.idle_for() < SPIN {
                 std::hint::spin_loop();
-            } else if let Err(error) = self.check(drive, plan) {
+            } else if let Err(error) = self.check(transfer, plan) {
                 // A peer may have sent its part and left, or gone on, between the look and the check: look once more before blaming
                 // it.
-                let ended = call.watch.check().is_err() || call.deadline.passed();
-                if ended || !self.sweep(drive, plan)? {
+                let ended = cx.health.check().is_err() || cx.deadline.passed();
+                if ended || !self.progress(transfer, plan)? {
                     return Err(error);
                 }
-                drive.moved();
+                transfer.moved();
             } else {
-                self.sleep(drive, rings);
+                self.sleep(transfer, rings);
             }
         }
     }
 
-    /// Moves what can be moved with every peer; true when anything did. Goes to all of them before it reports trouble with
+    /// Moves what can be moved with every peer; true when anything did. Goes to all of them before it reports fault with
     /// one, so that each has this rank's header when this rank gives up.
-    fn sweep(&mut self, drive: &mut Drive<'_, '_>, plan: &mut dyn Plan) -> Result<bool> {
+    fn progress(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<bool> {
         let mut any = false;
         let mut lost: Option<(usize, Broken)> = None;
         let mut mismatch: Option<(usize, String)> = None;
         for &peer in &self.active {
-            match self.flows[peer].step(plan, &mut drive.tally) {
+            match self.endpoints[peer].step(plan, &mut transfer.counts) {
                 Ok(moved) => any |= moved,
-                Err(Trouble::Lost(broken)) => drop(lost.get_or_insert((peer, broken))),
-                Err(Trouble::Mismatch(theirs)) => drop(mismatch.get_or_insert((peer, theirs))),
+                Err(PeerFault::Lost(broken)) => drop(lost.get_or_insert((peer, broken))),
+                Err(PeerFault::Mismatch(theirs)) => drop(mismatch.get_or_insert((peer, theirs))),
             }
         }
         if let Some((peer, theirs)) = mismatch {
-            return Err(drive.call.mismatch(self.members[peer], &theirs));
+            return Err(transfer.cx.mismatch(self.members[peer], &theirs));
         }
         if let Some((peer, Broken(how))) = lost {
-            let error = drive.call.watch.stream_lost(self.members[peer], &how);
-            return Err(error.during(drive.call.progress(drive.done(), drive.total)));
+            let error = transfer.cx.health.attribute_disconnect(self.members[peer], &how);
+            return Err(error.during(transfer.cx.progress(transfer.done(), transfer.total)));
         }
         if any {
-            self.active.retain(|peer| !self.flows[*peer].is_done());
+            self.active.retain(|peer| !self.endpoints[*peer].is_done());
         }
         Ok(any)
     }
 
-    /// Looks at the watch, the deadline, and whether a peer does something else. Missing are those who owe something, or have something to send, or, if nobody has, to
+    /// Looks at the health, the deadline, and whether a peer does something else. Missing are those who owe something, or have something to send, or, if nobody has, to
     /// receive.
-    fn check(&mut self, drive: &Drive<'_, '_>, plan: &dyn Plan) -> Result<()> {
-        let senders = || self.active.iter().filter(|peer| self.flows[**peer].wants_to_recv());
+    fn check(&mut self, transfer: &Transfer<'_, '_>, plan: &dyn Plan) -> Result<()> {
+        let senders = || self.active.iter().filter(|peer| self.endpoints[**peer].wants_to_recv());
         self.missing.clear();
         self.missing.extend(senders().filter(|peer| plan.owes(**peer)).map(|peer| self.members[*peer]));
         if self.missing.is_empty() {
@@ -278,19 +283,19 @@ impl Mesh {
             self.missing.extend(self.active.iter().map(|peer| self.members[*peer]));
         }
         self.missing.sort_unstable();
-        drive.call.check(&self.missing, drive.done(), drive.total)?;
+        transfer.cx.check(&self.missing, transfer.done(), transfer.total)?;
         match self.active.iter().find_map(|peer| Some((*peer, plan.elsewhere(*peer)?))) {
-            Some((peer, theirs)) => Err(drive.call.mismatch(self.members[peer], &theirs)),
+            Some((peer, theirs)) => Err(transfer.cx.mismatch(self.members[peer], &theirs)),
             None => Ok(()),
         }
     }
 
-    /// Sleeps until a link may move bytes again, or it is time to look at the watch. `rings` was read before the last look.
-    fn sleep(&self, drive: &mut Drive<'_, '_>, rings: u32) {
+    /// Sleeps until a link may move bytes again, or it is time to look at the health. `rings` was read before the last look.
+    fn sleep(&self, transfer: &mut Transfer<'_, '_>, rings: u32) {
         let mut descriptors = Vec::with_capacity(self.active.len());
         let (mut rung, mut napping) = (false, false);
         for &peer in &self.active {
-            for (readiness, recv, send) in self.flows[peer].waits() {
+            for (readiness, recv, send) in self.endpoints[peer].waits() {
                 match readiness {
                     Readiness::Doorbell => rung = true,
                     Readiness::Nap => napping = true,
@@ -304,11 +309,11 @@ impl Mesh {
             }
         }
         let mixed = rung && (napping || !descriptors.is_empty());
-        let longest = if mixed || napping { drive.nap() } else { SLICE };
-        let timeout = longest.min(drive.call.deadline.left());
+        let longest = if mixed || napping { transfer.nap() } else { SLICE };
+        let timeout = longest.min(transfer.cx.deadline.left());
         match &self.bell {
             // In a mixed mesh one nap in two is for the bell.
-            Some(bell) if rung && (!mixed || drive.naps.is_multiple_of(2)) => bell.wait(rings, timeout),
+            Some(bell) if rung && (!mixed || transfer.naps.is_multiple_of(2)) => bell.wait(rings, timeout),
             _ => {
                 let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
                 // Ready, timed out or interrupted: the caller looks again in any case.
@@ -319,12 +324,12 @@ impl Mesh {
 }
 
 /// One exchange under way.
-struct Drive<'a, 'c> {
-    call: &'a Call<'c>,
+struct Transfer<'a, 'c> {
+    cx: &'a OpContext<'c>,
     /// Bytes that arrived in earlier runs of the operation, and that arrive in all.
     before: u64,
     total: u64,
-    tally: Tally,
+    counts: ByteCounts,
     /// Nothing is received, so progress is what was sent.
     counts_sends: bool,
     /// Since when nothing has moved.
@@ -333,9 +338,9 @@ struct Drive<'a, 'c> {
     naps: u32,
 }
 
-impl Drive<'_, '_> {
+impl Transfer<'_, '_> {
     fn done(&self) -> u64 {
-        self.before + if self.counts_sends { self.tally.sent } else { self.tally.received }
+        self.before + if self.counts_sends { self.counts.sent } else { self.counts.received }
     }
 
     fn idle_for(&mut self) -> Duration {
@@ -346,7 +351,7 @@ impl Drive<'_, '_> {
     fn moved(&mut self) {
         self.naps = 0;
         if let Some(since) = self.idle.take() {
-            self.call.stats.add_wait(since.elapsed());
+            self.cx.stats.add_wait(since.elapsed());
         }
     }
 

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use super::ranges::share;
+use super::direct::{Cut, Place, Results, Shares, fold};
+use super::partition::share;
 use super::ring::Ring;
-use super::shares::{Cut, Place, Results, Shares, fold};
 use super::staged::Staged;
 use super::{Net, slots};
-use crate::collective::{Call, Chunks, Collective, Incoming, Io, Outgoing, Stages};
+use crate::collective::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
 use crate::error::Result;
 use crate::transport::Mesh;
 use crate::types::ReduceOp;
@@ -47,13 +47,13 @@ impl Net {
     /// Root, or every rank where there is none, gets all tensors whole and combines them.
     pub(super) fn reduce_whole(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         io: Io<'_>,
         op: ReduceOp,
         root: Option<usize>,
     ) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = call.fingerprint;
+        let fingerprint = cx.fingerprint;
         let combines = root.is_none_or(|root| root == rank);
         let (src, dst) = match io {
             Io::InPlace(data) if combines => (None, data),
@@ -69,12 +69,12 @@ impl Net {
             let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
             recvs.extend(others.map(|(peer, data)| Incoming { peer, fingerprint, data }));
         }
-        self.mesh.exchange(call, &sends, &mut recvs)?;
+        self.mesh.exchange(cx, &sends, &mut recvs)?;
         drop(recvs);
         if combines {
             let inputs: Vec<_> =
                 landing.iter().enumerate().map(|(peer, slot)| if peer == rank { src } else { Some(&**slot) }).collect();
-            fold(call, op, &inputs, dst);
+            fold(cx, op, &inputs, dst);
         }
         Ok(())
     }
@@ -87,27 +87,27 @@ impl Net {
     }
 
     /// Every rank combines everything.
-    pub(super) fn reduce_everywhere(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
             Io::InPlace(data) => Place::Whole(data),
             Io::Split { src, dst } => Place::Two(src, dst),
         };
         let shares = vec![0..place.len(); self.size()];
-        self.run_shares(call, op, place, shares, Results::Kept)
+        self.run_shares(cx, op, place, shares, Results::Kept)
     }
 
     /// Each rank combines its share of the elements and sends the result to all.
-    pub(super) fn reduce_shares(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_shares(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
             Io::InPlace(data) => Place::Whole(data),
             Io::Split { src, dst } => Place::Two(src, dst),
         };
-        let shares = self.shares(place.len(), call.dtype().size());
-        self.run_shares(call, op, place, shares, Results::All)
+        let shares = self.shares(place.len(), cx.dtype().size());
+        self.run_shares(cx, op, place, shares, Results::All)
     }
 
     /// Each rank combines its share of the elements and sends the result to root; of two ranks root combines everything.
-    pub(super) fn reduce_to(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+    pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let len = match &io {
             Io::InPlace(data) => data.len(),
@@ -116,7 +116,7 @@ impl Net {
         let shares = if n == 2 {
             (0..n).map(|owner| 0..if owner == root { len } else { 0 }).collect()
         } else {
-            self.shares(len, call.dtype().size())
+            self.shares(len, cx.dtype().size())
         };
         // A rank that gets nothing has no other place for what it combines.
         let mut kept = vec![0; if rank == root { 0 } else { shares[rank].len() }];
@@ -126,56 +126,56 @@ impl Net {
             Io::InPlace(data) => Place::Share(data, &mut kept),
             Io::Split { src, .. } => Place::Share(src, &mut kept),
         };
-        self.run_shares(call, op, place, shares, Results::Root(root))
+        self.run_shares(cx, op, place, shares, Results::Root(root))
     }
 
     /// Each rank combines its own chunk of all tensors.
-    pub(super) fn reduce_chunks(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
             Io::InPlace(data) => Place::Whole(data),
             Io::Split { src, dst } => Place::Share(src, dst),
         };
-        let shares = self.shares(place.len(), call.dtype().size());
-        self.run_shares(call, op, place, shares, Results::Kept)
+        let shares = self.shares(place.len(), cx.dtype().size());
+        self.run_shares(cx, op, place, shares, Results::Kept)
     }
 
     /// all_reduce in place of a tensor that becomes ready chunk by chunk; `everywhere` as [`Net::reduce_everywhere`] does it, otherwise
     /// as [`Net::reduce_shares`].
     pub(super) fn reduce_in_stages(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         data: &mut [u8],
         op: ReduceOp,
         (chunks, stages): (Chunks, &mut dyn Stages),
         everywhere: bool,
     ) -> Result<()> {
-        let (mesh, mut plan) = self.stage(call, data, op, (chunks, stages), everywhere);
-        mesh.run(call, &mut plan)
+        let (mesh, mut plan) = self.stage(cx, data, op, (chunks, stages), everywhere);
+        mesh.run(cx, &mut plan)
     }
 
     /// What of that travels, and what carries it.
     pub(super) fn stage<'a, 'c>(
         &'a mut self,
-        call: &'a Call<'c>,
+        cx: &'a OpContext<'c>,
         data: &'a mut [u8],
         op: ReduceOp,
         (chunks, stages): (Chunks, &'a mut dyn Stages),
         everywhere: bool,
     ) -> (&'a mut Mesh, Staged<'a, 'c>) {
-        let (n, size) = (self.size(), call.dtype().size());
+        let (n, size) = (self.size(), cx.dtype().size());
         let shares = |len| if everywhere { vec![0..len; n] } else { self.shares(len, size) };
         let count = chunks.count();
         let (full, last) = (shares(chunks.range(0).len()), shares(chunks.range(count - 1).len()));
         let cut = Cut { chunk: chunks.each, chunks: count, piece: piece(longest(&full)), shares: full, last };
         let results = if everywhere { Results::Kept } else { Results::All };
-        let (mesh, mut shares) = self.prepare(call, op, Place::Whole(data), cut, results);
+        let (mesh, mut shares) = self.prepare(cx, op, Place::Whole(data), cut, results);
         shares.ready = 0;
         (mesh, Staged::new(shares, chunks, stages))
     }
 
     fn run_shares(
         &mut self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         op: ReduceOp,
         place: Place<'_>,
         shares: Vec<Range<usize>>,
@@ -183,16 +183,16 @@ impl Net {
     ) -> Result<()> {
         let piece = piece(longest(&shares));
         let cut = Cut::whole(place.len(), shares, piece);
-        let (mesh, mut plan) = self.prepare(call, op, place, cut, results);
+        let (mesh, mut plan) = self.prepare(cx, op, place, cut, results);
         // For a rank that is alone.
         plan.fold();
-        mesh.run(call, &mut plan)
+        mesh.run(cx, &mut plan)
     }
 
     /// What travels, and what carries it.
     fn prepare<'a, 'c>(
         &'a mut self,
-        call: &'a Call<'c>,
+        cx: &'a OpContext<'c>,
         op: ReduceOp,
         place: Place<'a>,
         cut: Cut,
@@ -208,7 +208,7 @@ impl Net {
         let waits_for_sending = overlap && matches!(place, Place::Whole(_));
         let pieces = cut.before(rank, cut.chunks);
         let shares = Shares {
-            call,
+            cx,
             op,
             rank,
             results,
@@ -228,15 +228,15 @@ impl Net {
     }
 
     /// Sums go round a ring. `data` are this rank's values.
-    pub(super) fn reduce_ring(&mut self, call: &Call<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let n = self.size();
-        let shares = self.shares(data.len(), call.dtype().size());
+        let shares = self.shares(data.len(), cx.dtype().size());
         let longest = longest(&shares);
         let piece = piece(longest);
         let pieces = longest.div_ceil(piece).max(1);
         let window = window(piece, (n - 1) * pieces);
         let mut plan = Ring {
-            call,
+            cx,
             op,
             rank: self.mesh.rank(),
             shares,
@@ -251,7 +251,7 @@ impl Net {
             begun: 0,
         };
         plan.arrived = vec![false; plan.messages()];
-        self.mesh.run(call, &mut plan)
+        self.mesh.run(cx, &mut plan)
     }
 }
 

@@ -9,7 +9,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
-use super::desk::{Registration, RendezvousServer};
+use super::server::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Relay};
 use super::{PAUSE, check_all, key, late, runtime};
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ const WHO_IS_MISSING: u8 = b'?';
 ///
 /// # Errors
 /// `Timeout` naming the missing ranks; `System` for a wrong secret or an address that cannot be used; `Mismatch` when world
-/// sizes differ or two processes claim one rank (the second hears it); `Value` for a rank or port that makes no sense.
+/// sizes differ or two processes claim one rank (the second hears it); `InvalidArgument` for a rank or port that makes no sense.
 pub fn rendezvous_tcp(
     server: (&str, u16),
     rank: usize,
@@ -40,7 +40,7 @@ pub fn rendezvous_tcp(
     }
     let (host, port) = server;
     if port == 0 {
-        return Err(Error::Value("port 0 is no place for other ranks to find".to_owned()));
+        return Err(Error::InvalidArgument("port 0 is no place for other ranks to find".to_owned()));
     }
     if rank > 0 {
         return visit(server, false, rank, world_size, address, secret, timeout);
@@ -69,7 +69,7 @@ pub fn rendezvous_at(
 ) -> Result<Vec<Vec<u8>>> {
     check_all(rank, world_size, address)?;
     if rank == 0 {
-        return Err(Error::Value("rank 0 serves the rendezvous".to_owned()));
+        return Err(Error::InvalidArgument("rank 0 serves the rendezvous".to_owned()));
     }
     visit((&server.ip().to_string(), server.port()), true, rank, world_size, address, secret, timeout)
 }

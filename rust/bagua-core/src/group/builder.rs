@@ -18,18 +18,18 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
+use super::connection::{Absent, ConnKey, DataConn, Socket};
 use super::control::{Control, Dial};
-use super::fork::{Home, Mark};
+use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::{Purpose, digest};
-use super::line::{Absent, Plain, Plug, Seat};
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{Call, Collective, Hier, Incoming, Io, Net, Outgoing, Shm, Solo};
+use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo};
 use crate::error::{Error, Progress, Result};
+use crate::health::GroupHealth;
 use crate::memory::{Arena, Registry, SharedArena, part_stride};
-use crate::sync::{Deadline, SLICE};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::types::ReduceOp;
-use crate::watch::Watch;
+use crate::wait::{Deadline, SLICE};
 
 /// `index` of the streams between all ranks.
 const FLAT: u32 = 0;
@@ -50,9 +50,9 @@ const NUMBER: u32 = 8;
 const SEGMENT: u8 = b'M';
 
 /// What a lane is built from.
-pub(super) struct Builder<'a> {
+pub(super) struct LaneBuilder<'a> {
     pub(super) control: &'a Arc<Control>,
-    pub(super) watch: &'a Arc<Watch>,
+    pub(super) health: &'a Arc<GroupHealth>,
     /// Id of the group.
     pub(super) group: u64,
     /// "lane" or "arena", for error texts.
@@ -70,10 +70,10 @@ pub(super) struct Builder<'a> {
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
-impl Builder<'_> {
+impl LaneBuilder<'_> {
     /// The collective for this group, connected.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let (rank, size) = (self.watch.rank(), self.watch.size());
+        let (rank, size) = (self.health.rank(), self.health.size());
         if size == 1 {
             return Ok(Box::new(Solo::new()));
         }
@@ -84,12 +84,12 @@ impl Builder<'_> {
             None
         };
         let shm = |arena| Shm::new(arena, local, host.to_vec()).map(|shm| shm.knowing(Arc::clone(self.registry)));
-        let mut marks: Vec<Mark> = arena.iter().map(|arena| Mark::new(&arena.fd())).collect();
+        let mut fork_fds: Vec<ForkFd> = arena.iter().map(|arena| ForkFd::new(&arena.fd())).collect();
         let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
             Box::new(shm(Arc::clone(arena))?)
         } else {
             let far: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
-            let streams = self.streams(&far, FLAT, &mut marks)?;
+            let streams = self.streams(&far, FLAT, &mut fork_fds)?;
             if self.hosts.iter().all(|host| host.len() == 1) {
                 Box::new(self.mesh((0..size).collect(), streams, None))
             } else {
@@ -101,7 +101,7 @@ impl Builder<'_> {
                 let leaders: Vec<usize> = self.hosts.iter().map(|host| host[0]).collect();
                 let inter: Option<Box<dyn Collective>> = if leaders.contains(&rank) {
                     let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
-                    let streams = self.streams(&others, LEADERS, &mut marks)?;
+                    let streams = self.streams(&others, LEADERS, &mut fork_fds)?;
                     Some(Box::new(self.mesh(leaders, streams, None)))
                 } else {
                     None
@@ -109,12 +109,12 @@ impl Builder<'_> {
                 Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
             }
         };
-        Ok(Box::new(AtHome { marks, inner: Some(inner), home: self.control.plane.home }))
+        Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
     }
 
     /// The ranks of this rank's host, and which of them it is.
     fn host(&self) -> Result<(&[usize], usize)> {
-        let rank = self.watch.rank();
+        let rank = self.health.rank();
         let place = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().find_map(|host| place(host).map(|at| (host.as_slice(), at)));
         found.ok_or_else(|| Error::System("this rank is on no host of its group".to_owned()))
@@ -125,16 +125,16 @@ impl Builder<'_> {
         let (host, local) = self.host()?;
         let whole = part_stride(len, host.len())? * host.len();
         if host.len() == 1 {
-            return SharedArena::private(len, self.watch.world_rank(self.watch.rank()), self.registry);
+            return SharedArena::private(len, self.health.world_rank(self.health.rank()), self.registry);
         }
-        let ranks = host.iter().map(|member| self.watch.world_rank(*member)).collect();
+        let ranks = host.iter().map(|member| self.health.world_rank(*member)).collect();
         let file = self.memory(host, ARENA, label, whole)?;
         SharedArena::shared(file, arena_id(self.group, self.channel), ranks, local, len, self.registry)
     }
 
     /// A mesh of some members of the group: shared memory where there is some, streams otherwise.
     fn mesh(&self, members: Vec<usize>, mut streams: Streams, near: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
-        let rank = self.watch.rank();
+        let rank = self.health.rank();
         let mut bell = None;
         if let Some((arena, local, host)) = near {
             let (links, own) = spare_links(arena, local, host.len());
@@ -147,8 +147,8 @@ impl Builder<'_> {
         Net::new(Mesh::bundled(place, members, bundles, bell)).with(self.control.plane.config.algorithm)
     }
 
-    fn seat(&self, peer: usize, purpose: Purpose, index: u32) -> Seat {
-        Seat { purpose, group: self.group, channel: self.channel, index, from: self.watch.world_rank(peer) }
+    fn seat(&self, peer: usize, purpose: Purpose, index: u32) -> ConnKey {
+        ConnKey { purpose, group: self.group, channel: self.channel, index, from: self.health.world_rank(peer) }
     }
 
     /// Connects to a lower group rank. What is returned must be waited for.
@@ -157,8 +157,8 @@ impl Builder<'_> {
         peer: usize,
         purpose: Purpose,
         index: u32,
-    ) -> std::sync::mpsc::Receiver<std::result::Result<Plain, String>> {
-        let (to, group, channel) = (self.watch.world_rank(peer), self.group, self.channel);
+    ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, String>> {
+        let (to, group, channel) = (self.health.world_rank(peer), self.group, self.channel);
         self.control.dial_lane(Dial { to, purpose, group, channel, index }, Instant::now() + self.deadline.left())
     }
 
@@ -166,13 +166,13 @@ impl Builder<'_> {
     fn dialled(
         &self,
         peer: usize,
-        answer: &std::sync::mpsc::Receiver<std::result::Result<Plain, String>>,
-    ) -> Result<Plain> {
+        answer: &std::sync::mpsc::Receiver<std::result::Result<DataConn, String>>,
+    ) -> Result<DataConn> {
         loop {
             match answer.recv_timeout(SLICE) {
-                Ok(Ok(plain)) => return Ok(plain),
+                Ok(Ok(data_conn)) => return Ok(data_conn),
                 Ok(Err(how)) => {
-                    let rank = self.watch.world_rank(peer);
+                    let rank = self.health.world_rank(peer);
                     return Err(Error::System(format!("connecting a lane to rank {rank}: {how}")));
                 }
                 Err(RecvTimeoutError::Timeout) => self.look(peer)?,
@@ -186,35 +186,35 @@ impl Builder<'_> {
 
     /// The error that ends a wait for a peer, if there is one.
     fn look(&self, peer: usize) -> Result<()> {
-        self.watch.check()?;
-        if self.watch.has_departed(peer) {
-            return Err(self.watch.stream_lost(peer, "it left the group"));
+        self.health.check()?;
+        if self.health.has_departed(peer) {
+            return Err(self.health.attribute_disconnect(peer, "it left the group"));
         }
         if self.deadline.passed() { Err(self.late(peer)) } else { Ok(()) }
     }
 
     fn late(&self, peer: usize) -> Error {
         let what = format!("opening {} {} of the group", self.what, self.channel);
-        self.watch.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
+        self.health.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
     }
 
     /// Waits for a connection from a higher group rank.
-    fn awaited(&self, peer: usize, purpose: Purpose, index: u32) -> Result<Plain> {
+    fn awaited(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
         let seat = self.seat(peer, purpose, index);
-        self.control.plane.room.take(&seat, peer, &self.deadline, self.watch).map_err(|absent| match absent {
+        self.control.plane.room.take(&seat, peer, &self.deadline, self.health).map_err(|absent| match absent {
             Absent::Late => self.late(peer),
             Absent::Ended => self.look(peer).err().unwrap_or_else(|| self.late(peer)),
         })
     }
 
     /// The streams to each of these group ranks.
-    fn streams(&self, peers: &[usize], index: u32, marks: &mut Vec<Mark>) -> Result<Streams> {
+    fn streams(&self, peers: &[usize], index: u32, fork_fds: &mut Vec<ForkFd>) -> Result<Streams> {
         let addresses = &self.control.plane.book()?.addresses;
-        let asks = |peer: usize| addresses[self.watch.world_rank(peer)].streams;
-        let own = asks(self.watch.rank());
+        let asks = |peer: usize| addresses[self.health.world_rank(peer)].streams;
+        let own = asks(self.health.rank());
         let both = |peer: usize| u32::from(own.min(asks(peer)).max(1));
         let numbers = |peer: usize| (0..both(peer)).map(move |number| (peer, index | number << NUMBER));
-        let made = self.connect(peers.iter().copied().flat_map(numbers).collect(), marks)?;
+        let made = self.connect(peers.iter().copied().flat_map(numbers).collect(), fork_fds)?;
         let mut streams = Streams::new();
         for (peer, stream) in made {
             let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a stream of data", e))?;
@@ -224,8 +224,8 @@ impl Builder<'_> {
     }
 
     /// One TCP connection for each of these group ranks and indices, in this order.
-    fn connect(&self, wanted: Vec<(usize, u32)>, marks: &mut Vec<Mark>) -> Result<Vec<(usize, TcpStream)>> {
-        let rank = self.watch.rank();
+    fn connect(&self, wanted: Vec<(usize, u32)>, fork_fds: &mut Vec<ForkFd>) -> Result<Vec<(usize, TcpStream)>> {
+        let rank = self.health.rank();
         // All are dialled before the first is waited for.
         let dialling: Vec<_> = wanted
             .into_iter()
@@ -233,14 +233,14 @@ impl Builder<'_> {
             .collect();
         let mut made = Vec::with_capacity(dialling.len());
         for (peer, index, answer) in dialling {
-            let Plain { mark, plug } = match answer {
+            let DataConn { fork_fd, socket } = match answer {
                 Some(answer) => self.dialled(peer, &answer)?,
                 None => self.awaited(peer, Purpose::Stream, index)?,
             };
-            let Plug::Tcp(stream) = plug else {
+            let Socket::Tcp(stream) = socket else {
                 return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
             };
-            marks.push(mark);
+            fork_fds.push(fork_fd);
             made.push((peer, stream));
         }
         Ok(made)
@@ -248,13 +248,13 @@ impl Builder<'_> {
 
     /// Memory that the ranks of this host share: made, with `len` bytes, by the first of them.
     fn memory(&self, host: &[usize], index: u32, label: &str, len: usize) -> Result<Arena> {
-        let rank = self.watch.rank();
+        let rank = self.health.rank();
         let first = host[0];
         if first == rank {
             let arena = Arena::create(label, len)?;
             for peer in &host[1..] {
-                let plain = self.awaited(*peer, Purpose::Segment, index)?;
-                let Plug::Unix(stream) = &plain.plug else {
+                let data_conn = self.awaited(*peer, Purpose::Segment, index)?;
+                let Socket::Unix(stream) = &data_conn.socket else {
                     return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
                 };
                 // A peer that is gone by now is the control plane's to report, with its name.
@@ -262,8 +262,8 @@ impl Builder<'_> {
             }
             return Ok(arena);
         }
-        let plain = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
-        let Plug::Unix(stream) = &plain.plug else {
+        let data_conn = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
+        let Socket::Unix(stream) = &data_conn.socket else {
             return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
         };
         let failed = |e| Error::system("receiving shared memory", e);
@@ -272,7 +272,9 @@ impl Builder<'_> {
             match receive(stream) {
                 Ok(Some(descriptor)) => break descriptor,
                 Ok(None) => {
-                    return Err(self.watch.stream_lost(first, "it closed the connection that shared memory comes by"));
+                    return Err(self
+                        .health
+                        .attribute_disconnect(first, "it closed the connection that shared memory comes by"));
                 }
                 Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {
                     self.look(first)?;
@@ -315,36 +317,36 @@ fn receive(stream: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
 
 /// A collective that works in the process that built it, and is left alone in forked children: its descriptors are closed there
 /// already, so neither may it use them nor may their owners be dropped.
-struct AtHome {
+struct ProcessBound {
     /// Forgotten before the descriptors are closed.
-    marks: Vec<Mark>,
+    fork_fds: Vec<ForkFd>,
     /// Taken only by drop.
     inner: Option<Box<dyn Collective>>,
-    home: Home,
+    owner: OwnerProcess,
 }
 
-impl AtHome {
+impl ProcessBound {
     fn inner(&self) -> &dyn Collective {
         self.inner.as_deref().expect("there until drop")
     }
 
     fn checked(&mut self) -> Result<&mut dyn Collective> {
-        self.home.check()?;
+        self.owner.check()?;
         Ok(self.inner.as_deref_mut().expect("there until drop"))
     }
 }
 
-impl Drop for AtHome {
+impl Drop for ProcessBound {
     fn drop(&mut self) {
-        if self.home.is_here() {
-            self.marks.clear();
+        if self.owner.is_current() {
+            self.fork_fds.clear();
         } else {
             std::mem::forget(self.inner.take());
         }
     }
 }
 
-impl Collective for AtHome {
+impl Collective for ProcessBound {
     fn name(&self) -> &'static str {
         self.inner().name()
     }
@@ -361,43 +363,43 @@ impl Collective for AtHome {
         self.inner().transports()
     }
 
-    fn all_reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.checked()?.all_reduce(call, io, op)
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.checked()?.all_reduce(cx, io, op)
     }
 
-    fn reduce(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.checked()?.reduce(call, io, op, root)
+    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        self.checked()?.reduce(cx, io, op, root)
     }
 
-    fn broadcast(&mut self, call: &Call<'_>, data: &mut [u8], root: usize) -> Result<()> {
-        self.checked()?.broadcast(call, data, root)
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        self.checked()?.broadcast(cx, data, root)
     }
 
-    fn all_gather(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.all_gather(call, io)
+    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
+        self.checked()?.all_gather(cx, io)
     }
 
-    fn gather(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.checked()?.gather(call, io, root)
+    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.checked()?.gather(cx, io, root)
     }
 
-    fn scatter(&mut self, call: &Call<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.checked()?.scatter(call, io, root)
+    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
+        self.checked()?.scatter(cx, io, root)
     }
 
-    fn reduce_scatter(&mut self, call: &Call<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.checked()?.reduce_scatter(call, io, op)
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+        self.checked()?.reduce_scatter(cx, io, op)
     }
 
-    fn all_to_all(&mut self, call: &Call<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.all_to_all(call, io)
+    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
+        self.checked()?.all_to_all(cx, io)
     }
 
-    fn exchange(&mut self, call: &Call<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.checked()?.exchange(call, sends, recvs)
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.checked()?.exchange(cx, sends, recvs)
     }
 
-    fn barrier(&mut self, call: &Call<'_>) -> Result<()> {
-        self.checked()?.barrier(call)
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        self.checked()?.barrier(cx)
     }
 }

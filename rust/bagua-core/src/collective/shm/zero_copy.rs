@@ -1,22 +1,22 @@
 //! Work on all ranks' tensors where they lie, in one arena.
 //!
 //! Every rank reads from, and in a reduction writes to, its peers' memory; the facts that the `unsafe` blocks quote are those of
-//! [`super::run`]. The rank's own tensor is reached through the slice that the caller lent, the peers' through the mapping.
+//! [`super::protocol`]. The rank's own tensor is reached through the slice that the caller lent, the peers' through the mapping.
 
 use std::ops::Range;
 
 use super::others;
 use super::pieces::Timer;
-use super::run::{Offer, Spot};
+use super::protocol::{BufferOffer, Location};
 use super::segment::ALIGN;
-use crate::collective::Call;
+use crate::collective::OpContext;
 use crate::error::{Error, Result};
 use crate::memory::{Finder, SharedArena};
 use crate::reduce::{combine, combine_everywhere};
 use crate::types::ReduceOp;
 
 /// Where a rank's tensor lies.
-pub(super) struct Home {
+pub(super) struct ArenaSlot {
     arena: SharedArena,
     /// In this rank's part.
     offset: usize,
@@ -24,23 +24,23 @@ pub(super) struct Home {
     len: usize,
 }
 
-impl Home {
-    /// The home of a tensor, if it has one.
-    pub(super) fn of(tensor: &[u8], finder: &mut Finder) -> Option<Home> {
-        finder.find(tensor).map(|(arena, offset)| Home { arena, offset, len: tensor.len() })
+impl ArenaSlot {
+    /// The slot of a tensor, if it has one.
+    pub(super) fn of(tensor: &[u8], finder: &mut Finder) -> Option<ArenaSlot> {
+        finder.find(tensor).map(|(arena, offset)| ArenaSlot { arena, offset, len: tensor.len() })
     }
 
     /// What this rank tells the others.
-    pub(super) fn offer(&self) -> Offer {
-        let spot = |arena| Spot { arena, offset: self.offset as u64 };
-        self.arena.id().map_or(Offer::Nowhere, |id| Offer::At(spot(id)))
+    pub(super) fn offer(&self) -> BufferOffer {
+        let location = |arena| Location { arena, offset: self.offset as u64 };
+        self.arena.id().map_or(BufferOffer::Nowhere, |id| BufferOffer::At(location(id)))
     }
 
     /// The tensors of all ranks, each at an offset of its rank's part. Every rank offered a place in this arena, so all come to the
     /// same conclusion here.
-    pub(super) fn tensors(self, call: &Call<'_>, members: &[usize], offsets: &[u64]) -> Result<Tensors> {
+    pub(super) fn tensors(self, cx: &OpContext<'_>, members: &[usize], offsets: &[u64]) -> Result<PeerBuffers> {
         let place = |(member, offset): (&usize, &u64)| {
-            let part = self.arena.part(call.watch.world_rank(*member))?;
+            let part = self.arena.part(cx.health.world_rank(*member))?;
             let begin = part.start.checked_add(usize::try_from(*offset).ok()?)?;
             (begin.checked_add(self.len)? <= part.end).then(|| begin..begin + self.len)
         };
@@ -48,22 +48,22 @@ impl Home {
         let places = places.ok_or_else(|| {
             Error::Mismatch(format!(
                 "{}: a rank says that its tensor lies where no part of the arena is",
-                call.fingerprint
+                cx.fingerprint
             ))
         })?;
-        Ok(Tensors { arena: self.arena, places })
+        Ok(PeerBuffers { arena: self.arena, places })
     }
 }
 
 /// All ranks' tensors, while an operation works on them.
-pub(super) struct Tensors {
+pub(super) struct PeerBuffers {
     /// Keeps the peers' parts mapped.
     arena: SharedArena,
     /// In the arena's memory, by rank on this host; in bounds, and apart from each other.
     places: Vec<Range<usize>>,
 }
 
-impl Tensors {
+impl PeerBuffers {
     fn range(&self, rank: usize, range: Range<usize>) -> Range<usize> {
         let place = &self.places[rank];
         assert!(range.start <= range.end && range.end <= place.len());
@@ -91,11 +91,11 @@ impl Tensors {
     }
 
     /// Rank `me` combines its share of all tensors and leaves the result in all of them, or in the root's. `own` is its own.
-    pub(super) fn reduce(&self, call: &Call<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
+    pub(super) fn reduce(&self, cx: &OpContext<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
         let ranks = self.places.len();
         let each = own.len().div_ceil(ranks).next_multiple_of(ALIGN);
         let mine = (each * me).min(own.len())..(each * (me + 1)).min(own.len());
-        let timer = Timer::start(call, mine.len());
+        let timer = Timer::start(cx, mine.len());
         let own = &mut own[mine.clone()];
         match root {
             None => {
@@ -106,14 +106,14 @@ impl Tensors {
                     None => unsafe { self.write(rank, mine.clone()) },
                 };
                 let mut parts: Vec<&mut [u8]> = (0..ranks).map(part).collect();
-                combine_everywhere(call.dtype(), op, &mut parts);
+                combine_everywhere(cx.dtype(), op, &mut parts);
             }
             Some(root) => {
                 // SAFETY: D2; this share of every tensor is read and written by this rank only.
                 let theirs = |rank| unsafe { self.read(rank, mine.clone()) };
                 if root == me {
                     let inputs: Vec<_> = (0..ranks).map(|rank| (rank != me).then(|| theirs(rank))).collect();
-                    combine(call.dtype(), op, &inputs, own);
+                    combine(cx.dtype(), op, &inputs, own);
                 } else {
                     let input = |rank| match rank {
                         _ if rank == root => None,
@@ -122,7 +122,7 @@ impl Tensors {
                     };
                     let inputs: Vec<_> = (0..ranks).map(input).collect();
                     // SAFETY: as above; the root's tensor is not among the inputs.
-                    combine(call.dtype(), op, &inputs, unsafe { self.write(root, mine.clone()) });
+                    combine(cx.dtype(), op, &inputs, unsafe { self.write(root, mine.clone()) });
                 }
             }
         }

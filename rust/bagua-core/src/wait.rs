@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 
-/// The longest any wait sleeps before it looks at its [`crate::watch::Watch`] and its deadline again.
+/// The longest any wait sleeps before it looks at its [`crate::health::GroupHealth`] and its deadline again.
 /// An abort is therefore seen within this time, without anybody having to wake the sleeper.
 pub const SLICE: Duration = Duration::from_millis(20);
 
@@ -41,29 +41,29 @@ impl Deadline {
 }
 
 /// What a thread does around a wait that may take long: it gets the wait and has to run it, once.
-pub type Around = fn(&mut (dyn FnMut() + Send));
+pub type BlockingHook = fn(&mut (dyn FnMut() + Send));
 
 thread_local! {
     /// What this thread does around its long waits; `None`: nothing.
-    static AROUND: Cell<Option<Around>> = const { Cell::new(None) };
+    static BLOCKING_HOOK: Cell<Option<BlockingHook>> = const { Cell::new(None) };
 }
 
 /// While `work` runs, the long waits of this thread run inside `around`. A caller that holds something which others need (an
 /// interpreter's lock) so keeps it through a short operation, and lets go of it only when there is something to wait for.
-pub fn around_long_waits<T>(around: Around, work: impl FnOnce() -> T) -> T {
-    struct Restore(Option<Around>);
+pub fn with_blocking_hook<T>(around: BlockingHook, work: impl FnOnce() -> T) -> T {
+    struct Restore(Option<BlockingHook>);
     impl Drop for Restore {
         fn drop(&mut self) {
-            AROUND.set(self.0);
+            BLOCKING_HOOK.set(self.0);
         }
     }
-    let _restore = Restore(AROUND.replace(Some(around)));
+    let _restore = Restore(BLOCKING_HOOK.replace(Some(around)));
     work()
 }
 
 /// Runs a wait that may take longer than a spin does.
-pub fn long_wait(mut wait: impl FnMut() + Send) {
-    match AROUND.get() {
+pub fn blocking_wait(mut wait: impl FnMut() + Send) {
+    match BLOCKING_HOOK.get() {
         None => wait(),
         Some(around) => around(&mut wait),
     }
@@ -76,7 +76,7 @@ pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_nsec: timeout.subsec_nanos().into(),
     };
     // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
-    long_wait(|| {
+    blocking_wait(|| {
         let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
     });
 }
@@ -187,7 +187,7 @@ mod tests {
         thread_local!(static SEEN: Cell<u32> = const { Cell::new(0) });
         let word = AtomicU32::new(7);
         let wait = || futex_wait(&word, 7, Duration::from_millis(1));
-        around_long_waits(
+        with_blocking_hook(
             |wait| {
                 SEEN.set(SEEN.get() + 1);
                 wait();

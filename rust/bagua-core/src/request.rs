@@ -3,43 +3,46 @@
 //! It stands here and not in `collective`, which shows it again, because the mesh below needs it to end its waits.
 
 use crate::error::{Error, Progress, Result};
+use crate::health::GroupHealth;
 use crate::stats::OpStats;
-use crate::sync::Deadline;
 use crate::types::{DType, Fingerprint};
-use crate::watch::Watch;
+use crate::wait::Deadline;
 
 /// What accompanies one operation.
 #[derive(Clone, Copy)]
-pub struct Call<'a> {
+pub struct OpContext<'a> {
     /// What the operation says of itself to the others. Headers carry it as it is; the methods' own arguments say what to do
     /// (a stage of `hier` runs a reduce under the fingerprint of the all_reduce that it is part of).
     pub fingerprint: Fingerprint,
     /// When it must be done.
     pub deadline: Deadline,
     /// What ends its waits.
-    pub watch: &'a Watch,
+    pub health: &'a GroupHealth,
     /// Where it counts.
     pub stats: &'a OpStats,
     /// Bucket or other label for error texts; may be empty.
     pub label: &'a str,
 }
 
-impl Call<'_> {
+impl OpContext<'_> {
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.fingerprint.dtype
     }
 
-    /// Looks at the watch and the deadline: the error to return, if the wait must end. `missing` are the group ranks that the
+    /// Looks at the health and the deadline: the error to return, if the wait must end. `missing` are the group ranks that the
     /// caller still waits for; one of them having left the group is an error too. Call it after looking once more for what is
     /// waited for, so that a peer that did its part and left is not blamed.
     pub fn check(&self, missing: &[usize], done: u64, total: u64) -> Result<()> {
-        self.watch.check().map_err(|e| e.during(self.progress(done, total)))?;
-        if let Some(gone) = missing.iter().find(|rank| self.watch.has_departed(**rank)) {
-            return Err(self.watch.stream_lost(*gone, "it left the group").during(self.progress(done, total)));
+        self.health.check().map_err(|e| e.during(self.progress(done, total)))?;
+        if let Some(gone) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
+            return Err(self
+                .health
+                .attribute_disconnect(*gone, "it left the group")
+                .during(self.progress(done, total)));
         }
         if self.deadline.passed() {
-            return Err(self.watch.timed_out(self.deadline.limit(), missing, self.progress(done, total)));
+            return Err(self.health.timed_out(self.deadline.limit(), missing, self.progress(done, total)));
         }
         Ok(())
     }
@@ -54,9 +57,9 @@ impl Call<'_> {
         let label = if self.label.is_empty() { String::new() } else { format!(" in {}", self.label) };
         Error::Mismatch(format!(
             "rank {} does {}{label}, rank {} does {theirs}",
-            self.watch.world_rank(self.watch.rank()),
+            self.health.world_rank(self.health.rank()),
             self.fingerprint,
-            self.watch.world_rank(peer),
+            self.health.world_rank(peer),
         ))
     }
 }

@@ -70,21 +70,21 @@ pub struct Plain<T> {
 
 /// Looks at the tensors of some classes that share one exchange table; without classes, at none.
 ///
-/// `put_off` is called with a tensor that is plain otherwise, and gives what torch has put off in it: something empty when it is plain.
+/// `lazy_flags` is called with a tensor that is plain otherwise, and gives what torch has put off in it: something empty when it is plain.
 /// `changed` is called with a tuple of one tensor when a verb has written to it. Raises TypeError for classes without such a table.
 #[pyclass(frozen, module = "bagua._bagua")]
-pub struct Look {
+pub struct TensorReader {
     /// Exactly these; a subclass may mean something else by its memory.
     classes: Vec<Py<PyType>>,
     /// Of their table; `None` without classes.
     describe: Option<Describe>,
-    put_off: Py<PyAny>,
+    lazy_flags: Py<PyAny>,
     changed: Py<PyAny>,
 }
 
-impl Look {
+impl TensorReader {
     /// Where a tensor lies, and what `of` makes of its dimensions; `None` when it is not plain.
-    pub fn see<T>(&self, x: &Bound<'_, PyAny>, of: impl FnOnce(&[i64]) -> Option<T>) -> Option<Plain<T>> {
+    pub fn read<T>(&self, x: &Bound<'_, PyAny>, of: impl FnOnce(&[i64]) -> Option<T>) -> Option<Plain<T>> {
         let py = x.py();
         let class = x.get_type_ptr();
         if !self.classes.iter().any(|known| known.as_ptr().cast() == class) {
@@ -130,8 +130,8 @@ impl Look {
         let count = dims.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
         let address = lying.data.addr() + usize::try_from(lying.byte_offset).ok()?;
         let shape = of(dims)?;
-        let put_off = self.put_off.bind(py).call1((x,)).and_then(|answer| answer.is_truthy());
-        matches!(put_off, Ok(false)).then_some(Plain { address, count, dtype, shape })
+        let lazy_flags = self.lazy_flags.bind(py).call1((x,)).and_then(|answer| answer.is_truthy());
+        matches!(lazy_flags, Ok(false)).then_some(Plain { address, count, dtype, shape })
     }
 
     /// Says that a tensor's values are others now.
@@ -141,9 +141,9 @@ impl Look {
 }
 
 #[pymethods]
-impl Look {
+impl TensorReader {
     #[new]
-    fn new(classes: Vec<Bound<'_, PyType>>, put_off: Py<PyAny>, changed: Py<PyAny>) -> PyResult<Look> {
+    fn new(classes: Vec<Bound<'_, PyType>>, lazy_flags: Py<PyAny>, changed: Py<PyAny>) -> PyResult<TensorReader> {
         let mut found = None;
         for class in &classes {
             let table = class.getattr("__dlpack_c_exchange_api__")?.cast_into::<PyCapsule>()?;
@@ -163,13 +163,13 @@ impl Look {
         if found.is_some() && describe.is_none() {
             return Err(PyTypeError::new_err("the classes cannot describe what they lend"));
         }
-        Ok(Look { classes: classes.into_iter().map(Bound::unbind).collect(), describe, put_off, changed })
+        Ok(TensorReader { classes: classes.into_iter().map(Bound::unbind).collect(), describe, lazy_flags, changed })
     }
 
     /// Address, elements, code of the type, dimensions (None for one dimension) and the tensor itself, of a plain tensor; None for all
     /// others. A negation that torch has put off is not plain.
     fn at<'py>(&self, x: Bound<'py, PyAny>) -> Option<Found<'py>> {
-        let Plain { address, count, dtype, shape } = self.see(&x, |dims| several(x.py(), dims))?;
+        let Plain { address, count, dtype, shape } = self.read(&x, |dims| several(x.py(), dims))?;
         Some((address, count, dtype as u8, shape, x))
     }
 }
@@ -198,7 +198,7 @@ type FoundArray<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, bool);
 /// Address, elements, code of the type, dimensions (None for one dimension), and whether it may be written, of a contiguous NumPy array;
 /// None for everything else.
 #[pyfunction]
-pub fn look_at_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
+pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
     static NDARRAY: pyo3::sync::PyOnceLock<Py<PyType>> = pyo3::sync::PyOnceLock::new();
     let py = x.py();
     let ndarray = NDARRAY.import(py, "numpy", "ndarray").ok()?;
@@ -263,7 +263,7 @@ fn contiguous(shape: &[i64], strides: &[i64]) -> bool {
 }
 
 /// The dimensions as fingerprints have them.
-#[expect(clippy::unnecessary_wraps, reason = "for `Look::see`")]
+#[expect(clippy::unnecessary_wraps, reason = "for `TensorReader::see`")]
 pub fn shape(dims: &[i64]) -> Option<Shape> {
     let mut first = [0; 4];
     for (slot, dim) in first.iter_mut().zip(dims) {

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
-use crate::group::{Home, Lane};
-use crate::sync::long_wait;
-use crate::watch::Watch;
+use crate::group::{Lane, OwnerProcess};
+use crate::health::GroupHealth;
+use crate::wait::blocking_wait;
 
 /// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How long it may then still take. Waits of a lane see a poisoned group within [`crate::sync::SLICE`]; only a callback that does
+/// How long it may then still take. Waits of a lane see a poisoned group within [`crate::wait::SLICE`]; only a callback that does
 /// not return takes longer, and its thread is left behind rather than hang the process.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub type Job = Box<dyn FnOnce(&mut Lane) -> Result<()> + Send + 'static>;
 
 /// See the module.
-pub struct Channel {
+pub struct LaneWorker {
     shared: Arc<Shared>,
     /// The thread, from the first `submit` to `shutdown`.
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -35,8 +35,8 @@ struct Shared {
     /// For error texts and the thread's name.
     name: String,
     /// The process that may use this: threads do not survive a fork.
-    home: Home,
-    watch: Arc<Watch>,
+    owner: OwnerProcess,
+    health: Arc<GroupHealth>,
     /// Held for one job at a time, by the thread or by `run`.
     lane: Mutex<Lane>,
     /// Jobs submitted and not finished; changed under `queue`, read without it on `run`'s fast path.
@@ -73,14 +73,14 @@ struct Entry {
     handle: Handle,
 }
 
-impl Channel {
-    /// A channel over a lane. `watch` is the lane's group's.
-    pub fn over(lane: Lane, watch: Arc<Watch>, name: &str) -> Channel {
-        Channel {
+impl LaneWorker {
+    /// A worker over a lane. `health` is the lane's group's.
+    pub fn over(lane: Lane, health: Arc<GroupHealth>, name: &str) -> LaneWorker {
+        LaneWorker {
             shared: Arc::new(Shared {
                 name: name.to_owned(),
-                home: Home::current(),
-                watch,
+                owner: OwnerProcess::current(),
+                health,
                 lane: Mutex::new(lane),
                 pending: AtomicUsize::new(0),
                 failures: AtomicBool::new(false),
@@ -99,13 +99,13 @@ impl Channel {
     }
 
     /// The group's state of failure.
-    pub fn watch(&self) -> &Watch {
-        &self.shared.watch
+    pub fn health(&self) -> &GroupHealth {
+        &self.shared.health
     }
 
     /// World rank of this process.
     pub(super) fn world_rank(&self) -> usize {
-        self.shared.watch.world_rank(self.shared.watch.rank())
+        self.shared.health.world_rank(self.shared.health.rank())
     }
 
     pub(super) fn stopping(&self) -> Arc<AtomicBool> {
@@ -115,7 +115,7 @@ impl Channel {
     /// Ok, or why no further call can succeed. Takes no lock.
     pub fn check(&self) -> Result<()> {
         self.check_process()?;
-        self.shared.watch.check()?;
+        self.shared.health.check()?;
         if self.shared.stopping.load(Ordering::Acquire) {
             return Err(self.shared.aborted());
         }
@@ -130,7 +130,7 @@ impl Channel {
         self.check()?;
         if self.shared.pending.load(Ordering::Acquire) > 0 {
             let ticket = self.shared.queue().submitted;
-            long_wait(|| {
+            blocking_wait(|| {
                 let mut queue = self.shared.queue();
                 while queue.finished < ticket {
                     queue = self.shared.settled.wait(queue).unwrap_or_else(PoisonError::into_inner);
@@ -205,7 +205,7 @@ impl Channel {
             let Entry { job, handle, .. } = entry;
             // First the job, so that the memory it holds is back when the waiter wakes.
             drop(job);
-            handle.finish(Err(self.shared.watch.cause().unwrap_or_else(|| self.shared.aborted())));
+            handle.finish(Err(self.shared.health.cause().unwrap_or_else(|| self.shared.aborted())));
             let mut queue = self.shared.queue();
             queue.finished += 1;
             self.shared.pending.fetch_sub(1, Ordering::Release);
@@ -213,13 +213,13 @@ impl Channel {
         self.shared.settled.notify_all();
         let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if thread.thread().id() == std::thread::current().id() {
-            // A job ended its own channel; the thread ends when the job returns.
+            // A job ended its own worker; the thread ends when the job returns.
             return;
         }
         if let Some(what) = self.shared.still_running(GRACE) {
             let text = format!("{} was shut down while {what} was running", self.shared.name);
             // The waiter of that job gets the cause from the lane.
-            let _ = self.shared.watch.fail(Error::Aborted(text));
+            let _ = self.shared.health.fail(Error::Aborted(text));
             if self.shared.still_running(PATIENCE).is_some() {
                 return;
             }
@@ -234,11 +234,11 @@ impl Channel {
     }
 
     fn is_foreign(&self) -> bool {
-        !self.shared.home.is_here()
+        !self.shared.owner.is_current()
     }
 }
 
-impl Drop for Channel {
+impl Drop for LaneWorker {
     fn drop(&mut self) {
         self.shutdown();
         if self.is_foreign() {
@@ -265,7 +265,7 @@ impl Shared {
                 Ok(lane) => return lane,
                 Err(TryLockError::Poisoned(lane)) => return lane.into_inner(),
                 // Somebody else may have it again when this returns.
-                Err(TryLockError::WouldBlock) => long_wait(|| drop(self.lane())),
+                Err(TryLockError::WouldBlock) => blocking_wait(|| drop(self.lane())),
             }
         }
     }
@@ -289,7 +289,7 @@ impl Shared {
             drop(queue);
             let result = {
                 let mut lane = self.lane();
-                self.watch.check().and_then(|()| self.guarded(fatal, || job(&mut lane)))
+                self.health.check().and_then(|()| self.guarded(fatal, || job(&mut lane)))
             };
             let failed = result.is_err();
             handle.finish(result);
@@ -312,7 +312,7 @@ impl Shared {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(error)) => error,
             Err(panic) => {
-                return Err(self.watch.fail(Error::System(format!(
+                return Err(self.health.fail(Error::System(format!(
                     "an operation of {} panicked: {}",
                     self.name,
                     text_of(&*panic)
@@ -323,7 +323,7 @@ impl Shared {
         if harmless {
             return Err(error);
         }
-        let first = self.watch.fail(error.clone());
+        let first = self.health.fail(error.clone());
         // The lane's own copy of the first cause also says what was being done.
         let same = std::mem::discriminant(&first) == std::mem::discriminant(&error);
         Err(if same { error } else { first })

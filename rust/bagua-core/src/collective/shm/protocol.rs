@@ -27,13 +27,13 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::crowd::{self, Crowd};
+use super::announce::{Announcement, NONSENSE};
+use super::oversubscription::{self, Oversubscription};
 use super::reach::Reach;
 use super::segment::{Buffer, Segment};
-use super::stage::{NONSENSE, Stage};
-use crate::collective::Call;
+use crate::collective::OpContext;
 use crate::error::Result;
-use crate::sync::{SLICE, futex_wait, futex_wake, long_wait};
+use crate::wait::{SLICE, blocking_wait, futex_wait, futex_wake};
 
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
 /// computing thread of this process may want the core.
@@ -53,7 +53,7 @@ const SLEEPERS: u32 = 1;
 const COUNT: u32 = u32::MAX >> 1;
 
 /// What the two ends of a piece are asked to do. Pieces count from 0.
-pub(super) enum Turn {
+pub(super) enum Phase {
     /// Write into this rank's own buffer what the others need of this piece, if there is such a piece. Comes for one piece
     /// beyond the last as well, where a pattern may have to empty what it filled two pieces ago.
     Fill(usize),
@@ -75,32 +75,32 @@ pub(super) enum Route {
 
 /// What a rank says of its tensor before it arrives.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Offer {
+pub(super) enum BufferOffer {
     /// This operation never works in place, on any rank.
     Never,
     /// It could, but this rank's tensor lies where no peer gets at it.
     Nowhere,
     /// It lies here.
-    At(Spot),
+    At(Location),
 }
 
 /// A place in an arena, or in the memory of a rank's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Spot {
-    /// Which arena; not 0. [`Spot::PRIVATE`] for none.
+pub(super) struct Location {
+    /// Which arena; not 0. [`Location::PRIVATE`] for none.
     pub(super) arena: u64,
     /// Where in the rank's part, or at which address.
     pub(super) offset: u64,
 }
 
-impl Spot {
+impl Location {
     /// Stands for an arena where the kernel copies from one process to another. The numbers of arenas are digests, and no more likely
     /// to be this one than to be each other's.
     pub(super) const PRIVATE: u64 = u64::MAX;
 }
 
 /// What the offers of all ranks mean.
-enum Verdict {
+enum Path {
     /// All work in place, at these offsets in their parts.
     InPlace(Vec<u64>),
     /// Nobody can; all have filled their buffers.
@@ -110,7 +110,7 @@ enum Verdict {
 }
 
 /// One rank's state in the protocol.
-pub(super) struct Runner {
+pub(super) struct Protocol {
     pub(super) segment: Segment,
     /// Group rank of each rank on this host, for errors.
     pub(super) members: Vec<usize>,
@@ -127,15 +127,15 @@ pub(super) struct Runner {
     /// Full spins in vain since the last one that was worth it, and short ones since then.
     vain: Cell<u32>,
     /// Where the ranks run, when there are too few cores.
-    crowd: Crowd,
+    oversubscription: Oversubscription,
 }
 
-impl Runner {
-    pub(super) fn new(segment: Segment, members: Vec<usize>) -> Runner {
+impl Protocol {
+    pub(super) fn new(segment: Segment, members: Vec<usize>) -> Protocol {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
         let reach = Reach::publish(&segment);
-        Runner {
+        Protocol {
             segment,
             members,
             reach,
@@ -144,11 +144,11 @@ impl Runner {
             parity: 0,
             spins,
             vain: Cell::new(0),
-            crowd: Crowd::default(),
+            oversubscription: Oversubscription::default(),
         }
     }
 
-    /// The buffer of a piece. To be asked by turns while [`Runner::run`] runs.
+    /// The buffer of a piece. To be asked by turns while [`Protocol::run`] runs.
     fn buffer(route: Route, parity: usize, piece: usize) -> Buffer {
         match route {
             Route::Windows(_) => Buffer::Window(piece % 2),
@@ -160,17 +160,17 @@ impl Runner {
     /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
     ///
     /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host; and so
-    /// when all offer private memory. The caller works there, and then calls [`Runner::leave`].
+    /// when all offer private memory. The caller works there, and then calls [`Protocol::leave`].
     pub(super) fn run(
         &mut self,
-        call: &Call<'_>,
-        stage: &Stage,
+        cx: &OpContext<'_>,
+        announcement: &Announcement,
         route: Route,
         collect: bool,
-        offer: Offer,
-        mut turn: impl FnMut(&Segment, Turn, Buffer),
+        offer: BufferOffer,
+        mut phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<Vec<u64>>> {
-        let total = stage.bytes;
+        let total = announcement.bytes;
         let pieces = match route {
             Route::Nothing => 0,
             Route::Slots => 1,
@@ -179,39 +179,39 @@ impl Runner {
         let windows = matches!(route, Route::Windows(_));
         self.parity ^= 1;
         let parity = self.parity;
-        let digest = stage.publish(&self.segment, parity);
-        let offers = matches!(offer, Offer::At(_));
+        let digest = announcement.publish(&self.segment, parity);
+        let offers = matches!(offer, BufferOffer::At(_));
         if !offers {
-            self.fill_first(call, route, parity, total, &mut turn)?;
+            self.fill_first(cx, route, parity, total, &mut phase)?;
         }
         self.announce(digest, offer, parity);
         self.arrive();
-        self.wait_for(call, self.arrivals, 0, total)?;
+        self.wait_for(cx, self.arrivals, 0, total)?;
         for peer in (0..self.segment.ranks).filter(|peer| *peer != self.segment.index) {
             if self.segment.digest(peer, parity).load(Ordering::Relaxed) != digest {
-                let theirs = stage.difference(&self.segment, peer, parity);
-                return Err(call.mismatch(self.members[peer], &theirs));
+                let theirs = announcement.difference(&self.segment, peer, parity);
+                return Err(cx.mismatch(self.members[peer], &theirs));
             }
         }
-        match self.verdict(offer, parity) {
-            Verdict::InPlace(offsets) => return Ok(Some(offsets)),
-            Verdict::AllFilled => {}
-            Verdict::SomeFilled => {
+        match self.path(offer, parity) {
+            Path::InPlace(offsets) => return Ok(Some(offsets)),
+            Path::AllFilled => {}
+            Path::SomeFilled => {
                 if offers {
-                    self.fill_first(call, route, parity, total, &mut turn)?;
+                    self.fill_first(cx, route, parity, total, &mut phase)?;
                 }
                 self.arrive();
-                self.wait_for(call, self.arrivals, 0, total)?;
+                self.wait_for(cx, self.arrivals, 0, total)?;
             }
         }
         for piece in 0..pieces {
             if piece > 0 {
-                self.wait_for(call, self.arrivals, part(total, piece, pieces), total)?;
+                self.wait_for(cx, self.arrivals, part(total, piece, pieces), total)?;
             }
             if windows {
-                turn(&self.segment, Turn::Fill(piece + 1), Self::buffer(route, parity, piece + 1));
+                phase(&self.segment, Phase::Fill(piece + 1), Self::buffer(route, parity, piece + 1));
             }
-            turn(&self.segment, Turn::Take(piece), Self::buffer(route, parity, piece));
+            phase(&self.segment, Phase::Take(piece), Self::buffer(route, parity, piece));
             if windows {
                 self.arrive();
             }
@@ -219,8 +219,8 @@ impl Runner {
         if windows {
             self.windows_free = self.arrivals;
             if collect {
-                self.wait_for(call, self.arrivals, total, total)?;
-                turn(&self.segment, Turn::Fill(pieces + 1), Self::buffer(route, parity, pieces + 1));
+                self.wait_for(cx, self.arrivals, total, total)?;
+                phase(&self.segment, Phase::Fill(pieces + 1), Self::buffer(route, parity, pieces + 1));
             }
         }
         Ok(None)
@@ -229,62 +229,63 @@ impl Runner {
     /// What a peer does that has begun the next operation, which it cannot end without this rank.
     pub(super) fn ahead(&self, peer: usize) -> Option<String> {
         let has_begun = self.has_come(peer, self.arrivals.wrapping_add(1) & COUNT);
-        let text = |stage: Stage| stage.fingerprint.to_string();
-        has_begun.then(|| Stage::of(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text))
+        let text = |announcement: Announcement| announcement.fingerprint.to_string();
+        has_begun
+            .then(|| Announcement::of(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text))
     }
 
     /// Ends an operation in place: returns when all ranks are done with all tensors.
-    pub(super) fn leave(&mut self, call: &Call<'_>, total: u64) -> Result<()> {
+    pub(super) fn leave(&mut self, cx: &OpContext<'_>, total: u64) -> Result<()> {
         self.arrive();
-        self.wait_for(call, self.arrivals, total / 2, total)
+        self.wait_for(cx, self.arrivals, total / 2, total)
     }
 
     /// Fills this rank's buffer for piece 0.
     fn fill_first(
         &self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         route: Route,
         parity: usize,
         total: u64,
-        turn: &mut impl FnMut(&Segment, Turn, Buffer),
+        phase: &mut impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<()> {
         if matches!(route, Route::Windows(_)) {
-            self.wait_for(call, self.windows_free, 0, total)?;
+            self.wait_for(cx, self.windows_free, 0, total)?;
         }
         if route != Route::Nothing {
-            turn(&self.segment, Turn::Fill(0), Self::buffer(route, parity, 0));
+            phase(&self.segment, Phase::Fill(0), Self::buffer(route, parity, 0));
         }
         Ok(())
     }
 
     /// Writes digest and offer where the others look for them after this rank's next arrival, which orders the two.
-    fn announce(&self, digest: u64, offer: Offer, parity: usize) {
+    fn announce(&self, digest: u64, offer: BufferOffer, parity: usize) {
         self.segment.digest(self.segment.index, parity).store(digest, Ordering::Relaxed);
         if !self.spins {
-            self.segment.processor(self.segment.index).store(crowd::here(), Ordering::Relaxed);
+            self.segment.processor(self.segment.index).store(oversubscription::here(), Ordering::Relaxed);
         }
-        let spot = match offer {
-            Offer::Never => return,
-            Offer::Nowhere => Spot { arena: 0, offset: 0 },
-            Offer::At(spot) => spot,
+        let location = match offer {
+            BufferOffer::Never => return,
+            BufferOffer::Nowhere => Location { arena: 0, offset: 0 },
+            BufferOffer::At(location) => location,
         };
         let word = |at| self.segment.offer(self.segment.index, parity, at);
-        word(0).store(spot.arena, Ordering::Relaxed);
-        word(1).store(spot.offset, Ordering::Relaxed);
+        word(0).store(location.arena, Ordering::Relaxed);
+        word(1).store(location.offset, Ordering::Relaxed);
     }
 
     /// What all ranks' offers mean; the same on every rank (D1).
-    fn verdict(&self, offer: Offer, parity: usize) -> Verdict {
-        if offer == Offer::Never {
-            return Verdict::AllFilled;
+    fn path(&self, offer: BufferOffer, parity: usize) -> Path {
+        if offer == BufferOffer::Never {
+            return Path::AllFilled;
         }
         let word = |rank, at| self.segment.offer(rank, parity, at).load(Ordering::Relaxed);
         let ranks = 0..self.segment.ranks;
         let first = word(0, 0);
         match ranks.clone().map(|rank| word(rank, 0)).find(|arena| *arena != first) {
-            Some(_) => Verdict::SomeFilled,
-            None if first == 0 => Verdict::AllFilled,
-            None => Verdict::InPlace(ranks.map(|rank| word(rank, 1)).collect()),
+            Some(_) => Path::SomeFilled,
+            None if first == 0 => Path::AllFilled,
+            None => Path::InPlace(ranks.map(|rank| word(rank, 1)).collect()),
         }
     }
 
@@ -305,7 +306,7 @@ impl Runner {
 
     /// Returns when every rank's count has reached `target`.
     #[inline]
-    fn wait_for(&self, call: &Call<'_>, target: u32, done: u64, total: u64) -> Result<()> {
+    fn wait_for(&self, cx: &OpContext<'_>, target: u32, done: u64, total: u64) -> Result<()> {
         let (ranks, index) = (self.segment.ranks, self.segment.index);
         // Beginning with the neighbour: not all ranks should pull at the same line first.
         let mut peer = index + 1;
@@ -315,8 +316,8 @@ impl Runner {
             }
             if !self.has_come(peer, target) {
                 let begun = Instant::now();
-                let outcome = self.wait_for_one(call, peer, target, begun, (done, total));
-                call.stats.add_wait(begun.elapsed());
+                let outcome = self.wait_for_one(cx, peer, target, begun, (done, total));
+                cx.stats.add_wait(begun.elapsed());
                 outcome?;
             }
             peer += 1;
@@ -327,7 +328,7 @@ impl Runner {
     #[cold]
     fn wait_for_one(
         &self,
-        call: &Call<'_>,
+        cx: &OpContext<'_>,
         peer: usize,
         target: u32,
         begun: Instant,
@@ -355,10 +356,10 @@ impl Runner {
             self.vain.set(vain.wrapping_add(1));
         } else {
             let processor = |rank| self.segment.processor(rank).load(Ordering::Relaxed);
-            self.crowd.spread(self.segment.index, (0..self.segment.ranks).map(processor));
+            self.oversubscription.spread(self.segment.index, (0..self.segment.ranks).map(processor));
             // Keeping the GIL meanwhile gains less than two runs differ.
             loop {
-                long_wait(std::thread::yield_now);
+                blocking_wait(std::thread::yield_now);
                 if self.has_come(peer, target) {
                     return Ok(());
                 }
@@ -374,17 +375,17 @@ impl Runner {
                 return Ok(());
             }
             if closed {
-                let lost = call.watch.stream_lost(self.members[peer], "its shared memory was closed");
-                return Err(lost.during(call.progress(done, total)));
+                let lost = cx.health.attribute_disconnect(self.members[peer], "its shared memory was closed");
+                return Err(lost.during(cx.progress(done, total)));
             }
             let missing = self.missing(target);
-            if let Err(error) = call.check(&missing, done, total) {
-                // It may have come, and left, while the watch was asked.
+            if let Err(error) = cx.check(&missing, done, total) {
+                // It may have come, and left, while the health was asked.
                 return if self.has_come(peer, target) { Ok(()) } else { Err(error) };
             }
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
             if !self.has_come(peer, target) {
-                futex_wait(word, seen, SLICE.min(call.deadline.left().max(Duration::from_micros(100))));
+                futex_wait(word, seen, SLICE.min(cx.deadline.left().max(Duration::from_micros(100))));
             }
         }
     }
@@ -404,7 +405,7 @@ impl Runner {
     }
 }
 
-impl Drop for Runner {
+impl Drop for Protocol {
     fn drop(&mut self) {
         self.segment.closed(self.segment.index).store(1, Ordering::Release);
         futex_wake(self.segment.arrived(self.segment.index));

@@ -1,6 +1,6 @@
 //! What a waiting operation must keep an eye on: the first cause of failure, and who has left.
 //!
-//! One `Watch` per group. The control plane writes to it, every wait reads it. It never blocks for long and holds no
+//! One `GroupHealth` per group. The control plane writes to it, every wait reads it. It never blocks for long and holds no
 //! socket, so that the transports and the collectives need to know nothing of membership.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Progress, Result};
-use crate::sync::long_wait;
+use crate::wait::blocking_wait;
 
 /// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
 /// Long enough for a control message that is already on its way, short enough to stay within the promised second.
@@ -17,7 +17,7 @@ const VERDICT_GRACE: Duration = Duration::from_millis(400);
 type Listener = Box<dyn Fn(&Error) + Send + Sync>;
 
 /// The state of a group that ends waits. Ranks in its methods are ranks of the group; errors name world ranks.
-pub struct Watch {
+pub struct GroupHealth {
     /// The first failure. Set once: later ones are consequences.
     cause: OnceLock<Error>,
     /// Mirror of `cause.is_some()` for a waiter's fast path.
@@ -36,12 +36,12 @@ pub struct Watch {
     listener: OnceLock<Listener>,
 }
 
-impl Watch {
-    /// A watch for a group whose members have these world ranks and hosts.
-    pub fn new(rank: usize, world_ranks: Vec<usize>, hosts: Vec<String>) -> Arc<Watch> {
+impl GroupHealth {
+    /// A health for a group whose members have these world ranks and hosts.
+    pub fn new(rank: usize, world_ranks: Vec<usize>, hosts: Vec<String>) -> Arc<GroupHealth> {
         assert_eq!(world_ranks.len(), hosts.len());
         let departed = world_ranks.iter().map(|_| AtomicBool::new(false)).collect();
-        Arc::new(Watch {
+        Arc::new(GroupHealth {
             cause: OnceLock::new(),
             failed: AtomicBool::new(false),
             changed: (Mutex::new(()), Condvar::new()),
@@ -53,9 +53,9 @@ impl Watch {
         })
     }
 
-    /// A watch for `size` ranks of one process, without a control plane: for tests and benchmarks.
-    pub fn local(rank: usize, size: usize) -> Arc<Watch> {
-        Watch::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
+    /// A health for `size` ranks of one process, without a control plane: for tests and benchmarks.
+    pub fn local(rank: usize, size: usize) -> Arc<GroupHealth> {
+        GroupHealth::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
     }
 
     /// This process's rank in the group.
@@ -161,9 +161,9 @@ impl Watch {
 
     /// The error to return when the stream to `rank` ended or broke. Waits a moment for the control plane's own verdict,
     /// so that the first cause wins over its consequences; otherwise the peer itself is to blame.
-    pub fn stream_lost(&self, rank: usize, how: &str) -> Error {
+    pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
         let until = Instant::now() + VERDICT_GRACE;
-        long_wait(|| {
+        blocking_wait(|| {
             let mut guard = self.changed.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             while self.cause.get().is_none() && !self.has_departed(rank) {
                 let left = until.saturating_duration_since(Instant::now());

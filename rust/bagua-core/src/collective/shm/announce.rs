@@ -7,9 +7,9 @@ use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
 /// One call of a method of [`super::Shm`]: the operation's fingerprint, and what this part of it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stage {
+pub(super) struct Announcement {
     pub(super) fingerprint: Fingerprint,
-    /// The method. Differs from the fingerprint's kind in a stage of `hier`.
+    /// The method. Differs from the fingerprint's kind in a announcement of `hier`.
     pub(super) verb: Kind,
     /// Bytes that the method was given, counted in the same way on every rank.
     pub(super) bytes: u64,
@@ -21,7 +21,7 @@ pub(super) const NONSENSE: &str = "something that makes no sense";
 /// Stands for "none" where a code is expected.
 const NONE: u64 = 0xff;
 
-impl Stage {
+impl Announcement {
     fn words(&self) -> [u64; WORDS] {
         let it = &self.fingerprint;
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
@@ -41,7 +41,7 @@ impl Stage {
         ]
     }
 
-    fn from_words(words: [u64; WORDS]) -> Option<Stage> {
+    fn from_words(words: [u64; WORDS]) -> Option<Announcement> {
         let byte = |word: usize, at: u32| (words[word] >> (8 * at)) as u8;
         let low = |word: usize| words[word] as u32;
         let high = |word: usize| (words[word] >> 32) as u32;
@@ -60,7 +60,7 @@ impl Stage {
             count: words[3],
             shape: Shape { ndim: byte(6, 0), dims: [low(4), high(4), low(5), high(5)] },
         };
-        Some(Stage { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
+        Some(Announcement { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
     }
 
     /// Writes it where the others look for it, and returns its digest, for them to compare first. They look after this rank's next
@@ -74,18 +74,23 @@ impl Stage {
     }
 
     /// What `peer` published of its last operation with this parity, which it has begun; `None` for [`NONSENSE`].
-    pub(super) fn of(segment: &Segment, peer: usize, parity: usize) -> Option<Stage> {
+    pub(super) fn of(segment: &Segment, peer: usize, parity: usize) -> Option<Announcement> {
         let word = |at| segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
-        Stage::from_words(std::array::from_fn(word))
+        Announcement::from_words(std::array::from_fn(word))
     }
 
     /// What `peer`, whose digest is another one, does, in words.
     #[cold]
     pub(super) fn difference(&self, segment: &Segment, peer: usize, parity: usize) -> String {
-        match Stage::of(segment, peer, parity) {
+        match Announcement::of(segment, peer, parity) {
             None => NONSENSE.to_owned(),
-            Some(stage) if stage.fingerprint != self.fingerprint => stage.fingerprint.to_string(),
-            Some(stage) => format!("{}, in it {} of {} bytes", stage.fingerprint, stage.verb.name(), stage.bytes),
+            Some(announcement) if announcement.fingerprint != self.fingerprint => announcement.fingerprint.to_string(),
+            Some(announcement) => format!(
+                "{}, in it {} of {} bytes",
+                announcement.fingerprint,
+                announcement.verb.name(),
+                announcement.bytes
+            ),
         }
     }
 }
@@ -110,7 +115,7 @@ mod tests {
 
     #[test]
     fn every_field_survives_the_way_through_shared_memory() {
-        let plain = Stage {
+        let plain = Announcement {
             fingerprint: Fingerprint {
                 epoch: 0xfeed_beef,
                 channel: 7,
@@ -125,13 +130,13 @@ mod tests {
             verb: Kind::Broadcast,
             bytes: 1 << 50,
         };
-        let bare = Stage { fingerprint: Fingerprint { op: None, root: None, ..plain.fingerprint }, ..plain };
-        let other_root = Stage { fingerprint: Fingerprint { root: Some(0), ..bare.fingerprint }, ..plain };
-        for stage in [plain, bare, other_root] {
-            assert_eq!(Stage::from_words(stage.words()), Some(stage));
+        let bare = Announcement { fingerprint: Fingerprint { op: None, root: None, ..plain.fingerprint }, ..plain };
+        let other_root = Announcement { fingerprint: Fingerprint { root: Some(0), ..bare.fingerprint }, ..plain };
+        for announcement in [plain, bare, other_root] {
+            assert_eq!(Announcement::from_words(announcement.words()), Some(announcement));
         }
         assert_ne!(bare.words(), other_root.words());
-        assert_eq!(Stage::from_words([0; WORDS]), None);
+        assert_eq!(Announcement::from_words([0; WORDS]), None);
     }
 
     #[test]

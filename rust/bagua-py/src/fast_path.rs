@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::group::Communicator;
-use crate::look::{self, Look};
 use crate::tensor::{self, Operands};
+use crate::tensor_reader::{self, TensorReader};
 use crate::waiting;
 
 impl Communicator {
@@ -21,7 +21,7 @@ impl Communicator {
     pub fn on_plain_tensors(
         &self,
         verb: u8,
-        look: &Look,
+        reader: &TensorReader,
         src: Option<&Bound<'_, PyAny>>,
         dst: &Bound<'_, PyAny>,
         op: &Bound<'_, PyAny>,
@@ -33,8 +33,8 @@ impl Communicator {
         }
         let (Ok(op), Ok(root)) = (op.extract::<u8>(), root.extract::<usize>()) else { return Ok(false) };
         let (Some(verb), Some(op)) = (Kind::from_code(verb), ReduceOp::from_code(op)) else { return Ok(false) };
-        let Some(to) = look.see(dst, look::shape) else { return Ok(false) };
-        let from = match src.map(|src| look.see(src, look::shape)) {
+        let Some(to) = reader.read(dst, tensor_reader::shape) else { return Ok(false) };
+        let from = match src.map(|src| reader.read(src, tensor_reader::shape)) {
             Some(None) => return Ok(false),
             Some(Some(from)) if from.dtype != to.dtype => return Ok(false),
             from => from.flatten(),
@@ -56,13 +56,13 @@ impl Communicator {
             (Kind::AllGather, io) => lane.all_gather(&options, dtype, io),
             (Kind::ReduceScatter, io) => lane.reduce_scatter(&options, dtype, io, op),
             (Kind::AllToAll, io) => lane.all_to_all(&options, dtype, io),
-            (other, _) => Err(Error::Value(format!("{} is not done at once", other.name()))),
+            (other, _) => Err(Error::InvalidArgument(format!("{} is not done at once", other.name()))),
         });
         match outcome {
             Err(error) if error.is_argument() => return Ok(false),
             // Also after a failure, which may have come when half of it was written.
             outcome if !reads_only => {
-                look.changed(dst)?;
+                reader.changed(dst)?;
                 waiting::raised(dst.py(), outcome)?;
             }
             outcome => waiting::raised(dst.py(), outcome)?,

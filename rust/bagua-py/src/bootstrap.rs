@@ -1,4 +1,4 @@
-//! `Pending`: a rank on its way into a group.
+//! `Bootstrap`: a rank on its way into a group.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
@@ -22,15 +22,15 @@ use crate::waiting::{self, Kept};
 /// `listen_port` 0 takes any free port; `timeout` (of an operation), `connect_timeout` and `heartbeat_timeout` are seconds.
 /// Raises ValueError for arguments that cannot be used, BaguaError when the system refuses to listen.
 #[pyclass(frozen, module = "bagua._bagua")]
-pub struct Pending {
+pub struct Bootstrap {
     address: Vec<u8>,
     world_size: usize,
     /// Taken by `connect`.
-    pending: Mutex<Option<Kept<group::Pending>>>,
+    pending: Mutex<Option<Kept<group::Bootstrap>>>,
 }
 
 #[pymethods]
-impl Pending {
+impl Bootstrap {
     #[new]
     #[pyo3(signature = (rank, world_size, *, name, host_id, host_name, secret, listen_host, listen_port, timeout,
         connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm))]
@@ -51,21 +51,24 @@ impl Pending {
         transport: &str,
         streams_per_peer: usize,
         algorithm: &str,
-    ) -> PyResult<Pending> {
+    ) -> PyResult<Bootstrap> {
         let raise = |error| errors::raise(py, error);
         if rank >= world_size {
-            return Err(raise(Error::Value(format!("rank {rank} is not below world size {world_size}"))));
+            return Err(raise(Error::InvalidArgument(format!("rank {rank} is not below world size {world_size}"))));
         }
         let transport = match transport {
             "auto" => TransportChoice::Auto,
             "tcp" => TransportChoice::Tcp,
-            other => return Err(raise(Error::Value(format!("transport '{other}' is neither 'auto' nor 'tcp'")))),
+            other => {
+                return Err(raise(Error::InvalidArgument(format!("transport '{other}' is neither 'auto' nor 'tcp'"))));
+            }
         };
-        let algorithm = Algorithm::named(algorithm)
-            .ok_or_else(|| raise(Error::Value(format!("there is no algorithm '{algorithm}' for an all_reduce"))))?;
-        let listen_host: IpAddr = listen_host
-            .parse()
-            .map_err(|e| raise(Error::Value(format!("listen_host '{listen_host}' is not an IP address: {e}"))))?;
+        let algorithm = Algorithm::named(algorithm).ok_or_else(|| {
+            raise(Error::InvalidArgument(format!("there is no algorithm '{algorithm}' for an all_reduce")))
+        })?;
+        let listen_host: IpAddr = listen_host.parse().map_err(|e| {
+            raise(Error::InvalidArgument(format!("listen_host '{listen_host}' is not an IP address: {e}")))
+        })?;
         let config = Config {
             rank,
             world_size,
@@ -81,9 +84,9 @@ impl Pending {
             streams_per_peer,
             algorithm,
         };
-        let pending = py.detach(|| group::Pending::bind(config)).map_err(raise)?;
+        let pending = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
         let address = pending.address().to_vec();
-        Ok(Pending { address, world_size, pending: Mutex::new(Some(Kept::new(pending))) })
+        Ok(Bootstrap { address, world_size, pending: Mutex::new(Some(Kept::new(pending))) })
     }
 
     /// Opaque bytes that the peers need: spread them to every rank.
@@ -98,7 +101,7 @@ impl Pending {
         let raise = |error| errors::raise(py, error);
         if addresses.len() != self.world_size {
             let text = format!("{} addresses for a world of {} ranks", addresses.len(), self.world_size);
-            return Err(raise(Error::Value(text)));
+            return Err(raise(Error::InvalidArgument(text)));
         }
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner).take();
         let pending = pending.ok_or_else(|| raise(Error::System("this rank has connected already".to_owned())))?;

@@ -34,10 +34,13 @@ impl RendezvousServer {
     /// Listens at `at`; port 0 takes any free one. [`RendezvousServer::place`] is to be told to the other ranks.
     ///
     /// # Errors
-    /// `Value` for an address that is none to connect to, `System` when there is nothing to listen on.
+    /// `InvalidArgument` for an address that is none to connect to, `System` when there is nothing to listen on.
     pub fn bind(at: SocketAddr) -> Result<RendezvousServer> {
         if at.ip().is_unspecified() {
-            return Err(Error::Value(format!("listening on {} gives other ranks no address to connect to", at.ip())));
+            return Err(Error::InvalidArgument(format!(
+                "listening on {} gives other ranks no address to connect to",
+                at.ip()
+            )));
         }
         let failed = |e| Error::system(&format!("listening on {at} for the rendezvous"), e);
         let listener = Listening::bind(at).map_err(failed)?;
@@ -99,7 +102,7 @@ impl Registration {
 }
 
 /// How far a rank has come.
-enum Visit {
+enum RankState {
     /// It has proven itself, but not told its address yet.
     Proven,
     Registered(Registration),
@@ -110,7 +113,7 @@ enum Visit {
 /// Who is there.
 #[derive(Default)]
 struct Present {
-    ranks: BTreeMap<usize, Visit>,
+    ranks: BTreeMap<usize, RankState>,
     /// How many are registered: whether all are is asked at every arrival.
     registered: usize,
 }
@@ -118,33 +121,33 @@ struct Present {
 impl Present {
     /// False when somebody else is this rank.
     fn claim(&mut self, rank: usize) -> bool {
-        let free = matches!(self.ranks.get(&rank), None | Some(Visit::GaveUp));
+        let free = matches!(self.ranks.get(&rank), None | Some(RankState::GaveUp));
         if free {
-            self.ranks.insert(rank, Visit::Proven);
+            self.ranks.insert(rank, RankState::Proven);
         }
         free
     }
 
     fn register(&mut self, rank: usize, registration: Registration) {
-        self.put(rank, Some(Visit::Registered(registration)));
+        self.put(rank, Some(RankState::Registered(registration)));
     }
 
-    fn put(&mut self, rank: usize, visit: Option<Visit>) {
-        self.registered += usize::from(matches!(visit, Some(Visit::Registered(_))));
+    fn put(&mut self, rank: usize, visit: Option<RankState>) {
+        self.registered += usize::from(matches!(visit, Some(RankState::Registered(_))));
         let before = match visit {
             Some(visit) => self.ranks.insert(rank, visit),
             None => self.ranks.remove(&rank),
         };
-        self.registered -= usize::from(matches!(before, Some(Visit::Registered(_))));
+        self.registered -= usize::from(matches!(before, Some(RankState::Registered(_))));
     }
 
     /// Those that the others wait for: who gave up was there, and counts only when nobody else is missing.
     fn missing(&self, world_size: usize) -> Vec<usize> {
         let those = |gave_up: bool| {
             let is_one = |rank: &usize| match self.ranks.get(rank) {
-                None | Some(Visit::Proven) => !gave_up,
-                Some(Visit::Registered(_)) => false,
-                Some(Visit::GaveUp) => gave_up,
+                None | Some(RankState::Proven) => !gave_up,
+                Some(RankState::Registered(_)) => false,
+                Some(RankState::GaveUp) => gave_up,
             };
             (0..world_size).filter(is_one).collect::<Vec<_>>()
         };
@@ -154,28 +157,28 @@ impl Present {
 }
 
 /// How it ended, for all who wait.
-enum News {
+enum Outcome {
     /// The list, and where ranks with children hand it on.
     Complete { list: Vec<u8>, relays: HashMap<usize, SocketAddr> },
     /// Some did not come.
     Missing(Vec<u8>),
 }
 
-impl News {
+impl Outcome {
     async fn tell(&self, rank: usize, stream: &mut TcpStream) -> io::Result<()> {
         match self {
-            News::Complete { list, relays } => match relays.get(&tree::parent(rank)) {
+            Outcome::Complete { list, relays } => match relays.get(&tree::parent(rank)) {
                 Some(relay) => stream.write_all(&tree::direction(*relay)).await?,
                 None => stream.write_all(list).await?,
             },
-            News::Missing(frame) => stream.write_all(frame).await?,
+            Outcome::Missing(frame) => stream.write_all(frame).await?,
         }
         stream.shutdown().await
     }
 }
 
 /// What the server knows.
-struct Desk {
+struct State {
     world_size: usize,
     key: Key,
     present: Mutex<Present>,
@@ -184,7 +187,7 @@ struct Desk {
     changed: Notify,
 }
 
-impl Desk {
+impl State {
     fn is_complete(&self) -> bool {
         lock(&self.present).registered == self.world_size
     }
@@ -200,7 +203,7 @@ impl Desk {
             return None;
         }
         let missing = present.missing(self.world_size);
-        present.put(rank, Some(Visit::GaveUp));
+        present.put(rank, Some(RankState::GaveUp));
         Some(Absent::new(missing))
     }
 
@@ -208,7 +211,7 @@ impl Desk {
     fn notes(&self, missing: &[usize]) -> String {
         let (present, refused) = (lock(&self.present), lock(&self.refused));
         let note = |rank: &usize| match (present.ranks.get(rank), refused.get(rank)) {
-            (Some(Visit::GaveUp), _) => Some(format!("; rank {rank} was there and gave up")),
+            (Some(RankState::GaveUp), _) => Some(format!("; rank {rank} was there and gave up")),
             (_, Some(why)) => Some(format!("; a process that says it is rank {rank} was refused: {why}")),
             _ => None,
         };
@@ -220,8 +223,8 @@ impl Desk {
         let present = lock(&self.present);
         let ranks = || {
             present.ranks.iter().filter_map(|(rank, visit)| match visit {
-                Visit::Registered(registration) => Some((*rank, registration)),
-                Visit::Proven | Visit::GaveUp => None,
+                RankState::Registered(registration) => Some((*rank, registration)),
+                RankState::Proven | RankState::GaveUp => None,
             })
         };
         let relays = ranks().filter_map(|(rank, registration)| Some((rank, registration.relay?)));
@@ -242,8 +245,8 @@ async fn serve(
     let mut present = Present::default();
     present.register(0, Registration { address: address.to_vec(), relay: None });
     let (present, changed) = (Mutex::new(present), Notify::new());
-    let desk = Arc::new(Desk { world_size, key, present, refused: Mutex::default(), changed });
-    let (publish, published) = watch::channel(None::<Arc<News>>);
+    let desk = Arc::new(State { world_size, key, present, refused: Mutex::default(), changed });
+    let (publish, published) = watch::channel(None::<Arc<Outcome>>);
     let mut visitors = JoinSet::new();
     let gather = async {
         loop {
@@ -267,12 +270,12 @@ async fn serve(
     let complete = timeout_at(deadline, gather).await.is_ok();
     let (news, outcome) = if complete {
         let (all, relays) = desk.all();
-        (News::Complete { list: tree::list(&all), relays }, Ok(all))
+        (Outcome::Complete { list: tree::list(&all), relays }, Ok(all))
     } else {
         let missing = desk.missing();
         let what = format!("the rendezvous at {name}{}", desk.notes(&missing));
         let absent = Absent::new(missing);
-        (News::Missing(absent.frame()), Err(absent.late(timeout, 0, what)))
+        (Outcome::Missing(absent.frame()), Err(absent.late(timeout, 0, what)))
     };
     publish.send_replace(Some(Arc::new(news)));
     drop(publish);
@@ -283,13 +286,13 @@ async fn serve(
 }
 
 /// One connection at the desk.
-async fn attend(desk: Arc<Desk>, mut stream: TcpStream, mut published: watch::Receiver<Option<Arc<News>>>) {
+async fn attend(desk: Arc<State>, mut stream: TcpStream, mut published: watch::Receiver<Option<Arc<Outcome>>>) {
     let rank = match receive(&desk, &mut stream).await {
         Ok(rank) => rank,
         Err(why) => return handshake::refuse(&mut stream, why).await,
     };
     let news = match tree::news(&mut stream, &mut published).await {
-        Heard::News(news) => Some(news),
+        Heard::Outcome(news) => Some(news),
         Heard::Question => match desk.give_up(rank) {
             Some(absent) => {
                 // One that does not wait for the answer either has all the more given up.
@@ -310,13 +313,13 @@ async fn attend(desk: Arc<Desk>, mut stream: TcpStream, mut published: watch::Re
     }
 }
 
-async fn receive(desk: &Desk, stream: &mut TcpStream) -> std::result::Result<usize, Refusal> {
+async fn receive(desk: &State, stream: &mut TcpStream) -> std::result::Result<usize, Refusal> {
     let greeted = handshake::greet(stream).await?;
     let Hello { world_size, from, to, purpose, .. } = greeted.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
     }
-    // Who it is has not been proven: this is for people only, and no more than one line per rank.
+    // Who it is has not been proven: this is for people only, and no more than one conn per rank.
     let note = |why| {
         if from < desk.world_size {
             lock(&desk.refused).insert(from, why);

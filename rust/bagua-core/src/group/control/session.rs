@@ -7,15 +7,20 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncWriteExt, WriteHalf};
 use tokio::sync::mpsc;
 
-use super::super::line::{Line, Socket};
+use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::lock;
 use super::super::wire::{FRAME_LIMIT, Message, read_frame};
 use super::{ALIVE, Plane};
 
 /// Reads from a peer until the connection ends; a second task writes.
-pub(super) async fn converse(plane: Arc<Plane>, rank: usize, line: Line, frames: mpsc::UnboundedReceiver<Vec<u8>>) {
-    let near = line.is_unix();
-    let Line { mark: _mark, socket } = line;
+pub(super) async fn read_loop(
+    plane: Arc<Plane>,
+    rank: usize,
+    conn: ControlConn,
+    frames: mpsc::UnboundedReceiver<Vec<u8>>,
+) {
+    let near = conn.is_unix();
+    let ControlConn { fork_fd: _fork_fd, socket } = conn;
     let (mut reader, writer) = tokio::io::split(socket);
     tokio::spawn(write(writer, frames));
     let how = loop {
@@ -34,7 +39,7 @@ pub(super) async fn converse(plane: Arc<Plane>, rank: usize, line: Line, frames:
             }
         };
         match Message::parse(&body) {
-            Ok(message) => hear(&plane, rank, message),
+            Ok(message) => handle(&plane, rank, message),
             Err(garbled) => break format!("it spoke nonsense: {garbled}"),
         }
     };
@@ -42,7 +47,7 @@ pub(super) async fn converse(plane: Arc<Plane>, rank: usize, line: Line, frames:
     settle(&plane, rank);
 }
 
-async fn write(mut writer: WriteHalf<Socket>, mut frames: mpsc::UnboundedReceiver<Vec<u8>>) {
+async fn write(mut writer: WriteHalf<AsyncSocket>, mut frames: mpsc::UnboundedReceiver<Vec<u8>>) {
     while let Some(frame) = frames.recv().await {
         // The reader notices what is wrong with a connection, and says so.
         if writer.write_all(&frame).await.is_err() {
@@ -59,7 +64,7 @@ fn settle(plane: &Plane, rank: usize) {
 }
 
 /// Acts on a message.
-fn hear(plane: &Plane, rank: usize, message: Message) {
+fn handle(plane: &Plane, rank: usize, message: Message) {
     let Some(peer) = plane.peer(rank) else { return };
     if let Some(heard) = lock(&peer.heard).as_mut() {
         *heard = Instant::now();
@@ -71,8 +76,8 @@ fn hear(plane: &Plane, rank: usize, message: Message) {
             lock(&plane.building).near.insert(rank, all);
             plane.built.notify_all();
         }
-        Message::Fail { group, cause } => plane.told(rank, group, cause),
-        Message::Bye { group } => plane.bid_farewell(rank, group),
+        Message::Fail { group, cause } => plane.peer_reported(rank, group, cause),
+        Message::Bye { group } => plane.peer_left(rank, group),
         Message::Heard => settle(plane, rank),
     }
 }

@@ -3,7 +3,7 @@
 /// What lies at this address will be written soon: its cache line is fetched for that, away from the caches of others. Any address
 /// will do.
 #[inline(always)]
-pub fn soon_written(place: *const u8) {
+pub fn prefetch_write(place: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a hint, which cannot fault and changes nothing that a program sees; a processor that does not know it does nothing.
     // The intrinsic would compile to a hint for reading, as not all processors know this one.
@@ -16,7 +16,7 @@ pub fn soon_written(place: *const u8) {
 
 /// What lies at this address will be read soon. Any address will do.
 #[inline(always)]
-pub fn soon_read(place: *const u8) {
+pub fn prefetch_read(place: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: as above.
     unsafe {

@@ -7,16 +7,16 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use crate::collective::Call;
+use crate::collective::OpContext;
 use crate::reduce::combine;
 use crate::transport::Plan;
 use crate::types::{Fingerprint, ReduceOp};
 
 /// Combines what is there from every rank, in rank order; `None` is what `out` holds.
-pub(super) fn fold(call: &Call<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
+pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     let start = Instant::now();
-    combine(call.dtype(), op, inputs, out);
-    call.stats.add_reduce(start.elapsed());
+    combine(cx.dtype(), op, inputs, out);
+    cx.stats.add_reduce(start.elapsed());
 }
 
 /// Who gets what a rank has combined.
@@ -111,7 +111,7 @@ impl Cut {
 /// See the module.
 pub(super) struct Shares<'a, 'c> {
     /// What the operation says of itself.
-    pub call: &'a Call<'c>,
+    pub cx: &'a OpContext<'c>,
     /// How elements are combined.
     pub op: ReduceOp,
     /// This rank.
@@ -188,7 +188,7 @@ impl Shares<'_, '_> {
             let slots = slots.chunks_exact(piece).enumerate();
             let inputs: Vec<_> =
                 slots.map(|(peer, slot)| if peer == rank { own } else { Some(&slot[..out.len()]) }).collect();
-            fold(self.call, self.op, &inputs, out);
+            fold(self.cx, self.op, &inputs, out);
             self.folded += 1;
         }
     }
@@ -231,7 +231,7 @@ impl Plan for Shares<'_, '_> {
                 &dst[range.start - start..range.end - start]
             }
         };
-        (self.call.fingerprint, bytes)
+        (self.cx.fingerprint, bytes)
     }
 
     fn sent(&mut self, _peer: usize, number: usize) {
@@ -245,7 +245,7 @@ impl Plan for Shares<'_, '_> {
         let inputs = self.pieces(self.rank);
         let range =
             if number < inputs { self.cut.range(self.rank, number) } else { self.cut.range(peer, number - inputs) };
-        (self.call.fingerprint, range.len())
+        (self.cx.fingerprint, range.len())
     }
 
     fn admits(&self, _peer: usize, number: usize) -> bool {

@@ -1,13 +1,13 @@
 //! Two ranks that give each other a chunk: all_gather and all_to_all of what does not fit a slot.
 //!
 //! Where one rank has read a stretch of a window it writes what the other will read there next: so each line travels once per
-//! piece, as in [`super::reduction`], and not once to be read and once more to be written again.
+//! piece, as in [`super::cico`], and not once to be read and once more to be written again.
 
 use std::ops::Range;
 
-use super::copy::{copy, copy_to_both};
 use super::pieces::Cut;
-use super::run::Turn;
+use super::prefetch_copy::{copy, copy_to_both};
+use super::protocol::Phase;
 use super::segment::{Buffer, Segment};
 use super::shifted;
 use crate::collective::Io;
@@ -18,7 +18,7 @@ pub(super) const PIECE: usize = 128 << 10;
 const STRETCH: usize = 4 << 10;
 
 /// One operation of two ranks. The places are those of chunks in this rank's input and output.
-pub(super) struct Swap {
+pub(super) struct Pairwise {
     pub(super) cut: Cut,
     /// What the peer gets, in the input.
     pub(super) give: usize,
@@ -28,18 +28,18 @@ pub(super) struct Swap {
     pub(super) keep: (usize, usize),
 }
 
-impl Swap {
-    /// The pattern for [`super::run::Runner::run`]. One window of each rank is used, that of parity 0 (fact X1).
-    pub(super) fn turn(&self, segment: &Segment, turn: Turn, io: &mut Io<'_>) {
-        match turn {
-            Turn::Fill(0) => {
+impl Pairwise {
+    /// The pattern for [`super::protocol::Protocol::run`]. One window of each rank is used, that of parity 0 (fact X1).
+    pub(super) fn phase(&self, segment: &Segment, phase: Phase, io: &mut Io<'_>) {
+        match phase {
+            Phase::Fill(0) => {
                 let first = self.cut.range(0);
                 // SAFETY: W2.
                 let window = unsafe { segment.write(segment.index, Buffer::Window(0), first.clone()) };
                 self.leave(window, first, io);
             }
-            Turn::Fill(_) => {}
-            Turn::Take(piece) => self.step(segment, piece, io),
+            Phase::Fill(_) => {}
+            Phase::Take(piece) => self.step(segment, piece, io),
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Each rank reduces one share of every piece from all windows and its own tensor, into its own tensor and into the peers' windows.
 //! From there the peers copy it to their tensors, in the same pass that fills the window for the piece after next, and stretch
-//! by stretch in turn with their own reducing of the piece between the two. So
+//! by stretch in phase with their own reducing of the piece between the two. So
 //!
 //! - both sides read *and* write every shared line, and each line travels once per piece in either direction: it brings what the
 //!   peer wrote, and takes away what the peer will read;
@@ -18,16 +18,16 @@
 use std::ops::Range;
 
 use super::pieces::{Cut, Timer, combine_into, inputs};
-use super::run::Turn;
+use super::protocol::Phase;
 use super::segment::{ALIGN, Buffer, Segment};
 use super::{others, shifted};
-use crate::collective::{Call, Io};
+use crate::collective::{Io, OpContext};
 use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;
 
 /// One operation.
 pub(super) struct Reduction<'a> {
-    pub(super) call: &'a Call<'a>,
+    pub(super) cx: &'a OpContext<'a>,
     pub(super) op: ReduceOp,
     /// Who gets the result; nobody in particular in all_reduce.
     pub(super) root: Option<usize>,
@@ -53,18 +53,18 @@ impl Reduction<'_> {
         self.cut.each.div_ceil(segment.ranks).next_multiple_of(ALIGN)
     }
 
-    /// The pattern for [`super::run::Runner::run`], which is to be told to collect where this rank gets the result.
-    pub(super) fn turn(&self, segment: &Segment, turn: Turn, buffer: Buffer, io: &mut Io<'_>) {
+    /// The pattern for [`super::protocol::Protocol::run`], which is to be told to collect where this rank gets the result.
+    pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut Io<'_>) {
         let (first, pieces) = (self.cut.range(0), self.cut.pieces);
-        match turn {
-            Turn::Fill(0) => self.turn_over(segment, buffer, Beside { out: &mut [], into: &io.input()[first] }),
-            Turn::Fill(piece) if piece > pieces => {
+        match phase {
+            Phase::Fill(0) => self.turn_over(segment, buffer, Beside { out: &mut [], into: &io.input()[first] }),
+            Phase::Fill(piece) if piece > pieces => {
                 let out = &mut io.output()[self.cut.range(pieces - 1)];
                 self.turn_over(segment, buffer, Beside { out, into: &[] });
             }
             // Together with the Take that follows.
-            Turn::Fill(_) => {}
-            Turn::Take(piece) => match self.root {
+            Phase::Fill(_) => {}
+            Phase::Take(piece) => match self.root {
                 None => self.step(segment, piece, buffer, io),
                 Some(root) => self.step_towards(segment, root, piece, buffer, io),
             },
@@ -121,8 +121,8 @@ impl Reduction<'_> {
             None => unsafe { segment.write(rank, buffer, mine.clone()) },
         };
         let mut parts: Vec<&mut [u8]> = (0..segment.ranks).map(part).collect();
-        let timer = Timer::start(self.call, mine.len());
-        combine_everywhere_after(self.call.dtype(), self.op, &mut parts, &mut |stretch, parts| {
+        let timer = Timer::start(self.cx, mine.len());
+        combine_everywhere_after(self.cx.dtype(), self.op, &mut parts, &mut |stretch, parts| {
             if let Some(src) = src {
                 parts[me][stretch.clone()].copy_from_slice(&src[stretch.clone()]);
             }
@@ -149,10 +149,10 @@ impl Reduction<'_> {
         // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
         let theirs = |rank| unsafe { segment.read(rank, buffer, mine.clone()) };
         if root == me {
-            combine_into(self.call, self.op, inputs(ranks, theirs), me, io, local.clone(), local);
+            combine_into(self.cx, self.op, inputs(ranks, theirs), me, io, local.clone(), local);
             return;
         }
-        let timer = Timer::start(self.call, mine.len());
+        let timer = Timer::start(self.cx, mine.len());
         let input = |rank| match rank {
             _ if rank == root => None,
             _ if rank == me => Some(&io.input()[local.clone()]),
@@ -160,7 +160,7 @@ impl Reduction<'_> {
         };
         let inputs: Vec<Option<&[u8]>> = (0..ranks).map(input).collect();
         // SAFETY: as above; the root's window is not among the inputs.
-        combine(self.call.dtype(), self.op, &inputs, unsafe { segment.write(root, buffer, mine.clone()) });
+        combine(self.cx.dtype(), self.op, &inputs, unsafe { segment.write(root, buffer, mine.clone()) });
         timer.stop();
     }
 }

@@ -14,7 +14,7 @@ const PATIENCE: u32 = 16;
 
 /// What a rank knows of where it may run.
 #[derive(Default)]
-pub(super) struct Crowd {
+pub(super) struct Oversubscription {
     /// Waits until the next look.
     patience: Cell<u32>,
 }
@@ -24,7 +24,7 @@ pub(super) fn here() -> u32 {
     sched_getcpu() as u32 + 1
 }
 
-impl Crowd {
+impl Oversubscription {
     /// A look around, now and then. `places` is where each rank was last, as [`here`] said it there; 0 when it has not said yet.
     pub(super) fn spread(&self, me: usize, places: impl Iterator<Item = u32>) {
         if let Some(patience) = self.patience.get().checked_sub(1) {

@@ -7,42 +7,44 @@ use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
 use super::control::{Book, Building, Control, Listeners, Plane};
-use super::fork::Home;
+use super::fork::OwnerProcess;
 use super::membership::Group;
 use super::wire::Message;
 use super::{Config, MOST_STREAMS, handshake, lock};
 use crate::error::{Error, Progress, Result};
-use crate::sync::{Deadline, SLICE};
-use crate::watch::Watch;
+use crate::health::GroupHealth;
+use crate::wait::{Deadline, SLICE};
 
 /// A rank that listens and has an address to spread, but knows no peer yet.
-pub struct Pending {
+pub struct Bootstrap {
     /// Ends the thread if the group is never built.
     control: Control,
     /// The blob.
     address: Vec<u8>,
 }
 
-impl Pending {
-    /// First step: listens. The caller spreads [`Pending::address`] by whatever it has.
+impl Bootstrap {
+    /// First step: listens. The caller spreads [`Bootstrap::address`] by whatever it has.
     ///
     /// # Errors
-    /// `Value` when the configuration contradicts itself, `System` when there is no socket or thread to be had.
-    pub fn bind(config: Config) -> Result<Pending> {
+    /// `InvalidArgument` when the configuration contradicts itself, `System` when there is no socket or thread to be had.
+    pub fn bind(config: Config) -> Result<Bootstrap> {
         let Config { rank, world_size, .. } = config;
         if rank >= world_size || u32::try_from(world_size).is_err() {
-            return Err(Error::Value(format!("rank {rank} in a world of {world_size} ranks")));
+            return Err(Error::InvalidArgument(format!("rank {rank} in a world of {world_size} ranks")));
         }
         if config.heartbeat_timeout.is_zero() {
-            return Err(Error::Value("a heartbeat timeout of 0 s".to_owned()));
+            return Err(Error::InvalidArgument("a heartbeat timeout of 0 s".to_owned()));
         }
         if !(1..=MOST_STREAMS).contains(&config.streams_per_peer) {
             let asked = config.streams_per_peer;
-            return Err(Error::Value(format!("{asked} streams per peer: it must be between 1 and {MOST_STREAMS}")));
+            return Err(Error::InvalidArgument(format!(
+                "{asked} streams per peer: it must be between 1 and {MOST_STREAMS}"
+            )));
         }
         if world_size > 1 && config.listen.ip().is_unspecified() {
             let at = config.listen.ip();
-            return Err(Error::Value(format!("listening on {at} gives peers no address to connect to")));
+            return Err(Error::InvalidArgument(format!("listening on {at} gives peers no address to connect to")));
         }
         let mut config = config;
         if config.host_id.is_empty() {
@@ -51,7 +53,7 @@ impl Pending {
         if config.host_name.is_empty() {
             config.host_name = address::host_name();
         }
-        let home = Home::here()?;
+        let owner = OwnerProcess::arm()?;
         let listeners = if world_size > 1 { Some(Listeners::open(&config)?) } else { None };
         let address = Address {
             rank,
@@ -65,12 +67,12 @@ impl Pending {
             algorithm: config.algorithm as u8,
             nonce: handshake::random()?,
         };
-        let plane = Plane::new(config, home);
+        let plane = Plane::new(config, owner);
         let control = match listeners {
             Some(listeners) => Control::start(plane, listeners)?,
             None => Control::alone(plane),
         };
-        Ok(Pending { control, address: address.encode() })
+        Ok(Bootstrap { control, address: address.encode() })
     }
 
     /// Opaque bytes that the peers need; a few hundred.
@@ -81,44 +83,44 @@ impl Pending {
     /// Second step: connects to all peers. `addresses[r]` is rank r's. Returns when every pair has a control connection.
     ///
     /// # Errors
-    /// `Value` or `Mismatch` when the addresses do not fit together, `Timeout` naming the ranks that cannot be reached,
+    /// `InvalidArgument` or `Mismatch` when the addresses do not fit together, `Timeout` naming the ranks that cannot be reached,
     /// `System` or `Mismatch` when one refuses, `PeerLost` when one goes away meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
-        let Pending { control, address } = self;
+        let Bootstrap { control, address } = self;
         let plane = Arc::clone(&control.plane);
-        plane.home.check()?;
+        plane.owner.check()?;
         let config = &plane.config;
         let deadline = Deadline::after(config.connect_timeout);
         let until = Instant::now() + config.connect_timeout;
         let parsed = Address::parse_all(addresses, config, &address)?;
         let hosts = parsed.iter().map(|address| address.host_name.clone()).collect();
-        let watch = Watch::new(config.rank, (0..config.world_size).collect(), hosts);
+        let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
         let book = Book::new(parsed, addresses, &config.secret);
-        plane.register(book.world, &watch);
+        plane.register(book.world, &health);
         let book = plane.open(book);
         if config.world_size == 1 {
-            return Group::world(control, watch, vec![vec![0]]);
+            return Group::world(control, health, vec![vec![0]]);
         }
         for lower in 0..config.rank {
-            control.dial_control(lower, until, &watch)?;
+            control.dial_control(lower, until, &health)?;
         }
-        let site = Site { plane: &plane, watch: &watch, book, deadline };
-        let lines = site.wait(|building| &mut building.lines)?;
+        let site = Site { plane: &plane, health: &health, book, deadline };
+        let conns = site.wait(|building| &mut building.conns)?;
         let ids: Vec<&str> = book.addresses.iter().map(|address| address.host_id.as_str()).collect();
-        let own = lines.iter().all(|(rank, line)| line.is_unix() || ids[*rank] != ids[config.rank]);
-        control.converse(lines);
+        let own = conns.iter().all(|(rank, conn)| conn.is_unix() || ids[*rank] != ids[config.rank]);
+        control.read_loop(conns);
         plane.send_all(&Message::Near(own));
         let mut near = site.wait(|building| &mut building.near)?;
         near.insert(config.rank, own);
         let hosts = partition(&ids, |rank| near.get(&rank) == Some(&true));
-        Group::world(control, watch, hosts)
+        Group::world(control, health, hosts)
     }
 }
 
 /// A group under construction.
 struct Site<'a> {
     plane: &'a Plane,
-    watch: &'a Watch,
+    health: &'a GroupHealth,
     book: &'a Book,
     deadline: Deadline,
 }
@@ -134,15 +136,15 @@ impl Site<'_> {
             if found.len() == world_size - 1 {
                 return Ok(std::mem::take(found));
             }
-            self.watch.check()?;
+            self.health.check()?;
             // Every arrival ends the wait below, so who is missing is not asked each time.
             let passed = self.deadline.passed();
             if passed || looked.is_none_or(|looked| looked.elapsed() >= SLICE) {
                 looked = Some(Instant::now());
                 let missing: Vec<usize> =
                     (0..world_size).filter(|rank| *rank != own && !found.contains_key(rank)).collect();
-                if let Some(gone) = missing.iter().find(|rank| self.watch.has_departed(**rank)) {
-                    return Err(self.watch.peer_lost(*gone, "it left while the group was being built"));
+                if let Some(gone) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
+                    return Err(self.health.peer_lost(*gone, "it left while the group was being built"));
                 }
                 if passed {
                     return Err(self.timed_out(&building, missing));

@@ -25,7 +25,7 @@ const COMPLETE: usize = usize::MAX - 1;
 
 /// Bytes moved by one run.
 #[derive(Default)]
-pub(super) struct Tally {
+pub(super) struct ByteCounts {
     /// Bodies only.
     pub sent: u64,
     /// Bodies only.
@@ -37,7 +37,7 @@ pub(super) struct Tally {
 }
 
 /// Why a run cannot go on with a peer.
-pub(super) enum Trouble {
+pub(super) enum PeerFault {
     /// Its stream ended or broke.
     Lost(Broken),
     /// It does something else: the text says what.
@@ -85,7 +85,7 @@ struct Cut {
 }
 
 /// The messages to and from one peer.
-pub(super) struct Flow {
+pub(super) struct Endpoint {
     /// Index of the peer.
     peer: usize,
     /// None for the own index.
@@ -106,8 +106,8 @@ pub(super) struct Flow {
     send_broken: Option<Broken>,
 }
 
-impl Flow {
-    pub fn new(peer: usize, links: Vec<Box<dyn Transport>>) -> Flow {
+impl Endpoint {
+    pub fn new(peer: usize, links: Vec<Box<dyn Transport>>) -> Endpoint {
         let stream = |link| Stream {
             link,
             out: None,
@@ -118,7 +118,7 @@ impl Flow {
             carried: 0,
             broken: None,
         };
-        Flow {
+        Endpoint {
             peer,
             streams: links.into_iter().map(stream).collect(),
             before: (0, 0),
@@ -190,26 +190,26 @@ impl Flow {
     }
 
     /// Moves what can be moved now in both directions; true when anything did.
-    pub fn step(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> Result<bool, Trouble> {
-        let sent = self.send(plan, tally);
-        let received = self.recv(plan, tally)?;
+    pub fn step(&mut self, plan: &mut dyn Plan, counts: &mut ByteCounts) -> Result<bool, PeerFault> {
+        let sent = self.send(plan, counts);
+        let received = self.recv(plan, counts)?;
         match &self.send_broken {
-            Some(broken) if self.to_arrive == 0 => Err(Trouble::Lost(broken.clone())),
+            Some(broken) if self.to_arrive == 0 => Err(PeerFault::Lost(broken.clone())),
             _ => Ok(sent || received),
         }
     }
 
-    fn send(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> bool {
+    fn send(&mut self, plan: &mut dyn Plan, counts: &mut ByteCounts) -> bool {
         let mut any = false;
         for at in 0..self.streams.len() {
-            let turn = tally.sent + TURN as u64;
-            while tally.sent < turn && self.send_broken.is_none() && self.send_by(at, plan, tally, &mut any) {}
+            let turn = counts.sent + TURN as u64;
+            while counts.sent < turn && self.send_broken.is_none() && self.send_by(at, plan, counts, &mut any) {}
         }
         any
     }
 
     /// Sends some bytes by one stream; false when it has no room, or nothing to do.
-    fn send_by(&mut self, at: usize, plan: &mut dyn Plan, tally: &mut Tally, any: &mut bool) -> bool {
+    fn send_by(&mut self, at: usize, plan: &mut dyn Plan, counts: &mut ByteCounts, any: &mut bool) -> bool {
         let streams = self.streams.len();
         let head = head_len(streams);
         let span = if let Some(span) = self.streams[at].out {
@@ -261,8 +261,8 @@ impl Flow {
         }
         stream.carried += count as u64;
         let has_room = count == head_left.len() + body.len();
-        tally.sent += (count - count.min(head_left.len())) as u64;
-        tally.wire_sent += if stream.link.is_wire() { count as u64 } else { 0 };
+        counts.sent += (count - count.min(head_left.len())) as u64;
+        counts.wire_sent += if stream.link.is_wire() { count as u64 } else { 0 };
         let moved = span.moved + count;
         let whole = moved == head + span.len;
         stream.out = (!whole).then_some(Span { moved, ..span });
@@ -275,10 +275,10 @@ impl Flow {
         has_room
     }
 
-    fn recv(&mut self, plan: &mut dyn Plan, tally: &mut Tally) -> Result<bool, Trouble> {
+    fn recv(&mut self, plan: &mut dyn Plan, counts: &mut ByteCounts) -> Result<bool, PeerFault> {
         let mut any = false;
         for at in 0..self.streams.len() {
-            while self.to_arrive > 0 && self.recv_by(at, plan, tally, &mut any)? {}
+            while self.to_arrive > 0 && self.recv_by(at, plan, counts, &mut any)? {}
         }
         if any || self.to_arrive == 0 {
             return Ok(any);
@@ -291,18 +291,24 @@ impl Flow {
         });
         let broken: Vec<_> = broken.collect();
         match broken.iter().find(|(_, hopeless)| *hopeless || broken.len() == self.streams.len()) {
-            Some((broken, _)) => Err(Trouble::Lost((*broken).clone())),
+            Some((broken, _)) => Err(PeerFault::Lost((*broken).clone())),
             None => Ok(false),
         }
     }
 
     /// Receives some bytes by one stream; false when there are none now.
-    fn recv_by(&mut self, at: usize, plan: &mut dyn Plan, tally: &mut Tally, any: &mut bool) -> Result<bool, Trouble> {
+    fn recv_by(
+        &mut self,
+        at: usize,
+        plan: &mut dyn Plan,
+        counts: &mut ByteCounts,
+        any: &mut bool,
+    ) -> Result<bool, PeerFault> {
         let head = head_len(self.streams.len());
         let stream = &mut self.streams[at];
         if stream.into.is_none() && stream.in_headed == head {
             let Some(span) = place(&stream.in_head[..head], self.peer, plan, self.before.1, &self.missing)
-                .map_err(Trouble::Mismatch)?
+                .map_err(PeerFault::Mismatch)?
             else {
                 return Ok(false);
             };
@@ -329,7 +335,7 @@ impl Flow {
             };
             stream.in_headed += count;
             *any |= count > 0;
-            tally.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
+            counts.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
             return Ok(count == wanted);
         };
         let mut full = true;
@@ -347,8 +353,8 @@ impl Flow {
             span.moved += count;
             self.missing[span.number] -= count;
             *any |= count > 0;
-            tally.received += count as u64;
-            tally.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
+            counts.received += count as u64;
+            counts.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
         }
         if span.moved == span.len {
             let number = span.number;
