@@ -54,7 +54,7 @@ def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     return count
 
 
-def _reader() -> engine.TensorReader:
+def _new_reader() -> engine.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
     try:
@@ -67,7 +67,7 @@ def _reader() -> engine.TensorReader:
 _count_version = _version_counter()
 
 #: Reads address, count and dtype of torch's tensors.
-reader = _reader()
+reader = _new_reader()
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
