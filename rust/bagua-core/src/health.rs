@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Progress, Result};
-use crate::wait::blocking_wait;
+use crate::wait::{blocking_wait, lock, wait_on_for};
 
 /// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
 /// Long enough for a control message that is already on its way, short enough to stay within the promised second.
@@ -120,7 +120,7 @@ impl GroupHealth {
     fn record(&self, error: Error) -> bool {
         let first = self.cause.set(error).is_ok();
         self.failed.store(true, Ordering::Release);
-        drop(self.changed.0.lock());
+        drop(lock(&self.changed.0));
         self.changed.1.notify_all();
         first
     }
@@ -128,7 +128,7 @@ impl GroupHealth {
     /// A peer said goodbye: whoever needs it from now on fails, nobody else does.
     pub fn depart(&self, rank: usize) {
         self.departed[rank].store(true, Ordering::Release);
-        drop(self.changed.0.lock());
+        drop(lock(&self.changed.0));
         self.changed.1.notify_all();
     }
 
@@ -164,13 +164,13 @@ impl GroupHealth {
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
         let until = Instant::now() + VERDICT_GRACE;
         blocking_wait(|| {
-            let mut guard = self.changed.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut guard = lock(&self.changed.0);
             while self.cause.get().is_none() && !self.has_departed(rank) {
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     break;
                 }
-                guard = self.changed.1.wait_timeout(guard, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+                guard = wait_on_for(&self.changed.1, guard, left);
             }
         });
         let reason = if self.has_departed(rank) { "it left the group" } else { how };

@@ -2,11 +2,12 @@
 
 mod group_world;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_core::error::Error;
 use bagua_core::group::{Options, TransportChoice};
+use bagua_core::wait::lock;
 use group_world::{cause, exit_code, fork, live, mixed, until, world_with};
 use rustix::process::Signal;
 
@@ -20,7 +21,7 @@ fn entry_of_processes() {
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ALONE)
 }
 
 fn sockets() -> usize {

@@ -2,10 +2,11 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use bagua_core::error::Error;
 use bagua_core::group;
+use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -81,7 +82,7 @@ impl RendezvousServer {
         timeout: f64,
     ) -> PyResult<Vec<Py<PyBytes>>> {
         let timeout = errors::seconds("timeout", timeout)?;
-        let server = self.server.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let server = lock(&self.server).take();
         let again = || errors::raise(py, Error::System("this rendezvous has been served already".to_owned()));
         let server = server.ok_or_else(again)?;
         let addresses = waiting::aside(py, move || server.serve(world_size, &address, &secret, timeout))?;

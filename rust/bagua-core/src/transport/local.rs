@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 use std::io::Read;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::{Broken, Mesh, Readiness, Transport};
-use crate::wait::Doorbell;
+use crate::wait::{Doorbell, lock};
 
 /// Bytes that may lie in one direction of a [`local_mesh`] link before the sender has to wait.
 const CAPACITY: usize = 64 << 10;
@@ -39,11 +39,6 @@ impl Local {
         let first = Local { to: a.clone(), from: b.clone(), peer: bells.1, capacity };
         (first, Local { to: b, from: a, peer: bells.0, capacity })
     }
-}
-
-/// A pipe is whole between any two statements, so a thread that panicked while it held the lock broke nothing.
-fn lock(pipe: &Mutex<Pipe>) -> MutexGuard<'_, Pipe> {
-    pipe.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn closed() -> Broken {

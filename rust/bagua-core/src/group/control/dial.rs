@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use tokio::net::{TcpStream, UnixStream};
 
+use super::super::TransportChoice;
 use super::super::address::Address;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP};
-use super::super::{TransportChoice, lock};
 use super::{Control, Plane};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
+use crate::wait::lock;
 
 /// A connection to make.
 #[derive(Clone, Copy, Debug)]

@@ -24,15 +24,16 @@ use tokio::sync::{Notify, mpsc};
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
 
+use super::Config;
 use super::address::Address;
 use super::connection::{ControlConn, PendingConns};
 use super::fork::OwnerProcess;
 use super::handshake::{Key, digest};
 use super::wire::Message;
-use super::{Config, lock};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
+use crate::wait::lock;
 
 /// How long a leaving rank waits for its last words to be heard.
 const LINGER: Duration = Duration::from_millis(200);

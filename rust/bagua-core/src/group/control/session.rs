@@ -8,9 +8,9 @@ use tokio::io::{AsyncWriteExt, WriteHalf};
 use tokio::sync::mpsc;
 
 use super::super::connection::{AsyncSocket, ControlConn};
-use super::super::lock;
 use super::super::wire::{FRAME_LIMIT, Message, read_frame};
 use super::{ALIVE, Plane};
+use crate::wait::lock;
 
 /// Reads from a peer until the connection ends; a second task writes.
 pub(super) async fn read_loop(
