@@ -31,7 +31,7 @@ use super::fork::OwnerProcess;
 use super::handshake::{Key, digest};
 use super::wire::Message;
 use crate::error::{Error, Result};
-use crate::health::GroupHealth;
+use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
 use crate::wait::lock;
 
@@ -93,6 +93,8 @@ struct Entry {
     health: Weak<GroupHealth>,
     /// World ranks of the members, by group rank: ascending.
     ranks: Vec<usize>,
+    /// Reports to the members what this rank finds, as long as it is in the group.
+    _subscription: Subscription,
 }
 
 /// Group rank of a world rank.
@@ -192,7 +194,7 @@ impl Plane {
     /// Makes a group known: its failures are told to its members from here on. `ranks` are world ranks.
     pub(super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
-        health.on_failure(move |cause| {
+        let subscription = health.subscribe_local(move |cause| {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
             {
@@ -210,7 +212,7 @@ impl Plane {
                 health.depart(place);
             }
         }
-        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks });
+        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscription: subscription });
         drop(groups);
         if let Some(cause) = failure {
             health.fail_from_peer(cause);
