@@ -246,6 +246,24 @@ pub struct Fingerprint {
     pub shape: Shape,
 }
 
+impl Fingerprint {
+    /// The fingerprint of the first operation of lane 0, of epoch 0, on a vector of `count` elements; without op and root. Tests
+    /// and benchmarks change the fields that they are about.
+    pub fn first(kind: Kind, dtype: DType, count: usize) -> Fingerprint {
+        Fingerprint {
+            epoch: 0,
+            channel: 0,
+            kind,
+            seq: 0,
+            dtype,
+            op: None,
+            root: None,
+            count: count as u64,
+            shape: Shape::flat(count),
+        }
+    }
+}
+
 impl std::fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.kind.name())?;
