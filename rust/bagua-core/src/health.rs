@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Progress, Result};
+use crate::error::{Error, Progress, Result, Source};
 use crate::wait::{blocking_wait, lock, wait_on_for};
 
 /// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
@@ -232,6 +232,7 @@ impl GroupHealth {
             reason: reason.into(),
             noticed_by: self.world_ranks[self.rank],
             progress: None,
+            source: Source::default(),
         }
     }
 
@@ -248,6 +249,11 @@ impl GroupHealth {
     /// The error to return when the stream to `rank` ended or broke. Waits a moment for the control plane's own verdict,
     /// so that the first cause wins over its consequences; otherwise the peer itself is to blame.
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
+        self.attribute_broken_stream(rank, how, &Source::default())
+    }
+
+    /// As [`GroupHealth::attribute_disconnect`], with what the operating system said of the stream.
+    pub fn attribute_broken_stream(&self, rank: usize, how: &str, source: &Source) -> Error {
         let until = Instant::now() + VERDICT_GRACE;
         blocking_wait(|| {
             let mut guard = lock(&self.changed.0);
@@ -260,7 +266,7 @@ impl GroupHealth {
             }
         });
         let reason = if self.has_departed(rank) { "it left the group" } else { how };
-        self.cause().unwrap_or_else(|| self.peer_lost(rank, reason))
+        self.cause().unwrap_or_else(|| self.peer_lost(rank, reason).caused_by(source))
     }
 }
 
@@ -356,6 +362,18 @@ mod tests {
         assert_eq!(health.fail(raised("first")), raised("first"));
         assert_eq!(calls.take(), [("nested", raised("first"))]);
         assert!(lock(&own).is_none());
+    }
+
+    #[test]
+    fn a_broken_stream_is_the_source_only_of_the_loss_that_it_is_the_first_sign_of() {
+        let reset = Source::from(std::io::Error::from_raw_os_error(libc::ECONNRESET));
+        let health = GroupHealth::local(0, 3);
+        let lost = health.attribute_broken_stream(1, "connection reset", &reset);
+        assert!(matches!(&lost, Error::PeerLost { rank: 1, reason, .. } if reason == "connection reset"), "{lost:?}");
+        assert!(lost.os_error().is_some());
+        let _ = health.fail(health.peer_lost(2, "no heartbeat for 5.0 s"));
+        let cause = health.attribute_broken_stream(1, "connection reset", &reset);
+        assert!(matches!(cause, Error::PeerLost { rank: 2, .. }) && cause.os_error().is_none(), "{cause:?}");
     }
 
     #[test]

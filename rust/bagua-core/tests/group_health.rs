@@ -283,7 +283,7 @@ fn another_secret_is_refused_by_name() {
     });
     let errors: Vec<Error> = results.into_iter().map(|result| result.map(|_| ()).unwrap_err()).collect();
     assert!(matches!(&errors[0], Error::Timeout { missing, .. } if missing == &[1]), "{:?}", errors[0]);
-    assert!(matches!(&errors[1], Error::System(text) if text.contains("wrong secret")), "{:?}", errors[1]);
+    assert!(matches!(&errors[1], Error::System { message, .. } if message.contains("wrong secret")), "{:?}", errors[1]);
 }
 
 #[test]

@@ -105,7 +105,7 @@ impl Bootstrap {
             return Err(raise(Error::InvalidArgument(text)));
         }
         let pending = lock(&self.pending).take();
-        let pending = pending.ok_or_else(|| raise(Error::System("this rank has connected already".to_owned())))?;
+        let pending = pending.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
         let core = waiting::aside(py, move || core::Communicator::new(pending.into_inner().connect(&addresses)?))?;
         Ok(Communicator::of(core))
     }

@@ -83,7 +83,7 @@ impl RendezvousServer {
     ) -> PyResult<Vec<Py<PyBytes>>> {
         let timeout = errors::seconds("timeout", timeout)?;
         let server = lock(&self.server).take();
-        let again = || errors::raise(py, Error::System("this rendezvous has been served already".to_owned()));
+        let again = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(again)?;
         let addresses = waiting::aside(py, move || server.serve(world_size, &address, &secret, timeout))?;
         Ok(blobs(py, addresses))

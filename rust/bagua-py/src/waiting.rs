@@ -65,7 +65,7 @@ pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
         let mut ear = ear();
         if let (Some((_, home)), Some(mouth)) = (ear.main, &ear.mouth) {
             if home != here {
-                return Err(Error::System("a forked child has no group to interrupt".to_owned()));
+                return Err(Error::other("a forked child has no group to interrupt"));
             }
             return Ok(mouth.as_raw_fd());
         }
@@ -204,7 +204,7 @@ pub fn aside<T: Send + 'static>(py: Python<'_>, work: impl FnOnce() -> Result<T>
             Ok(outcome) => return outcome.map_err(|e| errors::raise(py, e)),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(errors::raise(py, Error::System("the joining thread panicked".to_owned())));
+                return Err(errors::raise(py, Error::other("the joining thread panicked")));
             }
         }
     }

@@ -113,7 +113,7 @@ impl Handle {
 
 /// What every call in a forked child gets.
 pub(super) fn forked() -> Error {
-    Error::System("this process was forked from the one that built the group; build a group of its own".into())
+    Error::other("this process was forked from the one that built the group; build a group of its own")
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ impl Local {
 }
 
 fn closed() -> Broken {
-    Broken("the peer dropped its end".to_owned())
+    Broken::new("the peer dropped its end")
 }
 
 impl Transport for Local {

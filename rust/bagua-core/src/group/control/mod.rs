@@ -30,7 +30,7 @@ use super::connection::{ControlConn, PendingConns};
 use super::fork::OwnerProcess;
 use super::handshake::{Key, digest};
 use super::wire::Message;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
 use crate::wait::lock;
@@ -174,7 +174,7 @@ impl Plane {
 
     /// Known since `open`.
     pub(super) fn book(&self) -> Result<&Book> {
-        self.book.get().ok_or_else(|| Error::System("the group is not built yet".to_owned()))
+        self.book.get().ok_or_else(|| Error::other("the group is not built yet"))
     }
 
     fn peer(&self, rank: usize) -> Option<&Peer> {
@@ -269,7 +269,7 @@ impl Plane {
                 | Error::InvalidArgument(_)
                 | Error::UnsupportedType(_)
                 | Error::NotImplemented(_)
-                | Error::System(_) => false,
+                | Error::System { .. } => false,
             };
             if concerned {
                 health.fail_from_peer(cause.clone());
@@ -293,7 +293,7 @@ impl Plane {
     }
 
     /// A peer is gone without a goodbye.
-    fn lost(&self, rank: usize, reason: &str) {
+    fn lost(&self, rank: usize, reason: &str, source: &Source) {
         let Some(peer) = self.peer(rank) else { return };
         let was = peer.state.compare_exchange(ALIVE, LOST, Ordering::AcqRel, Ordering::Relaxed);
         if was.is_err() || self.leaving.load(Ordering::Acquire) {
@@ -304,7 +304,7 @@ impl Plane {
         let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
         for health in first.into_iter().chain(self.watches(world)) {
             if let Some(place) = place(health.world_ranks(), rank) {
-                let _ = health.fail(health.peer_lost(place, reason));
+                let _ = health.fail(health.peer_lost(place, reason).caused_by(source));
             }
         }
         self.built.notify_all();
