@@ -225,7 +225,7 @@ fn a_panic_in_an_operation_is_an_error_and_leaves_no_waiter_behind() {
     engine.register(buckets).unwrap();
     mark(&engine, "a");
     assert_eq!(text(engine.wait(LONG)), "an operation of engine 'model' panicked: boom in 0");
-    assert!(matches!(health.cause(), Some(Error::System(_))));
+    assert!(matches!(health.cause(), Some(Error::System { .. })));
 }
 
 #[test]
@@ -499,7 +499,7 @@ fn the_first_cause_wins_over_what_follows_from_it() {
     let (first, inside) = (cause.clone(), health.clone());
     let error = channel.run(move |_| -> Result<()> {
         let _ = inside.fail(first);
-        Err(Error::System("a consequence".into()))
+        Err(Error::other("a consequence"))
     });
     assert_eq!(error, Err(cause.clone()));
     assert_eq!(channel.submit("more", Box::new(|_| Ok(()))).err(), Some(cause));
@@ -511,13 +511,13 @@ fn jobs_queued_behind_a_failure_end_with_its_cause() {
     let (open, opened) = mpsc::channel::<()>();
     let fails = move |_: &mut Lanes| {
         let _ = opened.recv();
-        Err(Error::System("broken".into()))
+        Err(Error::other("broken"))
     };
     let first = channel.submit("a wait", Box::new(fails)).unwrap();
     let second = channel.submit("a note", Box::new(|_| panic!("must not run"))).unwrap();
     drop(open);
-    assert_eq!(second.wait(LONG), Err(Error::System("broken".into())));
-    assert_eq!(first.wait(LONG), Err(Error::System("broken".into())));
+    assert_eq!(second.wait(LONG), Err(Error::other("broken")));
+    assert_eq!(first.wait(LONG), Err(Error::other("broken")));
 }
 
 #[test]

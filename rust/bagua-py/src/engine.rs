@@ -149,7 +149,7 @@ impl Bucket {
 /// A Python exception as the core can carry it to other threads and ranks.
 fn told(py: Python<'_>, raised: &PyErr) -> Error {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
-    Error::System(format!("{class}: {}", raised.value(py)))
+    Error::other(format!("{class}: {}", raised.value(py)))
 }
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.

@@ -134,7 +134,7 @@ pub(super) fn timed_out(after: Duration, noticed_by: usize) -> Error {
 
 /// What every call in a forked child gets.
 pub(super) fn forked() -> Error {
-    Error::System("this process was forked from the one that built the group; build a group of its own".into())
+    Error::other("this process was forked from the one that built the group; build a group of its own")
 }
 
 #[cfg(test)]

@@ -312,7 +312,7 @@ impl Shared {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(error)) => error,
             Err(panic) => {
-                return Err(self.health.fail(Error::System(format!(
+                return Err(self.health.fail(Error::other(format!(
                     "an operation of {} panicked: {}",
                     self.name,
                     text_of(&*panic)

@@ -40,7 +40,7 @@ impl Toy {
         let page = rustix::param::page_size();
         let first = at.as_ptr() as usize / page * page;
         let bytes = (at.as_ptr() as usize + len).next_multiple_of(page) - first;
-        let _one = self.copying.lock().map_err(|_| Error::System("a copy of the toy device panicked".to_owned()))?;
+        let _one = self.copying.lock().map_err(|_| Error::other("a copy of the toy device panicked"))?;
         let failed = |e| Error::system("mprotect", std::io::Error::from(e));
         // SAFETY: the pages belong to one allocation of this device, and nothing in them is borrowed.
         unsafe { mprotect(first as *mut _, bytes, rights) }.map_err(failed)?;

@@ -74,7 +74,7 @@ pub(super) struct Segment {
 impl Segment {
     pub(super) fn new(arena: Arc<Arena>, index: usize, ranks: usize) -> Result<Segment> {
         if index >= ranks || arena.len() < segment_len(ranks) {
-            return Err(Error::System(format!(
+            return Err(Error::other(format!(
                 "a shared segment of {} bytes for rank {index} of {ranks}, which needs {}",
                 arena.len(),
                 segment_len(ranks)
