@@ -1,11 +1,12 @@
 //! The outcome of a job, now or later.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::group::OwnerProcess;
+use crate::sync::{Arc, AtomicBool, Condvar, Instant, Mutex, fence, spin_loop};
 
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
 /// the time from the communication thread where cores are few.
@@ -51,7 +52,7 @@ impl Handle {
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         let start = Instant::now();
         while !self.is_completed() && start.elapsed() < SPIN.min(timeout.unwrap_or(SPIN)) {
-            std::hint::spin_loop();
+            spin_loop();
         }
         if !self.is_completed() && !self.outcome.owner.is_current() {
             return Err(forked());
@@ -115,6 +116,9 @@ impl Handle {
 pub(super) fn forked() -> Error {
     Error::System("this process was forked from the one that built the group; build a group of its own".into())
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {
