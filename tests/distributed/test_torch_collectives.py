@@ -13,7 +13,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError
 from bagua.torch_api import ReduceOp
-from bagua.torch_api.collectives import DTYPES
+from bagua.torch_api.process_group import DTYPES
 from tests.distributed.torch_ranks import Case, check, run_cases
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

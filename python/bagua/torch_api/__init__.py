@@ -6,10 +6,12 @@ from . import (
     checkpoint,
     communication,
     contrib,
+    data_parallel,
     distributed,
     env,
     model_parallel,
     moe,
+    patches,
     tensor,
     utils,
 )
@@ -49,6 +51,8 @@ from .distributed import BaguaModule, no_sync, unwrap, with_bagua
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .tensor import BaguaTensor
 
+patches.apply()
+
 __all__ = [
     "BaguaModule",
     "BaguaTensor",
@@ -71,6 +75,7 @@ __all__ = [
     "checkpoint",
     "communication",
     "contrib",
+    "data_parallel",
     "destroy_process_group",
     "distributed",
     "env",

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua.errors import BaguaError
+from bagua.lifecycle import torch_state
 
+from .. import env
+from ..algorithms.base import Algorithm
+from ..bucket import BaguaBucket
+from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
+from ..tensor import forget
 from . import backend as backends
-from . import bucketing, env
-from .agreement import broadcast_optimizer, broadcast_tensors, describe, require_equal
-from .algorithms.base import Algorithm
-from .bucket import BaguaBucket
-from .collectives import check_on_cpu, dtype_code
+from . import bucketing
+from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal
 from .gradients import GradientExchange
-from .groups import BaguaProcessGroup, Communicator
-from .tensor import forget
 
-# Which wrapped model communicates a parameter's gradient.
-_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = WeakTensorKeyDictionary()
+# The wrapped model that communicates a parameter's gradient.
+_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = torch_state().gradient_owners
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
@@ -79,7 +79,7 @@ class BaguaDistributedDataParallel:
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
-        process_group: BaguaProcessGroup,
+        process_group: ProcessGroup,
         do_flatten: bool,
         *,
         name: str,
