@@ -62,7 +62,15 @@ test: setup ## Runs every test, Rust and Python
 	tools/system_packages test
 	if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
 	cargo test --workspace --doc
+	$(MODEL)
 	$(BIN)/python -m pytest
+
+# --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory.
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --target-dir target/model -p bagua-core --lib -- model::
+
+.PHONY: model
+model: ## Explores the models of the lock-free parts further than make test does: for minutes
+	LOOM_MAX_PREEMPTIONS=4 LOOM_MAX_DURATION=600 $(MODEL) --include-ignored --nocapture
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.

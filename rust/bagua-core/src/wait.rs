@@ -2,11 +2,11 @@
 
 use std::cell::Cell;
 use std::convert::Infallible;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::thread::futex;
+use crate::sync::{AtomicU32, Instant, futex};
 
 use crate::error::{Error, Result};
 
@@ -138,20 +138,12 @@ pub fn blocking_wait(mut wait: impl FnMut() + Send) {
 
 /// Waits while `*word == seen`, at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
-    let timeout = futex::Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
-    blocking_wait(|| {
-        let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
-    });
+    blocking_wait(|| futex::wait(word, seen, timeout));
 }
 
 /// Wakes everybody who waits on `word`, in every process.
 pub fn futex_wake(word: &AtomicU32) {
-    // Nobody waiting is not an error.
-    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+    futex::wake(word);
 }
 
 /// Where a doorbell's two words live: an `Arc` for threads, an arena for processes.
@@ -219,6 +211,9 @@ impl Doorbell {
         sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {

@@ -257,7 +257,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
     let finish_both = || {
         if open.take().is_some() {
             // In order with the buckets: they are done when this job is.
-            engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
+            engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
         }
         Ok::<(), ()>(())
     };

@@ -1,11 +1,12 @@
 //! The outcome of a job, now or later.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::group::OwnerProcess;
+use crate::sync::{Arc, AtomicBool, Condvar, Instant, Mutex, fence, spin_loop};
 use crate::wait::{Waited, wait_in_slices, wait_once};
 
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
@@ -68,7 +69,7 @@ impl Handle {
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
         while !self.is_completed() && start.elapsed() < SPIN.min(limit) {
-            std::hint::spin_loop();
+            spin_loop();
         }
         if !self.is_completed() && !self.outcome.owner.is_current() {
             return Waited::Done(Err(forked()));
@@ -136,6 +137,9 @@ pub(super) fn timed_out(after: Duration, noticed_by: usize) -> Error {
 pub(super) fn forked() -> Error {
     Error::other("this process was forked from the one that built the group; build a group of its own")
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {

@@ -10,10 +10,11 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::{Broken, Readiness, Transport};
 use crate::memory::Arena;
+use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::wait::{BellWords, Doorbell};
 
 /// Two cache lines: the hardware fetches lines in pairs, and neighbours' words must not travel together.
@@ -30,7 +31,7 @@ const DATA: usize = 4 * LINE;
 
 /// Bytes that one ring holds.
 const fn capacity(ranks: usize) -> usize {
-    if ranks <= 16 { 128 << 10 } else { 32 << 10 }
+    buffer_len(if ranks <= 16 { 128 << 10 } else { 32 << 10 })
 }
 
 /// Bytes of shared memory that the doorbells and rings of `ranks` ranks need.
@@ -215,6 +216,9 @@ impl Drop for ShmLink {
         self.bell.ring();
     }
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {

@@ -7,10 +7,10 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::error::{Error, Result};
 use crate::memory::Arena;
+use crate::sync::{AtomicU32, AtomicU64};
 use crate::transport::shm::rings_len;
 
 /// Two cache lines: the hardware fetches lines in pairs.
