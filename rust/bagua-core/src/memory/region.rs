@@ -71,42 +71,50 @@ impl Region {
     }
 
     /// Elements.
+    #[inline]
     pub fn count(&self) -> usize {
         self.count
     }
 
     /// Element type.
+    #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Size in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.count * self.dtype.size()
     }
 
     /// True when there are no elements.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
     /// Address of the first byte, in the address space of its device.
+    #[inline]
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
     }
 
     /// The device that the memory is on; `None` for the host.
+    #[inline]
     pub fn device(&self) -> Place<'_> {
         self.device.as_ref()
     }
 
     /// The bytes, to read.
+    #[inline]
     pub fn buffer(&self) -> Buffer<'_> {
         // SAFETY: valid for len() bytes by the promise of `new` or `on`; `&self` keeps the core from writing meanwhile.
         unsafe { Buffer::new(self.ptr, self.len(), self.device.as_ref()) }
     }
 
     /// The bytes, to write.
+    #[inline]
     pub fn buffer_mut(&mut self) -> BufferMut<'_> {
         // SAFETY: valid and writable for len() bytes by the promise of `new` or `on`; `&mut self` is the core's only access.
         unsafe { BufferMut::new(self.ptr, self.len(), self.device.as_ref()) }
