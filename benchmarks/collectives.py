@@ -263,7 +263,7 @@ def door(batches: int) -> list[dict[str, Any]]:
         storeys: dict[str, Callable[[], Any]] = {
             "nothing (the loop of this measurement)": lambda: None,
             "extension, barrier (a no-op collective)": raw.barrier,
-            "extension, by address": lambda: raw.all_reduce(None, address, 256, 2, 0),
+            "extension, by address": lambda: raw.run(1, None, address, 256, 2, 0),
             "bagua, NumPy array": lambda: world.all_reduce(array),
             "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::op::Op;
+use crate::op::{ExtraTensor, Op};
 use crate::types::DType;
 
 /// A named tensor of a bucket.
@@ -22,8 +22,12 @@ pub struct Tensor {
 pub struct CheckedOut {
     /// The tensors' memory, in order.
     pub regions: Vec<Region>,
-    /// What to do with it, in order.
+    /// Tensors of the operations.
+    pub extra: Vec<ExtraTensor>,
+    /// The operations, in order.
     pub ops: Vec<Arc<dyn Op>>,
+    /// How often the bucket was checked out before.
+    pub step: u64,
 }
 
 /// What a tensor is, without its memory.
@@ -40,7 +44,11 @@ pub struct Bucket {
     tensors: Vec<Described>,
     /// One per tensor, in order. `None` while lent out.
     regions: Option<Vec<Region>>,
+    /// Tensors of the operations. Empty while it is checked out.
+    extra: Vec<ExtraTensor>,
     ops: Vec<Arc<dyn Op>>,
+    /// How often it was checked out since [`Bucket::restart`].
+    step: u64,
 }
 
 impl Bucket {
@@ -69,7 +77,15 @@ impl Bucket {
             .into_iter()
             .map(|Tensor { name, region, padding }| (Described { name, padding, count: region.count() }, region))
             .unzip();
-        Ok(Bucket { name: name.to_owned(), dtype, tensors, regions: Some(regions), ops: Vec::new() })
+        Ok(Bucket {
+            name: name.to_owned(),
+            dtype,
+            tensors,
+            regions: Some(regions),
+            extra: Vec::new(),
+            ops: Vec::new(),
+            step: 0,
+        })
     }
 
     /// Its name.
@@ -143,15 +159,38 @@ impl Bucket {
     /// Hands out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
     pub fn check_out(&mut self) -> Result<CheckedOut> {
         match self.regions.take() {
-            Some(regions) => Ok(CheckedOut { regions, ops: self.ops.clone() }),
+            Some(regions) => {
+                let step = self.step;
+                self.step += 1;
+                let extra = std::mem::take(&mut self.extra);
+                Ok(CheckedOut { regions, extra, ops: self.ops.clone(), step })
+            }
             None => Err(self.in_flight()),
         }
     }
 
-    /// Takes back what `lend` handed out.
-    pub fn check_in(&mut self, regions: Vec<Region>) {
+    /// Takes back the memory that `check_out` returned.
+    pub fn check_in(&mut self, regions: Vec<Region>, extra: Vec<ExtraTensor>) {
         debug_assert_eq!(regions.len(), self.tensors.len());
         self.regions = Some(regions);
+        self.extra = extra;
+    }
+
+    /// Registers a tensor of the operations beside the bucket's own; one of the same name is replaced. Its dtype and size are
+    /// the operations' business.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the bucket is being communicated.
+    pub fn attach(&mut self, extra: ExtraTensor) -> Result<()> {
+        self.check_idle()?;
+        self.extra.retain(|known| known.name != extra.name);
+        self.extra.push(extra);
+        Ok(())
+    }
+
+    /// Counts steps from 0 again.
+    pub fn restart(&mut self) {
+        self.step = 0;
     }
 
     /// Ok unless it is lent out.
@@ -225,7 +264,7 @@ mod tests {
         assert_eq!((checked_out.regions.len(), checked_out.ops.len()), (1, 1));
         assert!(bucket.check_out().err().unwrap().to_string().contains("'x' is still being communicated"));
         assert!(bucket.append(Arc::new(NoOp)).is_err() && bucket.clear_ops().is_err());
-        bucket.check_in(checked_out.regions);
+        bucket.check_in(checked_out.regions, checked_out.extra);
         bucket.clear_ops().unwrap();
         assert!(bucket.ops().is_empty());
     }

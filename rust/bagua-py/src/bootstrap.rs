@@ -83,6 +83,7 @@ impl Bootstrap {
             transport,
             streams_per_peer,
             algorithm,
+            factories: Vec::new(),
         };
         let pending = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
         let address = pending.address().to_vec();

@@ -7,9 +7,9 @@
 
 #![allow(unsafe_code)]
 
-use bagua_core::collective::Io;
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::Region;
+use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
 
 /// `count` elements at `address`, by the promise above.
@@ -76,8 +76,8 @@ impl Operands {
     /// As the core takes them.
     pub fn io(&mut self) -> Io<'_> {
         match self {
-            Operands::InPlace(both) => Io::InPlace(both.bytes_mut()),
-            Operands::Split { src, dst } => Io::Split { src: src.bytes(), dst: dst.bytes_mut() },
+            Operands::InPlace(both) => Io::InPlace(both.buffer_mut()),
+            Operands::Split { src, dst } => Io::Split { src: src.buffer(), dst: dst.buffer_mut() },
         }
     }
 }

@@ -17,10 +17,6 @@ from bagua import engine
 from ..utils import flatten, unflatten
 from .tensor_args import ReduceOp, check_op, own_shard, reader, same_dtype, seen, source, target
 
-# Codes of the verbs for which the bindings have a fast path: one call for contiguous tensors, several times faster on
-# small ones. It returns False where an argument needs a conversion or an error message.
-_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = 1, 2, 3, 4, 7, 8
-
 
 class Handle(Protocol):
     """An operation that may still be running."""
@@ -125,7 +121,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
         """Every rank gets rank ``src``'s values, in place."""
-        if not async_op and self.raw.at_once(_BROADCAST, reader, None, tensor, 0, src):
+        if not async_op and self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src):
             return None
         src = self._peer(src, "src")
         if self.rank() == src:
@@ -133,7 +129,9 @@ class Collectives:
         else:
             _, count, code, shape, held = found = seen(tensor, "tensor")
             address = target(found, "tensor")
-        return self.raw.broadcast(address, count, code, src, shape=shape, async_op=async_op, keep=held)
+        return self.raw.run(
+            engine.BROADCAST, None, address, count, code, 0, src, shape=shape, async_op=async_op, keep=held
+        )
 
     def broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], src: int = 0, *, async_op: bool = False
@@ -172,7 +170,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written."""
-        if not async_op and self.raw.at_once(_REDUCE, reader, send_tensor, recv_tensor, op, dst):
+        if not async_op and self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst):
             return None
         return self._reduction(send_tensor, recv_tensor, op, self._peer(dst, "dst"), async_op)
 
@@ -180,7 +178,7 @@ class Collectives:
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`reduce` in place; the tensors of the other ranks do not change."""
-        if not async_op and self.raw.at_once(_REDUCE, reader, None, tensor, op, dst):
+        if not async_op and self.raw.try_run(engine.REDUCE, reader, None, tensor, op, dst):
             return None
         return self._reduction(None, tensor, op, self._peer(dst, "dst"), async_op)
 
@@ -193,7 +191,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``."""
-        if not async_op and self.raw.at_once(_ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
+        if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._reduction(send_tensor, recv_tensor, op, None, async_op)
 
@@ -201,7 +199,7 @@ class Collectives:
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`allreduce` in place."""
-        if not async_op and self.raw.at_once(_ALL_REDUCE, reader, None, tensor, op, 0):
+        if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, None, tensor, op, 0):
             return None
         return self._reduction(None, tensor, op, None, async_op)
 
@@ -225,8 +223,10 @@ class Collectives:
                 src = None
         keep = (held, recv)
         if root is not None:
-            return self.raw.reduce(src, dst, count, code, number, root, shape=shape, async_op=async_op, keep=keep)
-        return self.raw.all_reduce(src, dst, count, code, number, shape=shape, async_op=async_op, keep=keep)
+            return self.raw.run(
+                engine.REDUCE, src, dst, count, code, number, root, shape=shape, async_op=async_op, keep=keep
+            )
+        return self.raw.run(engine.ALL_REDUCE, src, dst, count, code, number, shape=shape, async_op=async_op, keep=keep)
 
     def allreduce_coalesced_inplace(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
@@ -243,7 +243,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank r gets the reduction of every rank's r-th shard."""
-        if not async_op and self.raw.at_once(_REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
+        if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
             return None
         n = self.nranks()
         whole, room, code, _, held = source(send_tensor, "send_tensor")
@@ -254,18 +254,20 @@ class Collectives:
         mine = target(found, "recv_tensor")
         inside = own_shard(mine, count, whole, self.rank(), code) is None
         src, dst = (None, whole) if inside else (whole, mine)
-        return self.raw.reduce_scatter(src, dst, count, code, number, async_op=async_op, keep=(held, recv_tensor))
+        return self.raw.run(
+            engine.REDUCE_SCATTER, src, dst, count, code, number, async_op=async_op, keep=(held, recv_tensor)
+        )
 
     def reduce_scatter_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
-        if not async_op and self.raw.at_once(_REDUCE_SCATTER, reader, None, tensor, op, 0):
+        if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, None, tensor, op, 0):
             return None
         _, room, code, _, _ = found = seen(tensor, "tensor")
         count, number = _shard(room, self.nranks()), check_op(op, code)
         dst = target(found, "tensor")
-        return self.raw.reduce_scatter(None, dst, count, code, number, async_op=async_op, keep=tensor)
+        return self.raw.run(engine.REDUCE_SCATTER, None, dst, count, code, number, async_op=async_op, keep=tensor)
 
     # --- gather and scatter -------------------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Every rank gets every rank's tensor, concatenated in ``recv_tensor``."""
-        if not async_op and self.raw.at_once(_ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
+        if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
             return None
         n = self.nranks()
         address, count, code, _, held = source(send_tensor, "send_tensor")
@@ -282,15 +284,17 @@ class Collectives:
         _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
         whole = target(found, "recv_tensor")
         mine = own_shard(address, count, whole, self.rank(), code)
-        return self.raw.all_gather(mine, whole, count, code, async_op=async_op, keep=(held, recv_tensor))
+        return self.raw.run(engine.ALL_GATHER, mine, whole, count, code, async_op=async_op, keep=(held, recv_tensor))
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
-        if not async_op and self.raw.at_once(_ALL_GATHER, reader, None, tensor, 0, 0):
+        if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0):
             return None
         _, room, code, _, _ = found = seen(tensor, "tensor")
         count = _shard(room, self.nranks())
-        return self.raw.all_gather(None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor)
+        return self.raw.run(
+            engine.ALL_GATHER, None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor
+        )
 
     def gather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, *, async_op: bool = False
@@ -306,14 +310,16 @@ class Collectives:
             _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
             whole = target(found, "recv_tensor")
             mine = own_shard(address, count, whole, root, code)
-        return self.raw.gather(mine, whole, count, code, root, async_op=async_op, keep=(held, keep))
+        return self.raw.run(engine.GATHER, mine, whole, count, code, 0, root, async_op=async_op, keep=(held, keep))
 
     def gather_inplace(self, tensor: torch.Tensor, count: int, dst: int, *, async_op: bool = False) -> Handle | None:
         """:func:`gather` in place: rank r's ``count`` elements lie at r * count of its tensor."""
         _, room, code, _, _ = found = seen(tensor, "tensor")
         root = self._peer(dst, "dst")
         _require_room(room, count, self.nranks())
-        return self.raw.gather(None, target(found, "tensor"), count, code, root, async_op=async_op, keep=tensor)
+        return self.raw.run(
+            engine.GATHER, None, target(found, "tensor"), count, code, 0, root, async_op=async_op, keep=tensor
+        )
 
     def scatter(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, *, async_op: bool = False
@@ -328,7 +334,9 @@ class Collectives:
             same_dtype(other, code)
             _require(whole, count, f"{n} ranks need {count * n} to send", whole == count * n)
         mine = target(found, "recv_tensor")
-        return self.raw.scatter(address, mine, count, code, root, async_op=async_op, keep=(held, recv_tensor))
+        return self.raw.run(
+            engine.SCATTER, address, mine, count, code, 0, root, async_op=async_op, keep=(held, recv_tensor)
+        )
 
     def scatter_inplace(self, tensor: torch.Tensor, count: int, src: int, *, async_op: bool = False) -> Handle | None:
         """:func:`scatter` in place: rank r's ``count`` elements lie at r * count, in the sender's tensor and in its
@@ -337,7 +345,9 @@ class Collectives:
         _, room, code, _, _ = found = seen(tensor, "tensor")
         root = self._peer(src, "src")
         _require_room(room, count, self.nranks())
-        return self.raw.scatter(None, target(found, "tensor"), count, code, root, async_op=async_op, keep=tensor)
+        return self.raw.run(
+            engine.SCATTER, None, target(found, "tensor"), count, code, 0, root, async_op=async_op, keep=tensor
+        )
 
     # --- all to all ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +355,7 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order."""
-        if not async_op and self.raw.at_once(_ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
+        if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
             return None
         src, whole, code, _, held = source(send_tensor, "send_tensor")
         _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
@@ -353,15 +363,17 @@ class Collectives:
         _require(whole, room, "they must be equal", whole == room)
         count = _shard(whole, self.nranks())
         dst = target(found, "recv_tensor")
-        return self.raw.all_to_all(src, dst, count, code, async_op=async_op, keep=(held, recv_tensor))
+        return self.raw.run(engine.ALL_TO_ALL, src, dst, count, code, async_op=async_op, keep=(held, recv_tensor))
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`alltoall` in place."""
-        if not async_op and self.raw.at_once(_ALL_TO_ALL, reader, None, tensor, 0, 0):
+        if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, None, tensor, 0, 0):
             return None
         _, whole, code, _, _ = found = seen(tensor, "tensor")
         count = _shard(whole, self.nranks())
-        return self.raw.all_to_all(None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor)
+        return self.raw.run(
+            engine.ALL_TO_ALL, None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor
+        )
 
     def alltoall_v(
         self,
@@ -395,7 +407,7 @@ class Collectives:
 
     def barrier(self, *, async_op: bool = False) -> Handle | None:
         """Returns when every rank of the group has called it."""
-        return self.raw.barrier(async_op=async_op)
+        return self.raw.run(engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], async_op=async_op)
 
 
 def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, collective: Any) -> Handle | None:

@@ -18,28 +18,18 @@ from bagua import engine
 class ReduceOp(IntEnum):
     """The reduction of the elements of several ranks. The numbers are those of the original."""
 
-    SUM = 0
-    PRODUCT = 1
-    MIN = 2
-    MAX = 3
-    BOR = 7
-    BAND = 8
-    BXOR = 9
-    AVG = 10
+    SUM = engine.OPS["sum"]
+    PRODUCT = engine.OPS["product"]
+    MIN = engine.OPS["min"]
+    MAX = engine.OPS["max"]
+    BOR = engine.OPS["bor"]
+    BAND = engine.OPS["band"]
+    BXOR = engine.OPS["bxor"]
+    AVG = engine.OPS["avg"]
 
 
 #: The dtypes that can be communicated, and their codes in the core.
-DTYPES: dict[torch.dtype, int] = {
-    torch.float16: 0,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.uint8: 4,
-    torch.int8: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 8,
-}
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
 
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
 _FLOATING = {code for dtype, code in DTYPES.items() if dtype.is_floating_point}
@@ -82,10 +72,15 @@ reader = _new_reader()
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
     """The core's code of a tensor's dtype."""
-    code = DTYPES.get(tensor.dtype)
+    return require_dtype(tensor.dtype, what)
+
+
+def require_dtype(dtype: torch.dtype, what: str) -> int:
+    """The core's code of a dtype. TypeError for one that cannot be communicated."""
+    code = DTYPES.get(dtype)
     if code is None:
         raise TypeError(
-            f"{what} has dtype {tensor.dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
+            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
         )
     return code
 

@@ -24,7 +24,7 @@ pub use shared::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
 use crate::error::Result;
-use crate::group::{Group, Lane};
+use crate::group::{Group, Lane, Lanes};
 
 /// A group's main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
 /// starts with the first of them), in program order.
@@ -39,9 +39,9 @@ pub struct Communicator {
 impl Communicator {
     /// Opens the group's main lane. Collective.
     pub fn new(group: Group) -> Result<Communicator> {
-        let lane = group.lane()?;
-        let transports = (lane.collective(), lane.transports());
-        let worker = LaneWorker::over(lane, group.health().clone(), group.name());
+        let lanes = Lanes::of(&group)?;
+        let transports = (lanes.global.collective(), lanes.global.transports());
+        let worker = LaneWorker::over(lanes, group.health().clone(), group.name());
         Ok(Communicator { worker, group, transports })
     }
 
@@ -57,12 +57,12 @@ impl Communicator {
 
     /// See [`LaneWorker::run`].
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
-        self.worker.run(job)
+        self.worker.run(|lanes| job(&mut lanes.global))
     }
 
     /// See [`LaneWorker::submit`].
-    pub fn submit(&self, job: Job) -> Result<Handle> {
-        self.worker.submit("an asynchronous operation", job)
+    pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
+        self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// See [`LaneWorker::shutdown`].

@@ -5,12 +5,14 @@
 #![allow(unsafe_code)]
 
 mod arena;
+mod device;
 mod mapping;
 pub(crate) mod prefetch;
 mod region;
 mod shared;
 
 pub use arena::Arena;
+pub use device::{Buffer, BufferMut, Device, Place, kind_of};
 pub use mapping::Mapping;
 pub use region::Region;
 pub use shared::{Finder, Registry, SharedArena, part_stride};

@@ -50,61 +50,25 @@ impl Place<'_> {
     }
 }
 
-/// How a tensor is cut: into chunks that become ready one after the other (one, where all of it is there from the beginning), a
-/// chunk into everybody's shares, and a share into pieces. A rank's pieces are numbered through all chunks.
+/// How a tensor is cut: into everybody's shares, and a share into pieces.
 pub(super) struct Cut {
-    /// Bytes of a chunk, the last one excepted.
-    pub chunk: usize,
-    /// How many; at least one.
-    pub chunks: usize,
-    /// By rank: the bytes of a chunk that it combines, from the beginning of the chunk. Shares may overlap where nobody else gets
-    /// the results.
+    /// By rank: the bytes that it combines. Shares may overlap where nobody else gets the results.
     pub shares: Vec<Range<usize>>,
-    /// The same of the last chunk.
-    pub last: Vec<Range<usize>>,
     /// Bytes of a piece, the last one of a share excepted: whole elements.
     pub piece: usize,
 }
 
 impl Cut {
-    /// One chunk.
-    pub fn whole(len: usize, shares: Vec<Range<usize>>, piece: usize) -> Cut {
-        Cut { chunk: len, chunks: 1, last: shares.clone(), shares, piece }
+    /// How many pieces a rank combines; at least one, so that headers are compared though the share be empty.
+    pub fn pieces(&self, owner: usize) -> usize {
+        self.shares[owner].len().div_ceil(self.piece).max(1)
     }
 
-    /// A rank's share of a chunk.
-    fn share(&self, owner: usize, chunk: usize) -> &Range<usize> {
-        if chunk + 1 == self.chunks { &self.last[owner] } else { &self.shares[owner] }
-    }
-
-    /// How many pieces a rank's share of a chunk has; at least one, so that headers are compared though it be empty.
-    pub fn per(&self, owner: usize, chunk: usize) -> usize {
-        self.share(owner, chunk).len().div_ceil(self.piece).max(1)
-    }
-
-    /// How many pieces a rank combines of the first `chunks` chunks.
-    pub fn before(&self, owner: usize, chunks: usize) -> usize {
-        let last = if chunks < self.chunks { 0 } else { self.per(owner, self.chunks - 1) };
-        chunks.min(self.chunks - 1) * self.per(owner, 0) + last
-    }
-
-    /// Bytes that a rank combines.
-    pub fn bytes(&self, owner: usize) -> usize {
-        (self.chunks - 1) * self.shares[owner].len() + self.last[owner].len()
-    }
-
-    /// The chunk that a rank's piece belongs to.
-    pub fn chunk_of(&self, owner: usize, number: usize) -> usize {
-        (number / self.per(owner, 0)).min(self.chunks - 1)
-    }
-
-    /// Bytes of piece `number` of a rank's shares, from the beginning of the tensor.
+    /// Bytes of piece `number` of a rank's share, from the beginning of the tensor.
     fn range(&self, owner: usize, number: usize) -> Range<usize> {
-        let chunk = self.chunk_of(owner, number);
-        let Range { start, end } = self.share(owner, chunk);
-        let at = (start + (number - self.before(owner, chunk)) * self.piece).min(*end);
-        let base = chunk * self.chunk;
-        base + at..base + (at + self.piece).min(*end)
+        let Range { start, end } = self.shares[owner];
+        let at = (start + number * self.piece).min(end);
+        at..(at + self.piece).min(end)
     }
 }
 
@@ -120,8 +84,6 @@ pub(super) struct Shares<'a, 'c> {
     pub results: Results,
     /// Who combines what.
     pub cut: Cut,
-    /// Chunks that hold this rank's values: all before this one.
-    pub ready: usize,
     /// Where this rank's tensor lies.
     pub place: Place<'a>,
     /// Groups of slots: a slot of a piece for every rank.
@@ -152,7 +114,7 @@ impl Shares<'_, '_> {
 
     /// How many pieces a rank combines.
     pub fn pieces(&self, owner: usize) -> usize {
-        self.cut.before(owner, self.cut.chunks)
+        self.cut.pieces(owner)
     }
 
     pub fn gets(&self, rank: usize) -> bool {
@@ -166,7 +128,7 @@ impl Shares<'_, '_> {
     /// Combines every piece that is there from all ranks and whose turn has come.
     pub fn fold(&mut self) {
         let (rank, n, piece) = (self.rank, self.ranks(), self.cut.piece);
-        let pieces = self.cut.before(rank, self.ready);
+        let pieces = self.cut.pieces(rank);
         while self.folded < pieces {
             let range = self.cut.range(rank, self.folded);
             let places = self.window.len();
@@ -179,7 +141,7 @@ impl Shares<'_, '_> {
             let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
             self.free.push(group);
             let slots = &self.staging[group * n * piece..(group + 1) * n * piece];
-            let start = self.cut.last[rank].start;
+            let start = self.cut.shares[rank].start;
             let (own, out) = match &mut self.place {
                 Place::Whole(data) => (None, &mut data[range]),
                 Place::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
@@ -203,13 +165,12 @@ impl Plan for Shares<'_, '_> {
 
     fn next(&mut self, peer: usize) -> Option<usize> {
         let inputs = self.pieces(peer);
-        let ready = self.cut.before(peer, self.ready);
         let gets = self.gets(peer);
         let (input, result) = &mut self.begun[peer];
         if gets && *result < self.folded {
             *result += 1;
             Some(inputs + *result - 1)
-        } else if *input < ready {
+        } else if *input < inputs {
             *input += 1;
             Some(*input - 1)
         } else {
@@ -227,7 +188,7 @@ impl Plan for Shares<'_, '_> {
             Place::Two(_, dst) => &dst[range],
             Place::Share(src, _) if is_input => &src[range],
             Place::Share(_, dst) => {
-                let start = self.cut.last[self.rank].start;
+                let start = self.cut.shares[self.rank].start;
                 &dst[range.start - start..range.end - start]
             }
         };

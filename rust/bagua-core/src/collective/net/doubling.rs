@@ -18,7 +18,7 @@ impl Net {
     pub(super) fn reduce_doubling(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = cx.fingerprint;
-        let sum = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        let sum = op.undivided();
         let rounds = n.ilog2();
         let power = 1 << rounds;
         let extra = n - power;
@@ -38,8 +38,8 @@ impl Net {
             mesh.exchange_step(cx, step, sends, recvs)
         };
         if is_guest {
-            step(0, &[Outgoing { peer: rank - 1, fingerprint, data }], &mut [])?;
-            return step(rounds + 1, &[], &mut [Incoming { peer: rank - 1, fingerprint, data }]);
+            step(0, &[Outgoing::new(rank - 1, fingerprint, &*data)], &mut [])?;
+            return step(rounds + 1, &[], &mut [Incoming::new(rank - 1, fingerprint, data)]);
         }
         let fold = |theirs: &[u8], data: &mut [u8], lower: bool| {
             let start = Instant::now();
@@ -49,20 +49,20 @@ impl Net {
         };
         let hosts = rank < 2 * extra;
         if hosts {
-            step(0, &[], &mut [Incoming { peer: rank + 1, fingerprint, data: theirs }])?;
+            step(0, &[], &mut [Incoming::new(rank + 1, fingerprint, &mut *theirs)])?;
             fold(theirs, data, true);
         }
         for round in 0..rounds {
             let peer = real(place ^ 1 << round);
-            let sends = [Outgoing { peer, fingerprint, data }];
-            step(1 + round, &sends, &mut [Incoming { peer, fingerprint, data: &mut *theirs }])?;
+            let sends = [Outgoing::new(peer, fingerprint, &*data)];
+            step(1 + round, &sends, &mut [Incoming::new(peer, fingerprint, &mut *theirs)])?;
             fold(theirs, data, rank < peer);
         }
         if op == ReduceOp::Avg {
             divide(cx.dtype(), data, n);
         }
         if hosts {
-            step(rounds + 1, &[Outgoing { peer: rank + 1, fingerprint, data }], &mut [])?;
+            step(rounds + 1, &[Outgoing::new(rank + 1, fingerprint, &*data)], &mut [])?;
         }
         Ok(())
     }

@@ -5,9 +5,8 @@ use std::ops::Range;
 use super::direct::{Cut, Place, Results, Shares, fold};
 use super::partition::share;
 use super::ring::Ring;
-use super::staged::Staged;
 use super::{Net, slots};
-use crate::collective::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
+use crate::collective::{Collective, HostIo, Incoming, OpContext, Outgoing};
 use crate::error::Result;
 use crate::transport::Mesh;
 use crate::types::ReduceOp;
@@ -48,7 +47,7 @@ impl Net {
     pub(super) fn reduce_whole(
         &mut self,
         cx: &OpContext<'_>,
-        io: Io<'_>,
+        io: HostIo<'_>,
         op: ReduceOp,
         root: Option<usize>,
     ) -> Result<()> {
@@ -56,18 +55,18 @@ impl Net {
         let fingerprint = cx.fingerprint;
         let combines = root.is_none_or(|root| root == rank);
         let (src, dst) = match io {
-            Io::InPlace(data) if combines => (None, data),
-            Io::InPlace(data) => (Some(&*data), &mut [][..]),
-            Io::Split { src, dst } => (Some(src), dst),
+            HostIo::InPlace(data) if combines => (None, data),
+            HostIo::InPlace(data) => (Some(&*data), &mut [][..]),
+            HostIo::Split { src, dst } => (Some(src), dst),
         };
         let own = src.unwrap_or(&*dst);
         let targets = self.peers().filter(|peer| root.is_none_or(|root| root == *peer));
-        let sends: Vec<_> = targets.map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
+        let sends: Vec<_> = targets.map(|peer| Outgoing::new(peer, fingerprint, own)).collect();
         let mut landing = slots(&mut self.staging, n, if combines { own.len() } else { 0 });
         let mut recvs: Vec<_> = Vec::new();
         if combines {
             let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-            recvs.extend(others.map(|(peer, data)| Incoming { peer, fingerprint, data }));
+            recvs.extend(others.map(|(peer, data)| Incoming::new(peer, fingerprint, &mut **data)));
         }
         self.mesh.exchange(cx, &sends, &mut recvs)?;
         drop(recvs);
@@ -87,32 +86,29 @@ impl Net {
     }
 
     /// Every rank combines everything.
-    pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
-            Io::InPlace(data) => Place::Whole(data),
-            Io::Split { src, dst } => Place::Two(src, dst),
+            HostIo::InPlace(data) => Place::Whole(data),
+            HostIo::Split { src, dst } => Place::Two(src, dst),
         };
         let shares = vec![0..place.len(); self.size()];
         self.run_shares(cx, op, place, shares, Results::Kept)
     }
 
     /// Each rank combines its share of the elements and sends the result to all.
-    pub(super) fn reduce_shares(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_shares(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
-            Io::InPlace(data) => Place::Whole(data),
-            Io::Split { src, dst } => Place::Two(src, dst),
+            HostIo::InPlace(data) => Place::Whole(data),
+            HostIo::Split { src, dst } => Place::Two(src, dst),
         };
         let shares = self.shares(place.len(), cx.dtype().size());
         self.run_shares(cx, op, place, shares, Results::All)
     }
 
     /// Each rank combines its share of the elements and sends the result to root; of two ranks root combines everything.
-    pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+    pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let len = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
+        let len = io.input().len();
         let shares = if n == 2 {
             (0..n).map(|owner| 0..if owner == root { len } else { 0 }).collect()
         } else {
@@ -121,56 +117,22 @@ impl Net {
         // A rank that gets nothing has no other place for what it combines.
         let mut kept = vec![0; if rank == root { 0 } else { shares[rank].len() }];
         let place = match io {
-            Io::InPlace(data) if rank == root => Place::Whole(data),
-            Io::Split { src, dst } if rank == root => Place::Two(src, dst),
-            Io::InPlace(data) => Place::Share(data, &mut kept),
-            Io::Split { src, .. } => Place::Share(src, &mut kept),
+            HostIo::InPlace(data) if rank == root => Place::Whole(data),
+            HostIo::Split { src, dst } if rank == root => Place::Two(src, dst),
+            HostIo::InPlace(data) => Place::Share(data, &mut kept),
+            HostIo::Split { src, .. } => Place::Share(src, &mut kept),
         };
         self.run_shares(cx, op, place, shares, Results::Root(root))
     }
 
     /// Each rank combines its own chunk of all tensors.
-    pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let place = match io {
-            Io::InPlace(data) => Place::Whole(data),
-            Io::Split { src, dst } => Place::Share(src, dst),
+            HostIo::InPlace(data) => Place::Whole(data),
+            HostIo::Split { src, dst } => Place::Share(src, dst),
         };
         let shares = self.shares(place.len(), cx.dtype().size());
         self.run_shares(cx, op, place, shares, Results::Kept)
-    }
-
-    /// all_reduce in place of a tensor that becomes ready chunk by chunk; `everywhere` as [`Net::reduce_everywhere`] does it, otherwise
-    /// as [`Net::reduce_shares`].
-    pub(super) fn reduce_in_stages(
-        &mut self,
-        cx: &OpContext<'_>,
-        data: &mut [u8],
-        op: ReduceOp,
-        (chunks, stages): (Chunks, &mut dyn Stages),
-        everywhere: bool,
-    ) -> Result<()> {
-        let (mesh, mut plan) = self.stage(cx, data, op, (chunks, stages), everywhere);
-        mesh.run(cx, &mut plan)
-    }
-
-    /// What of that travels, and what carries it.
-    pub(super) fn stage<'a, 'c>(
-        &'a mut self,
-        cx: &'a OpContext<'c>,
-        data: &'a mut [u8],
-        op: ReduceOp,
-        (chunks, stages): (Chunks, &'a mut dyn Stages),
-        everywhere: bool,
-    ) -> (&'a mut Mesh, Staged<'a, 'c>) {
-        let (n, size) = (self.size(), cx.dtype().size());
-        let shares = |len| if everywhere { vec![0..len; n] } else { self.shares(len, size) };
-        let count = chunks.count();
-        let (full, last) = (shares(chunks.range(0).len()), shares(chunks.range(count - 1).len()));
-        let cut = Cut { chunk: chunks.each, chunks: count, piece: piece(longest(&full)), shares: full, last };
-        let results = if everywhere { Results::Kept } else { Results::All };
-        let (mesh, mut shares) = self.prepare(cx, op, Place::Whole(data), cut, results);
-        shares.ready = 0;
-        (mesh, Staged::new(shares, chunks, stages))
     }
 
     fn run_shares(
@@ -182,7 +144,7 @@ impl Net {
         results: Results,
     ) -> Result<()> {
         let piece = piece(longest(&shares));
-        let cut = Cut::whole(place.len(), shares, piece);
+        let cut = Cut { shares, piece };
         let (mesh, mut plan) = self.prepare(cx, op, place, cut, results);
         // For a rank that is alone.
         plan.fold();
@@ -199,20 +161,19 @@ impl Net {
         results: Results,
     ) -> (&'a mut Mesh, Shares<'a, 'c>) {
         let (rank, n) = (self.rank(), self.size());
-        let most = (0..n).map(|owner| cut.before(owner, cut.chunks)).max().unwrap_or(1);
+        let most = (0..n).map(|owner| cut.pieces(owner)).max().unwrap_or(1);
         let window = window(n * cut.piece, most);
-        let own = cut.bytes(rank);
+        let own = cut.shares[rank].len();
         let gets = results == Results::All || results == Results::Root(rank);
         let total = (own * (n - 1) + if gets { place.len() - own } else { 0 }) as u64;
         let overlap = n > 1 && own > 0 && cut.shares.iter().all(|share| *share == cut.shares[rank]);
         let waits_for_sending = overlap && matches!(place, Place::Whole(_));
-        let pieces = cut.before(rank, cut.chunks);
+        let pieces = cut.pieces(rank);
         let shares = Shares {
             cx,
             op,
             rank,
             results,
-            ready: cut.chunks,
             place,
             staging: grown(&mut self.staging, window * n * cut.piece),
             cut,

@@ -112,7 +112,7 @@ impl Plan for Ring<'_, '_> {
                 let sum = &self.staging[slot * self.piece..slot * self.piece + range.len()];
                 // An average is divided once, by the rank that adds the last values.
                 let last = !self.adds(number + self.pieces);
-                let op = if self.op == ReduceOp::Avg { ReduceOp::Sum } else { self.op };
+                let op = self.op.undivided();
                 combine(self.cx.dtype(), op, &[Some(sum), None], &mut self.data[range.clone()]);
                 if last && self.op == ReduceOp::Avg {
                     divide(self.cx.dtype(), &mut self.data[range], self.shares.len());

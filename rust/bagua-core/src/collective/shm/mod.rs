@@ -27,7 +27,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Collective, Incoming, Io, OpContext, Outgoing};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Finder, Registry};
 use crate::transport::shm::ring_links;
@@ -95,7 +95,7 @@ impl Shm {
     }
 
     /// An operation that never works in place.
-    fn run(
+    fn execute(
         &mut self,
         cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
@@ -171,7 +171,7 @@ impl Shm {
         &mut self,
         cx: &OpContext<'_>,
         verb: Kind,
-        mut io: Io<'_>,
+        mut io: HostIo<'_>,
         op: ReduceOp,
         root: Option<usize>,
     ) -> Result<()> {
@@ -179,10 +179,10 @@ impl Shm {
         let total = io.input().len();
         let gets = root.is_none_or(|root| root == me);
         if total == 0 {
-            return self.run(cx, (verb, 0), Route::Nothing, |_, _, _| {});
+            return self.execute(cx, (verb, 0), Route::Nothing, |_, _, _| {});
         }
         if total <= small(ranks) {
-            return self.run(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
+            return self.execute(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
                 Phase::Fill(_) => {
                     // SAFETY: S2, and S1 for who read this slot last.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
@@ -197,15 +197,15 @@ impl Shm {
         }
         let cut = Cut::new(total, self.protocol.segment.window());
         let slot = match &io {
-            Io::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
-            Io::Split { .. } => None,
+            HostIo::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
+            HostIo::Split { .. } => None,
         };
         let route = (Route::Windows(cut.pieces), gets);
         let reduction = Reduction { cx, op, root, cut };
         let phase = |segment: &Segment, phase, buffer| reduction.phase(segment, phase, buffer, &mut io);
         let met = self.run_or_meet(cx, (verb, total), route, slot, phase)?;
         match (met, io) {
-            (Some(tensors), Io::InPlace(data)) => {
+            (Some(tensors), HostIo::InPlace(data)) => {
                 self.run_zero_copy(cx, total, || tensors.reduce(cx, op, me, root, data))
             }
             _ => Ok(()),
@@ -213,12 +213,12 @@ impl Shm {
     }
 
     /// all_gather (no root) and gather.
-    fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: Io<'_>, root: Option<usize>) -> Result<()> {
+    fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: HostIo<'_>, root: Option<usize>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let gets = root.is_none_or(|root| root == me);
         let (chunk, own) = match &io {
-            Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
-            Io::Split { src, .. } => (src.len(), 0),
+            HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
+            HostIo::Split { src, .. } => (src.len(), 0),
         };
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
@@ -275,31 +275,7 @@ impl Shm {
     }
 }
 
-impl Collective for Shm {
-    fn name(&self) -> &'static str {
-        "shm"
-    }
-
-    fn rank(&self) -> usize {
-        self.index()
-    }
-
-    fn size(&self) -> usize {
-        self.ranks()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
-    }
-
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.reduce_to(cx, Kind::AllReduce, io, op, None)
-    }
-
-    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.reduce_to(cx, Kind::Reduce, io, op, Some(root))
-    }
-
+impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
@@ -350,22 +326,14 @@ impl Collective for Shm {
         }
     }
 
-    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.gather_to(cx, Kind::AllGather, io, None)
-    }
-
-    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.gather_to(cx, Kind::Gather, io, Some(root))
-    }
-
-    fn scatter(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, root: usize) -> Result<()> {
+    fn scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, root: usize) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let (chunk, slot) = match &io {
-            Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
-            Io::Split { dst, .. } => (dst.len(), 0),
+            HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
+            HostIo::Split { dst, .. } => (dst.len(), 0),
         };
         let (route, cut, stride) = self.route_for_each(chunk);
-        self.run(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
+        self.execute(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
             Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
@@ -385,10 +353,10 @@ impl Collective for Shm {
         })
     }
 
-    fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
-        let to = if matches!(io, Io::InPlace(_)) { me * chunk } else { 0 };
+        let to = if matches!(io, HostIo::InPlace(_)) { me * chunk } else { 0 };
         let (route, cut, stride) = self.route_for_each(chunk);
         let slot = ArenaSlot::of(io.input(), &mut self.finder);
         let verb = (Kind::ReduceScatter, chunk);
@@ -416,7 +384,7 @@ impl Collective for Shm {
         })
     }
 
-    fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: Io<'_>) -> Result<()> {
+    fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
         let (mut route, mut cut, stride) = self.route_for_each(chunk);
@@ -428,8 +396,8 @@ impl Collective for Shm {
         let swap = Pairwise { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };
         // In place a rank would overwrite what its peers have not read yet.
         let slot = match &io {
-            Io::InPlace(_) => None,
-            Io::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
+            HostIo::InPlace(_) => None,
+            HostIo::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
         };
         let verb = (Kind::AllToAll, chunk);
         let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
@@ -456,6 +424,39 @@ impl Collective for Shm {
             tensors.pull(me, own, |rank| shifted(0..chunk, rank * chunk), io.output());
         })
     }
+}
+
+impl Collective for Shm {
+    fn name(&self) -> &'static str {
+        "shm"
+    }
+
+    fn rank(&self) -> usize {
+        self.index()
+    }
+
+    fn size(&self) -> usize {
+        self.ranks()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
+    }
+
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        let mut io = io.into_host()?;
+        match verb {
+            Verb::AllReduce(op) => self.reduce_to(cx, verb.kind(), io, op, None),
+            Verb::Reduce { op, root } => self.reduce_to(cx, verb.kind(), io, op, Some(root)),
+            Verb::Broadcast { root } => self.broadcast(cx, io.output(), root),
+            Verb::AllGather => self.gather_to(cx, verb.kind(), io, None),
+            Verb::Gather { root } => self.gather_to(cx, verb.kind(), io, Some(root)),
+            Verb::Scatter { root } => self.scatter(cx, io, root),
+            Verb::ReduceScatter(op) => self.reduce_scatter(cx, io, op),
+            Verb::AllToAll => self.all_to_all(cx, io),
+            Verb::Barrier => self.execute(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {}),
+        }
+    }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         if let Some(error) = &self.broken {
@@ -465,10 +466,6 @@ impl Collective for Shm {
         let outcome = self.mesh.exchange_unless(cx, sends, recvs, &|peer| protocol.ahead(peer));
         self.broken = outcome.as_ref().err().cloned();
         outcome
-    }
-
-    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        self.run(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {})
     }
 }
 

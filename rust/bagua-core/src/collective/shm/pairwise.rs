@@ -10,7 +10,7 @@ use super::prefetch_copy::{copy, copy_to_both};
 use super::protocol::Phase;
 use super::segment::{Buffer, Segment};
 use super::shifted;
-use crate::collective::Io;
+use crate::collective::HostIo;
 
 /// Bytes of a piece, at most. Twice that is slower at 1 MiB, and equal from 4 MiB on.
 pub(super) const PIECE: usize = 128 << 10;
@@ -30,7 +30,7 @@ pub(super) struct Pairwise {
 
 impl Pairwise {
     /// The pattern for [`super::protocol::Protocol::run`]. One window of each rank is used, that of parity 0 (fact X1).
-    pub(super) fn phase(&self, segment: &Segment, phase: Phase, io: &mut Io<'_>) {
+    pub(super) fn phase(&self, segment: &Segment, phase: Phase, io: &mut HostIo<'_>) {
         match phase {
             Phase::Fill(0) => {
                 let first = self.cut.range(0);
@@ -44,7 +44,7 @@ impl Pairwise {
     }
 
     /// Takes a piece, and leaves the next one in its place.
-    fn step(&self, segment: &Segment, piece: usize, io: &mut Io<'_>) {
+    fn step(&self, segment: &Segment, piece: usize, io: &mut HostIo<'_>) {
         let owner = (segment.index + 1 + piece) % 2;
         let (now, next) = (self.cut.range(piece), self.cut.behind(piece));
         let mut start = 0;
@@ -63,11 +63,11 @@ impl Pairwise {
     }
 
     /// Puts a range of the chunk that the peer gets into a window, and the same range of what stays here where it belongs.
-    fn leave(&self, window: &mut [u8], range: Range<usize>, io: &mut Io<'_>) {
+    fn leave(&self, window: &mut [u8], range: Range<usize>, io: &mut HostIo<'_>) {
         let (give, keep) = (shifted(range.clone(), self.give), shifted(range.clone(), self.keep.0));
         match io {
-            Io::InPlace(data) => copy(&data[give], window),
-            Io::Split { src, dst } => {
+            HostIo::InPlace(data) => copy(&data[give], window),
+            HostIo::Split { src, dst } => {
                 let kept = &mut dst[shifted(range, self.keep.1)];
                 if give == keep {
                     copy_to_both(&src[give], window, kept);
