@@ -72,10 +72,15 @@ reader = _new_reader()
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
     """The core's code of a tensor's dtype."""
-    code = DTYPES.get(tensor.dtype)
+    return require_dtype(tensor.dtype, what)
+
+
+def require_dtype(dtype: torch.dtype, what: str) -> int:
+    """The core's code of a dtype. TypeError for one that cannot be communicated."""
+    code = DTYPES.get(dtype)
     if code is None:
         raise TypeError(
-            f"{what} has dtype {tensor.dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
+            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
         )
     return code
 
