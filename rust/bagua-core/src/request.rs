@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Buffer, BufferMut, Place};
+use crate::memory::{Buffer, BufferMut, DeviceRef};
 use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::Deadline;
@@ -229,7 +229,7 @@ impl<'a> Io<'a> {
     /// # Errors
     /// `UnsupportedType` when they are in different places.
     #[inline]
-    pub fn device(&self) -> Result<Place<'a>> {
+    pub fn device(&self) -> Result<DeviceRef<'a>> {
         let (src, dst) = match self {
             Io::InPlace(data) => return Ok(data.device()),
             Io::Split { src, dst } => (src.device(), dst.device()),
@@ -239,7 +239,8 @@ impl<'a> Io<'a> {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other),
             _ => false,
         };
-        let name = |place: Place<'_>| place.map_or_else(|| "the host".to_owned(), |device| device.name().to_owned());
+        let name =
+            |place: DeviceRef<'_>| place.map_or_else(|| "the host".to_owned(), |device| device.name().to_owned());
         if together {
             Ok(src)
         } else {

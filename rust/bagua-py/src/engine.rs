@@ -35,7 +35,7 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
-    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and hears Ctrl-C.
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and handles Ctrl-C.
     ///
     /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
     #[pyo3(signature = (timeout=None))]
@@ -68,7 +68,7 @@ impl Bucket {
         let markable = tensors.iter().filter(|(.., padding)| !padding).count();
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+                let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
@@ -118,7 +118,8 @@ impl Bucket {
             return Err(errors::raise(py, Error::UnsupportedType(text)));
         }
         let op = CallbackOp::new(move |bucket| {
-            let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
+            let called =
+                Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
@@ -129,7 +130,7 @@ impl Bucket {
     /// communicated.
     fn attach(&self, py: Python<'_>, name: &str, address: usize, count: usize, dtype: u8) -> PyResult<()> {
         let attach = || -> Result<()> {
-            let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+            let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
             self.core.attach(ExtraTensor { name: name.to_owned(), region })
         };
         attach().map_err(|e| errors::raise(py, e))
@@ -146,8 +147,8 @@ impl Bucket {
     }
 }
 
-/// A Python exception as the core can carry it to other threads and ranks.
-fn told(py: Python<'_>, raised: &PyErr) -> Error {
+/// A Python exception as an error that the core can send to other threads and ranks.
+fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
     Error::other(format!("{class}: {}", raised.value(py)))
 }
@@ -218,7 +219,7 @@ impl Engine {
                 (None, None) => None,
                 // The core refuses an unknown number.
                 (Some(address), Some(count)) => match self.dtypes().get(number) {
-                    Some(dtype) => Some(tensor::on_loan(address, count, *dtype)?),
+                    Some(dtype) => Some(tensor::region_at(address, count, *dtype)?),
                     None => None,
                 },
                 _ => {

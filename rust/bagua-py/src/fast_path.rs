@@ -43,8 +43,8 @@ impl Communicator {
         let shape = Some(from.as_ref().map_or(to.shape, |from| from.shape));
         let options = Options { shape, ..Options::DEFAULT };
         let operands = || {
-            let src = from.map(|from| tensor::on_loan(from.address, from.count, dtype)).transpose()?;
-            Operands::new(src, tensor::on_loan(to.address, to.count, dtype)?)
+            let src = from.map(|from| tensor::region_at(from.address, from.count, dtype)).transpose()?;
+            Operands::new(src, tensor::region_at(to.address, to.count, dtype)?)
         };
         let Ok(mut operands) = operands() else { return Ok(false) };
         let bytes = operands.bytes();

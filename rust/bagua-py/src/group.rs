@@ -84,10 +84,10 @@ impl Communicator {
     }
 }
 
-/// An address with its peer and its count, on loan.
+/// The regions of messages, each with its peer.
 fn messages(list: Vec<(usize, usize, usize)>, code: u8) -> Result<Vec<(usize, Region)>> {
     let dtype = tensor::dtype(code)?;
-    list.into_iter().map(|(peer, address, count)| Ok((peer, tensor::on_loan(address, count, dtype)?))).collect()
+    list.into_iter().map(|(peer, address, count)| Ok((peer, tensor::region_at(address, count, dtype)?))).collect()
 }
 
 #[pymethods]
@@ -207,8 +207,8 @@ impl Communicator {
         let call = Call::new(None, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut operands = with(py, || {
-            let src = src.map(|address| tensor::on_loan(address, src_count, kind)).transpose()?;
-            Operands::new(src, tensor::on_loan(dst, dst_count, kind)?)
+            let src = src.map(|address| tensor::region_at(address, src_count, kind)).transpose()?;
+            Operands::new(src, tensor::region_at(dst, dst_count, kind)?)
         })?;
         self.go(py, call, LONG, move |lane, options| {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
@@ -233,7 +233,7 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
-        let data = with(py, || tensor::on_loan(address, count, kind))?;
+        let data = with(py, || tensor::region_at(address, count, kind))?;
         self.go(py, call, LONG, move |lane, options| lane.send(options, kind, data.buffer(), to))
     }
 
@@ -253,7 +253,7 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
-        let mut data = with(py, || tensor::on_loan(address, count, kind))?;
+        let mut data = with(py, || tensor::region_at(address, count, kind))?;
         self.go(py, call, LONG, move |lane, options| lane.recv(options, kind, data.buffer_mut(), from_))
     }
 

@@ -1,4 +1,4 @@
-//! The outcome of a job, now or later.
+//! A job that may still be running, and its result.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -98,17 +98,17 @@ impl Handle {
         self.outcome.done.load(Ordering::Acquire)
     }
 
-    /// Sets the result and wakes everybody. Called once.
+    /// Sets the result and wakes all waiters. Called once.
     pub(super) fn finish(&self, result: Result<()>) {
         let mut place = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);
         *place = Some(result);
-        // Under the lock: whoever has seen the result counts this job as completed.
+        // Under the lock: a thread that has read the result also reads `is_completed` as true.
         self.outcome.done.store(true, Ordering::Release);
         drop(place);
         self.outcome.ready.notify_all();
     }
 
-    /// The error that nobody saw and, because this is the last handle of the job, nobody can see any more.
+    /// The error that was not read and, because this is the last handle of the job, cannot be read any more.
     pub(super) fn lost_error(&self) -> Option<Error> {
         if Arc::strong_count(&self.outcome) > 1 {
             return None;

@@ -26,7 +26,7 @@ use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Arena, Place, Registry, SharedArena, part_stride};
+use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::wait::{Deadline, SLICE};
 
@@ -410,7 +410,7 @@ impl Collective for ProcessBound {
         self.inner().transports()
     }
 
-    fn reaches(&self, place: Place<'_>) -> bool {
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
         self.inner().reaches(place)
     }
 

@@ -41,11 +41,11 @@ pub trait Device: Send + Sync + fmt::Debug {
 }
 
 /// A device, or `None` for the host.
-pub type Place<'a> = Option<&'a Arc<dyn Device>>;
+pub type DeviceRef<'a> = Option<&'a Arc<dyn Device>>;
 
 /// The kind that a fingerprint carries: 0 for the host.
 #[inline]
-pub fn kind_of(place: Place<'_>) -> u8 {
+pub fn kind_of(place: DeviceRef<'_>) -> u8 {
     place.map_or(0, |device| device.kind())
 }
 
@@ -60,7 +60,7 @@ pub struct Buffer<'a> {
     /// First byte; dangling when `len` is 0.
     ptr: NonNull<u8>,
     len: usize,
-    device: Place<'a>,
+    device: DeviceRef<'a>,
     borrowed: PhantomData<&'a [u8]>,
 }
 
@@ -89,7 +89,7 @@ impl<'a> Buffer<'a> {
     /// # Safety
     /// `len` bytes at `ptr` are memory of `device`, valid and not written to for `'a`.
     #[inline]
-    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: Place<'a>) -> Buffer<'a> {
+    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> Buffer<'a> {
         Buffer { ptr, len, device, borrowed: PhantomData }
     }
 
@@ -107,7 +107,7 @@ impl<'a> Buffer<'a> {
 
     /// The device that the bytes are on; `None` for the host.
     #[inline]
-    pub fn device(&self) -> Place<'a> {
+    pub fn device(&self) -> DeviceRef<'a> {
         self.device
     }
 
@@ -187,7 +187,7 @@ impl<'a> BufferMut<'a> {
     /// # Safety
     /// `len` bytes at `ptr` are memory of `device`, valid for writing, and reached in no other way for `'a`.
     #[inline]
-    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: Place<'a>) -> BufferMut<'a> {
+    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> BufferMut<'a> {
         // SAFETY: the caller promises more than a shared borrow needs.
         BufferMut { bytes: unsafe { Buffer::new(ptr, len, device) }, borrowed: PhantomData }
     }
@@ -206,7 +206,7 @@ impl<'a> BufferMut<'a> {
 
     /// The device that the bytes are on; `None` for the host.
     #[inline]
-    pub fn device(&self) -> Place<'a> {
+    pub fn device(&self) -> DeviceRef<'a> {
         self.bytes.device
     }
 

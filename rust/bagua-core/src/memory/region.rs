@@ -1,9 +1,9 @@
-//! Tensor memory on loan.
+//! Borrowed tensor memory.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::device::{Buffer, BufferMut, Device, Place};
+use super::device::{Buffer, BufferMut, Device, DeviceRef};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
@@ -22,7 +22,7 @@ pub struct Region {
     device: Option<Arc<dyn Device>>,
 }
 
-// SAFETY: a Region is a unique loan, like `&mut [u8]`; the promise of `new` holds for any thread.
+// SAFETY: a Region is a unique borrow, like `&mut [u8]`; the promise of `new` holds for any thread.
 unsafe impl Send for Region {}
 
 impl Region {
@@ -32,7 +32,7 @@ impl Region {
     /// `InvalidArgument` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
     ///
     /// # Safety
-    /// Until the Region is dropped, the memory stays valid and writable for `count * dtype.size()` bytes, and nobody reads
+    /// Until the Region is dropped, the memory stays valid and writable for `count * dtype.size()` bytes, and no other code reads
     /// or writes it while the core does: for a bucket's tensor, from `mark_ready` until `wait` returns; for a verb,
     /// while the call lasts or until its handle is done.
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
@@ -102,7 +102,7 @@ impl Region {
 
     /// The device that the memory is on; `None` for the host.
     #[inline]
-    pub fn device(&self) -> Place<'_> {
+    pub fn device(&self) -> DeviceRef<'_> {
         self.device.as_ref()
     }
 

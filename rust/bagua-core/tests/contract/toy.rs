@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
 use bagua_core::error::{Error, Result};
-use bagua_core::memory::{Buffer, BufferMut, Device, Place, Region};
+use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
 use bagua_core::request::Uses;
 use bagua_core::types::DType;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
@@ -146,7 +146,7 @@ impl Collective for Staged {
         self.0.transports()
     }
 
-    fn reaches(&self, place: Place<'_>) -> bool {
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none_or(|device| device.kind() == KIND)
     }
 
