@@ -21,6 +21,7 @@ pub struct Call {
 }
 
 impl Call {
+    #[inline]
     pub fn new(
         shape: Option<Vec<usize>>,
         timeout: Option<f64>,
@@ -48,10 +49,12 @@ pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
 
 impl Request {
     /// The request that these codes and addresses mean, for this rank of the group.
+    #[inline]
     pub fn new(py: Python<'_>, group: &Group, codes: Codes) -> PyResult<Request> {
         Request::checked(group, codes).map_err(|e| errors::raise(py, e))
     }
 
+    #[inline]
     fn checked(group: &Group, (kind, src, dst, count, dtype, op, root): Codes) -> Result<Request> {
         let kind = Kind::from_code(kind).ok_or_else(|| Error::InvalidArgument(format!("no verb has code {kind}")))?;
         let verb = Verb::of(kind, tensor::reduce_op(op)?, root)?;
@@ -74,11 +77,13 @@ impl Request {
     }
 
     /// Bytes of the larger buffer.
+    #[inline]
     pub fn bytes(&self) -> usize {
         self.operands.bytes()
     }
 
     /// Runs it.
+    #[inline]
     pub fn run(&mut self, lane: &mut Lane, options: &Options<'_>) -> Result<()> {
         lane.run(options, self.dtype, self.verb, self.operands.io())
     }
