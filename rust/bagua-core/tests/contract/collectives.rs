@@ -5,9 +5,7 @@ use bagua_core::collective::{Io, Verb};
 use bagua_core::types::{DType, Kind, ReduceOp};
 
 use crate::oracle::{assert_combined, input, noise};
-use crate::world::{
-    Rank, Ranks, Say, bundled, direct, doubling, each, local, mixed, ring, shm, shm_once, shm_windows, tcp, world,
-};
+use crate::world::{Rank, Ranks, Say, bundled, direct, doubling, each, local, mixed, ring, shm, tcp, world};
 
 macro_rules! contract {
     ($name:ident, $ranks:expr, [$($size:literal),*]) => {
@@ -56,8 +54,6 @@ contract!(net_direct, direct, [20]);
 contract!(net_ring, ring, [2, 3, 7]);
 contract!(net_doubling, doubling, [2, 3, 5, 9]);
 contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
-contract!(shm_once, shm_once, [2, 3, 4]);
-contract!(shm_windows, shm_windows, [2, 3, 4]);
 
 /// True where every element is combined in rank order: not in a ring, not by doubling, and not in worlds in which one of those may be
 /// chosen.
