@@ -53,7 +53,7 @@ class _ForwardHook:
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         # A program that is recorded holds the forward and not the communication of one training step.
-        if not (_is_exporting() or torch.jit.is_tracing()):
+        if not (_is_exporting() or torch._C._get_tracing_state() is not None):
             self._before_forward(module, inputs)
 
     # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
@@ -86,7 +86,7 @@ def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
             hooks[key] = hook
             for later in order[order.index(key) + 1 :]:
                 if later in hooks:
-                    hooks.move_to_end(later)
+                    hooks[later] = hooks.pop(later)
 
 
 class _GradHook:
