@@ -1,8 +1,8 @@
 """Checks the rules of the house by reading the sources: who imports whom, and where a few words may appear.
 
 Prints ``file:line: rule`` for each violation and exits with 1 when there is one. The map of rooms is in
-``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``, ``model.rs``) may import
-any room.
+``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``, ``model.rs``)
+may import any room.
 """
 
 from __future__ import annotations
