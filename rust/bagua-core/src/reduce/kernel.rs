@@ -45,6 +45,14 @@ impl Work<'_, '_> {
         }
     }
 
+    /// False where results go to one place that does not begin with a cache line.
+    pub(super) fn is_aligned(&self) -> bool {
+        match self {
+            Work::Into { out, .. } => out.as_ptr().addr().is_multiple_of(LINE),
+            Work::Everywhere { .. } => true,
+        }
+    }
+
     /// Combines the bytes in `range`, a whole number of elements, compiled for the features of the calling function.
     #[inline(always)]
     pub(super) fn run<E: Element, O: Op<E::Acc>>(&mut self, op: O, range: Range<usize>) {

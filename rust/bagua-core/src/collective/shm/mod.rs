@@ -37,10 +37,13 @@ pub use segment::segment_len;
 use announce::Announcement;
 use cico::Reduction;
 use pairwise::Pairwise;
-use pieces::{Cut, combine_into, fill_for_each, inputs};
+use pieces::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use protocol::{BufferOffer, Phase, Protocol, Route};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use zero_copy::{ArenaSlot, PeerBuffers};
+
+/// The shortest chunk of a broadcast.
+const EARLY: usize = 32 << 10;
 
 /// The ranks of one host, or some of them, in shared memory.
 pub struct Shm {
@@ -204,7 +207,7 @@ impl Shm {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
                 let out = unsafe { segment.write(me, buffer, 0..range.len()) };
-                out.copy_from_slice(&io.input()[shifted(range, own)]);
+                copy(&io.input()[shifted(range, own)], out);
             }
             Phase::Take(piece) if gets => {
                 let range = cut.range(piece);
@@ -212,7 +215,7 @@ impl Shm {
                 for rank in others(me, ranks) {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
-                    io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
                 }
             }
             Phase::Fill(_) | Phase::Take(_) => {}
@@ -251,20 +254,28 @@ impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
-        let (route, cut) = self.route(total, total, self.protocol.segment.window());
+        // At least eight chunks, so that the readers start while the root still writes.
+        let part = (total / 8 / ALIGN * ALIGN).clamp(EARLY, self.protocol.segment.window());
+        let (route, cut) = self.route(total, total, part);
         let slot = ArenaSlot::of(data, &mut self.finder);
         let verb = (Kind::Broadcast, total);
         let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
             Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
-                unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
+                copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
             }
             Phase::Take(piece) if me != root => {
                 let range = cut.range(piece);
-                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
-                let from = unsafe { segment.read(root, buffer, 0..range.len()) };
-                data[range].copy_from_slice(from);
+                if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
+                    // SAFETY: W1: the root leaves its window alone until this rank has arrived, and there is no third rank.
+                    let window = unsafe { segment.write(root, buffer, 0..range.len()) };
+                    copy_and_own(window, &mut data[range]);
+                } else {
+                    // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                    let from = unsafe { segment.read(root, buffer, 0..range.len()) };
+                    copy(from, &mut data[range]);
+                }
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })?;
@@ -285,7 +296,7 @@ impl Shm {
                 for rank in (0..ranks).filter(|rank| *rank != me) {
                     // SAFETY: S2 or W2.
                     let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
-                    out.copy_from_slice(&io.input()[shifted(range.clone(), rank * chunk)]);
+                    copy(&io.input()[shifted(range.clone(), rank * chunk)], out);
                 }
                 io.keep_own(shifted(range.clone(), me * chunk), slot + range.start);
             }
@@ -293,7 +304,7 @@ impl Shm {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
                 let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
-                io.output()[shifted(range, slot)].copy_from_slice(from);
+                copy(from, &mut io.output()[shifted(range, slot)]);
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })
@@ -359,7 +370,7 @@ impl Shm {
                 for rank in others(me, ranks) {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
-                    io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
                 }
             }
         })?;
