@@ -23,6 +23,7 @@ from bagua._bagua import (
     rendezvous_file,
     rendezvous_tcp,
     version,
+    wait_for_callbacks,
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "rendezvous_file",
     "rendezvous_tcp",
     "version",
+    "wait_for_callbacks",
 ]
 
 #: Code of each element type; the code is what travels.

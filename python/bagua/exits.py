@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "watch"]
 
+# How long the interpreter's exit waits for callbacks of handles, in seconds: a callback that blocks must not hang it.
+_LAST_CALLBACKS = 5.0
+
 # Groups that hear of an uncaught exception.
 _watched: weakref.WeakSet[Verbs] = weakref.WeakSet()
 # The process that installed this; 0 before.
@@ -52,7 +55,11 @@ def install(shutdown: Callable[[], None], forget: Callable[[], None]) -> None:
 
     def leave() -> None:
         if _home == os.getpid():
-            shutdown()
+            try:
+                shutdown()
+            finally:
+                # The operations that were pending have ended or end now. Their callbacks need the interpreter.
+                engine.wait_for_callbacks(_LAST_CALLBACKS)
 
     atexit.register(leave)
     os.register_at_fork(after_in_child=lambda: _in_child(forget))

@@ -2,17 +2,20 @@
 
 ``src`` and ``dst`` are ranks of the group. ``comm`` is what ``get_global_communicator()`` returns, or a process group,
 or ``None`` for all ranks. On a rank that is not in the group every function returns without effect. ``async_op=True``
-returns a handle with ``wait(timeout=None)`` and ``is_completed()`` at once; the tensors must not be touched until it is
-done.
+returns a handle with ``wait(timeout=None)``, ``then(callback)`` and ``is_completed()`` at once; the tensors must not be
+touched until it is done.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from bagua import engine
 
 from . import groups
 from .groups import AnyCommunicator, BaguaProcessGroup, Communicator, NonMember
@@ -35,34 +38,52 @@ class Handle(Protocol):
     def wait(self, timeout: float | None = None) -> None:
         """Waits until it is done, or raises what went wrong; after ``timeout`` seconds BaguaTimeoutError."""
 
+    def then(self, callback: Callable[[Exception | None], object], /) -> None:
+        """Calls ``callback(error)`` once when it is done: ``error`` is ``None``, or what :meth:`wait` raises.
+
+        The call happens here when it is done already, otherwise on a thread that calls the callbacks of all handles. An
+        exception of the callback goes to ``sys.unraisablehook``.
+        """
+
     def is_completed(self) -> bool:
         """True when it is done, well or not."""
 
 
-class _Done:
-    """The handle of an operation that had nothing to do."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Returns at once."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-
 class _Followed:
-    """A handle with something left to do on the calling thread once it is done."""
+    """The handle of an operation whose results are copied to where they belong once it is done."""
 
-    def __init__(self, handle: Handle, then: Any) -> None:
+    def __init__(self, handle: Handle, put_back: Callable[[], None]) -> None:
         self._handle = handle
-        self._then = then
+        # None once it ran.
+        self._put_back: Callable[[], None] | None = put_back
+        self._lock = threading.Lock()
+
+    def _finish(self) -> None:
+        # Another thread that waits returns after the copy, too.
+        with self._lock:
+            put_back, self._put_back = self._put_back, None
+            if put_back is not None:
+                put_back()
 
     def wait(self, timeout: float | None = None) -> None:
-        """As in :class:`Handle`; then puts the results where they belong."""
+        """As in :class:`Handle`; then copies the results, if no other thread did."""
         self._handle.wait(timeout)
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        self._finish()
+
+    def then(self, callback: Callable[[Exception | None], object], /) -> None:
+        """As in :class:`Handle`; the results are copied before the call."""
+        if not callable(callback):
+            raise TypeError(f"{callback!r} is not callable")
+
+        def finish(error: Exception | None) -> None:
+            if error is None:
+                try:
+                    self._finish()
+                except Exception as failure:
+                    error = failure
+            callback(error)
+
+        self._handle.then(finish)
 
     def is_completed(self) -> bool:
         """True when the communication is done. The results are in place after :meth:`wait`."""
@@ -106,7 +127,7 @@ def _peer(rank: int, comm: Communicator, what: str) -> int:
 
 
 def _absent(async_op: bool) -> Handle | None:
-    return _Done() if async_op else None
+    return engine.Handle.completed() if async_op else None
 
 
 def send(tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:

@@ -24,7 +24,7 @@ mod rendezvous;
 mod wire;
 
 pub use bootstrap::Bootstrap;
-pub(crate) use fork::OwnerProcess;
+pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{Chunks, Lane, Options};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
