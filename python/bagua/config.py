@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from bagua.engine import ALGORITHMS, MOST_STREAMS
 from bagua.errors import BaguaError
 
 __all__ = [
@@ -104,13 +105,6 @@ def place(
     if rank is None and world_size is None:
         local, local_size = given(local, "LOCAL_RANK"), given(local_size, "LOCAL_WORLD_SIZE")
     return Place(found_rank, found_size, local, local_size)
-
-
-#: What BAGUA_ALGORITHM may say.
-ALGORITHMS = ("auto", "direct", "ring", "doubling")
-
-#: The most that BAGUA_STREAMS_PER_PEER may say.
-MOST_STREAMS = 64
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Waits beside a busy Python thread: the waiter may get the GIL back at any moment, also after the operation ended.
+"""Waits beside a busy Python thread: the waiter may get the GIL back at any moment, also just after the operation ends.
 
 A wait releases the GIL for 50 ms at a time, so operations that end about 50 ms late are the ones to look at.
 """

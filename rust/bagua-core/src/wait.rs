@@ -2,17 +2,32 @@
 
 use std::cell::Cell;
 use std::convert::Infallible;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use rustix::thread::futex;
+use crate::sync::{AtomicU32, Instant, futex};
 
 use crate::error::{Error, Result};
 
 /// The longest any wait sleeps before it looks at its [`crate::health::GroupHealth`] and its deadline again.
 /// An abort is therefore seen within this time, without anybody having to wake the sleeper.
 pub const SLICE: Duration = Duration::from_millis(20);
+
+/// Locks a mutex, also one that a panicking thread poisoned: callers keep their data valid between any two statements.
+pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits on a condition variable until it is notified; as [`lock`], it accepts a poisoned mutex. May return early.
+pub fn wait_on<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`wait_on`], for at most `timeout`.
+pub fn wait_on_for<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>, timeout: Duration) -> MutexGuard<'a, T> {
+    changed.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
+}
 
 /// When an operation must be done.
 #[derive(Clone, Copy, Debug)]
@@ -123,20 +138,12 @@ pub fn blocking_wait(mut wait: impl FnMut() + Send) {
 
 /// Waits while `*word == seen`, at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
-    let timeout = futex::Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
-    blocking_wait(|| {
-        let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
-    });
+    blocking_wait(|| futex::wait(word, seen, timeout));
 }
 
 /// Wakes everybody who waits on `word`, in every process.
 pub fn futex_wake(word: &AtomicU32) {
-    // Nobody waiting is not an error.
-    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+    futex::wake(word);
 }
 
 /// Where a doorbell's two words live: an `Arc` for threads, an arena for processes.
@@ -204,6 +211,9 @@ impl Doorbell {
         sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {
@@ -315,6 +325,31 @@ mod tests {
             let waited = wait_in_slices(timeout, Duration::ZERO, wait, || Err("Ctrl-C"), never_times_out);
             assert_eq!(waited, Err("Ctrl-C"));
         }
+    }
+
+    #[test]
+    fn a_poisoned_mutex_can_be_locked_and_waited_on() {
+        let pair = (Mutex::new(1), Condvar::new());
+        let panicked = std::thread::scope(|scope| {
+            let poison = scope.spawn(|| {
+                let _guard = pair.0.lock().unwrap();
+                panic!("expected");
+            });
+            poison.join().is_err()
+        });
+        assert!(panicked && pair.0.is_poisoned());
+        *lock(&pair.0) += 1;
+        assert_eq!(*wait_on_for(&pair.1, lock(&pair.0), Duration::from_millis(1)), 2);
+        std::thread::scope(|scope| {
+            let mut guard = lock(&pair.0);
+            scope.spawn(|| {
+                *lock(&pair.0) = 3;
+                pair.1.notify_all();
+            });
+            while *guard != 3 {
+                guard = wait_on(&pair.1, guard);
+            }
+        });
     }
 
     #[test]

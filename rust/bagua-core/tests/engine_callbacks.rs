@@ -6,7 +6,7 @@ use std::time::Duration;
 use bagua_core::collective::Solo;
 use bagua_core::engine::{Handle, LaneWorker, wait_for_callbacks};
 use bagua_core::error::{Error, Result};
-use bagua_core::group::Lane;
+use bagua_core::group::{Lane, Lanes};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
 use bagua_core::wait::Waited;
@@ -22,7 +22,7 @@ fn worker() -> LaneWorker {
 /// A job that runs until the sender is dropped.
 fn held(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>) {
     let (open, opened) = mpsc::channel::<()>();
-    let job = move |_: &mut Lane| {
+    let job = move |_: &mut Lanes| {
         let _ = opened.recv();
         result
     };

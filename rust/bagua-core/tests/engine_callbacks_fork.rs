@@ -7,7 +7,7 @@ use std::time::Duration;
 use bagua_core::collective::Solo;
 use bagua_core::engine::{Handle, LaneWorker, wait_for_callbacks};
 use bagua_core::error::{Error, Result};
-use bagua_core::group::Lane;
+use bagua_core::group::{Lane, Lanes};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
 use bagua_core::wait::Waited;
@@ -26,7 +26,7 @@ fn worker() -> LaneWorker {
 /// Submits a job that runs until the sender is dropped, with a callback.
 fn pending(worker: &LaneWorker) -> (Handle, mpsc::Sender<()>) {
     let (open, opened) = mpsc::channel::<()>();
-    let job = move |_: &mut Lane| {
+    let job = move |_: &mut Lanes| {
         let _ = opened.recv();
         Ok(())
     };
@@ -40,7 +40,8 @@ fn pending(worker: &LaneWorker) -> (Handle, mpsc::Sender<()>) {
 
 /// What a forked child sees of a pending and of a completed job of its parent, and of a worker of its own.
 fn child(pending_handle: &Handle, done: &Handle) -> bool {
-    let refused = matches!(pending_handle.on_done(|_| ()), Err(Error::System(text)) if text.contains("forked"));
+    let refused =
+        matches!(pending_handle.on_done(|_| ()), Err(Error::System { message, .. }) if message.contains("forked"));
     let (sender, at_once) = mpsc::channel();
     let called = done.on_done(move |result| sender.send(result.clone()).unwrap()).is_ok();
     let parents = CALLS.load(Ordering::SeqCst);

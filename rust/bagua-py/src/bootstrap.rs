@@ -1,12 +1,13 @@
 //! `Bootstrap`: a rank on its way into a group.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use bagua_core::collective::Algorithm;
 use bagua_core::engine as core;
 use bagua_core::error::Error;
 use bagua_core::group::{self, Config, TransportChoice};
+use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -84,6 +85,7 @@ impl Bootstrap {
             transport,
             streams_per_peer,
             algorithm,
+            factories: Vec::new(),
         };
         let pending = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
         let address = pending.address().to_vec();
@@ -104,8 +106,8 @@ impl Bootstrap {
             let text = format!("{} addresses for a world of {} ranks", addresses.len(), self.world_size);
             return Err(raise(Error::InvalidArgument(text)));
         }
-        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let pending = pending.ok_or_else(|| raise(Error::System("this rank has connected already".to_owned())))?;
+        let pending = lock(&self.pending).take();
+        let pending = pending.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
         let core =
             interrupt::run_on_thread(py, move || core::Communicator::new(pending.into_inner().connect(&addresses)?))?;
         Ok(Communicator::of(core))

@@ -1,6 +1,5 @@
 //! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -8,8 +7,8 @@ use bagua_core::bucket;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
-use bagua_core::op::{CallbackOp, CentralizedOp};
-use bagua_core::types::{DType, Shape};
+use bagua_core::op::{CallbackOp, CentralizedOp, ExtraTensor};
+use bagua_core::types::DType;
 use bagua_core::wait::wait_in_slices;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -17,7 +16,8 @@ use pyo3::prelude::*;
 use crate::errors::{self, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::interrupt;
-use crate::tensor::{self, Operands};
+use crate::request::{Call, Request};
+use crate::tensor;
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -113,7 +113,7 @@ fn callable(object: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
 pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
     let timeout = seconds("timeout", timeout)?;
     let timed_out = |after: Duration| {
-        Error::System(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
+        Error::other(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
     };
     interrupt::wait_in_slices(py, |slice, between| {
         wait_in_slices(Some(timeout), slice, core::wait_for_callbacks, between, timed_out)
@@ -127,24 +127,24 @@ pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Bucket {
     core: core::SharedBucket,
-    /// Names of its tensors.
-    tensors: Vec<String>,
+    /// How many of its tensors can be marked ready: all but padding.
+    markable: usize,
 }
 
 #[pymethods]
 impl Bucket {
     #[new]
     fn new(py: Python<'_>, name: &str, tensors: Vec<(String, usize, usize, u8, bool)>) -> PyResult<Bucket> {
-        let names = tensors.iter().map(|(name, ..)| name.clone()).collect();
+        let markable = tensors.iter().filter(|(.., padding)| !padding).count();
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+                let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
         };
         let bucket = build().map_err(|e| errors::raise(py, e))?;
-        Ok(Bucket { core: core::SharedBucket::new(bucket), tensors: names })
+        Ok(Bucket { core: core::SharedBucket::new(bucket), markable })
     }
 
     /// Its name.
@@ -165,7 +165,8 @@ impl Bucket {
         self.core.dtype() as u8
     }
 
-    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` and `scattergather` are wishes about the route.
+    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` combines inside hosts first, also where the group would
+    /// go flat; `scattergather` changes nothing, as every route is a reduce-scatter followed by an all-gather.
     #[pyo3(signature = (average, hierarchical, scattergather))]
     fn append_centralized(
         &self,
@@ -184,10 +185,22 @@ impl Bucket {
     fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
         let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
-            let called = gil::attach_own_thread(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
+            let called =
+                gil::attach_own_thread(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
+    /// replaced. The address stays valid as long as the bucket is registered. Raises ValueError while the bucket is being
+    /// communicated.
+    fn attach(&self, py: Python<'_>, name: &str, address: usize, count: usize, dtype: u8) -> PyResult<()> {
+        let attach = || -> Result<()> {
+            let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
+            self.core.attach(ExtraTensor { name: name.to_owned(), region })
+        };
+        attach().map_err(|e| errors::raise(py, e))
     }
 
     /// Removes all operations. Raises ValueError while the bucket is being communicated.
@@ -201,10 +214,10 @@ impl Bucket {
     }
 }
 
-/// A Python exception as the core can carry it to other threads and ranks.
-fn told(py: Python<'_>, raised: &PyErr) -> Error {
+/// A Python exception as an error that the core can send to other threads and ranks.
+fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
-    Error::System(format!("{class}: {}", raised.value(py)))
+    Error::other(format!("{class}: {}", raised.value(py)))
 }
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
@@ -212,8 +225,8 @@ fn told(py: Python<'_>, raised: &PyErr) -> Error {
 pub struct Engine {
     core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
-    /// Element type of each registered tensor, for `mark_ready` with an address. Never locked while waiting.
-    dtypes: Mutex<HashMap<String, DType>>,
+    /// Element type of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
+    dtypes: Mutex<Vec<DType>>,
 }
 
 impl Engine {
@@ -221,7 +234,7 @@ impl Engine {
         Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
     }
 
-    fn dtypes(&self) -> MutexGuard<'_, HashMap<String, DType>> {
+    fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
         self.dtypes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -237,7 +250,7 @@ impl Engine {
             drop(keep);
             outcome
         };
-        let core = py.detach(|| self.core.submit(Box::new(job))).map_err(|e| errors::raise(py, e))?;
+        let core = py.detach(|| self.core.submit(job)).map_err(|e| errors::raise(py, e))?;
         let handle = Handle::of(core);
         if async_op {
             return Ok(Some(handle));
@@ -252,36 +265,37 @@ impl Engine {
 impl Engine {
     /// Waits for what is pending, then replaces the buckets. Their order is the order of communication, equal on all ranks.
     ///
-    /// Raises ValueError for a tensor name, or the memory of a tensor, that appears twice.
-    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<()> {
+    /// Returns the names of the tensors, padding left out: a tensor's index in this list is its number. Raises ValueError for a
+    /// tensor name, or the memory of a tensor, that appears twice.
+    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
         gil::run_released(py, &self.group, || self.core.register(cores))?;
-        *self.dtypes() = buckets
-            .iter()
-            .flat_map(|bucket| bucket.tensors.iter().map(|name| (name.clone(), bucket.core.dtype())))
-            .collect();
-        Ok(())
+        *self.dtypes() =
+            buckets.iter().flat_map(|bucket| std::iter::repeat_n(bucket.core.dtype(), bucket.markable)).collect();
+        Ok(self.core.tensors())
     }
 
-    /// A tensor's values are final for this step. `address` and `count` say where it is now, if it moved.
+    /// The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved.
     ///
-    /// Raises ValueError for an unknown name or one that was marked already, and what went wrong on the communication thread.
-    #[pyo3(signature = (name, address=None, count=None))]
-    fn mark_ready(&self, py: Python<'_>, name: &str, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
+    /// Raises ValueError for an unknown number or a tensor that was marked already, and what went wrong on the communication thread.
+    #[pyo3(signature = (number, address=None, count=None))]
+    fn mark_ready(&self, py: Python<'_>, number: usize, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
         let mark = || -> Result<()> {
-            let region = match (address, count, self.dtypes().get(name)) {
-                (None, None, _) => None,
-                (Some(address), Some(count), Some(dtype)) => Some(tensor::on_loan(address, count, *dtype)?),
-                // The core says that it does not know the name.
-                (Some(_), Some(_), None) => None,
+            let region = match (address, count) {
+                (None, None) => None,
+                // The core refuses an unknown number.
+                (Some(address), Some(count)) => match self.dtypes().get(number) {
+                    Some(dtype) => Some(tensor::region_at(address, count, *dtype)?),
+                    None => None,
+                },
                 _ => {
                     return Err(Error::InvalidArgument(
                         "a tensor that moved needs both its address and its count".to_owned(),
                     ));
                 }
             };
-            self.core.mark_ready(name, region)
+            self.core.mark_ready(number, region)
         };
         py.detach(mark).map_err(|e| errors::raise(py, e))
     }
@@ -305,57 +319,25 @@ impl Engine {
         py.detach(|| self.core.shutdown());
     }
 
-    /// As the communicator's, in order with the buckets.
-    #[pyo3(signature = (src, dst, count, dtype, op, *, shape=None, timeout=None, async_op=false, keep=None))]
-    fn all_reduce(
+    /// A verb: see the communicator's; in order with the buckets.
+    #[pyo3(signature = (verb, src, dst, count, dtype, op=0, root=0, *, shape=None, timeout=None, async_op=false, keep=None))]
+    fn run(
         &self,
         py: Python<'_>,
+        verb: u8,
         src: Option<usize>,
-        dst: usize,
+        dst: Option<usize>,
         count: usize,
         dtype: u8,
         op: u8,
-        shape: Option<Vec<usize>>,
-        timeout: Option<f64>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
-    ) -> PyResult<Option<Handle>> {
-        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let shape = shape.as_deref().map(Shape::new);
-        let prepare = || -> Result<_> {
-            let (kind, op) = (tensor::dtype(dtype)?, tensor::reduce_op(op)?);
-            let src = src.map(|address| tensor::on_loan(address, count, kind)).transpose()?;
-            Ok((kind, op, Operands::new(src, tensor::on_loan(dst, count, kind)?)?))
-        };
-        let (kind, op, mut operands) = prepare().map_err(|e| errors::raise(py, e))?;
-        self.go(py, async_op, keep, move |lane| {
-            lane.all_reduce(&Options { timeout, shape, label: "" }, kind, operands.io(), op)
-        })
-    }
-
-    /// As the communicator's, in order with the buckets.
-    #[pyo3(signature = (address, count, dtype, root, *, shape=None, timeout=None, async_op=false, keep=None))]
-    fn broadcast(
-        &self,
-        py: Python<'_>,
-        address: usize,
-        count: usize,
-        dtype: u8,
         root: usize,
         shape: Option<Vec<usize>>,
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Option<Handle>> {
-        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let shape = shape.as_deref().map(Shape::new);
-        let prepare = || -> Result<_> {
-            let kind = tensor::dtype(dtype)?;
-            Ok((kind, tensor::on_loan(address, count, kind)?))
-        };
-        let (kind, mut data) = prepare().map_err(|e| errors::raise(py, e))?;
-        self.go(py, async_op, keep, move |lane| {
-            lane.broadcast(&Options { timeout, shape, label: "" }, kind, data.bytes_mut(), root)
-        })
+        let Call { shape, timeout, async_op, keep } = Call::new(shape, timeout, async_op, keep)?;
+        let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root))?;
+        self.go(py, async_op, keep, move |lane| request.run(lane, &Options { timeout, shape, ..Options::DEFAULT }))
     }
 }

@@ -63,7 +63,7 @@ pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
         let mut state = state();
         if let (Some((_, owner)), Some(wakeup)) = (state.main_thread, &state.wakeup) {
             if owner != process {
-                return Err(Error::System("a forked child has no group to interrupt".to_owned()));
+                return Err(Error::other("a forked child has no group to interrupt"));
             }
             return Ok(wakeup.as_raw_fd());
         }
@@ -167,7 +167,7 @@ pub fn run_on_thread<T: Send + 'static>(
             Ok(result) => return result.map_err(|e| errors::raise(py, e)),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(errors::raise(py, Error::System("the joining thread panicked".to_owned())));
+                return Err(errors::raise(py, Error::other("the joining thread panicked")));
             }
         }
     }

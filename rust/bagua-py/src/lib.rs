@@ -7,6 +7,7 @@
 //! | [`fast_path`] | its blocking verbs on plain tensors in one call |
 //! | [`arena`] | `Arena`: memory that the ranks of a host share |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
+//! | [`request`] | a verb's codes and addresses become one request |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
@@ -25,6 +26,7 @@ mod gil;
 mod group;
 mod interrupt;
 mod rendezvous;
+mod request;
 mod tensor;
 mod tensor_reader;
 
@@ -47,4 +49,26 @@ mod _bagua {
     };
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
+
+    use bagua_core::collective::Algorithm;
+    use bagua_core::group::MOST_STREAMS;
+    use bagua_core::types::{DType, Kind, ReduceOp};
+    use pyo3::prelude::*;
+    use pyo3::types::PyDict;
+
+    /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
+    /// operation (`VERBS`) by name, names of the algorithms of all_reduce between hosts (`ALGORITHMS`), and the most streams per peer.
+    #[pymodule_init]
+    fn tables(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {
+            let table = PyDict::new(module.py());
+            entries.iter().try_for_each(|(name, code)| table.set_item(name, code))?;
+            Ok(table)
+        };
+        module.add("DTYPES", dict(&DType::ALL.map(|dtype| (dtype.name(), dtype as u8)))?)?;
+        module.add("OPS", dict(&ReduceOp::ALL.map(|op| (op.name(), op as u8)))?)?;
+        module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
+        module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
+        module.add("MOST_STREAMS", MOST_STREAMS)
+    }
 }

@@ -2,10 +2,11 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use bagua_core::error::Error;
 use bagua_core::group;
+use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -82,8 +83,8 @@ impl RendezvousServer {
         timeout: f64,
     ) -> PyResult<Vec<Py<PyBytes>>> {
         let timeout = errors::seconds("timeout", timeout)?;
-        let server = self.server.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let again = || errors::raise(py, Error::System("this rendezvous has been served already".to_owned()));
+        let server = lock(&self.server).take();
+        let again = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(again)?;
         let addresses = interrupt::run_on_thread(py, move || server.serve(world_size, &address, &secret, timeout))?;
         Ok(blobs(py, addresses))

@@ -10,13 +10,13 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::group::{OwnerProcess, PerProcess};
-use crate::wait::Waited;
+use crate::wait::{Waited, lock, wait_on, wait_on_for};
 
 /// Called once with the result of a job.
 pub(super) type Callback = Box<dyn FnOnce(&Result<()>) + Send>;
@@ -95,7 +95,7 @@ impl CompletionThread {
             if left.is_zero() {
                 return Waited::Pending;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_on_for(&self.changed, state, left);
         }
         Waited::Done(Ok(()))
     }
@@ -117,14 +117,13 @@ impl CompletionThread {
                 self.changed.notify_all();
                 return;
             } else {
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = wait_on(&self.work, state);
             }
         }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // No code that can panic runs under this lock.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 
@@ -139,6 +138,18 @@ pub fn wait_for_callbacks(limit: Duration) -> Waited<()> {
 pub(super) struct PendingCallback {
     callback: Callback,
     completion: &'static CompletionThread,
+}
+
+#[cfg(all(test, model))]
+impl PendingCallback {
+    /// A callback that a model calls, not the completion thread.
+    pub(super) fn without_thread(callback: Callback) -> PendingCallback {
+        PendingCallback { callback, completion: CompletionThread::of_process() }
+    }
+
+    pub(super) fn call(self, result: &Result<()>) {
+        (self.callback)(result);
+    }
 }
 
 /// A worker that is not shut down.

@@ -1,12 +1,13 @@
-//! The outcome of a job, now or later.
+//! A job that may still be running, and its result.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::completion::{CompletionThread, PendingCallback};
 use crate::error::{Error, Result};
 use crate::group::OwnerProcess;
+use crate::sync::{Arc, AtomicBool, Condvar, Instant, Mutex, MutexGuard, fence, spin_loop};
 use crate::wait::{Waited, wait_in_slices, wait_once};
 
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
@@ -85,7 +86,7 @@ impl Handle {
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
         while !self.is_completed() && start.elapsed() < SPIN.min(limit) {
-            std::hint::spin_loop();
+            spin_loop();
         }
         if !self.outcome.owner.is_current() {
             return Waited::Done(self.outcome.result_before_fork());
@@ -145,13 +146,7 @@ impl Handle {
             }
             return Ok(Some((callback, self.outcome.result_before_fork())));
         }
-        let mut state = self.outcome.state();
-        if let Some(result) = &state.result {
-            self.outcome.seen.store(true, Ordering::Release);
-            return Ok(Some((callback, result.clone())));
-        }
-        state.callbacks.push(CompletionThread::of_process().add(Box::new(callback))?);
-        Ok(None)
+        self.outcome.add_callback(callback, |callback| CompletionThread::of_process().add(Box::new(callback)))
     }
 
     /// Sets the result, wakes all waiters and hands the callbacks to their thread. Called once.
@@ -159,7 +154,7 @@ impl Handle {
         self.outcome.finish(result);
     }
 
-    /// The error that nobody saw and, because this is the last handle of the job, nobody can see any more.
+    /// The error that was not read and, because this is the last handle of the job, cannot be read any more.
     pub(super) fn lost_error(&self) -> Option<Error> {
         if Arc::strong_count(&self.outcome) > 1 {
             return None;
@@ -185,18 +180,39 @@ impl Outcome {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn finish(&self, result: Result<()>) {
+    /// Keeps what `register` makes of the callback until the job is done, or returns the callback with the result.
+    fn add_callback<F>(
+        &self,
+        callback: F,
+        register: impl FnOnce(F) -> Result<PendingCallback>,
+    ) -> Result<Option<(F, Result<()>)>> {
         let mut state = self.state();
-        state.result = Some(result.clone());
+        if let Some(result) = &state.result {
+            self.seen.store(true, Ordering::Release);
+            return Ok(Some((callback, result.clone())));
+        }
+        state.callbacks.push(register(callback)?);
+        Ok(None)
+    }
+
+    /// Sets the result, wakes all waiters and hands the callbacks to their thread. Called once.
+    fn finish(&self, result: Result<()>) {
+        CompletionThread::run_callbacks(self.set_result(result.clone()), &result);
+    }
+
+    /// Sets the result and wakes all waiters. Returns the callbacks, which the caller must have called.
+    fn set_result(&self, result: Result<()>) -> Vec<PendingCallback> {
+        let mut state = self.state();
+        state.result = Some(result);
         let callbacks = std::mem::take(&mut state.callbacks);
         if !callbacks.is_empty() {
             self.seen.store(true, Ordering::Release);
         }
-        // Under the lock, so that every thread that has seen the result counts this job as completed.
+        // Under the lock: a thread that has read the result also reads `is_completed` as true.
         self.done.store(true, Ordering::Release);
         drop(state);
         self.ready.notify_all();
-        CompletionThread::run_callbacks(callbacks, &result);
+        callbacks
     }
 
     /// The result in a forked child: an error unless the job was done at the fork. A thread of the parent may have held the lock then.
@@ -222,8 +238,11 @@ pub(super) fn timed_out(after: Duration, noticed_by: usize) -> Error {
 
 /// What every call in a forked child gets.
 pub(super) fn forked() -> Error {
-    Error::System("this process was forked from the one that built the group; build a group of its own".into())
+    Error::other("this process was forked from the one that built the group; build a group of its own")
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {

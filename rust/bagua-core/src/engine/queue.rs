@@ -9,7 +9,7 @@ use super::handle::{Handle, timed_out};
 use super::shared::{InFlight, SharedBucket};
 use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
-use crate::group::{Group, Lane};
+use crate::group::{Group, Lane, Lanes};
 use crate::health::GroupHealth;
 use crate::memory::Region;
 use crate::op::Op;
@@ -38,14 +38,14 @@ struct State {
 impl Engine {
     /// Opens a lane and starts the thread. Collective.
     pub fn new(group: &Group, name: &str) -> Result<Engine> {
-        let mut engine = Engine::over(group.lane()?, group.health().clone(), name)?;
+        let mut engine = Engine::over(Lanes::of(group)?, group.health().clone(), name)?;
         engine._group = Some(group.clone());
         Ok(engine)
     }
 
-    /// An engine over a lane of a group with this health: for groups that are not made of processes, as in tests and benchmarks.
-    pub fn over(lane: Lane, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
-        let worker = LaneWorker::over(lane, health, &format!("engine '{name}'"));
+    /// An engine over lanes of a group with this health: for groups that are not made of processes, as in tests and benchmarks.
+    pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
+        let worker = LaneWorker::over(lanes, health, &format!("engine '{name}'"));
         worker.start()?;
         Ok(Engine { worker, _group: None, state: Mutex::new(State::default()) })
     }
@@ -58,23 +58,31 @@ impl Engine {
         wait_once(None, |limit| self.settle(limit), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
+        buckets.iter().for_each(SharedBucket::restart);
         let mut state = self.state();
         *state =
             State { schedule, went: vec![false; buckets.len()], buckets, pending: std::mem::take(&mut state.pending) };
         Ok(())
     }
 
-    /// A tensor's values are final for this step. `region` replaces its memory (same count and dtype) when it moved.
-    /// An unknown name, or a tensor marked twice before its bucket was communicated, is an error. Never waits for communication.
-    pub fn mark_ready(&self, tensor: &str, region: Option<Region>) -> Result<()> {
+    /// Names of the registered tensors by their number, padding left out.
+    pub fn tensors(&self) -> Vec<String> {
+        self.state().schedule.names().map(str::to_owned).collect()
+    }
+
+    /// The values of the tensor with this number (see [`Engine::tensors`]) are final for this step. `region` replaces its memory
+    /// (same count and dtype) when it moved. An unknown number, or a tensor marked twice before its bucket was communicated, is an
+    /// error. Never waits for communication.
+    pub fn mark_ready(&self, tensor: usize, region: Option<Region>) -> Result<()> {
         self.worker.check()?;
         let mut state = self.state();
         let place = state.schedule.check(tensor)?;
         {
             let mut bucket = state.buckets[place.bucket].lock();
-            bucket
-                .check_idle()
-                .map_err(|error| Error::InvalidArgument(format!("tensor '{tensor}' was marked ready, but {error}")))?;
+            bucket.check_idle().map_err(|error| {
+                let name = bucket.tensors().nth(place.tensor).map_or("", |(name, _)| name);
+                Error::InvalidArgument(format!("tensor '{name}' was marked ready, but {error}"))
+            })?;
             if let Some(region) = region {
                 bucket.replace(place.tensor, region)?;
             }
@@ -93,7 +101,7 @@ impl Engine {
         let (in_flight, ops) = state.buckets[bucket].check_out()?;
         let what = format!("bucket '{}'", in_flight.name());
         let stopping = self.worker.stopping();
-        let job: Job = Box::new(move |lane| run_ops(in_flight, &ops, &stopping, lane));
+        let job: Job = Box::new(move |lanes| run_ops(in_flight, &ops, &stopping, lanes));
         state.pending.push(self.worker.submit_fatal(&what, job)?);
         state.went[bucket] = true;
         Ok(())
@@ -192,13 +200,13 @@ impl Engine {
     }
 
     /// Runs a job on the communication thread, in order with the buckets.
-    pub fn submit(&self, job: Job) -> Result<Handle> {
-        self.worker.submit("an asynchronous operation", job)
+    pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
+        self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// Runs a job on this thread, after every bucket that went before.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
-        self.worker.run(job)
+        self.worker.run(|lanes| job(&mut lanes.global))
     }
 
     /// Ends the thread: what is queued fails with `Aborted`, what is running ends soon. Idempotent; drop does the same. See
@@ -213,13 +221,13 @@ impl Engine {
 }
 
 /// Runs a bucket's operations, in order.
-fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lane: &mut Lane) -> Result<()> {
+fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
     let name = in_flight.name().to_owned();
     for op in ops {
         if stopping.load(Ordering::Acquire) {
             return Err(Error::Aborted(format!("the engine was shut down before '{}' of bucket '{name}'", op.name())));
         }
-        op.run(&name, &mut in_flight.regions, lane)?;
+        op.run(&mut in_flight.cx(lanes))?;
     }
     Ok(())
 }

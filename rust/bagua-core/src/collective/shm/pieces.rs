@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::segment::{ALIGN, Buffer, Segment};
 use super::{others, shifted};
-use crate::collective::{Io, OpContext};
+use crate::collective::{HostIo, OpContext};
 use crate::reduce::combine;
 use crate::types::ReduceOp;
 
@@ -43,29 +43,6 @@ impl Cut {
     }
 }
 
-impl Io<'_> {
-    pub(super) fn input(&self) -> &[u8] {
-        match self {
-            Io::InPlace(data) => data,
-            Io::Split { src, .. } => src,
-        }
-    }
-
-    pub(super) fn output(&mut self) -> &mut [u8] {
-        match self {
-            Io::InPlace(data) => data,
-            Io::Split { dst, .. } => dst,
-        }
-    }
-
-    /// Copies what a rank sends to itself, unless it is there already.
-    pub(super) fn keep_own(&mut self, from: Range<usize>, to: usize) {
-        if let Io::Split { src, dst } = self {
-            dst[to..to + from.len()].copy_from_slice(&src[from]);
-        }
-    }
-}
-
 /// What each rank contributes, in rank order.
 pub(super) fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<Option<&'a [u8]>> {
     (0..ranks).map(|rank| Some(read(rank))).collect()
@@ -77,17 +54,17 @@ pub(super) fn combine_into<'a>(
     op: ReduceOp,
     mut inputs: Vec<Option<&'a [u8]>>,
     me: usize,
-    io: &'a mut Io<'_>,
+    io: &'a mut HostIo<'_>,
     from: Range<usize>,
     to: Range<usize>,
 ) {
     let timer = Timer::start(cx, to.len());
     match io {
-        Io::InPlace(data) => {
+        HostIo::InPlace(data) => {
             inputs[me] = None;
             combine(cx.dtype(), op, &inputs, &mut data[to]);
         }
-        Io::Split { src, dst } => {
+        HostIo::Split { src, dst } => {
             inputs[me] = Some(&src[from]);
             combine(cx.dtype(), op, &inputs, &mut dst[to]);
         }

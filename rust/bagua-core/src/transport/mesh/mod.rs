@@ -115,8 +115,8 @@ impl Mesh {
     /// is checked against what the message must be before a byte of its body is used.
     ///
     /// # Errors
-    /// The first cause of the health; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. `InvalidArgument`, with the streams
-    /// intact, for a message to or from this rank itself.
+    /// The first cause of the health; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. With the streams
+    /// intact: `InvalidArgument` for a message to or from this rank itself, `UnsupportedType` for one in device memory.
     pub fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.exchange_step(cx, Step::default(), sends, recvs)
     }
@@ -165,6 +165,8 @@ impl Mesh {
                 self.size()
             )));
         }
+        sends.iter().try_for_each(|message| message.data.as_host().map(drop))?;
+        recvs.iter().try_for_each(|message| message.data.as_buffer().as_host().map(drop))?;
         let (mut lists, mut begun) = std::mem::take(&mut self.lists);
         for (to, from) in &mut lists {
             to.clear();
@@ -218,8 +220,8 @@ impl Mesh {
         loop {
             // Before the look, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
-            let moved = self.progress(transfer, plan)? | plan.work()?;
-            if self.active.is_empty() && plan.is_done() {
+            let moved = self.progress(transfer, plan)?;
+            if self.active.is_empty() {
                 return Ok(());
             }
             if moved {
@@ -260,8 +262,8 @@ impl Mesh {
         if let Some((peer, theirs)) = mismatch {
             return Err(transfer.cx.mismatch(self.members[peer], &theirs));
         }
-        if let Some((peer, Broken(how))) = lost {
-            let error = transfer.cx.health.attribute_disconnect(self.members[peer], &how);
+        if let Some((peer, Broken { how, source })) = lost {
+            let error = transfer.cx.health.attribute_broken_stream(self.members[peer], &how, &source);
             return Err(error.during(transfer.cx.progress(transfer.done(), transfer.total)));
         }
         if any {

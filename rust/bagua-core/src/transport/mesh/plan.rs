@@ -4,7 +4,6 @@
 //! what has arrived while more arrives, and send on what it has combined, all in one run.
 
 use super::Step;
-use crate::error::Result;
 use crate::transport::{Incoming, Outgoing};
 use crate::types::Fingerprint;
 
@@ -58,17 +57,10 @@ pub(crate) trait Plan {
     fn elsewhere(&self, _peer: usize) -> Option<String> {
         None
     }
-
-    /// Does a part of what else belongs to the operation, between two looks at the streams; false when there is nothing to do now.
-    fn work(&mut self) -> Result<bool> {
-        Ok(false)
-    }
-
-    /// False while there is such work to come.
-    fn is_done(&self) -> bool {
-        true
-    }
 }
+
+/// [`super::Mesh::exchange`] refuses messages on devices before it makes a plan.
+const ON_HOST: &str = "messages in host memory";
 
 /// By peer: positions of the messages to it and from it in the caller's lists.
 pub(super) type Lists = Vec<(Vec<usize>, Vec<usize>)>;
@@ -108,7 +100,7 @@ impl Plan for Listed<'_, '_, '_> {
 
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
         let message = &self.sends[self.lists[peer].0[number]];
-        (message.fingerprint, message.data)
+        (message.fingerprint, message.data.as_host().expect(ON_HOST))
     }
 
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
@@ -117,7 +109,8 @@ impl Plan for Listed<'_, '_, '_> {
     }
 
     fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
-        self.recvs[self.lists[peer].1[number]].data
+        let message = &mut self.recvs[self.lists[peer].1[number]];
+        message.data.reborrow().into_host().expect(ON_HOST)
     }
 
     fn part(&self, _number: usize) -> u32 {
