@@ -28,6 +28,7 @@ from bagua._bagua import (
     rendezvous_file,
     rendezvous_tcp,
     version,
+    wait_for_callbacks,
 )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "rendezvous_file",
     "rendezvous_tcp",
     "version",
+    "wait_for_callbacks",
 ]
 
 # Codes of the verbs. Every name is one of the extension's table.

@@ -24,6 +24,9 @@ __all__ = ["CacheState", "TorchState", "cache_state", "install", "process", "rep
 
 _log = logging.getLogger(__name__)
 
+#: How long the interpreter's exit waits for callbacks of handles, in seconds: one that blocks must not hang it.
+_CALLBACKS_TIMEOUT = 5.0
+
 
 class TorchState:
     """State of `bagua.torch_api`. Its values are typed where they are used: this module stands below all of them."""
@@ -191,7 +194,11 @@ def install(shutdown: Callable[[], None]) -> None:
 
     def leave() -> None:
         if process.owner_pid == os.getpid():
-            shutdown()
+            try:
+                shutdown()
+            finally:
+                # The operations that were pending have ended or end now. Their callbacks need the interpreter.
+                engine.wait_for_callbacks(_CALLBACKS_TIMEOUT)
 
     atexit.register(leave)
     previous = sys.excepthook

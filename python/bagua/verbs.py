@@ -8,7 +8,7 @@ it returns a `Handle` instead; until that is done, nobody may touch the arrays.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from bagua import engine
@@ -35,6 +35,18 @@ class Handle(Generic[T]):
         """
         self._raw.wait(timeout)
         return self._result
+
+    def then(self, callback: Callable[[Exception | None], object]) -> None:
+        """Calls `callback(error)` when the verb is done, exactly once: `error` is None, or the exception that `wait`
+        raises.
+
+        When the verb is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks",
+        which calls all callbacks of the process one after another: a callback may block and start verbs, and only
+        other callbacks wait for it. The arrays are kept until the verb is done. An exception of a callback goes to
+        `sys.unraisablehook`; only one that is no Exception (KeyboardInterrupt, SystemExit) is raised here, when the
+        call happens here.
+        """
+        self._raw.then(callback)
 
     def is_completed(self) -> bool:
         """True when the verb is done, well or not."""
@@ -124,8 +136,23 @@ class Verbs:
         if out is None and (found := engine.read_array(x)) is not None and found[4]:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
+            if not async_op:
+                self._communicator.run(
+                    engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout
+                )
+                return x
+            # The operation keeps the array, because the caller may drop the handle.
             done = self._communicator.run(
-                engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout, async_op=async_op
+                engine.ALL_REDUCE,
+                None,
+                address,
+                count,
+                dtype,
+                code,
+                shape=shape,
+                timeout=timeout,
+                async_op=True,
+                keep=x,
             )
             return _outcome(done, x, x)
         src, dst, result = self._pair(x, out)

@@ -18,7 +18,7 @@ pub(crate) use machine::*;
 mod machine {
     pub(crate) use std::hint::spin_loop;
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
-    pub(crate) use std::sync::{Arc, Condvar, Mutex};
+    pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard};
     pub(crate) use std::time::Instant;
 
     /// How often a spin looks before it reads the clock.

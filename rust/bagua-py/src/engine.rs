@@ -9,6 +9,8 @@ use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::op::{CallbackOp, CentralizedOp, ExtraTensor};
 use bagua_core::types::DType;
+use bagua_core::wait::wait_in_slices;
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
@@ -35,7 +37,7 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
-    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and handles Ctrl-C.
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it). Ctrl-C ends the wait.
     ///
     /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
     #[pyo3(signature = (timeout=None))]
@@ -44,10 +46,78 @@ impl Handle {
         self.finish(py, timeout)
     }
 
+    /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.
+    ///
+    /// When the operation is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks", which
+    /// calls the callbacks of all handles of the process one after another: a callback may block and start operations, and
+    /// only other callbacks wait for it. An exception of a callback goes to `sys.unraisablehook`; only one that is no Exception
+    /// (KeyboardInterrupt, SystemExit) is raised here, when the call happens here.
+    ///
+    /// Raises TypeError for what is not callable, BaguaError in a forked child while the operation is pending.
+    #[pyo3(signature = (callback, /))]
+    fn then(&self, py: Python<'_>, callback: Bound<'_, PyAny>) -> PyResult<()> {
+        let later = callable(&callback)?;
+        let call_later = move |result: &Result<()>| {
+            // Without an interpreter, which has shut down then, there is nothing to call.
+            let _ = gil::attach_own_thread(|py| {
+                let callback = later.into_bound(py);
+                if let Err(raised) = call_with(&callback, result) {
+                    raised.write_unraisable(py, Some(&callback));
+                }
+            });
+        };
+        // With the GIL: no thread waits for the GIL while it holds a lock of a handle or of the queue of callbacks.
+        let added = self.core.add_callback(call_later).map_err(|e| errors::raise(py, e))?;
+        match added.map(|(_, result)| call_with(&callback, &result)) {
+            Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {
+                raised.write_unraisable(py, Some(&callback));
+                Ok(())
+            }
+            Some(called) => called,
+            None => Ok(()),
+        }
+    }
+
     /// True when the operation is done, well or not.
     fn is_completed(&self) -> bool {
         self.core.is_completed()
     }
+
+    /// The handle of an operation that had nothing to do.
+    #[staticmethod]
+    fn completed() -> Handle {
+        Handle::of(core::Handle::completed(Ok(())))
+    }
+}
+
+/// Calls a callback with the error of an operation, or None.
+fn call_with(callback: &Bound<'_, PyAny>, result: &Result<()>) -> PyResult<()> {
+    let py = callback.py();
+    let error = result.as_ref().err().map(|error| errors::raise(py, error.clone()).into_value(py));
+    callback.call1((error,)).map(drop)
+}
+
+/// A reference to a callable. TypeError for anything else.
+fn callable(object: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    if !object.is_callable() {
+        let text = format!("{} is not callable", object.repr()?);
+        return Err(errors::raise(object.py(), Error::UnsupportedType(text)));
+    }
+    Ok(object.clone().unbind())
+}
+
+/// Waits until every callback that was given to `Handle.then` has returned. For the end of a program, after its groups were left.
+///
+/// Raises BaguaError when some have not after `timeout` seconds, ValueError in a callback, which would wait for itself.
+#[pyfunction]
+pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
+    let timeout = seconds("timeout", timeout)?;
+    let timed_out = |after: Duration| {
+        Error::other(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
+    };
+    interrupt::wait_in_slices(py, |slice, between| {
+        wait_in_slices(Some(timeout), slice, core::wait_for_callbacks, between, timed_out)
+    })
 }
 
 /// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
@@ -112,14 +182,11 @@ impl Bucket {
     /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
     ///
     /// An exception in it fails the engine and the group, naming its class and text. `clear_ops` lets go of the function.
-    fn append_callback(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
-        if !function.bind(py).is_callable() {
-            let text = format!("{} is not callable", function.bind(py).repr()?);
-            return Err(errors::raise(py, Error::UnsupportedType(text)));
-        }
+    fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
+        let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
             let called =
-                Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
+                gil::attach_own_thread(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))

@@ -38,7 +38,7 @@ mod _bagua {
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
-    use crate::engine::{Bucket, Engine, Handle};
+    use crate::engine::{Bucket, Engine, Handle, wait_for_callbacks};
     #[pymodule_export]
     use crate::group::Communicator;
     #[pymodule_export]

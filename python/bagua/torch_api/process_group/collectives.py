@@ -1,13 +1,15 @@
 """The collectives of a communicator on torch tensors: arguments are checked before any communication.
 
 ``src`` and ``dst`` are ranks of the group. With ``async_op=True`` a collective returns a handle with
-``wait(timeout=None)`` and ``is_completed()`` immediately; the tensors must not be read or written until it is done.
+``wait(timeout=None)``, ``then(callback)`` and ``is_completed()`` immediately; the tensors must not be read or written
+until it is done.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,34 +26,52 @@ class Handle(Protocol):
     def wait(self, timeout: float | None = None) -> None:
         """Waits until it is done, or raises its error; after ``timeout`` seconds BaguaTimeoutError."""
 
+    def then(self, callback: Callable[[Exception | None], object], /) -> None:
+        """Calls ``callback(error)`` once when it is done: ``error`` is ``None``, or what :meth:`wait` raises.
+
+        The call is made at once when it is done already, otherwise on a thread that calls the callbacks of all handles.
+        An exception of the callback goes to ``sys.unraisablehook``.
+        """
+
     def is_completed(self) -> bool:
         """True when it is done or has failed."""
 
 
-class Done:
-    """The handle of an operation that is already done."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Returns immediately."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-
 class _WithEpilogue:
-    """A handle whose results are copied on the thread that waits."""
+    """A handle whose results are copied by the first thread that waits, or before the first callback."""
 
-    def __init__(self, handle: Handle, epilogue: Any) -> None:
+    def __init__(self, handle: Handle, epilogue: Callable[[], None]) -> None:
         self._handle = handle
-        self._epilogue = epilogue
+        # None once it ran.
+        self._epilogue: Callable[[], None] | None = epilogue
+        self._lock = threading.Lock()
+
+    def _finish(self) -> None:
+        # Under the lock, so that a second thread returns after the copy too.
+        with self._lock:
+            epilogue, self._epilogue = self._epilogue, None
+            if epilogue is not None:
+                epilogue()
 
     def wait(self, timeout: float | None = None) -> None:
         """As :meth:`Handle.wait`; then copies the results into the caller's tensors."""
         self._handle.wait(timeout)
-        epilogue, self._epilogue = self._epilogue, None
-        if epilogue is not None:
-            epilogue()
+        self._finish()
+
+    def then(self, callback: Callable[[Exception | None], object], /) -> None:
+        """As :meth:`Handle.then`; the results are in the caller's tensors before the call."""
+        if not callable(callback):
+            raise TypeError(f"{callback!r} is not callable")
+
+        def finish(error: Exception | None) -> None:
+            if error is None:
+                try:
+                    self._finish()
+                except Exception as failure:
+                    error = failure
+            callback(error)
+
+        self._handle.then(finish)
 
     def is_completed(self) -> bool:
         """True when the communication is done. The results are in the caller's tensors after :meth:`wait`."""

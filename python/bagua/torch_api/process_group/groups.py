@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from bagua import engine, shared_memory
 from bagua import group as neutral
-from bagua import shared_memory
 from bagua.errors import AbortedError
 
-from .collectives import Collectives, Done, Handle
+from .collectives import Collectives, Handle
 from .tensor_args import require_dtype
 
 
@@ -98,7 +98,7 @@ class NonMember:
 
     def _no_effect(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Handle | None:
         """Returns without effect."""
-        return Done() if async_op else None
+        return engine.Handle.completed() if async_op else None
 
     send = recv = broadcast = broadcast_coalesced = reduce = reduce_inplace = _no_effect
     allreduce = allreduce_inplace = allreduce_coalesced_inplace = reduce_scatter = reduce_scatter_inplace = _no_effect

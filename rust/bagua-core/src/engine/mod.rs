@@ -1,23 +1,27 @@
 //! The communication thread, the queue of buckets, and handles.
 //!
 //! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a
-//! [`Communicator`] is a group with one worker for its verbs; an [`Engine`] is a worker with a schedule of buckets.
+//! [`Communicator`] is a group with one worker for its verbs; an [`Engine`] is a worker with a schedule of buckets. The completion
+//! thread runs the callbacks of handles.
 //!
 //! Invariants, quoted by the tests:
 //!
 //! 1. **Program order.** What one thread submits and runs on a worker happens in that order.
-//! 2. **No error is lost.** It reaches the handle; without a handle, the worker's next call; if it concerns a bucket,
-//!    the next `wait`. The group's first cause wins over its consequences.
-//! 3. **No waiter is left behind.** A job ends by its result, its panic (a `System` error), or the end of the worker (`Aborted`).
+//! 2. **No error is lost.** It reaches the handle and its callbacks; without a handle and a callback, the worker's next call; if it
+//!    concerns a bucket, the next `wait`. The group's first cause wins over its consequences.
+//! 3. **No waiter is left behind**, and no callback. A job ends by its result, its panic (a `System` error), or the end of the
+//!    worker (`Aborted`).
 //! 4. **Marking never waits for communication.** A bucket's memory travels to the thread by value, and its lock is held for
 //!    moments only.
 //! 5. **A forked child owns nothing here.** Its calls are errors, and its drops neither join nor close anything.
 
+mod completion;
 mod handle;
 mod queue;
 mod shared;
 mod worker;
 
+pub use completion::wait_for_callbacks;
 pub use handle::Handle;
 pub use queue::Engine;
 pub use shared::SharedBucket;

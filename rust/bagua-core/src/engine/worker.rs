@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::completion::{CompletionThread, WorkerRegistration};
 use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
 use crate::group::{Lanes, OwnerProcess};
@@ -29,6 +30,8 @@ pub struct LaneWorker {
     shared: Arc<Shared>,
     /// The thread, from the first `submit` to `shutdown`.
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Keeps the completion thread until `shutdown`.
+    registration: Mutex<Option<WorkerRegistration>>,
 }
 
 struct Shared {
@@ -90,6 +93,7 @@ impl LaneWorker {
                 settled: Condvar::new(),
             }),
             thread: Mutex::new(None),
+            registration: Mutex::new(Some(CompletionThread::of_process().add_worker())),
         }
     }
 
@@ -211,6 +215,7 @@ impl LaneWorker {
             self.shared.pending.fetch_sub(1, Ordering::Release);
         }
         self.shared.settled.notify_all();
+        drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());
         let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if thread.thread().id() == std::thread::current().id() {
             // A job ended its own worker; the thread ends when the job returns.

@@ -13,7 +13,7 @@
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
 
@@ -69,24 +69,29 @@ extern "C" fn in_the_child() {
     }
 }
 
+/// Installs [`in_the_child`], once per process; 0, or the error of the system.
+fn arm_handler() -> i32 {
+    static ARMED: OnceLock<i32> = OnceLock::new();
+    // SAFETY: the handler lives as long as the program and only does what is allowed between fork and exec.
+    *ARMED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(in_the_child)) })
+}
+
 /// The process that built something, as opposed to its forked children. Asking costs a load; `getpid` costs 130 ns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OwnerProcess(u64);
 
 impl OwnerProcess {
-    /// This process. Arms the handler.
+    /// This process, for what must not work without the handler.
     pub(super) fn arm() -> Result<OwnerProcess> {
-        static ARMED: OnceLock<i32> = OnceLock::new();
-        // SAFETY: the handler lives as long as the program and only does what is allowed between fork and exec.
-        let code = *ARMED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(in_the_child)) });
-        if code != 0 {
-            return Err(Error::system("pthread_atfork", std::io::Error::from_raw_os_error(code)));
+        match arm_handler() {
+            0 => Ok(OwnerProcess(GENERATION.load(Ordering::SeqCst))),
+            code => Err(Error::system("pthread_atfork", std::io::Error::from_raw_os_error(code))),
         }
-        Ok(OwnerProcess(GENERATION.load(Ordering::SeqCst)))
     }
 
-    /// This process, for what belongs to a group: building that has armed the handler, or failed.
+    /// This process. A system too short of memory for the handler builds no group; a child of it would be taken for its parent.
     pub(crate) fn current() -> OwnerProcess {
+        arm_handler();
         OwnerProcess(GENERATION.load(Ordering::SeqCst))
     }
 
@@ -103,6 +108,41 @@ impl OwnerProcess {
         Err(Error::other(
             "this process was forked from the one that built the group; only that one can communicate".to_owned(),
         ))
+    }
+}
+
+/// One value per process. A forked child gets a new one: a thread of the parent may have held a lock of the parent's at the fork.
+pub(crate) struct PerProcess<T> {
+    /// Null, or the value and the process that made it. Never freed: at most one per fork between the first process and this one.
+    current: AtomicPtr<(OwnerProcess, T)>,
+}
+
+impl<T: Default + Send + Sync + 'static> PerProcess<T> {
+    /// No value yet.
+    pub(crate) const fn new() -> PerProcess<T> {
+        PerProcess { current: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// This process's value; the first call makes it.
+    pub(crate) fn get(&self) -> &'static T {
+        let mut found = self.current.load(Ordering::Acquire);
+        loop {
+            // SAFETY: null, or a pointer that the exchange below published; what it points to is never freed or changed.
+            if let Some((owner, value)) = unsafe { found.as_ref::<'static>() }
+                && owner.is_current()
+            {
+                return value;
+            }
+            let made = Box::into_raw(Box::new((OwnerProcess::current(), T::default())));
+            match self.current.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => found = made,
+                Err(other) => {
+                    // SAFETY: made by `into_raw` above and not published.
+                    drop(unsafe { Box::from_raw(made) });
+                    found = other;
+                }
+            }
+        }
     }
 }
 
@@ -150,6 +190,21 @@ impl Drop for ForkFd {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_threads_of_a_process_get_one_value() {
+        static VALUE: PerProcess<AtomicUsize> = PerProcess::new();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..1000 {
+                        VALUE.get().fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(VALUE.get().load(Ordering::Relaxed), 8000);
+    }
 
     #[test]
     fn a_slot_that_becomes_free_is_taken_again() {

@@ -25,7 +25,7 @@ mod rendezvous;
 mod wire;
 
 pub use bootstrap::Bootstrap;
-pub(crate) use fork::OwnerProcess;
+pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{Lane, Options, PartLayout};
 pub use lanes::{HostLanes, Lanes};
 pub use membership::Group;

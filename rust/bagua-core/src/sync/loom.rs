@@ -20,7 +20,7 @@ use std::time::Duration;
 
 pub(crate) use loom::hint::spin_loop;
 pub(crate) use loom::sync::atomic::fence;
-pub(crate) use loom::sync::{Condvar, Mutex};
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic as inner;

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use loom::thread;
 
+use super::super::completion::PendingCallback;
 use super::Handle;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::sync::AtomicU32;
 use crate::sync::model::explore;
 
@@ -90,5 +91,32 @@ fn an_error_is_raised_by_the_wait_or_reported_later_and_never_both() {
         let raised = user.join().unwrap();
         assert_eq!(handle.lost_error().is_some(), !raised);
         assert!(!(early && raised));
+    });
+}
+
+/// Finds a callback that is added after the result was set, and one that is called by both threads.
+#[test]
+fn a_callback_is_called_once_by_the_thread_that_adds_it_or_by_the_one_that_ends_the_job() {
+    explore(|| {
+        let (handle, calls) = (Handle::pending(0), Arc::new(AtomicU32::new(0)));
+        let user = {
+            let (handle, calls) = (handle.clone(), Arc::clone(&calls));
+            thread::spawn(move || {
+                let count = move |result: &Result<()>| {
+                    assert!(result.is_err());
+                    calls.fetch_add(1, Relaxed);
+                };
+                let register = |count| Ok(PendingCallback::without_thread(Box::new(count)));
+                if let Some((count, result)) = handle.outcome.add_callback(count, register).unwrap() {
+                    count(&result);
+                }
+            })
+        };
+        for callback in handle.outcome.set_result(Err(failure())) {
+            callback.call(&Err(failure()));
+        }
+        user.join().unwrap();
+        assert_eq!(calls.load(Relaxed), 1);
+        assert!(handle.lost_error().is_none(), "the callback got the error");
     });
 }
