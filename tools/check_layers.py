@@ -1,7 +1,8 @@
 """Checks the rules of the house by reading the sources: who imports whom, and where a few words may appear.
 
 Prints ``file:line: rule`` for each violation and exits with 1 when there is one. The map of rooms stands in
-``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``, ``model.rs``) import what they like.
+``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``, ``model.rs``) import
+what they like.
 """
 
 from __future__ import annotations
