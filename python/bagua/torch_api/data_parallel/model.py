@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ def _never() -> bool:
 
 # torch before 2.7 does not tell an export from a compilation.
 _is_exporting = getattr(torch.compiler, "is_exporting", _never)
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 class _ForwardHook:
@@ -53,7 +54,7 @@ class _ForwardHook:
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         # A program that is recorded holds the forward and not the communication of one training step.
-        if not (_is_exporting() or torch._C._get_tracing_state() is not None):
+        if not (_is_exporting() or _is_tracing()):
             self._before_forward(module, inputs)
 
     # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
@@ -74,7 +75,7 @@ def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
     hidden = []
     for child in module.modules():
-        hooks = child._forward_pre_hooks
+        hooks: Any = child._forward_pre_hooks
         for key, hook in list(hooks.items()):
             if hook is _unwrapped or isinstance(hook, _ForwardHook):
                 hidden.append((hooks, key, hook, list(hooks)))
