@@ -32,12 +32,12 @@ fn exercise(lanes: &mut [Lane]) {
                 let own = [u8::try_from(rank).unwrap()];
                 let mut got = vec![[255]; size];
                 let others = || (0..size).filter(move |other| *other != rank);
-                let sends: Vec<(usize, &[u8])> = others().map(|other| (other, own.as_slice())).collect();
-                let mut recvs: Vec<(usize, &mut [u8])> = got
+                let sends: Vec<_> = others().map(|other| (other, (&own).into())).collect();
+                let mut recvs: Vec<_> = got
                     .iter_mut()
                     .enumerate()
                     .filter(|(other, _)| *other != rank)
-                    .map(|(other, slot)| (other, slot.as_mut_slice()))
+                    .map(|(other, slot)| (other, slot.as_mut_slice().into()))
                     .collect();
                 lane.exchange(&Options::default(), DType::U8, &sends, &mut recvs).unwrap();
                 assert!(others().all(|other| usize::from(got[other][0]) == other));

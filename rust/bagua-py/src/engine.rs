@@ -1,6 +1,5 @@
 //! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -8,14 +7,15 @@ use bagua_core::bucket;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
-use bagua_core::op::{CallbackOp, CentralizedOp};
+use bagua_core::op::{CallbackOp, CentralizedOp, ExtraTensor};
 use bagua_core::types::DType;
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
+use crate::gil::{self, DropWithoutGil};
+use crate::interrupt;
 use crate::request::{Call, Request};
 use crate::tensor;
-use crate::waiting::{self, Kept};
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -29,13 +29,13 @@ impl Handle {
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || !self.core.is_completed())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
 #[pymethods]
 impl Handle {
-    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and hears Ctrl-C.
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and handles Ctrl-C.
     ///
     /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
     #[pyo3(signature = (timeout=None))]
@@ -57,24 +57,24 @@ impl Handle {
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Bucket {
     core: core::SharedBucket,
-    /// Names of its tensors.
-    tensors: Vec<String>,
+    /// How many of its tensors can be marked ready: all but padding.
+    markable: usize,
 }
 
 #[pymethods]
 impl Bucket {
     #[new]
     fn new(py: Python<'_>, name: &str, tensors: Vec<(String, usize, usize, u8, bool)>) -> PyResult<Bucket> {
-        let names = tensors.iter().map(|(name, ..)| name.clone()).collect();
+        let markable = tensors.iter().filter(|(.., padding)| !padding).count();
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+                let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
         };
         let bucket = build().map_err(|e| errors::raise(py, e))?;
-        Ok(Bucket { core: core::SharedBucket::new(bucket), tensors: names })
+        Ok(Bucket { core: core::SharedBucket::new(bucket), markable })
     }
 
     /// Its name.
@@ -95,7 +95,8 @@ impl Bucket {
         self.core.dtype() as u8
     }
 
-    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` and `scattergather` are wishes about the route.
+    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` combines inside hosts first, also where the group would
+    /// go flat; `scattergather` changes nothing, as every route is a reduce-scatter followed by an all-gather.
     #[pyo3(signature = (average, hierarchical, scattergather))]
     fn append_centralized(
         &self,
@@ -117,10 +118,22 @@ impl Bucket {
             return Err(errors::raise(py, Error::UnsupportedType(text)));
         }
         let op = CallbackOp::new(move |bucket| {
-            let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
+            let called =
+                Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
+    /// replaced. The address stays valid as long as the bucket is registered. Raises ValueError while the bucket is being
+    /// communicated.
+    fn attach(&self, py: Python<'_>, name: &str, address: usize, count: usize, dtype: u8) -> PyResult<()> {
+        let attach = || -> Result<()> {
+            let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
+            self.core.attach(ExtraTensor { name: name.to_owned(), region })
+        };
+        attach().map_err(|e| errors::raise(py, e))
     }
 
     /// Removes all operations. Raises ValueError while the bucket is being communicated.
@@ -134,27 +147,27 @@ impl Bucket {
     }
 }
 
-/// A Python exception as the core can carry it to other threads and ranks.
-fn told(py: Python<'_>, raised: &PyErr) -> Error {
+/// A Python exception as an error that the core can send to other threads and ranks.
+fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
-    Error::System(format!("{class}: {}", raised.value(py)))
+    Error::other(format!("{class}: {}", raised.value(py)))
 }
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Engine {
-    core: Kept<Arc<core::Engine>>,
+    core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
-    /// Element type of each registered tensor, for `mark_ready` with an address. Never locked while waiting.
-    dtypes: Mutex<HashMap<String, DType>>,
+    /// Element type of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
+    dtypes: Mutex<Vec<DType>>,
 }
 
 impl Engine {
     pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
     }
 
-    fn dtypes(&self) -> MutexGuard<'_, HashMap<String, DType>> {
+    fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
         self.dtypes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -170,7 +183,7 @@ impl Engine {
             drop(keep);
             outcome
         };
-        let core = py.detach(|| self.core.submit(Box::new(job))).map_err(|e| errors::raise(py, e))?;
+        let core = py.detach(|| self.core.submit(job)).map_err(|e| errors::raise(py, e))?;
         let handle = Handle::of(core);
         if async_op {
             return Ok(Some(handle));
@@ -185,36 +198,37 @@ impl Engine {
 impl Engine {
     /// Waits for what is pending, then replaces the buckets. Their order is the order of communication, equal on all ranks.
     ///
-    /// Raises ValueError for a tensor name, or the memory of a tensor, that appears twice.
-    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<()> {
+    /// Returns the names of the tensors, padding left out: a tensor's index in this list is its number. Raises ValueError for a
+    /// tensor name, or the memory of a tensor, that appears twice.
+    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
-        waiting::blocking(py, &self.group, || self.core.register(cores))?;
-        *self.dtypes() = buckets
-            .iter()
-            .flat_map(|bucket| bucket.tensors.iter().map(|name| (name.clone(), bucket.core.dtype())))
-            .collect();
-        Ok(())
+        gil::run_released(py, &self.group, || self.core.register(cores))?;
+        *self.dtypes() =
+            buckets.iter().flat_map(|bucket| std::iter::repeat_n(bucket.core.dtype(), bucket.markable)).collect();
+        Ok(self.core.tensors())
     }
 
-    /// A tensor's values are final for this step. `address` and `count` say where it is now, if it moved.
+    /// The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved.
     ///
-    /// Raises ValueError for an unknown name or one that was marked already, and what went wrong on the communication thread.
-    #[pyo3(signature = (name, address=None, count=None))]
-    fn mark_ready(&self, py: Python<'_>, name: &str, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
+    /// Raises ValueError for an unknown number or a tensor that was marked already, and what went wrong on the communication thread.
+    #[pyo3(signature = (number, address=None, count=None))]
+    fn mark_ready(&self, py: Python<'_>, number: usize, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
         let mark = || -> Result<()> {
-            let region = match (address, count, self.dtypes().get(name)) {
-                (None, None, _) => None,
-                (Some(address), Some(count), Some(dtype)) => Some(tensor::on_loan(address, count, *dtype)?),
-                // The core says that it does not know the name.
-                (Some(_), Some(_), None) => None,
+            let region = match (address, count) {
+                (None, None) => None,
+                // The core refuses an unknown number.
+                (Some(address), Some(count)) => match self.dtypes().get(number) {
+                    Some(dtype) => Some(tensor::region_at(address, count, *dtype)?),
+                    None => None,
+                },
                 _ => {
                     return Err(Error::InvalidArgument(
                         "a tensor that moved needs both its address and its count".to_owned(),
                     ));
                 }
             };
-            self.core.mark_ready(name, region)
+            self.core.mark_ready(number, region)
         };
         py.detach(mark).map_err(|e| errors::raise(py, e))
     }
@@ -225,8 +239,7 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.health().check().is_ok())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

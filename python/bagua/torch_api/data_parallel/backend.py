@@ -28,6 +28,8 @@ class Backend:
         self.communicator = communicator
         self._engine = communicator.raw.engine(name)
         self._buckets: list[BaguaBucket] = []
+        # Number of each registered tensor, padding left out.
+        self._numbers: dict[str, int] = {}
         _state.all_backends.add(self)
 
     @property
@@ -44,17 +46,26 @@ class Backend:
         """Replaces the buckets. Their order is the order of communication, and must be the same on all ranks."""
         for bucket in buckets:
             bucket.check_group(self.group)
-        self._engine.register([bucket.backend_bucket for bucket in buckets])
+        names = self._engine.register([bucket.backend_bucket for bucket in buckets])
+        self._numbers = {name: number for number, name in enumerate(names)}
         self._buckets = list(buckets)
+
+    def number(self, name: str) -> int:
+        """The number by which a registered tensor is marked ready. ValueError for an unknown name."""
+        number = self._numbers.get(name)
+        if number is None:
+            raise ValueError(f"no registered bucket holds a tensor named {name!r}")
+        return number
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
         """A registered tensor has its final values for this step."""
         values = effective(tensor)
-        self.mark_ready(registration(tensor).name, values.data_ptr(), values.numel())
+        self.mark_ready(self.number(registration(tensor).name), values.data_ptr(), values.numel())
 
-    def mark_ready(self, name: str, ptr: int | None = None, count: int | None = None) -> None:
-        """The same by name. ``ptr`` says where the values lie now, if that changed; they must live until the wait."""
-        self._engine.mark_ready(name, ptr, count)
+    def mark_ready(self, number: int, ptr: int | None = None, count: int | None = None) -> None:
+        """The same by :meth:`number`. ``ptr`` is the address of the values, if it changed; they must live until the
+        wait."""
+        self._engine.mark_ready(number, ptr, count)
 
     def wait_pending_comm_ops(self) -> int:
         """Waits until every bucket that was complete is communicated, and returns how many were."""

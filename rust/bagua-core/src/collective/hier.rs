@@ -12,6 +12,7 @@
 //! 16 MiB at 1, 3 and 10 Gbit/s and at full rate, `benchmarks/network.py`), so chunks follow each other.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::Result;
@@ -180,6 +181,9 @@ impl Collective for Hier {
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        if matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier) {
+            cx.stats.hierarchical.fetch_add(1, Relaxed);
+        }
         match verb {
             Verb::AllReduce(op) => self.all_reduce(cx, io.into_host()?, op),
             Verb::Reduce { op, root } => self.reduce(cx, io.into_host()?, op, root),
@@ -382,7 +386,7 @@ mod tests {
             let count = if rank < 2 { 100 } else { 200 };
             let mut data = bytes(&values(rank, count));
             let say = print(Kind::AllReduce, 0, count);
-            // A group's control plane would tell the others; here those who wait for their leader run into a short deadline.
+            // Without a control plane, ranks that wait for their leader run into a short deadline.
             within(300, health, say, |cx| hier.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)))
         });
         for leader in [0, 2] {

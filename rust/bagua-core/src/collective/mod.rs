@@ -23,7 +23,10 @@ pub use solo::Solo;
 
 pub use crate::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 
+use std::fmt::Debug;
+
 use crate::error::Result;
+use crate::memory::DeviceRef;
 
 /// The operations of a group of ranks. The caller ([`crate::group::Lane`]) has checked sizes and ranks: implementations rely on
 /// that and index accordingly. Ranks are ranks of the group that the implementation was built for.
@@ -42,11 +45,16 @@ pub trait Collective: Send {
     /// Name of the transport used towards each rank ("self" for this one).
     fn transports(&self) -> Vec<&'static str>;
 
+    /// Whether it can work on memory of this device; `None` is the host, which every collective can.
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        place.is_none()
+    }
+
     /// Runs a verb. [`Verb`] says which bytes of `io` each verb reads and writes.
     ///
     /// # Errors
-    /// The first cause of the group's failure, `Timeout`, `PeerLost`, `Mismatch`; `UnsupportedType` for memory of a device that it
-    /// cannot reach, before anything is sent.
+    /// The first cause of the group's failure, `Timeout`, `PeerLost`, `Mismatch`; `UnsupportedType` for memory that
+    /// it does not reach ([`crate::group::Lane`] asks before).
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()>;
 
     /// All messages at once, in both directions; several to one peer arrive in the order given. Send, recv and all_to_all_v are
@@ -55,4 +63,19 @@ pub trait Collective: Send {
     /// # Errors
     /// As [`Collective::run`].
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
+}
+
+/// The seam for collectives of other crates: a device's own, or another route. Given in the group's configuration.
+///
+/// Every lane of the group passes its collective through each factory, in order. What a factory returns takes the place of the
+/// collective that it was given: it may hand host memory on to that one, and use it to agree with the other ranks.
+pub trait CollectiveFactory: Send + Sync + Debug {
+    /// Short name for reports. All ranks must have the same factories in the same order.
+    fn name(&self) -> &'static str;
+
+    /// A collective over the one of the lane. `hosts` are the ranks of the lane on each host, ascending.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; the lane is not opened then, and the group fails.
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>>;
 }

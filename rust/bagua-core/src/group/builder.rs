@@ -26,7 +26,7 @@ use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Arena, Registry, SharedArena, part_stride};
+use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::wait::{Deadline, SLICE};
 
@@ -35,6 +35,9 @@ const FLAT: u32 = 0;
 
 /// `index` of the streams between the first ranks of hosts.
 const LEADERS: u32 = 1;
+
+/// `index` of the streams between the ranks of one machine that may not share memory.
+const MACHINE: u32 = 2;
 
 /// `index` of the connections that a lane's memory comes by.
 const LANE: u32 = 0;
@@ -66,15 +69,18 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
+/// Collectives of a machine and, on its first rank, of the machines' first ranks.
+type ByMachine = (Box<dyn Collective>, Option<Box<dyn Collective>>);
+
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl LaneBuilder<'_> {
     /// The collective for this group, connected.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let (rank, size) = (self.health.rank(), self.health.size());
+        let size = self.health.size();
         if size == 1 {
-            return Ok(Box::new(Solo::new()));
+            return self.bound(Box::new(Solo::new()), self.hosts, Vec::new());
         }
         let (host, local) = self.host()?;
         let arena = if host.len() > 1 {
@@ -97,17 +103,59 @@ impl LaneBuilder<'_> {
                     Some(arena) => Box::new(shm(arena)?),
                     None => Box::new(Solo::new()),
                 };
-                let leaders: Vec<usize> = self.hosts.iter().map(|host| host[0]).collect();
-                let inter: Option<Box<dyn Collective>> = if leaders.contains(&rank) {
-                    let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
-                    let streams = self.streams(&others, LEADERS, &mut fork_fds)?;
-                    Some(Box::new(self.mesh(leaders, streams, None)))
-                } else {
-                    None
-                };
+                let inter = self.leaders(self.hosts, &mut fork_fds)?;
                 Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
             }
         };
+        self.bound(inner, self.hosts, fork_fds)
+    }
+
+    /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
+    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<ByMachine> {
+        let rank = self.health.rank();
+        let (host, local) = self.host()?;
+        let machine = machines.iter().find(|machine| machine.contains(&rank));
+        let machine = machine.ok_or_else(|| Error::other("this rank is on no machine of its group"))?;
+        let mut fork_fds = Vec::new();
+        let intra: Box<dyn Collective> = if machine.len() == 1 {
+            Box::new(Solo::new())
+        } else if machine.as_slice() == host {
+            let arena = Arc::new(self.memory(host, LANE, "bagua-lane", segment_len(host.len()))?);
+            fork_fds.push(ForkFd::new(&arena.fd()));
+            Box::new(Shm::new(arena, local, host.to_vec())?.knowing(Arc::clone(self.registry)))
+        } else {
+            let others: Vec<usize> = machine.iter().copied().filter(|other| *other != rank).collect();
+            let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
+            Box::new(self.mesh(machine.clone(), streams, None))
+        };
+        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds)?;
+        let mut fork_fds = Vec::new();
+        let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
+        let inter = self.leaders(machines, &mut fork_fds)?;
+        Ok((intra, inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?))
+    }
+
+    /// The collective of the hosts' first ranks, if this is one of them.
+    fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
+        let rank = self.health.rank();
+        let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
+        if !leaders.contains(&rank) {
+            return Ok(None);
+        }
+        let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
+        let streams = self.streams(&others, LEADERS, fork_fds)?;
+        Ok(Some(Box::new(self.mesh(leaders, streams, None))))
+    }
+
+    /// The collective as the factories of the configuration wrap it, for this process only.
+    fn bound(
+        &self,
+        collective: Box<dyn Collective>,
+        hosts: &[Vec<usize>],
+        fork_fds: Vec<ForkFd>,
+    ) -> Result<Box<dyn Collective>> {
+        let factories = &self.control.plane.config.factories;
+        let inner = factories.iter().try_fold(collective, |inner, factory| factory.wrap(inner, hosts))?;
         Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
     }
 
@@ -116,7 +164,7 @@ impl LaneBuilder<'_> {
         let rank = self.health.rank();
         let place = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().find_map(|host| place(host).map(|at| (host.as_slice(), at)));
-        found.ok_or_else(|| Error::System("this rank is on no host of its group".to_owned()))
+        found.ok_or_else(|| Error::other("this rank is on no host of its group"))
     }
 
     /// Memory for tensors: one file for all ranks of this host, private memory for a rank that is alone there.
@@ -172,7 +220,7 @@ impl LaneBuilder<'_> {
                 Ok(Ok(data_conn)) => return Ok(data_conn),
                 Ok(Err(how)) => {
                     let rank = self.health.world_rank(peer);
-                    return Err(Error::System(format!("connecting a lane to rank {rank}: {how}")));
+                    return Err(Error::other(format!("connecting a lane to rank {rank}: {how}")));
                 }
                 Err(RecvTimeoutError::Timeout) => self.look(peer)?,
                 Err(RecvTimeoutError::Disconnected) => {
@@ -237,7 +285,7 @@ impl LaneBuilder<'_> {
                 None => self.awaited(peer, Purpose::Stream, index)?,
             };
             let Socket::Tcp(stream) = socket else {
-                return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
+                return Err(Error::other("a stream of data that is no TCP connection"));
             };
             fork_fds.push(fork_fd);
             made.push((peer, stream));
@@ -254,7 +302,7 @@ impl LaneBuilder<'_> {
             for peer in &host[1..] {
                 let data_conn = self.awaited(*peer, Purpose::Segment, index)?;
                 let Socket::Unix(stream) = &data_conn.socket else {
-                    return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
+                    return Err(Error::other("a descriptor cannot travel by TCP"));
                 };
                 // A peer that is gone by now is the control plane's to report, with its name.
                 give(stream, &arena).map_err(|e| Error::system("handing out shared memory", e))?;
@@ -263,7 +311,7 @@ impl LaneBuilder<'_> {
         }
         let data_conn = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
         let Socket::Unix(stream) = &data_conn.socket else {
-            return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
+            return Err(Error::other("a descriptor cannot travel by TCP"));
         };
         let failed = |e| Error::system("receiving shared memory", e);
         stream.set_read_timeout(Some(SLICE)).map_err(failed)?;
@@ -360,6 +408,10 @@ impl Collective for ProcessBound {
 
     fn transports(&self) -> Vec<&'static str> {
         self.inner().transports()
+    }
+
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        self.inner().reaches(place)
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {

@@ -9,12 +9,12 @@ use super::builder::LaneBuilder;
 use super::control::Control;
 use super::handshake::digest;
 use super::lane::Lane;
-use super::lock;
+use super::lanes::HostLanes;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Registry, SharedArena, part_stride};
 use crate::stats::Stats;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, lock};
 
 /// What a rank's waits end with after it left.
 const LEFT: &str = "this rank left the group";
@@ -100,6 +100,21 @@ impl Group {
         self.membership.hosts.clone()
     }
 
+    /// Group ranks on each machine, machines in the order of their first rank: [`Group::hosts`], except that ranks of one machine
+    /// stay together where they may not share memory.
+    pub fn machines(&self) -> Vec<Vec<usize>> {
+        let Ok(book) = self.membership.control.plane.book() else { return self.hosts() };
+        let mut machines: Vec<(&str, Vec<usize>)> = Vec::new();
+        for (rank, world_rank) in self.ranks().iter().enumerate() {
+            let host = book.addresses[*world_rank].host_id.as_str();
+            match machines.iter_mut().find(|(known, _)| *known == host) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => machines.push((host, vec![rank])),
+            }
+        }
+        machines.into_iter().map(|(_, ranks)| ranks).collect()
+    }
+
     /// Default deadline of an operation.
     pub fn timeout(&self) -> Duration {
         self.membership.control.plane.config.timeout
@@ -131,6 +146,20 @@ impl Group {
         let channel = builder.channel;
         let collective = builder.build().map_err(|error| health.fail(error))?;
         Ok(Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout()))
+    }
+
+    /// The lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].
+    ///
+    /// # Errors
+    /// As [`Group::lane`].
+    pub(super) fn host_lanes(&self) -> Result<HostLanes> {
+        let Membership { health, stats, epoch, channels, .. } = &*self.membership;
+        let builder = self.builder("lane", channels)?;
+        let number = builder.channel;
+        let lane =
+            |collective| Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, number, self.timeout());
+        let (intra, inter) = builder.build_by_machine(&self.machines()).map_err(|error| health.fail(error))?;
+        Ok(HostLanes { intra: lane(intra), inter: inter.map(lane) })
     }
 
     /// Memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups on tensors

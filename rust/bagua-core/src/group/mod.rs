@@ -19,6 +19,7 @@ mod control;
 mod fork;
 mod handshake;
 mod lane;
+mod lanes;
 mod membership;
 mod rendezvous;
 mod wire;
@@ -26,12 +27,13 @@ mod wire;
 pub use bootstrap::Bootstrap;
 pub(crate) use fork::OwnerProcess;
 pub use lane::{Lane, Options, PartLayout};
+pub use lanes::{HostLanes, Lanes};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 
-use crate::collective::Algorithm;
+use crate::collective::{Algorithm, CollectiveFactory};
 use std::net::SocketAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Version of everything that ranks say to each other outside of operations.
@@ -51,11 +53,6 @@ const BACKLOG: i32 = 4096;
 fn let_many_wait(listener: &impl std::os::fd::AsFd) -> std::io::Result<()> {
     // A socket may listen a second time, which changes nothing else.
     Ok(rustix::net::listen(listener, BACKLOG)?)
-}
-
-/// Locks; a thread that panicked while it held the lock left plain data behind.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Which transports a group may use.
@@ -97,6 +94,8 @@ pub struct Config {
     pub streams_per_peer: usize,
     /// How all_reduce goes between hosts; all ranks must say the same.
     pub algorithm: Algorithm,
+    /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
+    pub factories: Vec<Arc<dyn CollectiveFactory>>,
 }
 
 impl Config {
@@ -117,6 +116,7 @@ impl Config {
             transport: TransportChoice::Auto,
             streams_per_peer: STREAMS,
             algorithm: Algorithm::Auto,
+            factories: Vec::new(),
         }
     }
 }

@@ -1,9 +1,7 @@
 //! An operation that the caller wrote: a function of the bucket's name.
 
-use super::Op;
+use super::{BucketCx, Op};
 use crate::error::{Error, Result};
-use crate::group::Lane;
-use crate::memory::Region;
 
 type Callback = Box<dyn Fn(&str) -> Result<()> + Send + Sync>;
 
@@ -25,14 +23,15 @@ impl Op for CallbackOp {
         "callback"
     }
 
-    fn run(&self, bucket: &str, _tensors: &mut [Region], _lane: &mut Lane) -> Result<()> {
+    fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
+        let bucket = cx.bucket;
         (self.callback)(bucket).map_err(|error| {
             let place = |text: String| format!("in the callback of bucket '{bucket}': {text}");
             match error {
                 Error::InvalidArgument(text) => Error::InvalidArgument(place(text)),
                 Error::UnsupportedType(text) => Error::UnsupportedType(place(text)),
                 Error::NotImplemented(text) => Error::NotImplemented(place(text)),
-                Error::System(text) => Error::System(place(text)),
+                Error::System { message, source } => Error::System { message: place(message), source },
                 // These say themselves where they come from: the callback ran a collective of its own.
                 other @ (Error::PeerLost { .. }
                 | Error::Timeout { .. }

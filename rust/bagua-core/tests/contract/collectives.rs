@@ -5,7 +5,10 @@ use bagua_core::collective::{Io, Verb};
 use bagua_core::types::{DType, Kind, ReduceOp};
 
 use crate::oracle::{assert_combined, input, noise};
-use crate::world::{Rank, Ranks, Say, bundled, direct, doubling, each, local, mixed, ring, shm, tcp, world};
+use crate::toy::{toy_hier, toy_local, toy_shm};
+use crate::world::{
+    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, solo, tcp, world,
+};
 
 macro_rules! contract {
     ($name:ident, $ranks:expr, [$($size:literal),*]) => {
@@ -53,13 +56,18 @@ contract!(net_bundled, bundled, [2, 3, 5]);
 contract!(net_direct, direct, [20]);
 contract!(net_ring, ring, [2, 3, 7]);
 contract!(net_doubling, doubling, [2, 3, 5, 9]);
+contract!(solo, solo, [1]);
+contract!(hier, hier, [1, 2, 3, 4, 5, 8]);
+contract!(toy_local, toy_local, [1, 2, 3, 4]);
+contract!(toy_shm, toy_shm, [1, 2, 3, 4]);
+contract!(toy_hier, toy_hier, [1, 2, 3, 4]);
 contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
 
-/// True where every element is combined in rank order: not in a ring, not by doubling, and not in worlds in which one of those may be
-/// chosen.
+/// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling, and not in worlds in which
+/// one of those may be chosen.
 fn in_rank_order(ranks: Ranks, size: usize) -> bool {
     let is = |other: Ranks| std::ptr::fn_addr_eq(ranks, other);
-    size <= 2 || !is(ring) && !is(doubling) && (size <= 16 || is(direct))
+    size <= 2 || !is(hier) && !is(toy_hier) && !is(ring) && !is(doubling) && (size <= 16 || is(direct))
 }
 
 const SMALL: [usize; 4] = [0, 1, 7, 1023];

@@ -128,7 +128,10 @@ fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_stands() {
 fn garbage_on_a_stream_is_an_error_that_names_the_peer() {
     for ends in [local_ends, tcp_ends] as [Ends; 2] {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
-        send_all(peer.as_mut(), b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser that is longer than a header\r\n\r\n");
+        send_all(
+            peer.as_mut(),
+            b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser that is longer than a header\r\n\r\n",
+        );
         let mut into = [0; 100];
         let error = receive(&mut rank, &mut into).unwrap_err();
         let text = error.to_string();

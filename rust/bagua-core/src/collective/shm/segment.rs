@@ -7,10 +7,10 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::error::{Error, Result};
 use crate::memory::Arena;
+use crate::sync::{AtomicU32, AtomicU64};
 use crate::transport::shm::rings_len;
 
 /// Two cache lines: the hardware fetches lines in pairs.
@@ -74,7 +74,7 @@ pub(super) struct Segment {
 impl Segment {
     pub(super) fn new(arena: Arc<Arena>, index: usize, ranks: usize) -> Result<Segment> {
         if index >= ranks || arena.len() < segment_len(ranks) {
-            return Err(Error::System(format!(
+            return Err(Error::other(format!(
                 "a shared segment of {} bytes for rank {index} of {ranks}, which needs {}",
                 arena.len(),
                 segment_len(ranks)

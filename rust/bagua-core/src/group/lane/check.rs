@@ -2,6 +2,7 @@
 
 use super::PartLayout;
 use crate::error::{Error, Result};
+use crate::memory::BufferMut;
 use crate::request::{Io, Layout, Uses, Verb};
 use crate::types::DType;
 
@@ -119,10 +120,11 @@ pub(super) fn parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str)
 }
 
 /// The part of each rank, to write. The parts lie within `data` (see [`parts`]); they must not overlap.
-pub(super) fn split<'a>(mut data: &'a mut [u8], parts: &PartLayout<'_>, element: usize) -> Result<Vec<&'a mut [u8]>> {
+pub(super) fn split<'a>(data: BufferMut<'a>, parts: &PartLayout<'_>, element: usize) -> Result<Vec<BufferMut<'a>>> {
     let mut order: Vec<usize> = (0..parts.counts.len()).filter(|rank| parts.counts[*rank] > 0).collect();
     order.sort_by_key(|rank| parts.displs[*rank]);
-    let mut slices: Vec<&mut [u8]> = parts.counts.iter().map(|_| <&mut [u8]>::default()).collect();
+    let mut slices: Vec<BufferMut<'a>> = parts.counts.iter().map(|_| BufferMut::from(&mut [][..])).collect();
+    let mut data = data;
     let mut done = 0;
     let mut before = None;
     for rank in order {
@@ -130,7 +132,7 @@ pub(super) fn split<'a>(mut data: &'a mut [u8], parts: &PartLayout<'_>, element:
         if let Some(before) = before.filter(|_| displ < done) {
             return Err(Error::InvalidArgument(format!("the receive parts of ranks {before} and {rank} overlap")));
         }
-        let (part, rest) = data.split_at_mut((displ - done) * element).1.split_at_mut(count * element);
+        let (part, rest) = data.split_at((displ - done) * element).1.split_at(count * element);
         slices[rank] = part;
         data = rest;
         done = displ + count;

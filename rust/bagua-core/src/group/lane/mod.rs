@@ -16,8 +16,8 @@ use std::time::Duration;
 use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::kind_of;
-use crate::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
+use crate::memory::{Buffer, BufferMut, DeviceRef, kind_of};
+use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
 use crate::stats::Stats;
 use crate::types::{DType, Fingerprint, Kind, Shape};
 use crate::wait::Deadline;
@@ -60,7 +60,7 @@ pub struct PartLayout<'a> {
 pub struct Lane {
     /// Does the work.
     collective: Box<dyn Collective>,
-    /// The group's state of failure: asked before each operation, told of each failure.
+    /// The group's failure state: checked before each operation, set by each failure.
     health: Arc<GroupHealth>,
     /// The group's counters.
     stats: Arc<Stats>,
@@ -81,7 +81,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// A lane over a collective. `number` tells the lanes of one group apart.
+    /// A lane over a collective. `number` distinguishes the lanes of one group.
     pub fn new(
         collective: Box<dyn Collective>,
         health: Arc<GroupHealth>,
@@ -120,6 +120,11 @@ impl Lane {
         self.collective.name()
     }
 
+    /// The group's counters.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
     /// Name of the transport towards each rank.
     pub fn transports(&self) -> Vec<&'static str> {
         self.collective.transports()
@@ -134,9 +139,16 @@ impl Lane {
         self.health.check()?;
         let count = check::verb(verb, dtype, &io, self.rank(), self.size())?;
         let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
-        let device = kind_of(io.device()?);
+        let place = io.device()?;
+        self.check_reach(place)?;
         let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
-        let says = Fingerprint { op: verb.op(), root, shape, device, ..self.next(verb.kind(), dtype, count, options) };
+        let says = Fingerprint {
+            op: verb.op(),
+            root,
+            shape,
+            device: kind_of(place),
+            ..self.next(verb.kind(), dtype, count, options)
+        };
         let payload = io.len();
         self.perform(options, says, payload, |collective, cx| collective.run(cx, verb, io))
     }
@@ -154,13 +166,16 @@ impl Lane {
     ) -> Result<()> {
         self.health.check()?;
         let payload = io.len();
+        self.check_reach(io.device()?)?;
         let copy;
-        let (src, dst) = match io.into_host()? {
-            HostIo::InPlace(data) => {
-                copy = data.to_vec();
-                (copy.as_slice(), data)
+        let (src, dst) = match io {
+            Io::InPlace(data) => {
+                let mut bytes = vec![0; data.len()];
+                data.as_buffer().copy_to(&mut bytes)?;
+                copy = bytes;
+                (Buffer::from(copy.as_slice()), data)
             }
-            HostIo::Split { src, dst } => (src, dst),
+            Io::Split { src, dst } => (src, dst),
         };
         let (rank, size, element) = (self.rank(), self.size(), dtype.size());
         check::parts(&send, check::elements(dtype, src.len(), "the source")?, size, "send")?;
@@ -171,43 +186,59 @@ impl Lane {
                 send.counts[rank], recv.counts[rank]
             )));
         }
-        let part = |to: usize| &src[send.displs[to] * element..(send.displs[to] + send.counts[to]) * element];
+        let part = |to: usize| src.slice(send.displs[to] * element..(send.displs[to] + send.counts[to]) * element);
         let mut targets = check::split(dst, &recv, element)?;
-        targets[rank].copy_from_slice(part(rank));
+        targets[rank].copy_from_buffer(part(rank))?;
 
         // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
         let says = self.next(Kind::AllToAllV, dtype, 0, options);
         let peers = || (0..size).filter(|peer| *peer != rank);
-        let sends: Vec<_> = peers().map(|peer| Outgoing::new(peer, says, part(peer))).collect();
+        let sends: Vec<_> = peers().map(|peer| Outgoing { peer, fingerprint: says, data: part(peer) }).collect();
         let mut recvs: Vec<_> = targets
             .into_iter()
             .enumerate()
             .filter(|(peer, _)| *peer != rank)
-            .map(|(peer, data)| Incoming::new(peer, says, data))
+            .map(|(peer, data)| Incoming { peer, fingerprint: says, data })
             .collect();
         self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &sends, &mut recvs))
     }
 
     /// One message to a rank of the group (itself is refused).
-    pub fn send(&mut self, options: &Options<'_>, dtype: DType, data: &[u8], to: usize) -> Result<()> {
+    pub fn send<'a>(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        data: impl Into<Buffer<'a>>,
+        to: usize,
+    ) -> Result<()> {
         self.health.check()?;
+        let data = data.into();
+        self.check_reach(data.device())?;
         check::peer(to, self.rank(), self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let seq = next(&mut self.sent[to]);
         let says = self.message(dtype, count, seq, options.tag);
-        let sends = [Outgoing::new(to, says, data)];
+        let sends = [Outgoing { peer: to, fingerprint: says, data }];
         self.perform(options, says, data.len(), |collective, cx| collective.exchange(cx, &sends, &mut []))
     }
 
     /// One message from a rank of the group (itself is refused).
-    pub fn recv(&mut self, options: &Options<'_>, dtype: DType, data: &mut [u8], from: usize) -> Result<()> {
+    pub fn recv<'a>(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        data: impl Into<BufferMut<'a>>,
+        from: usize,
+    ) -> Result<()> {
         self.health.check()?;
+        let data = data.into();
+        self.check_reach(data.device())?;
         check::peer(from, self.rank(), self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let seq = next(&mut self.received[from]);
         let says = self.message(dtype, count, seq, options.tag);
         let payload = data.len();
-        let mut recvs = [Incoming::new(from, says, data)];
+        let mut recvs = [Incoming { peer: from, fingerprint: says, data }];
         self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &[], &mut recvs))
     }
 
@@ -216,12 +247,16 @@ impl Lane {
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        sends: &[(usize, &[u8])],
-        recvs: &mut [(usize, &mut [u8])],
+        sends: &[(usize, Buffer<'_>)],
+        recvs: &mut [(usize, BufferMut<'_>)],
     ) -> Result<()> {
         self.health.check()?;
         let (rank, size) = (self.rank(), self.size());
         let parts = sends.iter().map(|(peer, data)| (*peer, data.len()));
+        let places = sends.iter().map(|(_, data)| data.device());
+        for place in places.chain(recvs.iter().map(|(_, data)| data.device())) {
+            self.check_reach(place)?;
+        }
         let mut payload = 0;
         for (peer, len) in parts.chain(recvs.iter().map(|(peer, data)| (*peer, data.len()))) {
             check::peer(peer, rank, size)?;
@@ -232,13 +267,13 @@ impl Lane {
         for (peer, data) in sends {
             let seq = next(&mut self.sent[*peer]);
             let fingerprint = self.message(dtype, data.len() / dtype.size(), seq, options.tag);
-            outgoing.push(Outgoing::new(*peer, fingerprint, *data));
+            outgoing.push(Outgoing { peer: *peer, fingerprint, data: *data });
         }
         let mut incoming = Vec::with_capacity(recvs.len());
         for (peer, data) in recvs {
             let seq = next(&mut self.received[*peer]);
             let fingerprint = self.message(dtype, data.len() / dtype.size(), seq, options.tag);
-            incoming.push(Incoming::new(*peer, fingerprint, &mut **data));
+            incoming.push(Incoming { peer: *peer, fingerprint, data: data.reborrow() });
         }
         let says = Fingerprint {
             kind: Kind::Exchange,
@@ -255,6 +290,18 @@ impl Lane {
     pub fn barrier(&mut self, options: &Options<'_>) -> Result<()> {
         // A barrier has no data; headers have to name some type.
         self.run(options, DType::U8, Verb::Barrier, Io::none())
+    }
+
+    /// Refuses memory that the collective does not reach, before anything is sent.
+    fn check_reach(&self, place: DeviceRef<'_>) -> Result<()> {
+        match place {
+            Some(device) if !self.collective.reaches(place) => Err(Error::UnsupportedType(format!(
+                "the tensor is on {}, and the group has no collective for that device (it has {})",
+                device.name(),
+                self.collective.name()
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// The fingerprint of the next collective operation, without op, root and shape. Takes its number, so it comes after
@@ -286,7 +333,7 @@ impl Lane {
             if error.is_argument() {
                 return error;
             }
-            // What this rank was doing is told even when the first cause came from elsewhere and knows nothing of it.
+            // The error names this rank's operation also when another rank found the first cause.
             let progress = match &error {
                 Error::PeerLost { progress: Some(progress), .. } | Error::Timeout { progress: Some(progress), .. } => {
                     progress.as_ref().clone()

@@ -139,8 +139,8 @@ fn messages_sent_one_by_one_may_be_received_as_a_group_and_the_other_way_round()
             lane.recv(O, DType::U8, &mut a, 1).unwrap();
             lane.recv(O, DType::U8, &mut b, 1).unwrap();
         } else {
-            lane.exchange(O, DType::U8, &[], &mut [(0, &mut a), (0, &mut b)]).unwrap();
-            lane.exchange(O, DType::U8, &[(0, &[1, 2]), (0, &[3, 4, 5])], &mut []).unwrap();
+            lane.exchange(O, DType::U8, &[], &mut [(0, (&mut a).into()), (0, (&mut b).into())]).unwrap();
+            lane.exchange(O, DType::U8, &[(0, (&[1, 2]).into()), (0, (&[3, 4, 5]).into())], &mut []).unwrap();
         }
         assert_eq!((a, b), ([1, 2], [3, 4, 5]));
         lane.barrier(O).unwrap();
