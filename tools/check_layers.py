@@ -3,6 +3,7 @@
 Prints ``file:line: rule`` for each violation and exits with 1 when there is one. The map of rooms is in
 ``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``, ``model.rs``)
 may import any room.
+Neither the files of a crate nor the modules of the package import each other in a circle.
 """
 
 from __future__ import annotations
@@ -223,6 +224,177 @@ def check_rust(root: Path) -> Iterator[Violation]:
                     yield Violation(path, number, f"only {owner} names {name}")
 
 
+class Use(NamedTuple):
+    """One name that a ``use`` declaration binds."""
+
+    #: Index of the declaration in the source.
+    at: int
+    #: The path as written.
+    segments: tuple[str, ...]
+    #: The name that it gets; ``*`` for all names of a module.
+    name: str
+    #: Declared ``pub``, to whomever.
+    public: bool
+
+
+class Module(NamedTuple):
+    """A module of a crate: a file, or a ``mod name { … }`` in one."""
+
+    file: Path
+    #: Without comments, literals, test modules, inner modules and ``pub(in …)``.
+    source: str
+    uses: list[Use]
+
+
+# Name of a module from the crate's root.
+ModulePath = tuple[str, ...]
+
+_USE = re.compile(r"(?P<public>\bpub\b\s*(?:\([^)]*\)\s*)?)?\buse\s+(?P<tree>[^;]+);")
+_INLINE_MODULE = re.compile(r"\bmod\s+(?P<name>\w+)\s*\{")
+_TEST_FILE = re.compile(r"#\[cfg\((?:all\()?(?:test|loom)\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*(?:pub\s+)?mod\s+(\w+)\s*;")
+_PATH = re.compile(r"(?<![\w:$.])(\w+)((?:\s*::\s*\w+)+)")
+
+
+def use_tree(tree: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path, bound name) of everything that a tree such as ``a::{b, c::{self, d as e}}`` imports."""
+    head, brace, rest = tree.strip().partition("{")
+    if not brace:
+        path, _, alias = re.sub(r"\s+", " ", head.strip()).partition(" as ")
+        segments = tuple(part.strip() for part in path.split("::") if part.strip())
+        if segments and segments[-1] == "self" and len(segments) > 1:
+            segments = segments[:-1]
+        if segments:
+            yield segments, alias.strip() or segments[-1]
+        return
+    prefix = tuple(part.strip() for part in head.split("::") if part.strip())
+    depth, start = 0, 0
+    body = rest[: rest.rindex("}")]
+    for index, char in enumerate(body + ","):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            part = body[start:index].strip()
+            start = index + 1
+            if part == "self":
+                yield prefix, prefix[-1]
+            elif part:
+                for segments, name in use_tree(part):
+                    yield prefix + segments, name
+
+
+def modules_in(path: ModulePath, file: Path, source: str) -> Iterator[tuple[ModulePath, Module]]:
+    """The module of a source and those inside it."""
+    while found := _INLINE_MODULE.search(source):
+        end = closing(source, found.end() - 1)
+        inner = blank(source[: found.end()]) + source[found.end() : end - 1]
+        yield from modules_in((*path, found["name"]), file, inner)
+        source = source[: found.start()] + blank(source[found.start() : end]) + source[end:]
+    uses = [
+        Use(found.start(), segments, name, bool(found["public"]))
+        for found in _USE.finditer(source)
+        for segments, name in use_tree(found["tree"])
+    ]
+    yield path, Module(file, _USE.sub(lambda found: blank(found.group()), source), uses)
+
+
+def modules_of(src: Path) -> dict[ModulePath, Module]:
+    """All modules of a crate but those of its tests."""
+    sources = {}
+    tests = set()
+    for file in sorted(src.glob("**/*.rs")):
+        parts = file.relative_to(src).with_suffix("").parts
+        path = parts[:-1] if parts[-1] in ("mod", "lib", "main") else parts
+        text = file.read_text(encoding="utf-8")
+        sources[path] = file, re.sub(r"\bpub\s*\(\s*in\b[^)]*\)", lambda found: blank(found.group()), bare(text))
+        tests |= {(*path, name) for name in _TEST_FILE.findall(_TOKENS.sub(lambda found: blank(found.group()), text))}
+    found: dict[ModulePath, Module] = {}
+    for path, (file, source) in sources.items():
+        if not any(path[:depth] in tests for depth in range(1, len(path) + 1)):
+            found.update(modules_in(path, file, source))
+    return found
+
+
+def defined_in(
+    modules: dict[ModulePath, Module], at: ModulePath, segments: tuple[str, ...], seen: frozenset[object] = frozenset()
+) -> Path | None:
+    """File that defines what a path in module ``at`` names, followed through re-exports; None outside the crate."""
+    if (at, segments) in seen:
+        return None
+    seen |= {(at, segments)}
+    first, module = segments[0], at
+    if first in ("crate", "self", "super"):
+        module = () if first == "crate" else at
+        while segments and segments[0] in ("crate", "self", "super"):
+            module = module[:-1] if segments[0] == "super" else module
+            segments = segments[1:]
+    elif (*at, first) not in modules:
+        bound = next((use for use in modules[at].uses if use.name == first and use.segments != segments), None)
+        return defined_in(modules, at, (*bound.segments, *segments[1:]), seen) if bound else None
+    while segments and (*module, segments[0]) in modules:
+        module, segments = (*module, segments[0]), segments[1:]
+    if module not in modules:
+        return None
+    if segments and segments[0] != "*":
+        for use in modules[module].uses:
+            if use.name == segments[0]:
+                return defined_in(modules, module, (*use.segments, *segments[1:]), seen)
+        if not re.search(rf"\b{segments[0]}\b", modules[module].source):
+            for use in modules[module].uses:
+                if use.name == "*" and (file := defined_in(modules, module, (*use.segments[:-1], *segments), seen)):
+                    return file
+    return modules[module].file
+
+
+def file_imports(modules: dict[ModulePath, Module]) -> dict[Path, dict[Path, int]]:
+    """For each file of a crate the files that it imports, with the index of the first import.
+
+    ``pub use`` of a child's name is a re-export and no import, as ``mod`` is none; what others import through it
+    counts as imported from the file that defines it.
+    """
+    imports: dict[Path, dict[Path, int]] = {module.file: {} for module in modules.values()}
+    for path, module in modules.items():
+        found = [
+            (use.at, use.segments)
+            for use in module.uses
+            if not (use.public and (*path, use.segments[use.segments[0] == "self"]) in modules)
+        ]
+        for match in _PATH.finditer(module.source):
+            if match[1] in ("crate", "super", "self") or (*path, match[1]) in modules:
+                found.append((match.start(), (match[1], *re.findall(r"\w+", match[2]))))
+        for index, segments in sorted(found):
+            file = defined_in(modules, path, segments)
+            if file and file != module.file:
+                imports[module.file].setdefault(file, index)
+    return imports
+
+
+def shortest_circle(imports: dict[Path, dict[Path, int]], start: Path) -> list[Path]:
+    """The files of a shortest circle of imports from a file back to it; empty when there is none."""
+    paths, seen = [[start]], {start}
+    for path in paths:
+        for following in imports[path[-1]]:
+            if following == start:
+                return path
+            if following not in seen:
+                seen.add(following)
+                paths.append([*path, following])
+    return []
+
+
+def check_rust_circles(root: Path) -> Iterator[Violation]:
+    """No files of a crate import each other in a circle. Of circles that share a file one is reported."""
+    for src in sorted((root / "rust").glob("*/src")):
+        imports = file_imports(modules_of(src))
+        reported: set[Path] = set()
+        for start in imports:
+            circle = shortest_circle(imports, start)
+            if not circle or not reported.isdisjoint(circle):
+                continue
+            reported.update(circle)
+            line = line_of(start.read_text(encoding="utf-8"), imports[start][circle[1]])
+            names = " -> ".join(file.relative_to(src).as_posix() for file in (*circle, start))
+            yield Violation(start.relative_to(root).as_posix(), line, f"circle of imports: {names}")
+
+
 def at_module_level(tree: ast.Module) -> Iterator[ast.stmt]:
     """Every statement that runs at import, type-checking blocks excepted."""
     waiting: list[ast.AST] = [tree]
@@ -379,7 +551,7 @@ def reads_environment(node: ast.AST, names: list[str]) -> bool:
 
 def check(root: Path) -> list[Violation]:
     """Every violation in a tree."""
-    return [*check_rust(root), *check_python(root)]
+    return [*check_rust(root), *check_rust_circles(root), *check_python(root)]
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, final
 __all__ = [
     "ALGORITHMS",
     "DTYPES",
-    "MOST_STREAMS",
+    "MAX_STREAMS",
     "OPS",
     "VERBS",
     "Arena",
@@ -41,7 +41,7 @@ OPS: dict[str, int]
 VERBS: dict[str, int]
 # How all_reduce goes between hosts.
 ALGORITHMS: list[str]
-MOST_STREAMS: int
+MAX_STREAMS: int
 
 _Shape: TypeAlias = Sequence[int] | None
 # (peer, address, count)

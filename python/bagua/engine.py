@@ -9,7 +9,7 @@ from __future__ import annotations
 from bagua._bagua import (
     ALGORITHMS,
     DTYPES,
-    MOST_STREAMS,
+    MAX_STREAMS,
     OPS,
     VERBS,
     Arena,
@@ -40,7 +40,7 @@ __all__ = [
     "BROADCAST",
     "DTYPES",
     "GATHER",
-    "MOST_STREAMS",
+    "MAX_STREAMS",
     "OPS",
     "REDUCE",
     "REDUCE_SCATTER",

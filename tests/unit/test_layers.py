@@ -168,6 +168,77 @@ def test_two_imports_in_one_direction_are_no_circle(tree: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        ({"a.rs": "use crate::b::B;", "b.rs": "use super::a::A;"}, "a.rs -> b.rs -> a.rs"),
+        ({"a.rs": "fn f() { crate::b::g() }", "b.rs": "fn g() { super::a::f() }"}, "a.rs -> b.rs -> a.rs"),
+        (
+            {
+                "a.rs": "use crate::{b::{self, C}, D};",
+                "b.rs": "use crate::c::f as g;",
+                "c.rs": "fn f(x: crate::a::A) {}",
+            },
+            "a.rs -> b.rs -> c.rs -> a.rs",
+        ),
+        # A child imports what its parent defines, and the parent works with the child.
+        (
+            {"room/mod.rs": "mod child; use child::Child; pub struct Limit;", "room/child.rs": "use super::Limit;"},
+            "room/child.rs -> room/mod.rs -> room/child.rs",
+        ),
+        (
+            {"room/mod.rs": "mod child; const MOST: u8 = child::LEAST;", "room/child.rs": "use super::MOST;"},
+            "room/child.rs -> room/mod.rs -> room/child.rs",
+        ),
+        # Through a re-export, a private import and a glob, to where the name is defined.
+        (
+            {
+                "room/mod.rs": "mod a; mod b; pub use a::A; pub(crate) use b::*;",
+                "room/a.rs": "use super::B; pub struct A;",
+                "room/b.rs": "use crate::room::A; pub struct B;",
+            },
+            "room/a.rs -> room/b.rs -> room/a.rs",
+        ),
+        # In a module inside a file, `super` is the file's own module.
+        (
+            {"a.rs": "mod fast { use super::super::b::B; }", "b.rs": "use crate::a::fast::F;"},
+            "a.rs -> b.rs -> a.rs",
+        ),
+        ({"main.rs": "mod a; use a::A; const N: u8 = 1;", "a.rs": "use crate::N;"}, "a.rs -> main.rs -> a.rs"),
+    ],
+)
+def test_a_circle_of_imports_among_the_files_of_a_crate_is_found(
+    tree: Path, files: dict[str, str], circle: str
+) -> None:
+    src = tree / "rust/bagua-cuda/src"
+    for name, text in files.items():
+        (src / name).parent.mkdir(parents=True, exist_ok=True)
+        (src / name).write_text(text + "\n")
+    result = check(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    first = circle.split(" ")[0]
+    assert f"rust/bagua-cuda/src/{first}:1: circle of imports: {circle}\n" in result.stdout
+
+
+def test_reexports_tests_and_imports_from_other_crates_make_no_circle(tree: Path) -> None:
+    files = {
+        "lib.rs": "mod room; mod other; pub use room::{A, B};",
+        "room/mod.rs": "mod a; mod b; pub use a::A; pub(super) use self::b::B; pub struct Limit;"
+        "#[cfg(test)] mod tests_of_a;",
+        "room/a.rs": "use super::{B, Limit}; pub(in super::super) struct A;"
+        "#[cfg(test)] mod tests { use crate::other::O; }",
+        "room/b.rs": "use super::Limit; use std::sync::Arc; // use super::A;\npub struct B;",
+        "room/tests_of_a.rs": "use super::A;",
+        "other.rs": "use crate::room::A; use bagua_core::other::A as Another; pub struct O;",
+    }
+    src = tree / "rust/bagua-cuda/src"
+    (src / "room").mkdir(parents=True)
+    for name, text in files.items():
+        (src / name).write_text(text + "\n")
+    result = check(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_torch_inside_a_function_is_allowed_anywhere(tree: Path) -> None:
     path = tree / "python" / "bagua" / "group.py"
     path.write_text("def f() -> None:\n    import torch\n")

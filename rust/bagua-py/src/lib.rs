@@ -51,7 +51,7 @@ mod _bagua {
     use crate::tensor_reader::{TensorReader, read_array};
 
     use bagua_core::collective::Algorithm;
-    use bagua_core::group::MOST_STREAMS;
+    use bagua_core::group::MAX_STREAMS;
     use bagua_core::types::{DType, Kind, ReduceOp};
     use pyo3::prelude::*;
     use pyo3::types::PyDict;
@@ -69,6 +69,6 @@ mod _bagua {
         module.add("OPS", dict(&ReduceOp::ALL.map(|op| (op.name(), op as u8)))?)?;
         module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
         module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
-        module.add("MOST_STREAMS", MOST_STREAMS)
+        module.add("MAX_STREAMS", MAX_STREAMS)
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 
-use super::wire::{Garbled, Reader, Writer};
-use super::{Config, VERSION};
+use super::config::Config;
+use super::wire::{Garbled, Reader, VERSION, Writer};
 use crate::collective::Algorithm;
 use crate::error::{self, Error};
 

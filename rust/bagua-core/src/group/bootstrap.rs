@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
+use super::config::{Config, MAX_STREAMS};
 use super::control::{Book, Building, Control, Listeners, Plane};
 use super::fork::OwnerProcess;
+use super::handshake;
 use super::membership::Group;
 use super::wire::Message;
-use super::{Config, MOST_STREAMS, handshake};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
@@ -35,10 +36,10 @@ impl Bootstrap {
         if config.heartbeat_timeout.is_zero() {
             return Err(Error::InvalidArgument("a heartbeat timeout of 0 s".to_owned()));
         }
-        if !(1..=MOST_STREAMS).contains(&config.streams_per_peer) {
+        if !(1..=MAX_STREAMS).contains(&config.streams_per_peer) {
             let asked = config.streams_per_peer;
             return Err(Error::InvalidArgument(format!(
-                "{asked} streams per peer: it must be between 1 and {MOST_STREAMS}"
+                "{asked} streams per peer: it must be between 1 and {MAX_STREAMS}"
             )));
         }
         if world_size > 1 && config.listen.ip().is_unspecified() {

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::MOST_STREAMS;
+use super::config::MAX_STREAMS;
 use super::fork::ForkFd;
 use super::handshake::{Hello, Purpose, Refusal};
 use crate::health::GroupHealth;
@@ -19,7 +19,7 @@ const PENDING_LIMIT: usize = 4096;
 
 /// Sockets that may wait at once; peers that open more than that are not honest. Each may be some lanes ahead of this rank.
 fn pending_limit(world_size: usize) -> usize {
-    PENDING_LIMIT.max(world_size.saturating_mul(2 * MOST_STREAMS))
+    PENDING_LIMIT.max(world_size.saturating_mul(2 * MAX_STREAMS))
 }
 
 /// A connection in the hands of the control thread.
@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn every_peer_has_a_seat_for_each_stream_that_may_be_asked_for() {
         for world_size in [2, 65, 2000, 100_000] {
-            assert!(pending_limit(world_size) >= (world_size - 1) * MOST_STREAMS);
+            assert!(pending_limit(world_size) >= (world_size - 1) * MAX_STREAMS);
         }
     }
 }

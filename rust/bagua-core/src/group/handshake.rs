@@ -16,8 +16,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::VERSION;
-use super::wire::{Garbled, Reader, Writer};
+use super::wire::{Garbled, Reader, VERSION, Writer};
 use crate::error::{self, Error, Source};
 
 /// What an honest peer needs for one step, with a wide margin.
@@ -61,6 +60,11 @@ impl Key {
     /// The key that a secret gives for a purpose.
     pub(super) fn new(secret: &[u8], purpose: &[u8]) -> Key {
         Key(code(secret, &[purpose]).finalize().into_bytes().into())
+    }
+
+    /// The key of the rendezvous of a job with this secret.
+    pub(super) fn of_rendezvous(secret: &[u8]) -> Key {
+        Key::new(secret, b"rendezvous")
     }
 
     /// A number that differs between keys and says nothing about them.

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::lane::{Lane, Options};
+use super::lane::{HostLanes, Lane, Options};
 use super::membership::Group;
 use crate::error::{Error, Result};
 use crate::reduce::divide;
@@ -14,14 +14,6 @@ const CHUNK: usize = 512 << 10;
 
 /// Index of a host's first rank in its lane.
 const LEADER: usize = 0;
-
-/// The lanes by host.
-pub struct HostLanes {
-    /// The ranks of this host; ranks in it are indices on the host.
-    pub intra: Lane,
-    /// The hosts' first ranks, on those only; ranks in it are indices of hosts.
-    pub inter: Option<Lane>,
-}
 
 /// See the module. The lanes by host are opened by the first operation that asks for them.
 pub struct Lanes {

@@ -8,6 +8,9 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 use crate::error::{Error, Progress, Source};
 
+/// Version of everything that ranks say to each other outside of operations.
+pub(super) const VERSION: u16 = 2;
+
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
 

@@ -19,8 +19,8 @@ use std::ops::Range;
 
 use super::pieces::{Cut, Timer, combine_into, inputs};
 use super::protocol::Phase;
+use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};
-use super::{others, shifted};
 use crate::collective::{HostIo, OpContext};
 use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;

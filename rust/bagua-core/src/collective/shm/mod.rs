@@ -15,12 +15,12 @@ mod oversubscription;
 mod pairwise;
 mod pieces;
 mod protocol;
+mod ranges;
 mod segment;
 #[cfg(test)]
 mod tests;
 mod zero_copy;
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -39,6 +39,7 @@ use cico::Reduction;
 use pairwise::Pairwise;
 use pieces::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use protocol::{BufferOffer, Phase, Protocol, Route};
+use ranges::{others, shifted};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use zero_copy::{ArenaSlot, PeerBuffers};
 
@@ -435,13 +436,4 @@ pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Optio
 /// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
 fn small(ranks: usize) -> usize {
     (4 * SLOT / ranks).clamp(2 << 10, SLOT)
-}
-
-/// The peers of `me`, beginning with its neighbour, so that not all ranks pull at the same memory first.
-fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
-    (1..ranks).map(move |step| (me + step) % ranks)
-}
-
-fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
-    range.start + by..range.end + by
 }

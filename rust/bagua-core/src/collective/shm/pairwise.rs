@@ -19,8 +19,8 @@ use std::ops::Range;
 
 use super::pieces::Cut;
 use super::protocol::Phase;
+use super::ranges::shifted;
 use super::segment::{Buffer, Segment};
-use super::shifted;
 use crate::collective::HostIo;
 
 /// Bytes of a chunk, at most. Twice that is slower at 1 MiB, and equal from 4 MiB on.

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};
-use super::{others, shifted};
 use crate::collective::{HostIo, OpContext};
 use crate::reduce::combine;
 use crate::types::ReduceOp;

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 
+use super::super::config::{Config, TransportChoice};
 use super::super::connection::{ConnKey, ControlConn};
 use super::super::fork::ForkFd;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
-use super::super::{Config, TransportChoice, let_many_wait};
-use super::Plane;
+use super::super::listen::raise_backlog;
+use super::plane::Plane;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -31,7 +32,7 @@ impl Listeners {
         let at = config.listen;
         let failed = |e| Error::system(&format!("listening on {at}"), e);
         let tcp = std::net::TcpListener::bind(at).map_err(failed)?;
-        let_many_wait(&tcp).map_err(failed)?;
+        raise_backlog(&tcp).map_err(failed)?;
         tcp.set_nonblocking(true).map_err(failed)?;
         let mut fork_fds = vec![ForkFd::new(&tcp)];
         let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use tokio::net::{TcpStream, UnixStream};
 
-use super::super::TransportChoice;
 use super::super::address::Address;
+use super::super::config::TransportChoice;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP};
-use super::{Control, Plane};
+use super::plane::Plane;
+use super::thread::Control;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::wait::lock;

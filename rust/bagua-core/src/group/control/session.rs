@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::wire::{FRAME_LIMIT, Message, read_frame};
-use super::{ALIVE, Plane};
+use super::plane::{ALIVE, Plane};
 use crate::error::Source;
 use crate::wait::lock;
 

@@ -1,10 +1,18 @@
 //! What arguments must satisfy before anything is sent.
 
-use super::PartLayout;
 use crate::error::{Error, Result};
 use crate::memory::BufferMut;
 use crate::request::{Io, Layout, Uses, Verb};
 use crate::types::DType;
+
+/// Where each rank's part of a buffer lies, in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct PartLayout<'a> {
+    /// Elements per rank.
+    pub counts: &'a [usize],
+    /// First element per rank.
+    pub displs: &'a [usize],
+}
 
 /// Elements in a buffer of `bytes` bytes.
 pub(super) fn elements(dtype: DType, bytes: usize, what: &str) -> Result<usize> {

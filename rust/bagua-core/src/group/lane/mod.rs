@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+pub use self::check::PartLayout;
 use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
@@ -44,15 +45,6 @@ impl Options<'_> {
     pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
 }
 
-/// Where each rank's part of a buffer lies, in elements.
-#[derive(Clone, Copy, Debug)]
-pub struct PartLayout<'a> {
-    /// Elements per rank.
-    pub counts: &'a [usize],
-    /// First element per rank.
-    pub displs: &'a [usize],
-}
-
 /// See the module.
 ///
 /// Invariant: an argument error leaves everything as it was, counters included; any other error has poisoned the health, so
@@ -78,6 +70,14 @@ pub struct Lane {
     sent: Vec<u64>,
     /// Messages begun from each rank by recv and exchange.
     received: Vec<u64>,
+}
+
+/// The lanes by host.
+pub struct HostLanes {
+    /// The ranks of this host; ranks in it are indices on the host.
+    pub intra: Lane,
+    /// The hosts' first ranks, on those only; ranks in it are indices of hosts.
+    pub inter: Option<Lane>,
 }
 
 impl Lane {

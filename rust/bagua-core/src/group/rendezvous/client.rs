@@ -9,9 +9,9 @@ use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
+use super::exchange::{RETRY_PAUSE, check_arguments, runtime, timed_out};
 use super::server::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Relay};
-use super::{PAUSE, check_all, key, late, runtime};
 use crate::error::{Error, Result};
 
 /// How much longer a rank waits to hear from rank 0 who is missing. Ranks do not start at one moment, so each asks when its own
@@ -34,7 +34,7 @@ pub fn rendezvous_tcp(
     secret: &[u8],
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
-    check_all(rank, world_size, address)?;
+    check_arguments(rank, world_size, address)?;
     if world_size == 1 {
         return Ok(vec![address.to_vec()]);
     }
@@ -43,7 +43,7 @@ pub fn rendezvous_tcp(
         return Err(Error::InvalidArgument("port 0 is no place for other ranks to find".to_owned()));
     }
     if rank > 0 {
-        return visit(server, false, rank, world_size, address, secret, timeout);
+        return exchange_addresses(server, false, rank, world_size, address, secret, timeout);
     }
     let listener = match TcpListener::bind(server) {
         // The name leads here by way of somebody else's address.
@@ -67,14 +67,14 @@ pub fn rendezvous_at(
     secret: &[u8],
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
-    check_all(rank, world_size, address)?;
+    check_arguments(rank, world_size, address)?;
     if rank == 0 {
         return Err(Error::InvalidArgument("rank 0 serves the rendezvous".to_owned()));
     }
-    visit((&server.ip().to_string(), server.port()), true, rank, world_size, address, secret, timeout)
+    exchange_addresses((&server.ip().to_string(), server.port()), true, rank, world_size, address, secret, timeout)
 }
 
-fn visit(
+fn exchange_addresses(
     server: (&str, u16),
     listens: bool,
     rank: usize,
@@ -84,13 +84,21 @@ fn visit(
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     let runtime = runtime()?;
-    let outcome = runtime.block_on(join(server, listens, rank, world_size, address, key(secret), timeout));
+    let outcome = runtime.block_on(register_and_fetch(
+        server,
+        listens,
+        rank,
+        world_size,
+        address,
+        Key::of_rendezvous(secret),
+        timeout,
+    ));
     // A name that is still being looked up must not hold up a caller whose time is over.
     runtime.shutdown_background();
     outcome
 }
 
-async fn join(
+async fn register_and_fetch(
     server: (&str, u16),
     listens: bool,
     rank: usize,
@@ -126,7 +134,7 @@ async fn join(
                 }
                 Err(Failed::Broken { how, .. }) => trouble = how,
             }
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(RETRY_PAUSE).await;
         };
         let from = match answer {
             Answer::Complete(all) => return Ok((all, relay)),
@@ -141,12 +149,12 @@ async fn join(
                 Ok(all) => return Ok((all, relay)),
                 Err(how) => trouble = format!("rank {awaited} at {from}: {how}"),
             }
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(RETRY_PAUSE).await;
         }
     };
     let (all, relay) = match timeout_at(deadline + GRACE, attempts).await {
         Ok(outcome) => outcome?,
-        Err(_) => return Err(late(timeout, vec![awaited], rank, format!("{place} ({trouble})"))),
+        Err(_) => return Err(timed_out(timeout, vec![awaited], rank, format!("{place} ({trouble})"))),
     };
     if all.len() != world_size || all[rank] != address {
         return Err(Error::other(format!("{place} gave a list that does not fit")));

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::super::handshake::random;
-use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer};
-use super::{check, late};
+use super::super::wire::{Garbled, Reader, Writer};
+use super::exchange::{check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
@@ -33,10 +33,7 @@ pub fn rendezvous_file(
     address: &[u8],
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
-    check(rank, world_size)?;
-    if address.len() > FRAME_LIMIT {
-        return Err(Error::InvalidArgument(format!("an address of {} bytes", address.len())));
-    }
+    check_arguments(rank, world_size, address)?;
     let board = Board { path, rank, world_size, deadline: Deadline::after(timeout) };
     if rank == 0 { board.lead(address) } else { board.follow(address) }
 }
@@ -117,7 +114,7 @@ impl Board<'_> {
     }
 
     fn late(&self, missing: Vec<usize>) -> Error {
-        late(self.deadline.limit(), missing, self.rank, format!("the rendezvous at {}", self.path.display()))
+        timed_out(self.deadline.limit(), missing, self.rank, format!("the rendezvous at {}", self.path.display()))
     }
 
     fn lead(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {

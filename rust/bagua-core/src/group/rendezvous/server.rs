@@ -13,10 +13,10 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{self, Hello, Key, Purpose, Refusal};
-use super::super::let_many_wait;
+use super::super::listen::raise_backlog;
 use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer, read_frame};
+use super::exchange::{RETRY_PAUSE, check_arguments, runtime};
 use super::tree::{self, Absent, Heard, STAY, STRANGERS};
-use super::{PAUSE, check_all, key, runtime};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -51,7 +51,7 @@ impl RendezvousServer {
 
     pub(super) fn on(listener: Listening, name: String) -> Result<RendezvousServer> {
         let failed = |e| Error::system(&format!("listening on {name} for the rendezvous"), e);
-        let_many_wait(&listener).map_err(failed)?;
+        raise_backlog(&listener).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         Ok(RendezvousServer { listener, name })
     }
@@ -69,8 +69,8 @@ impl RendezvousServer {
     /// # Errors
     /// As [`rendezvous_tcp`] on rank 0.
     pub fn serve(self, world_size: usize, address: &[u8], secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        check_all(0, world_size, address)?;
-        runtime()?.block_on(serve(self, world_size, address, key(secret), timeout))
+        check_arguments(0, world_size, address)?;
+        runtime()?.block_on(serve(self, world_size, address, Key::of_rendezvous(secret), timeout))
     }
 }
 
@@ -262,7 +262,7 @@ async fn serve(
                         _ = visitors.spawn(attend(Arc::clone(&desk), stream, published.clone()));
                     }
                     Ok(_) => {}
-                    Err(_) => tokio::time::sleep(PAUSE).await,
+                    Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
                 },
                 Some(_) = visitors.join_next() => {}
             }

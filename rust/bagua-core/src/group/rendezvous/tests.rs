@@ -8,8 +8,7 @@ use tokio::time::Instant;
 
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
 use super::super::wire::RANKS_LIMIT;
-use super::client::register;
-use super::rendezvous_tcp;
+use super::client::{register, rendezvous_tcp};
 use super::server::Registration;
 use super::tree::{Absent, Answer, FAN, children, direction, fetch, list, parent};
 use crate::error::{Error, Result};
@@ -39,7 +38,7 @@ fn honest<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration)
 }
 
 fn key(secret: &[u8]) -> Key {
-    Key::new(secret, b"rendezvous")
+    Key::of_rendezvous(secret)
 }
 
 fn hello(from: usize, to: usize) -> Hello {

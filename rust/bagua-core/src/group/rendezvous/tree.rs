@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP};
 use super::super::wire::{Garbled, RANKS_LIMIT, Reader, Writer, read_frame};
-use super::late;
+use super::exchange::timed_out;
 use crate::error::Error;
 
 /// How many ranks hear the list from one.
@@ -71,7 +71,7 @@ impl Absent {
         if self.rest > 0 {
             what = format!("{what}; {} more ranks are missing", self.rest);
         }
-        late(after, self.named, noticed_by, what)
+        timed_out(after, self.named, noticed_by, what)
     }
 }
 

@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::wait::{Doorbell, SLICE};
 use endpoint::{ByteCounts, Endpoint, PeerFault};
 pub(crate) use plan::Plan;
+pub use plan::Step;
 use plan::{Listed, Lists};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -29,17 +30,6 @@ const NAPS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_mi
 
 /// Sweeps that may move bytes before the health and the deadline are looked at, although nothing had to be waited for.
 const BUSY_SWEEPS: u32 = 64;
-
-/// Where an exchange stands in an operation that takes several.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Step {
-    /// Number of the exchange; both sides must agree.
-    pub part: u32,
-    /// Bytes of the operation that arrived in earlier exchanges.
-    pub before: u64,
-    /// Bytes that arrive in the whole operation; at least those of this exchange.
-    pub total: u64,
-}
 
 /// See the module.
 pub struct Mesh {

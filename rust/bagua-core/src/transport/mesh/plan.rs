@@ -3,9 +3,19 @@
 //! Because nothing is borrowed for longer than one call, an operation may send from and receive into one buffer, combine
 //! what has arrived while more arrives, and send on what it has combined, all in one run.
 
-use super::Step;
 use crate::transport::{Incoming, Outgoing};
 use crate::types::Fingerprint;
+
+/// Where an exchange stands in an operation that takes several.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Step {
+    /// Number of the exchange; both sides must agree.
+    pub part: u32,
+    /// Bytes of the operation that arrived in earlier exchanges.
+    pub before: u64,
+    /// Bytes that arrive in the whole operation; at least those of this exchange.
+    pub total: u64,
+}
 
 /// The messages of one run. Those to a peer are numbered from 0, and so are those from it; both sides must agree on how many
 /// there are. They may be sent in any order that both sides can live with: a message that its receiver does not admit yet
