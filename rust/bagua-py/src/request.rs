@@ -21,6 +21,7 @@ pub struct Call {
 }
 
 impl Call {
+    #[inline]
     pub fn new(
         shape: Option<Vec<usize>>,
         timeout: Option<f64>,
@@ -48,10 +49,12 @@ pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
 
 impl Request {
     /// The request that these codes and addresses mean, for this rank of the group.
+    #[inline]
     pub fn new(py: Python<'_>, group: &Group, codes: Codes) -> PyResult<Request> {
         Request::checked(group, codes).map_err(|e| errors::raise(py, e))
     }
 
+    #[inline]
     fn checked(group: &Group, (kind, src, dst, count, dtype, op, root): Codes) -> Result<Request> {
         let kind = Kind::from_code(kind).ok_or_else(|| Error::InvalidArgument(format!("no verb has code {kind}")))?;
         let verb = Verb::of(kind, tensor::reduce_op(op)?, root)?;
@@ -68,17 +71,19 @@ impl Request {
                 return Err(Error::InvalidArgument(format!("{} needs a source or a destination", kind.name())));
             }
         };
-        let src = src.map(|address| tensor::chunks_on_loan(address, count, src_parts, dtype)).transpose()?;
-        let operands = Operands::new(src, tensor::chunks_on_loan(dst, count, dst_parts, dtype)?)?;
+        let src = src.map(|address| tensor::shards_at(address, count, src_parts, dtype)).transpose()?;
+        let operands = Operands::new(src, tensor::shards_at(dst, count, dst_parts, dtype)?)?;
         Ok(Request { verb, dtype, operands })
     }
 
     /// Bytes of the larger buffer.
+    #[inline]
     pub fn bytes(&self) -> usize {
         self.operands.bytes()
     }
 
     /// Runs it.
+    #[inline]
     pub fn run(&mut self, lane: &mut Lane, options: &Options<'_>) -> Result<()> {
         lane.run(options, self.dtype, self.verb, self.operands.io())
     }

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::mapping::Mapping;
 use crate::error::{Error, Result};
+use crate::sync::{self, AtomicU32, AtomicU64};
 
 /// An anonymous shared-memory file and its mapping in this process.
 ///
@@ -42,11 +43,11 @@ impl Arena {
         let failed = |e| Error::system("mapping a peer's shared memory", e);
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed)?;
         if !seals.contains(SealFlags::SHRINK) {
-            return Err(Error::System("a peer's shared memory is not sealed against shrinking".to_owned()));
+            return Err(Error::other("a peer's shared memory is not sealed against shrinking"));
         }
         let len = usize::try_from(rustix::fs::fstat(&fd).map_err(failed)?.st_size).unwrap_or(0);
         if len == 0 {
-            return Err(Error::System("a peer's shared memory is empty".to_owned()));
+            return Err(Error::other("a peer's shared memory is empty"));
         }
         Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }
@@ -78,7 +79,7 @@ impl Arena {
     pub fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset <= self.len() - 4);
         // SAFETY: in bounds and aligned (checked); the memory lives as long as self; atomics allow shared writes.
-        unsafe { AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) }
+        sync::word(unsafe { atomic::AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
     /// The 8-byte atomic at `offset`.
@@ -88,7 +89,7 @@ impl Arena {
     pub fn long(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset <= self.len() - 8);
         // SAFETY: as in `word`.
-        unsafe { AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) }
+        sync::long(unsafe { atomic::AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
     /// See [`Mapping::slice`].

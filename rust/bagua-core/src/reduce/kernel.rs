@@ -1,5 +1,6 @@
 //! The loop: block by block, so that every byte of main memory is read once and written once for any number of inputs.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
@@ -60,17 +61,27 @@ impl Work<'_, '_> {
 #[inline(always)]
 fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
     let in_place = inputs.iter().any(Option::is_none);
-    let mut held = [0; BLOCK];
+    // Not zeroed: that took as long as combining 1 KiB.
+    let mut held = [const { MaybeUninit::<u8>::uninit() }; BLOCK];
     let mut start = range.start;
     while start < range.end {
         let end = range.end.min(start + BLOCK);
         let out = &mut out[start..end];
-        let held = &mut held[..end - start];
-        if in_place {
-            held.copy_from_slice(out);
-        }
+        let held = if in_place { copy_of(out, &mut held) } else { &[] };
         block::<E, O>(op, inputs, start, held, out);
         start = end;
+    }
+}
+
+/// A copy of `bytes`, at most [`BLOCK`] of them.
+#[inline(always)]
+#[allow(unsafe_code)]
+fn copy_of<'a>(bytes: &[u8], into: &'a mut [MaybeUninit<u8>; BLOCK]) -> &'a [u8] {
+    let into = &mut into[..bytes.len()];
+    // SAFETY: `into` has the length of `bytes` and is written whole before it is read; MaybeUninit<u8> has the layout of u8.
+    unsafe {
+        into.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        std::slice::from_raw_parts(into.as_ptr().cast(), into.len())
     }
 }
 
@@ -179,7 +190,7 @@ fn four<E: Element, O: Op<E::Acc>>(
     }
 }
 
-/// One block: `out` are the bytes from `start` on, `held` their old values where an input is `None`.
+/// One block: `out` are the bytes from `start` on, `held` their old values, if an input is `None`.
 #[inline(always)]
 fn block<'a, E: Element, O: Op<E::Acc>>(
     op: O,

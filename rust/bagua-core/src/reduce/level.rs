@@ -142,10 +142,7 @@ itself!(F64, U8, I8, I32, I64, Bool);
 pub(super) fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)
 where
     E: Widen,
-    O: Op<E::Acc>
-        + Op<<E::Wide as Element>::Acc>
-        + Op<<E::Widest as Element>::Acc>
-        + Op<<E::Zen as Element>::Acc>,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc> + Op<<E::Zen as Element>::Acc>,
 {
     let len = work.len();
     // The sizes are known at compile time: no loop is compiled that would never run.

@@ -10,10 +10,11 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::{Broken, Readiness, Transport};
 use crate::memory::Arena;
+use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::wait::{BellWords, Doorbell};
 
 /// Two cache lines: the hardware fetches lines in pairs, and neighbours' words must not travel together.
@@ -30,7 +31,7 @@ const DATA: usize = 4 * LINE;
 
 /// Bytes that one ring holds.
 const fn capacity(ranks: usize) -> usize {
-    if ranks <= 16 { 128 << 10 } else { 32 << 10 }
+    buffer_len(if ranks <= 16 { 128 << 10 } else { 32 << 10 })
 }
 
 /// Bytes of shared memory that the doorbells and rings of `ranks` ranks need.
@@ -143,7 +144,7 @@ impl Ring {
     fn fill(&self, written: u64, read: u64) -> Result<usize, Broken> {
         match usize::try_from(written.wrapping_sub(read)) {
             Ok(fill) if fill <= self.capacity => Ok(fill),
-            _ => Err(Broken("the counters of its shared-memory ring are corrupt".to_owned())),
+            _ => Err(Broken::new("the counters of its shared-memory ring are corrupt")),
         }
     }
 }
@@ -165,7 +166,7 @@ impl Transport for ShmLink {
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         if self.out.long(READER_CLOSED).load(Ordering::Acquire) != 0 {
-            return Err(Broken("it closed its shared memory".to_owned()));
+            return Err(Broken::new("it closed its shared memory"));
         }
         let read = self.out.long(READ).load(Ordering::Acquire);
         let room = self.out.capacity - self.out.fill(self.out.count, read)?;
@@ -187,7 +188,7 @@ impl Transport for ShmLink {
             // What was written before the closing is still delivered.
             written = self.into.long(WRITTEN).load(Ordering::Acquire);
             if written == self.into.count {
-                return Err(Broken("it closed its shared memory".to_owned()));
+                return Err(Broken::new("it closed its shared memory"));
             }
         }
         let filled = self.into.fill(written, self.into.count)?;
@@ -215,6 +216,9 @@ impl Drop for ShmLink {
         self.bell.ring();
     }
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {
