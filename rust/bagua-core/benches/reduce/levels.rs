@@ -186,7 +186,7 @@ pub fn run() {
 fn show(bytes: usize, cases: &[Case], rounds: Vec<Round>) {
     let distances = || rounds.iter().map(|round| round.0);
     let (least, most) = (distances().fold(f64::INFINITY, f64::min), distances().fold(0.0, f64::max));
-    let middle = (least * most).sqrt();
+    let middle = if most > 2.0 * least { (least * most).sqrt() } else { f64::INFINITY };
     let (near, far): (Vec<Round>, Vec<Round>) = rounds.into_iter().partition(|round| round.0 < middle);
     for rounds in [near, far].iter().filter(|rounds| rounds.len() >= 10) {
         let sorted = |case: usize| {
