@@ -9,7 +9,7 @@
 //! - **Time.** Every time that was measured is [`ELAPSED`]: each spin is in vain, no deadline passes. No futex and no condition
 //!   variable times out: what only a timeout would wake is a deadlock, which loom reports.
 //! - **Arc.** Counts as the standard library's does, with `Relaxed` and `Release`; loom's own orders more.
-//! - **Shared memory.** The bytes are real, of one mapping. Its atomic words live in loom instead: a pool of zeros, given to
+//! - **Shared memory.** The bytes are real. Its atomic words live in loom instead: a pool of zeros, given to
 //!   addresses in the order in which they are first asked for. Each slice counts as an access to the [`BLOCK`]s that it overlaps at
 //!   the moment in which it is made, and loom reports two accesses that nothing orders.
 
@@ -43,6 +43,11 @@ const BLOCKS: usize = 192;
 /// The size of a buffer in shared memory. Models have small ones, so that few bytes fill them.
 pub(crate) const fn buffer_len(bytes: usize) -> usize {
     bytes / 256
+}
+
+/// How long a wait lasts that is no part of a model.
+pub(crate) const fn patience(_time: Duration) -> Duration {
+    Duration::ZERO
 }
 
 loom::lazy_static! {
@@ -204,6 +209,8 @@ struct Shared {
     words: Pool<AtomicU32>,
     longs: Pool<AtomicU64>,
     blocks: Pool<UnsafeCell<()>>,
+    /// Addresses that mean others: where memory begins that is mapped twice, its length, and where its first mapping begins.
+    aliases: std::sync::Mutex<Vec<(usize, usize, usize)>>,
 }
 
 impl Shared {
@@ -212,8 +219,23 @@ impl Shared {
             words: Pool::new(WORDS, AtomicU32::default),
             longs: Pool::new(LONGS, AtomicU64::default),
             blocks: Pool::new(BLOCKS, || UnsafeCell::new(())),
+            aliases: std::sync::Mutex::default(),
         }
     }
+
+    /// The address in the first mapping of the memory.
+    fn first(&self, address: usize) -> usize {
+        let aliases = self.aliases.lock().unwrap_or_else(PoisonError::into_inner);
+        let alias = aliases.iter().find(|(begin, len, _)| (*begin..begin + len).contains(&address));
+        alias.map_or(address, |(begin, _, first)| address - begin + first)
+    }
+}
+
+/// Has `len` bytes at `second` be another mapping of those at `first`.
+#[cfg(test)]
+pub(crate) fn same_memory(first: *const u8, second: *const u8, len: usize) {
+    let mut aliases = SHARED.aliases.lock().unwrap_or_else(PoisonError::into_inner);
+    aliases.push((second as usize, len, first as usize));
 }
 
 /// Objects of loom, by address.
@@ -238,16 +260,16 @@ impl<T> Pool<T> {
 
 /// A 4-byte word of shared memory.
 pub(crate) fn word(memory: &std::sync::atomic::AtomicU32) -> &AtomicU32 {
-    SHARED.words.at(memory.as_ptr() as usize)
+    SHARED.words.at(SHARED.first(memory.as_ptr() as usize))
 }
 
 /// An 8-byte word of shared memory.
 pub(crate) fn long(memory: &std::sync::atomic::AtomicU64) -> &AtomicU64 {
-    SHARED.longs.at(memory.as_ptr() as usize)
+    SHARED.longs.at(SHARED.first(memory.as_ptr() as usize))
 }
 
 fn blocks(bytes: &[u8]) -> impl Iterator<Item = &'static UnsafeCell<()>> {
-    let begin = bytes.as_ptr() as usize;
+    let begin = SHARED.first(bytes.as_ptr() as usize);
     (begin / BLOCK..(begin + bytes.len()).div_ceil(BLOCK)).map(|block| SHARED.blocks.at(block))
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use loom::thread;
 
+pub(crate) use super::loom::same_memory;
 use super::{AtomicU32, futex};
 
 /// Runs `model` once for every order of its threads' steps and every value that its loads may return, with at most two

@@ -30,6 +30,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Finder, Registry};
+use crate::sync::buffer_len;
 use crate::transport::shm::ring_links;
 use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
@@ -46,7 +47,7 @@ use segment::{ALIGN, Buffer, SLOT, Segment};
 use zero_copy::{ArenaSlot, PeerBuffers};
 
 /// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
-const EARLY: usize = 32 << 10;
+const EARLY: usize = buffer_len(32 << 10);
 
 /// The ranks of one host, or some of them, in shared memory.
 pub struct Shm {
@@ -477,7 +478,7 @@ pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Optio
 
 /// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
 fn small(ranks: usize) -> usize {
-    (4 * SLOT / ranks).clamp(2 << 10, SLOT)
+    (4 * SLOT / ranks).clamp(buffer_len(2 << 10), SLOT)
 }
 
 /// The peers of `me`, beginning with its neighbour, so that not all ranks pull at the same memory first.

@@ -11,9 +11,10 @@ use super::protocol::Phase;
 use super::segment::{Buffer, Segment};
 use super::shifted;
 use crate::collective::HostIo;
+use crate::sync::buffer_len;
 
 /// Bytes of a piece, at most. Twice that is slower at 1 MiB, and equal from 4 MiB on.
-pub(super) const PIECE: usize = 128 << 10;
+pub(super) const PIECE: usize = buffer_len(128 << 10);
 /// Bytes that are read before they are replaced: they stay in the first-level cache meanwhile. 8 and 16 KiB are 3 % slower.
 const STRETCH: usize = 4 << 10;
 

@@ -25,7 +25,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::announce::{Announcement, NONSENSE};
 use super::oversubscription::{self, Oversubscription};
@@ -33,6 +33,7 @@ use super::reach::Reach;
 use super::segment::{Buffer, Segment};
 use crate::collective::OpContext;
 use crate::error::Result;
+use crate::sync::{Instant, SPINS, spin_loop};
 use crate::wait::{SLICE, blocking_wait, futex_wait, futex_wake};
 
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
@@ -123,7 +124,7 @@ pub(super) struct Protocol {
     /// Parity of the number of operations so far.
     parity: usize,
     /// Every rank of this host can have a core of its own.
-    spins: bool,
+    pub(super) spins: bool,
     /// Full spins in vain since the last one that was worth it, and short ones since then.
     vain: Cell<u32>,
     /// Where the ranks run, when there are too few cores.
@@ -340,14 +341,14 @@ impl Protocol {
             let limit = if full { SPIN } else { SHORT_SPIN };
             // The clock costs as much as a line that comes from the peer, so it is read last.
             loop {
-                for _ in 0..32 {
+                for _ in 0..SPINS {
                     if self.has_come(peer, target) {
                         if full {
                             self.vain.set(0);
                         }
                         return Ok(());
                     }
-                    std::hint::spin_loop();
+                    spin_loop();
                 }
                 if begun.elapsed() >= limit {
                     break;

@@ -11,6 +11,9 @@ use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Shape};
 use crate::wait::Deadline;
 
+#[cfg(model)]
+mod model;
+
 /// What a thread needs to be a rank.
 struct Rank {
     shm: Shm,
