@@ -167,7 +167,7 @@ def join(
     """
     chosen = config.settings(timeout=timeout, secret=secret)
     lifecycle.install(shutdown)
-    pending = engine.Bootstrap(
+    bootstrap = engine.Bootstrap(
         rank,
         world_size,
         name=name,
@@ -183,8 +183,8 @@ def join(
         streams_per_peer=chosen.streams_per_peer,
         algorithm=chosen.algorithm,
     )
-    addresses = [bytes(address) for address in spread(pending.address())]
-    return Group(pending.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
+    addresses = [bytes(address) for address in spread(bootstrap.address())]
+    return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
 
 
 # An address that is reserved for documentation: the way to it is the default route, and nothing is sent.

@@ -23,7 +23,7 @@ Make = Callable[[int], torch.Tensor]
 
 
 class Marked(torch.Tensor):
-    """A subclass, which the core does not look at."""
+    """A subclass, which the bindings do not read."""
 
 
 #: Ways to a tensor of ones; the second is not plain.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import pickle
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
 import bagua
-from bagua import errors
+from bagua import engine, errors
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -49,6 +52,22 @@ def test_a_timeouts_text_is_its_text() -> None:
     # OSError, the base of TimeoutError, has opinions of its own about arguments.
     error = bagua.BaguaTimeoutError("timed out after 5.0 s", missing=(1,))
     assert (str(error), error.args) == ("timed out after 5.0 s", ("timed out after 5.0 s",))
+
+
+def test_the_error_of_the_operating_system_is_the_cause_of_the_exception() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(bagua.BaguaError, match="listening") as raised:
+        engine.RendezvousServer(*taken.getsockname())
+    cause = raised.value.__cause__
+    assert type(cause) is OSError
+    assert (cause.errno, cause.strerror) == (errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def test_an_error_without_one_has_no_cause() -> None:
+    server = engine.RendezvousServer("127.0.0.1", 0)
+    assert server.serve(1, b"address", b"secret", 1.0) == [b"address"]
+    with pytest.raises(bagua.BaguaError, match="already") as raised:
+        server.serve(1, b"address", b"secret", 1.0)
+    assert raised.value.__cause__ is None
 
 
 def test_every_core_error_is_matched_and_every_class_is_used() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from bagua import engine, shared_memory
+from bagua import engine
+from bagua.lifecycle import torch_state
 
 from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration
@@ -18,21 +19,21 @@ def _missing(what: str) -> NotImplementedError:
     return NotImplementedError(f"{what} does not exist yet")
 
 
-def _shared(group: ProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor | None:
-    """Zeros that the group's ranks on this host share; None where there is no need."""
-    communicator = None if group is None else group.get_global_communicator()
-    if not isinstance(communicator, Communicator) or communicator.nranks() == 1 or count == 0:
-        return None
-    memory = shared_memory.memory(communicator.raw, count * dtype.itemsize, f"bagua-bucket-{name}")
-    return torch.frombuffer(memory, dtype=dtype)
+def _flat_memory(group: ProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Zeros in an arena of the group (``None``: the default group); in private memory on a rank outside any group."""
+    communicator = torch_state().world if group is None else group.get_global_communicator()
+    if isinstance(communicator, Communicator):
+        return communicator.empty(count, dtype, label=f"bagua-bucket-{name}")
+    return torch.zeros(count, dtype=dtype)
 
 
 class BaguaBucket:
     """Bagua tensors of one dtype and device under one name.
 
-    With ``flatten`` their effective tensors are moved to one piece of memory. With ``alignment`` > 1 a tensor of zeros
-    is added where needed, so that the number of elements can be divided by it. With ``group`` as well, its ranks on one
-    host share that memory and work on it in place: all of them build the bucket, in the same order.
+    With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the ranks of a host share,
+    and reduce without a copy. All ranks of ``group`` (``None``: the default group) then build the bucket, in the same
+    order; without any group the memory is private. With ``alignment`` > 1 a tensor of zeros is added where needed, so
+    that the number of elements can be divided by it.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class BaguaBucket:
 
     def _flatten(self, group: ProcessGroup | None) -> None:
         parts = self._effective()
-        flat = self._filled(_shared(group, sum(part.numel() for part in parts), parts[0].dtype, self.name))
+        flat = self._filled(_flat_memory(group, sum(part.numel() for part in parts), parts[0].dtype, self.name))
         storage, offset = flat.untyped_storage(), 0
         for tensor in self._members():
             BaguaTensor.bagua_set_storage(tensor, storage, offset)

@@ -57,6 +57,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "destroy_process_group",
+    "empty",
     "from_torch_group",
     "gather",
     "gather_inplace",
@@ -188,6 +189,21 @@ def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGrou
     if self not in _state.torch_groups:
         _state.torch_groups[self] = from_torch_group(self, stream)
     return self
+
+
+def empty(
+    shape: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A new tensor of zeros in an arena: memory that the ranks of a host share, on which collectives need no copy.
+
+    Every rank of ``group`` (``None``: the default group) calls it, in the same order, with the same shape and dtype
+    (``None``: torch's default dtype). The memory is released with the last tensor that uses it, and may outlive the
+    group. ValueError on a rank outside the group.
+    """
+    communicator = to_bagua_process_group(group).get_global_communicator()
+    if not isinstance(communicator, Communicator):
+        raise ValueError(f"empty: this rank is not in {group}")
+    return communicator.empty(shape, dtype)
 
 
 def get_backend(model_name: str) -> Backend:

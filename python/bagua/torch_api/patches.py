@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .communication import bagua_patch, to_bagua_process_group
+from .data_parallel.model import hidden_forward_hooks
 from .distributed import BaguaModule
 from .process_group import AnyCommunicator, ProcessGroup
 from .tensor import BaguaTensor
@@ -16,10 +18,11 @@ __all__ = ["apply"]
 
 
 def apply() -> None:
-    """Adds the members. A second call replaces them by themselves."""
+    """Makes the changes. Called once, when the package is imported."""
     _patch_tensor()
     _patch_module()
     _patch_process_group()
+    _patch_script()
 
 
 def _patch_tensor() -> None:
@@ -28,21 +31,49 @@ def _patch_tensor() -> None:
             setattr(torch.Tensor, name, member)
 
 
+class _Attribute:
+    """A property that is not a ``property``: TorchScript compiles every ``property`` of a module's class."""
+
+    def __init__(self, wrapped: property) -> None:
+        self._property = wrapped
+        self.__doc__ = wrapped.__doc__
+
+    def __get__(self, instance: torch.nn.Module | None, owner: type | None = None) -> Any:
+        return self if instance is None else self._property.__get__(instance, owner)
+
+    def __set__(self, instance: torch.nn.Module, value: Any) -> None:
+        self._property.__set__(instance, value)
+
+
 def _patch_module() -> None:
-    properties = set()
+    attributes = set()
     for name, member in vars(BaguaModule).items():
-        if "bagua" in name:
-            setattr(torch.nn.Module, name, member)
         if isinstance(member, property):
-            properties.add(name)
-    everything = torch.nn.Module.__dir__
+            attributes.add(name)
+            setattr(torch.nn.Module, name, _Attribute(member))
+        elif "bagua" in name:
+            setattr(torch.nn.Module, name, member)
+    list_members = torch.nn.Module.__dir__
 
-    def visible(self: torch.nn.Module) -> list[str]:
+    def list_present(self: torch.nn.Module) -> list[str]:
         """The names of a module's members. torch.compile reads every one, and fails if one raises."""
-        names = everything(self)  # type: ignore[no-untyped-call]
-        return [name for name in names if name not in properties or hasattr(self, name)]
+        names = list_members(self)  # type: ignore[no-untyped-call]
+        return [name for name in names if name not in attributes or hasattr(self, name)]
 
-    torch.nn.Module.__dir__ = visible  # type: ignore[method-assign]
+    torch.nn.Module.__dir__ = list_present  # type: ignore[method-assign]
+
+
+def _patch_script() -> None:
+    """TorchScript compiles a module's hooks. It gets a wrapped model without its communication, as a copy does."""
+    recursive: Any = torch.jit._recursive
+    create = recursive.create_script_module
+
+    @functools.wraps(create)
+    def create_script_module(nn_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with hidden_forward_hooks(nn_module):
+            return create(nn_module, *args, **kwargs)
+
+    recursive.create_script_module = create_script_module
 
 
 def _bagua_pg(self: dist.ProcessGroup) -> ProcessGroup:

@@ -1,4 +1,4 @@
-//! Tensors that travel together, and what is done to them. Plain data: the lock around it belongs to the engine.
+//! Tensors that are communicated together, and their operations. Plain data: the lock around it belongs to the engine.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub struct Tensor {
     pub padding: bool,
 }
 
-/// A bucket that is being communicated, apart from the bucket itself: see [`Bucket::check_out`].
+/// The memory and operations of a bucket that is being communicated: see [`Bucket::check_out`].
 pub struct CheckedOut {
     /// The tensors' memory, in order.
     pub regions: Vec<Region>,
@@ -37,12 +37,12 @@ struct Described {
     count: usize,
 }
 
-/// See the module. Tensors and operations can be changed while it is not lent out.
+/// See the module. Tensors and operations can be changed while it is not checked out.
 pub struct Bucket {
     name: String,
     dtype: DType,
     tensors: Vec<Described>,
-    /// One per tensor, in order. `None` while lent out.
+    /// One per tensor, in order. `None` while checked out.
     regions: Option<Vec<Region>>,
     /// Tensors of the operations. Empty while it is checked out.
     extra: Vec<ExtraTensor>,
@@ -108,7 +108,7 @@ impl Bucket {
         self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.padding))
     }
 
-    /// The tensors' memory, unless it is lent out.
+    /// The tensors' memory, unless it is checked out.
     pub fn regions(&self) -> Option<&[Region]> {
         self.regions.as_deref()
     }
@@ -156,7 +156,7 @@ impl Bucket {
         Ok(())
     }
 
-    /// Hands out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
+    /// Checks out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
     pub fn check_out(&mut self) -> Result<CheckedOut> {
         match self.regions.take() {
             Some(regions) => {
@@ -193,7 +193,7 @@ impl Bucket {
         self.step = 0;
     }
 
-    /// Ok unless it is lent out.
+    /// Ok unless it is checked out.
     pub fn check_idle(&self) -> Result<()> {
         if self.regions.is_some() { Ok(()) } else { Err(self.in_flight()) }
     }
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_bucket_is_refused_by_name() {
+    fn an_empty_bucket_a_repeated_name_and_mixed_dtypes_are_refused_by_name() {
         let (mut a, mut b) = ([0u8; 8], [0u8; 8]);
         let mixed = vec![tensor("a", DType::F32, &mut a), tensor("b", DType::F16, &mut b)];
         let error = Bucket::new("first", mixed).err().unwrap();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_that_is_lent_out_cannot_be_changed_or_lent_again() {
+    fn a_bucket_that_is_checked_out_cannot_be_changed_or_checked_out_again() {
         let mut a = [0u8; 8];
         let mut bucket = Bucket::new("x", vec![tensor("a", DType::F32, &mut a)]).unwrap();
         bucket.append(Arc::new(NoOp)).unwrap();

@@ -1,5 +1,8 @@
 //! What can go wrong, as a caller would tell it apart.
 
+use std::fmt;
+use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// `Result` with this crate's [`Error`].
@@ -18,14 +21,39 @@ pub struct Progress {
     pub total: u64,
 }
 
+/// The operating system's error behind an [`Error`], where there is one. It stays in the process: an error that another rank reported
+/// has none. Two sources are always equal, because the error's text already says what they say.
+#[derive(Clone, Debug, Default)]
+pub struct Source(Option<Arc<io::Error>>);
+
+impl Source {
+    /// The operating system's error.
+    pub fn get(&self) -> Option<&io::Error> {
+        self.0.as_deref()
+    }
+}
+
+impl From<io::Error> for Source {
+    fn from(error: io::Error) -> Source {
+        Source(Some(Arc::new(error)))
+    }
+}
+
+impl PartialEq for Source {
+    fn eq(&self, _: &Source) -> bool {
+        true
+    }
+}
+
+impl Eq for Source {}
+
 /// An error of the core. Ranks are ranks of the world (the group that was built by `connect`), so that a text
 /// means the same to a reader of any sub-group's log.
 ///
 /// It is `Clone` because one cause reaches many waiters, on this rank and, by the control connections, on all others.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Error {
     /// A peer died, froze, left, or was cut off.
-    #[error("lost rank {rank} on {host}: {reason} (noticed by rank {noticed_by}{})", during(.progress))]
     PeerLost {
         /// World rank that is gone.
         rank: usize,
@@ -37,9 +65,10 @@ pub enum Error {
         noticed_by: usize,
         /// What the rank that raises this was doing, when it was doing something.
         progress: Option<Box<Progress>>,
+        /// How the connection to it broke, as the operating system says it.
+        source: Source,
     },
     /// An operation's own deadline passed.
-    #[error("timed out after {:.1} s waiting for {} (noticed by rank {noticed_by}{})", .after.as_secs_f64(), ranks(.missing), during(.progress))]
     Timeout {
         /// The deadline that was set.
         after: Duration,
@@ -51,7 +80,6 @@ pub enum Error {
         progress: Option<Box<Progress>>,
     },
     /// Another rank reported an exception.
-    #[error("rank {rank} on {host} raised {kind}: {message}")]
     PeerRaised {
         /// World rank that raised.
         rank: usize,
@@ -63,23 +91,51 @@ pub enum Error {
         message: String,
     },
     /// Ranks disagree on what to do, in which order, on which data.
-    #[error("ranks disagree: {0}")]
     Mismatch(String),
     /// The user or the engine gave up on the group.
-    #[error("aborted: {0}")]
     Aborted(String),
     /// An argument's value cannot be used. Raised before any communication.
-    #[error("{0}")]
     InvalidArgument(String),
     /// An argument's type cannot be used. Raised before any communication.
-    #[error("{0}")]
     UnsupportedType(String),
     /// A feature that does not exist yet. Raised before any communication.
-    #[error("not implemented: {0}")]
     NotImplemented(String),
     /// The group could not be built, or the system refused something.
-    #[error("{0}")]
-    System(String),
+    System {
+        /// What was being tried, and why it failed.
+        message: String,
+        /// The refusal, where it was the operating system's.
+        source: Source,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::PeerLost { rank, host, reason, noticed_by, progress, .. } => {
+                write!(f, "lost rank {rank} on {host}: {reason} (noticed by rank {noticed_by}{})", during(progress))
+            }
+            Error::Timeout { after, missing, noticed_by, progress } => {
+                let (after, missing, during) = (after.as_secs_f64(), ranks(missing), during(progress));
+                write!(f, "timed out after {after:.1} s waiting for {missing} (noticed by rank {noticed_by}{during})")
+            }
+            Error::PeerRaised { rank, host, kind, message } => {
+                write!(f, "rank {rank} on {host} raised {kind}: {message}")
+            }
+            Error::Mismatch(text) => write!(f, "ranks disagree: {text}"),
+            Error::Aborted(text) => write!(f, "aborted: {text}"),
+            Error::NotImplemented(text) => write!(f, "not implemented: {text}"),
+            Error::InvalidArgument(text) | Error::UnsupportedType(text) | Error::System { message: text, .. } => {
+                f.write_str(text)
+            }
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.os_error().map(|error| error as _)
+    }
 }
 
 impl Error {
@@ -92,9 +148,40 @@ impl Error {
         self
     }
 
-    /// An error of the system, with what was being tried.
-    pub fn system(what: &str, source: impl std::fmt::Display) -> Error {
-        Error::System(format!("{what}: {source}"))
+    /// `System` for a refusal of the operating system, with what was being tried.
+    pub fn system(what: &str, source: impl Into<io::Error>) -> Error {
+        let source = source.into();
+        Error::System { message: format!("{what}: {source}"), source: source.into() }
+    }
+
+    /// `System` without an error of the operating system.
+    pub fn other(message: impl Into<String>) -> Error {
+        Error::System { message: message.into(), source: Source::default() }
+    }
+
+    /// Adds the operating system's error, where this error has room for one and has none.
+    #[must_use]
+    pub fn caused_by(mut self, cause: &Source) -> Error {
+        if let Error::PeerLost { source, .. } | Error::System { source, .. } = &mut self
+            && source.0.is_none()
+        {
+            source.clone_from(cause);
+        }
+        self
+    }
+
+    /// The operating system's error behind this one.
+    pub fn os_error(&self) -> Option<&io::Error> {
+        match self {
+            Error::PeerLost { source, .. } | Error::System { source, .. } => source.get(),
+            Error::Timeout { .. }
+            | Error::PeerRaised { .. }
+            | Error::Mismatch(_)
+            | Error::Aborted(_)
+            | Error::InvalidArgument(_)
+            | Error::UnsupportedType(_)
+            | Error::NotImplemented(_) => None,
+        }
     }
 
     /// True for errors that were found before anything was sent, and so do not poison a group.
@@ -120,5 +207,53 @@ fn ranks(missing: &[usize]) -> String {
         [] => "the communication thread".to_owned(),
         [one] => format!("rank {one}"),
         many => format!("ranks {}", many.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    fn refused() -> io::Error {
+        io::Error::from_raw_os_error(libc::ECONNREFUSED)
+    }
+
+    fn errno(error: &Error) -> Option<i32> {
+        error.source()?.downcast_ref::<io::Error>()?.raw_os_error()
+    }
+
+    #[test]
+    fn an_error_of_the_system_keeps_its_source_in_every_clone() {
+        let error = Error::system("connecting", refused());
+        assert_eq!(error.to_string(), format!("connecting: {}", refused()));
+        assert_eq!(errno(&error.clone()), Some(libc::ECONNREFUSED));
+        assert_eq!(errno(&Error::system("connecting", rustix::io::Errno::CONNREFUSED)), Some(libc::ECONNREFUSED));
+        assert_eq!(errno(&Error::other("no such rank")), None);
+    }
+
+    #[test]
+    fn errors_compare_by_what_they_say_and_not_by_their_sources() {
+        let error = Error::system("connecting", refused());
+        assert_eq!(error, Error::other(error.to_string()));
+        assert_ne!(error, Error::other("connecting"));
+    }
+
+    #[test]
+    fn a_cause_is_added_where_there_is_room_and_none_yet() {
+        let reset = Source::from(io::Error::from_raw_os_error(libc::ECONNRESET));
+        let lost = Error::PeerLost {
+            rank: 1,
+            host: "b".to_owned(),
+            reason: "connection reset".to_owned(),
+            noticed_by: 0,
+            progress: None,
+            source: Source::default(),
+        };
+        assert_eq!(errno(&lost), None);
+        assert_eq!(errno(&lost.clone().caused_by(&reset)), Some(libc::ECONNRESET));
+        assert_eq!(errno(&lost.caused_by(&reset).caused_by(&refused().into())), Some(libc::ECONNRESET));
+        assert_eq!(errno(&Error::Mismatch("dtype".to_owned()).caused_by(&reset)), None);
     }
 }

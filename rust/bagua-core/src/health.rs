@@ -3,24 +3,73 @@
 //! One `GroupHealth` per group. The control plane writes to it, every wait reads it. It never blocks for long and holds no
 //! socket, so that the transports and the collectives need to know nothing of membership.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Progress, Result};
+use crate::error::{Error, Progress, Result, Source};
 use crate::sync::patience;
-use crate::wait::blocking_wait;
+use crate::wait::{blocking_wait, lock, wait_on_for};
 
 /// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
 /// Long enough for a control message that is already on its way, short enough to stay within the promised second.
 const VERDICT_GRACE: Duration = patience(Duration::from_millis(400));
 
-type Listener = Box<dyn Fn(&Error) + Send + Sync>;
+/// Called with the first cause, once.
+type Listener = Box<dyn FnOnce(&Error) + Send>;
+
+/// How the first cause came to this rank.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    /// This rank found it: [`GroupHealth::fail`].
+    Local,
+    /// Another rank reported it, or no other rank needs a report of it: [`GroupHealth::fail_from_peer`].
+    Peer,
+}
+
+/// The listeners of a group that has not failed. Empty once it has.
+#[derive(Default)]
+struct Listeners {
+    /// Id of the next listener.
+    next: u64,
+    /// In the order of subscription.
+    entries: Vec<Entry>,
+}
+
+/// A subscribed listener.
+struct Entry {
+    id: u64,
+    /// Not called for a cause from a peer.
+    only_local: bool,
+    listener: Listener,
+}
+
+/// Keeps a listener subscribed; dropping it unsubscribes the listener. A call that another thread has begun by then may still be
+/// running when the drop returns.
+#[must_use = "dropping a subscription unsubscribes its listener"]
+pub struct Subscription {
+    /// Dangling for a listener that was called when it subscribed.
+    listeners: Weak<Mutex<Listeners>>,
+    id: u64,
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let Some(listeners) = self.listeners.upgrade() else { return };
+        let mut listeners = lock(&listeners);
+        let at = listeners.entries.iter().position(|entry| entry.id == self.id);
+        let removed = at.map(|at| listeners.entries.remove(at));
+        // What the listener captured is dropped without the lock: it may hold a subscription of its own.
+        drop(listeners);
+        drop(removed);
+    }
+}
 
 /// The state of a group that ends waits. Ranks in its methods are ranks of the group; errors name world ranks.
 pub struct GroupHealth {
     /// The first failure. Set once: later ones are consequences.
-    cause: OnceLock<Error>,
+    cause: OnceLock<(Error, Origin)>,
     /// Mirror of `cause.is_some()` for a waiter's fast path.
     failed: AtomicBool,
     /// Lets `verdict` sleep until `cause` is set.
@@ -33,8 +82,8 @@ pub struct GroupHealth {
     hosts: Vec<String>,
     /// This process's rank in the group.
     rank: usize,
-    /// Called once with the first cause, when it was found on this rank (not when a peer reported it).
-    listener: OnceLock<Listener>,
+    /// Whom to call with the first cause. Never locked while a listener runs.
+    listeners: Arc<Mutex<Listeners>>,
 }
 
 impl GroupHealth {
@@ -50,7 +99,7 @@ impl GroupHealth {
             world_ranks,
             hosts,
             rank,
-            listener: OnceLock::new(),
+            listeners: Arc::default(),
         })
     }
 
@@ -84,10 +133,35 @@ impl GroupHealth {
         &self.hosts[rank]
     }
 
-    /// Says who is told of the first cause found on this rank. The control plane sets it once, right after `new`.
-    pub fn on_failure(&self, listener: impl Fn(&Error) + Send + Sync + 'static) {
-        // A second control plane for one group would be a programming error; the first one stays.
-        let _ = self.listener.set(Box::new(listener));
+    /// Calls `listener` once with the first cause of the group's failure, whether this rank found it or a peer reported it, on the
+    /// thread that records it; at once, on this thread, when the group has failed already. Several listeners are called in the order
+    /// of their subscriptions. A listener may call any method of this health. It runs on the path of failure, often on the control
+    /// thread: it must neither block nor wait for a lock that is held across a wait. The panic of a listener reaches the recording
+    /// thread after the other listeners were called.
+    pub fn subscribe(&self, listener: impl FnOnce(&Error) + Send + 'static) -> Subscription {
+        self.add(false, Box::new(listener))
+    }
+
+    /// As [`GroupHealth::subscribe`], but only for a first cause that [`GroupHealth::fail`] recorded: one that this rank has to
+    /// report to its peers. The control plane subscribes so.
+    pub fn subscribe_local(&self, listener: impl FnOnce(&Error) + Send + 'static) -> Subscription {
+        self.add(true, Box::new(listener))
+    }
+
+    fn add(&self, only_local: bool, listener: Listener) -> Subscription {
+        let mut listeners = lock(&self.listeners);
+        // `record` sets the cause before it takes the listeners, so a listener is either found there or called here, never both.
+        let Some((cause, origin)) = self.cause.get() else {
+            let id = listeners.next;
+            listeners.next += 1;
+            listeners.entries.push(Entry { id, only_local, listener });
+            return Subscription { listeners: Arc::downgrade(&self.listeners), id };
+        };
+        drop(listeners);
+        if *origin == Origin::Local || !only_local {
+            listener(cause);
+        }
+        Subscription { listeners: Weak::new(), id: 0 }
     }
 
     /// Ok, or the first cause.
@@ -98,38 +172,50 @@ impl GroupHealth {
 
     /// The first cause, if there is one.
     pub fn cause(&self) -> Option<Error> {
-        self.cause.get().cloned()
+        self.cause.get().map(|(cause, _)| cause.clone())
     }
 
-    /// Records a failure found on this rank, tells the listener if it is the first, and returns the first cause:
-    /// the error to raise here.
+    /// Records a failure that this rank found, calls the listeners if it is the first, and returns the first cause: the error to
+    /// raise here.
     #[must_use = "the first cause is the error to raise"]
     pub fn fail(&self, error: Error) -> Error {
-        if self.record(error.clone())
-            && let Some(listener) = self.listener.get()
-        {
-            listener(&error);
-        }
+        self.record(error.clone(), Origin::Local);
         self.cause().unwrap_or(error)
     }
 
-    /// Records a failure that another rank reported: as `fail`, without telling the listener.
+    /// Records a failure that the peers know or need not know: one that another rank reported, one that follows from a failure of
+    /// the parent group, or this rank's own leaving. Listeners of [`GroupHealth::subscribe_local`] are not called.
     pub fn fail_from_peer(&self, error: Error) {
-        self.record(error);
+        self.record(error, Origin::Peer);
     }
 
-    fn record(&self, error: Error) -> bool {
-        let first = self.cause.set(error).is_ok();
+    fn record(&self, error: Error, origin: Origin) {
+        let first = self.cause.set((error, origin)).is_ok();
         self.failed.store(true, Ordering::Release);
-        drop(self.changed.0.lock());
+        drop(lock(&self.changed.0));
         self.changed.1.notify_all();
-        first
+        if !first {
+            return;
+        }
+        let entries = std::mem::take(&mut lock(&self.listeners).entries);
+        let Some((cause, _)) = self.cause.get() else { return };
+        let mut panic = None;
+        for Entry { only_local, listener, .. } in entries {
+            if (origin == Origin::Local || !only_local)
+                && let Err(payload) = catch_unwind(AssertUnwindSafe(|| listener(cause)))
+            {
+                panic.get_or_insert(payload);
+            }
+        }
+        if let Some(payload) = panic {
+            resume_unwind(payload);
+        }
     }
 
     /// A peer said goodbye: whoever needs it from now on fails, nobody else does.
     pub fn depart(&self, rank: usize) {
         self.departed[rank].store(true, Ordering::Release);
-        drop(self.changed.0.lock());
+        drop(lock(&self.changed.0));
         self.changed.1.notify_all();
     }
 
@@ -147,6 +233,7 @@ impl GroupHealth {
             reason: reason.into(),
             noticed_by: self.world_ranks[self.rank],
             progress: None,
+            source: Source::default(),
         }
     }
 
@@ -163,18 +250,166 @@ impl GroupHealth {
     /// The error to return when the stream to `rank` ended or broke. Waits a moment for the control plane's own verdict,
     /// so that the first cause wins over its consequences; otherwise the peer itself is to blame.
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
+        self.attribute_broken_stream(rank, how, &Source::default())
+    }
+
+    /// As [`GroupHealth::attribute_disconnect`], with what the operating system said of the stream.
+    pub fn attribute_broken_stream(&self, rank: usize, how: &str, source: &Source) -> Error {
         let until = Instant::now() + VERDICT_GRACE;
         blocking_wait(|| {
-            let mut guard = self.changed.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut guard = lock(&self.changed.0);
             while self.cause.get().is_none() && !self.has_departed(rank) {
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     break;
                 }
-                guard = self.changed.1.wait_timeout(guard, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+                guard = wait_on_for(&self.changed.1, guard, left);
             }
         });
         let reason = if self.has_departed(rank) { "it left the group" } else { how };
-        self.cause().unwrap_or_else(|| self.peer_lost(rank, reason))
+        self.cause().unwrap_or_else(|| self.peer_lost(rank, reason).caused_by(source))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    fn raised(message: &str) -> Error {
+        Error::Aborted(message.to_owned())
+    }
+
+    /// What listeners were called with, in order.
+    #[derive(Clone, Default)]
+    struct Calls(Arc<Mutex<Vec<(&'static str, Error)>>>);
+
+    impl Calls {
+        fn listener(&self, name: &'static str) -> impl FnOnce(&Error) + Send + 'static {
+            let calls = self.clone();
+            move |cause| lock(&calls.0).push((name, cause.clone()))
+        }
+
+        fn take(&self) -> Vec<(&'static str, Error)> {
+            std::mem::take(&mut lock(&self.0))
+        }
+    }
+
+    #[test]
+    fn every_listener_gets_the_first_cause_once_in_the_order_of_subscription() {
+        let (health, calls) = (GroupHealth::local(0, 2), Calls::default());
+        let _subscriptions = [
+            health.subscribe(calls.listener("a")),
+            health.subscribe_local(calls.listener("b")),
+            health.subscribe(calls.listener("c")),
+        ];
+        assert_eq!(health.fail(raised("first")), raised("first"));
+        assert_eq!(calls.take(), ["a", "b", "c"].map(|name| (name, raised("first"))));
+        assert_eq!(health.fail(raised("second")), raised("first"));
+        health.fail_from_peer(raised("third"));
+        assert_eq!(calls.take(), []);
+    }
+
+    #[test]
+    fn a_cause_that_a_peer_reported_reaches_all_but_local_listeners() {
+        let (health, calls) = (GroupHealth::local(0, 2), Calls::default());
+        let _subscriptions = [health.subscribe_local(calls.listener("local")), health.subscribe(calls.listener("any"))];
+        health.fail_from_peer(raised("reported"));
+        assert_eq!(calls.take(), [("any", raised("reported"))]);
+        let _late = health.subscribe_local(calls.listener("late"));
+        assert_eq!(health.fail(raised("own")), raised("reported"));
+        assert_eq!(calls.take(), []);
+    }
+
+    #[test]
+    fn a_listener_that_subscribes_after_the_failure_is_called_at_once() {
+        let (health, calls) = (GroupHealth::local(0, 2), Calls::default());
+        let _ = health.fail(raised("first"));
+        drop(health.subscribe(calls.listener("any")));
+        drop(health.subscribe_local(calls.listener("local")));
+        assert_eq!(calls.take(), [("any", raised("first")), ("local", raised("first"))]);
+    }
+
+    #[test]
+    fn a_dropped_subscription_is_not_called_and_the_others_are() {
+        let (health, calls) = (GroupHealth::local(0, 2), Calls::default());
+        let _before = health.subscribe(calls.listener("before"));
+        let dropped = health.subscribe(calls.listener("dropped"));
+        let after = health.subscribe(calls.listener("after"));
+        drop(dropped);
+        let _ = health.fail(raised("first"));
+        assert_eq!(calls.take(), [("before", raised("first")), ("after", raised("first"))]);
+        // A subscription may outlive the health.
+        drop(health);
+        drop(after);
+    }
+
+    #[test]
+    fn a_listener_may_call_the_health_and_drop_subscriptions() {
+        let (health, calls) = (GroupHealth::local(0, 2), Calls::default());
+        let own = Arc::new(Mutex::new(None));
+        let (held, inside, nested) = (Arc::clone(&own), Arc::clone(&health), calls.clone());
+        *lock(&own) = Some(health.subscribe(move |cause| {
+            assert_eq!(inside.check(), Err(cause.clone()));
+            assert_eq!(inside.fail(raised("consequence")), *cause);
+            assert_eq!(inside.attribute_disconnect(1, "end of stream"), *cause);
+            drop(inside.subscribe(nested.listener("nested")));
+            drop(lock(&held).take());
+        }));
+        let captured = health.subscribe(calls.listener("captured"));
+        // Unsubscribing drops what the listener captured, here another subscription of the same health.
+        drop(health.subscribe(move |_| drop(captured)));
+        assert_eq!(health.fail(raised("first")), raised("first"));
+        assert_eq!(calls.take(), [("nested", raised("first"))]);
+        assert!(lock(&own).is_none());
+    }
+
+    #[test]
+    fn a_broken_stream_is_the_source_only_of_the_loss_that_it_is_the_first_sign_of() {
+        let reset = Source::from(std::io::Error::from_raw_os_error(libc::ECONNRESET));
+        let health = GroupHealth::local(0, 3);
+        let lost = health.attribute_broken_stream(1, "connection reset", &reset);
+        assert!(matches!(&lost, Error::PeerLost { rank: 1, reason, .. } if reason == "connection reset"), "{lost:?}");
+        assert!(lost.os_error().is_some());
+        let _ = health.fail(health.peer_lost(2, "no heartbeat for 5.0 s"));
+        let cause = health.attribute_broken_stream(1, "connection reset", &reset);
+        assert!(matches!(cause, Error::PeerLost { rank: 2, .. }) && cause.os_error().is_none(), "{cause:?}");
+    }
+
+    #[test]
+    fn the_panic_of_a_listener_reaches_the_failing_thread_after_the_others_were_called() {
+        let (health, calls) = (GroupHealth::local(0, 2), Calls::default());
+        let _subscriptions = [health.subscribe(|_| panic!("expected")), health.subscribe(calls.listener("other"))];
+        let inside = Arc::clone(&health);
+        assert!(std::thread::spawn(move || inside.fail(raised("first"))).join().is_err());
+        assert_eq!(calls.take(), [("other", raised("first"))]);
+        assert_eq!(health.check(), Err(raised("first")));
+    }
+
+    #[test]
+    fn listeners_that_subscribe_while_two_threads_fail_the_group_are_called_once_with_one_cause() {
+        for _ in 0..200 {
+            let (health, calls, start) = (GroupHealth::local(0, 2), Calls::default(), Barrier::new(4));
+            let subscriptions: Vec<Subscription> = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    start.wait();
+                    let _ = health.fail(raised("found here"));
+                });
+                scope.spawn(|| {
+                    start.wait();
+                    health.fail_from_peer(raised("reported"));
+                });
+                let subscribe = || {
+                    start.wait();
+                    (0..20).map(|_| health.subscribe(calls.listener("any"))).collect::<Vec<_>>()
+                };
+                let threads = [scope.spawn(subscribe), scope.spawn(subscribe)];
+                threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+            });
+            let (all, cause) = (calls.take(), health.cause().unwrap());
+            assert_eq!(all.len(), subscriptions.len());
+            assert!(all.iter().all(|(_, seen)| *seen == cause));
+        }
     }
 }

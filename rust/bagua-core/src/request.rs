@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Buffer, BufferMut, Place};
+use crate::memory::{Buffer, BufferMut, DeviceRef};
 use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::Deadline;
@@ -77,6 +77,7 @@ pub enum Uses {
 
 impl Verb {
     /// Its kind, for headers and counters.
+    #[inline]
     pub const fn kind(self) -> Kind {
         match self {
             Verb::AllReduce(_) => Kind::AllReduce,
@@ -95,6 +96,7 @@ impl Verb {
     ///
     /// # Errors
     /// `InvalidArgument` for a kind that is a message and no verb.
+    #[inline]
     pub fn of(kind: Kind, op: ReduceOp, root: usize) -> Result<Verb> {
         Ok(match kind {
             Kind::AllReduce => Verb::AllReduce(op),
@@ -113,6 +115,7 @@ impl Verb {
     }
 
     /// Its reduce operation, if it has one.
+    #[inline]
     pub const fn op(self) -> Option<ReduceOp> {
         match self {
             Verb::AllReduce(op) | Verb::Reduce { op, .. } | Verb::ReduceScatter(op) => Some(op),
@@ -121,6 +124,7 @@ impl Verb {
     }
 
     /// Its root, if it has one.
+    #[inline]
     pub const fn root(self) -> Option<usize> {
         match self {
             Verb::Reduce { root, .. } | Verb::Broadcast { root } | Verb::Gather { root } | Verb::Scatter { root } => {
@@ -131,11 +135,13 @@ impl Verb {
     }
 
     /// True when all ranks' tensors must have one shape.
+    #[inline]
     pub const fn compares_shapes(self) -> bool {
         matches!(self, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. })
     }
 
     /// How its buffers relate.
+    #[inline]
     pub const fn layout(self) -> Layout {
         match self {
             Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier => Layout::Equal,
@@ -146,6 +152,7 @@ impl Verb {
     }
 
     /// Which of two separate buffers this rank uses.
+    #[inline]
     pub fn uses(self, rank: usize) -> Uses {
         match self {
             Verb::Reduce { root, .. } | Verb::Gather { root } if root != rank => Uses::SourceOnly,
@@ -187,11 +194,13 @@ pub enum Io<'a> {
 
 impl<'a> Io<'a> {
     /// One buffer of host memory.
+    #[inline]
     pub fn in_place(data: &'a mut [u8]) -> Io<'a> {
         Io::InPlace(data.into())
     }
 
     /// Two buffers of host memory.
+    #[inline]
     pub fn split(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
         Io::Split { src: src.into(), dst: dst.into() }
     }
@@ -202,6 +211,7 @@ impl<'a> Io<'a> {
     }
 
     /// Bytes of the larger buffer.
+    #[inline]
     pub fn len(&self) -> usize {
         match self {
             Io::InPlace(data) => data.len(),
@@ -218,7 +228,8 @@ impl<'a> Io<'a> {
     ///
     /// # Errors
     /// `UnsupportedType` when they are in different places.
-    pub fn device(&self) -> Result<Place<'a>> {
+    #[inline]
+    pub fn device(&self) -> Result<DeviceRef<'a>> {
         let (src, dst) = match self {
             Io::InPlace(data) => return Ok(data.device()),
             Io::Split { src, dst } => (src.device(), dst.device()),
@@ -228,7 +239,8 @@ impl<'a> Io<'a> {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other),
             _ => false,
         };
-        let name = |place: Place<'_>| place.map_or_else(|| "the host".to_owned(), |device| device.name().to_owned());
+        let name =
+            |place: DeviceRef<'_>| place.map_or_else(|| "the host".to_owned(), |device| device.name().to_owned());
         if together {
             Ok(src)
         } else {
@@ -264,6 +276,7 @@ pub enum HostIo<'a> {
 
 impl HostIo<'_> {
     /// What this rank contributes.
+    #[inline]
     pub fn input(&self) -> &[u8] {
         match self {
             HostIo::InPlace(data) => data,
@@ -272,6 +285,7 @@ impl HostIo<'_> {
     }
 
     /// What this rank gets.
+    #[inline]
     pub fn output(&mut self) -> &mut [u8] {
         match self {
             HostIo::InPlace(data) => data,

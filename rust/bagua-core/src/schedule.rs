@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 
 /// The bucket of a tensor, and its index there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct TensorIndex {
     /// Index of its bucket.
     pub bucket: usize,
     /// Index in its bucket.
@@ -47,7 +47,7 @@ struct Entry {
 pub struct Schedule {
     entries: Vec<Entry>,
     /// Of the tensors that can be marked, by number: in registered order, padding left out.
-    places: Vec<Place>,
+    places: Vec<TensorIndex>,
     /// The bucket that must go next; below the number of buckets, or 0 when there are none.
     front: usize,
 }
@@ -63,7 +63,7 @@ impl Schedule {
                 if !names.insert(name.clone()) {
                     return Err(Error::InvalidArgument(format!("tensor '{name}' is in the schedule twice")));
                 }
-                places.push(Place { bucket, tensor });
+                places.push(TensorIndex { bucket, tensor });
             }
             let slots: Vec<Slot> =
                 tensors.into_iter().map(|(name, padding)| Slot { name, padding, ready: padding }).collect();
@@ -78,7 +78,7 @@ impl Schedule {
         self.places.iter().map(|place| self.name(*place))
     }
 
-    fn name(&self, place: Place) -> &str {
+    fn name(&self, place: TensorIndex) -> &str {
         &self.entries[place.bucket].slots[place.tensor].name
     }
 
@@ -91,7 +91,7 @@ impl Schedule {
     ///
     /// # Errors
     /// `InvalidArgument` for a number that no tensor has, and for a tensor that is marked already.
-    pub fn check(&self, number: usize) -> Result<Place> {
+    pub fn check(&self, number: usize) -> Result<TensorIndex> {
         let known = self.places.len();
         let place = *self.places.get(number).ok_or_else(|| {
             Error::InvalidArgument(format!("no tensor has number {number}: {known} tensors are registered"))

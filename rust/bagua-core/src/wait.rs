@@ -1,15 +1,32 @@
 //! Waiting: deadlines, a spin that gives up, and doorbells that a peer rings from another thread or process.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::convert::Infallible;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Instant, futex};
 
 /// The longest any wait sleeps before it looks at its [`crate::health::GroupHealth`] and its deadline again.
 /// An abort is therefore seen within this time, without anybody having to wake the sleeper.
 pub const SLICE: Duration = Duration::from_millis(20);
+
+/// Locks a mutex, also one that a panicking thread poisoned: callers keep their data valid between any two statements.
+pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits on a condition variable until it is notified; as [`lock`], it accepts a poisoned mutex. May return early.
+pub fn wait_on<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`wait_on`], for at most `timeout`.
+pub fn wait_on_for<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>, timeout: Duration) -> MutexGuard<'a, T> {
+    changed.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
+}
 
 /// When an operation must be done.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +54,55 @@ impl Deadline {
     /// True when it has passed.
     pub fn passed(&self) -> bool {
         self.left().is_zero()
+    }
+}
+
+/// How a wait of limited length ended.
+#[derive(Debug, PartialEq)]
+#[must_use]
+pub enum Waited<T> {
+    /// The operation is done, and this is its result.
+    Done(Result<T>),
+    /// The operation was not done at the end of the wait. Nothing failed.
+    Pending,
+}
+
+/// Waits for an operation at most `timeout` (`None`: until it is done), by waits of at most `slice`. `between` runs between two of
+/// them, and once more before a timeout is returned; its error ends the wait and leaves the operation running.
+///
+/// `wait` waits at most as long as it is given. `timed_out` makes the error for a `timeout` that passed, and nothing else is ever
+/// taken for one: the result is what a single wait of length `timeout` returns.
+pub fn wait_in_slices<T, E>(
+    timeout: Option<Duration>,
+    slice: Duration,
+    mut wait: impl FnMut(Duration) -> Waited<T>,
+    mut between: impl FnMut() -> std::result::Result<(), E>,
+    timed_out: impl FnOnce(Duration) -> Error,
+) -> std::result::Result<Result<T>, E> {
+    let start = Instant::now();
+    loop {
+        let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+        match wait(left.map_or(slice, |left| left.min(slice))) {
+            Waited::Done(result) => return Ok(result),
+            Waited::Pending => between()?,
+        }
+        if let (Some(limit), Some(left)) = (timeout, left)
+            && left <= slice
+        {
+            return Ok(Err(timed_out(limit)));
+        }
+    }
+}
+
+/// A single wait for at most `timeout` (`None`: until the operation is done), as [`wait_in_slices`].
+pub fn wait_once<T>(
+    timeout: Option<Duration>,
+    wait: impl FnMut(Duration) -> Waited<T>,
+    timed_out: impl FnOnce(Duration) -> Error,
+) -> Result<T> {
+    match wait_in_slices(timeout, Duration::MAX, wait, || Ok::<(), Infallible>(()), timed_out) {
+        Ok(result) => result,
+        Err(never) => match never {},
     }
 }
 
@@ -196,6 +262,93 @@ mod tests {
         assert_eq!(SEEN.get(), 2);
         wait();
         assert_eq!(SEEN.get(), 2, "it outlived what it was meant for");
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn never_times_out(_: Duration) -> Error {
+        panic!("no timeout passed")
+    }
+
+    #[test]
+    fn an_operation_that_is_done_between_two_slices_returns_its_result() {
+        for timeout in [None, Some(LONG)] {
+            for result in [Ok(7), Err(Error::Aborted("by a peer".to_owned()))] {
+                let (done, waits) = (Cell::new(false), Cell::new(0));
+                let wait = |limit| {
+                    assert_eq!(limit, Duration::ZERO);
+                    waits.set(waits.get() + 1);
+                    if done.get() { Waited::Done(result.clone()) } else { Waited::Pending }
+                };
+                let between = || {
+                    done.set(waits.get() == 3);
+                    Ok::<(), ()>(())
+                };
+                let waited = wait_in_slices(timeout, Duration::ZERO, wait, between, never_times_out);
+                assert_eq!((waited, waits.get()), (Ok(result.clone()), 4));
+            }
+        }
+    }
+
+    #[test]
+    fn a_timeout_of_the_operation_is_returned_as_it_is() {
+        let own = Error::Timeout { after: LONG, missing: vec![1], noticed_by: 0, progress: None };
+        let wait = |_| Waited::<()>::Done(Err(own.clone()));
+        let between = || Ok::<(), ()>(());
+        let waited = wait_in_slices(Some(Duration::ZERO), Duration::ZERO, wait, between, never_times_out);
+        assert_eq!(waited, Ok(Err(own.clone())));
+        assert_eq!(wait_once(None, wait, never_times_out), Err(own.clone()));
+    }
+
+    #[test]
+    fn a_timeout_that_passes_ends_the_wait_after_what_runs_between_slices() {
+        let timed_out = |after| Error::Timeout { after, missing: vec![], noticed_by: 3, progress: None };
+        for timeout in [Duration::ZERO, Duration::from_millis(1)] {
+            let ran = Cell::new(0);
+            let between = || {
+                ran.set(ran.get() + 1);
+                Ok::<(), ()>(())
+            };
+            let wait = |_| Waited::<()>::Pending;
+            let waited = wait_in_slices(Some(timeout), Duration::ZERO, wait, between, timed_out);
+            assert_eq!(waited, Ok(Err(timed_out(timeout))));
+            assert!(ran.get() > 0);
+            assert_eq!(wait_once(Some(timeout), wait, timed_out), Err(timed_out(timeout)));
+        }
+    }
+
+    #[test]
+    fn an_error_between_two_slices_ends_the_wait() {
+        for timeout in [None, Some(LONG), Some(Duration::ZERO)] {
+            let wait = |_| Waited::<()>::Pending;
+            let waited = wait_in_slices(timeout, Duration::ZERO, wait, || Err("Ctrl-C"), never_times_out);
+            assert_eq!(waited, Err("Ctrl-C"));
+        }
+    }
+
+    #[test]
+    fn a_poisoned_mutex_can_be_locked_and_waited_on() {
+        let pair = (Mutex::new(1), Condvar::new());
+        let panicked = std::thread::scope(|scope| {
+            let poison = scope.spawn(|| {
+                let _guard = pair.0.lock().unwrap();
+                panic!("expected");
+            });
+            poison.join().is_err()
+        });
+        assert!(panicked && pair.0.is_poisoned());
+        *lock(&pair.0) += 1;
+        assert_eq!(*wait_on_for(&pair.1, lock(&pair.0), Duration::from_millis(1)), 2);
+        std::thread::scope(|scope| {
+            let mut guard = lock(&pair.0);
+            scope.spawn(|| {
+                *lock(&pair.0) = 3;
+                pair.1.notify_all();
+            });
+            while *guard != 3 {
+                guard = wait_on(&pair.1, guard);
+            }
+        });
     }
 
     #[test]

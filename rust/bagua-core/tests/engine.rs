@@ -17,6 +17,7 @@ use bagua_core::op::{BucketCx, CallbackOp, CentralizedOp, NoOp, Op};
 use bagua_core::stats::Stats;
 use bagua_core::transport::local_mesh;
 use bagua_core::types::DType;
+use bagua_core::wait::Waited;
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
@@ -224,7 +225,7 @@ fn a_panic_in_an_operation_is_an_error_and_leaves_no_waiter_behind() {
     engine.register(buckets).unwrap();
     mark(&engine, "a");
     assert_eq!(text(engine.wait(LONG)), "an operation of engine 'model' panicked: boom in 0");
-    assert!(matches!(health.cause(), Some(Error::System(_))));
+    assert!(matches!(health.cause(), Some(Error::System { .. })));
 }
 
 #[test]
@@ -240,6 +241,62 @@ fn a_wait_that_times_out_leaves_the_bucket_running() {
     assert!(matches!(engine.wait(Some(short)), Err(Error::Timeout { after, .. }) if after == short));
     drop(open);
     assert_eq!(engine.wait(LONG).unwrap(), 1);
+}
+
+#[test]
+fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
+    let (engine, _) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a b");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    assert_eq!(engine.wait_for(Duration::ZERO), Waited::Pending);
+    let mut open = Some(open);
+    let finish_both = || {
+        if open.take().is_some() {
+            // In order with the buckets: they are done when this job is.
+            engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
+        }
+        Ok::<(), ()>(())
+    };
+    assert_eq!(engine.wait_in_slices(LONG, Duration::ZERO, finish_both), Ok(Ok(2)));
+}
+
+#[test]
+fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
+    let (engine, _) = alone();
+    engine.register(buckets("a b c")).unwrap();
+    for step in 0..5000 {
+        mark(&engine, "abc");
+        let waited = engine.wait_in_slices(None, Duration::ZERO, || Ok::<(), ()>(()));
+        assert_eq!(waited, Ok(Ok(3)), "step {step}");
+    }
+}
+
+#[test]
+fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
+    // The group has failed, and the operation that waits for the peer has not noticed yet.
+    let (engine, health) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a b");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    let lost = health.fail(health.peer_lost(0, "no heartbeat for 5.0 s"));
+    let mut slices = 0;
+    let mut open = Some(open);
+    let notice_late = || {
+        slices += 1;
+        if slices == 100 {
+            drop(open.take());
+        }
+        Ok::<(), ()>(())
+    };
+    assert_eq!(engine.wait_in_slices(None, Duration::ZERO, notice_late), Ok(Err(lost)));
+    assert!(slices >= 100);
 }
 
 #[test]
@@ -442,7 +499,7 @@ fn the_first_cause_wins_over_what_follows_from_it() {
     let (first, inside) = (cause.clone(), health.clone());
     let error = channel.run(move |_| -> Result<()> {
         let _ = inside.fail(first);
-        Err(Error::System("a consequence".into()))
+        Err(Error::other("a consequence"))
     });
     assert_eq!(error, Err(cause.clone()));
     assert_eq!(channel.submit("more", Box::new(|_| Ok(()))).err(), Some(cause));
@@ -454,13 +511,13 @@ fn jobs_queued_behind_a_failure_end_with_its_cause() {
     let (open, opened) = mpsc::channel::<()>();
     let fails = move |_: &mut Lanes| {
         let _ = opened.recv();
-        Err(Error::System("broken".into()))
+        Err(Error::other("broken"))
     };
     let first = channel.submit("a wait", Box::new(fails)).unwrap();
     let second = channel.submit("a note", Box::new(|_| panic!("must not run"))).unwrap();
     drop(open);
-    assert_eq!(second.wait(LONG), Err(Error::System("broken".into())));
-    assert_eq!(first.wait(LONG), Err(Error::System("broken".into())));
+    assert_eq!(second.wait(LONG), Err(Error::other("broken")));
+    assert_eq!(first.wait(LONG), Err(Error::other("broken")));
 }
 
 #[test]

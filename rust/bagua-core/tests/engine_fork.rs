@@ -31,7 +31,7 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on(
     // SAFETY: the child only makes calls that take no lock of another thread, and ends with `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let refused = |result: Result<(), Error>| matches!(result, Err(Error::System(text)) if text.contains("forked"));
+        let refused = |result: Result<(), Error>| matches!(result, Err(Error::System { message, .. }) if message.contains("forked"));
         let marked = refused(engine.mark_ready(0, None));
         let waited = refused(engine.wait(Some(Duration::from_secs(1))).map(drop));
         let submitted = refused(engine.submit(|_| Ok(())).map(drop));

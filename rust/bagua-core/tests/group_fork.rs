@@ -2,11 +2,12 @@
 
 mod group_world;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_core::error::Error;
 use bagua_core::group::{Options, TransportChoice};
+use bagua_core::wait::lock;
 use group_world::{cause, exit_code, fork, live, mixed, until, world_with};
 use rustix::process::Signal;
 
@@ -20,7 +21,7 @@ fn entry_of_processes() {
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ALONE)
 }
 
 fn sockets() -> usize {
@@ -43,7 +44,7 @@ fn a_forked_child_is_told_so_closes_its_copies_and_harms_nobody() {
         let child = fork(move || {
             // The runtime's own pair for signals is not registered and harmless; ours are gone.
             assert_eq!(sockets(), 0);
-            let told = |error: &Error| matches!(error, Error::System(text) if text.contains("forked"));
+            let told = |error: &Error| matches!(error, Error::System { message, .. } if message.contains("forked"));
             assert!(told(&groups_there[0].lane().map(|_| ()).unwrap_err()));
             assert!(told(&groups_there[0].subgroup(&[0], "one").map(|_| ()).unwrap_err()));
             let mut first = lanes_there.remove(0);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bagua_core::error::Error;
 use bagua_core::group::{Bootstrap, Config, TransportChoice};
-use group_world::{cause, config, connect_all, live, mixed, try_world, until, world, world_with};
+use group_world::{PATIENCE, cause, config, connect_all, live, mixed, try_world, until, world, world_with};
 use rustix::process::Signal;
 
 const ENTRY: &str = "entry_of_processes";
@@ -93,6 +93,33 @@ fn an_exception_of_one_rank_reaches_every_other() {
     }
     groups[0].raise("TypeError", "too late");
     assert!(matches!(cause(&groups[1]), Error::PeerRaised { rank: 1, .. }));
+}
+
+#[test]
+fn listeners_on_every_rank_are_called_with_the_first_cause_and_local_ones_only_on_the_rank_that_found_it() {
+    let groups = world(3);
+    let (send, calls) = std::sync::mpsc::channel();
+    let subscriptions: Vec<_> = groups
+        .iter()
+        .flat_map(|group| {
+            let send = |name| {
+                let (rank, send) = (group.rank(), send.clone());
+                move |cause: &Error| send.send((rank, name, cause.clone())).unwrap()
+            };
+            let health = group.health();
+            [health.subscribe(send("one")), health.subscribe_local(send("local")), health.subscribe(send("two"))]
+        })
+        .collect();
+    groups[1].raise("ValueError", "bad number");
+    let first = groups[1].health().cause().unwrap();
+    groups.iter().for_each(|group| assert_eq!(cause(group), first));
+    let mut seen: Vec<_> = (0..7).map(|_| calls.recv_timeout(PATIENCE).unwrap()).collect();
+    // Every listener was called or is dropped now, so that the iteration ends.
+    drop((send, groups, subscriptions));
+    seen.extend(calls);
+    seen.sort_by_key(|(rank, ..)| *rank);
+    let expected = [(0, "one"), (0, "two"), (1, "one"), (1, "local"), (1, "two"), (2, "one"), (2, "two")];
+    assert_eq!(seen, expected.map(|(rank, name)| (rank, name, first.clone())));
 }
 
 #[test]
@@ -256,7 +283,7 @@ fn another_secret_is_refused_by_name() {
     });
     let errors: Vec<Error> = results.into_iter().map(|result| result.map(|_| ()).unwrap_err()).collect();
     assert!(matches!(&errors[0], Error::Timeout { missing, .. } if missing == &[1]), "{:?}", errors[0]);
-    assert!(matches!(&errors[1], Error::System(text) if text.contains("wrong secret")), "{:?}", errors[1]);
+    assert!(matches!(&errors[1], Error::System { message, .. } if message.contains("wrong secret")), "{:?}", errors[1]);
 }
 
 #[test]

@@ -106,8 +106,11 @@ fn all_ranks_meet_at_a_port_that_the_system_chose_whoever_comes_first() {
 #[test]
 fn a_first_rank_that_is_gone_is_lost_at_once_to_those_who_were_told_where_it_listens() {
     let lost = |outcome| {
-        let Err(Error::PeerLost { rank: 0, reason, noticed_by: 1, .. }) = outcome else { panic!("{outcome:?}") };
+        let Err(Error::PeerLost { rank: 0, reason, noticed_by: 1, source, .. }) = outcome else {
+            panic!("{outcome:?}")
+        };
         assert!(reason.contains("the rendezvous at 127.0.0.1:"), "{reason}");
+        assert!(source.get().is_some(), "the connection was refused or reset, or it ended");
     };
     let (server, place) = listening();
     std::thread::scope(|scope| {
@@ -157,7 +160,11 @@ fn a_place_that_nobody_can_connect_to_is_refused() {
     assert!(matches!(nowhere, Err(Error::InvalidArgument(_))), "{nowhere:?}");
     let (taken, place) = listening();
     let again = RendezvousServer::bind(place).map(|_| ());
-    assert!(matches!(&again, Err(Error::System(text)) if text.contains("listening on 127.0.0.1:")), "{again:?}");
+    assert!(
+        matches!(&again, Err(Error::System { message, .. }) if message.contains("listening on 127.0.0.1:")),
+        "{again:?}"
+    );
+    assert_eq!(again.unwrap_err().os_error().and_then(std::io::Error::raw_os_error), Some(libc::EADDRINUSE));
     assert!(matches!(at(place, 0, 2, b"s", PATIENCE), Err(Error::InvalidArgument(_))));
     drop(taken);
 }
@@ -261,7 +268,7 @@ fn strangers_at_the_tcp_rendezvous_hear_what_is_wrong_and_the_job_goes_on() {
         let first = scope.spawn(move || by_tcp(port, 0, 3, b"s", PATIENCE));
         let second = scope.spawn(move || by_tcp(port, 1, 3, b"s", PATIENCE));
         let secret = by_tcp(port, 2, 3, b"S", PATIENCE).unwrap_err();
-        assert!(matches!(&secret, Error::System(text) if text.contains("wrong secret")), "{secret:?}");
+        assert!(matches!(&secret, Error::System { message, .. } if message.contains("wrong secret")), "{secret:?}");
         let size = by_tcp(port, 2, 4, b"s", PATIENCE).unwrap_err();
         assert!(matches!(&size, Error::Mismatch(text) if text.contains("4 ranks")), "{size:?}");
         // Rank 1 may be connected or not yet; in either case one of two is too many.
@@ -315,7 +322,7 @@ fn impossible_places_are_refused() {
         [by_tcp(0, 1, 2, b"", PATIENCE), by_tcp(1, 2, 2, b"", PATIENCE), by_file(Path::new("x"), 3, 2, "", PATIENCE)];
     assert!(wrong.iter().all(|outcome| matches!(outcome, Err(Error::InvalidArgument(_)))));
     let nowhere = by_file(Path::new("/nonexistent/meet"), 0, 2, "a", PATIENCE);
-    assert!(matches!(nowhere, Err(Error::System(_))));
+    assert!(matches!(nowhere, Err(Error::System { .. })));
 }
 
 #[test]

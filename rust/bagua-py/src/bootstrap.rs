@@ -1,18 +1,20 @@
 //! `Bootstrap`: a rank on its way into a group.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use bagua_core::collective::Algorithm;
 use bagua_core::engine as core;
 use bagua_core::error::Error;
 use bagua_core::group::{self, Config, TransportChoice};
+use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::{self, seconds};
+use crate::gil::DropWithoutGil;
 use crate::group::Communicator;
-use crate::waiting::{self, Kept};
+use crate::interrupt;
 
 /// A rank that listens and has an address to spread, but knows no peer yet.
 ///
@@ -26,7 +28,7 @@ pub struct Bootstrap {
     address: Vec<u8>,
     world_size: usize,
     /// Taken by `connect`.
-    pending: Mutex<Option<Kept<group::Bootstrap>>>,
+    pending: Mutex<Option<DropWithoutGil<group::Bootstrap>>>,
 }
 
 #[pymethods]
@@ -87,7 +89,7 @@ impl Bootstrap {
         };
         let pending = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
         let address = pending.address().to_vec();
-        Ok(Bootstrap { address, world_size, pending: Mutex::new(Some(Kept::new(pending))) })
+        Ok(Bootstrap { address, world_size, pending: Mutex::new(Some(DropWithoutGil::new(pending))) })
     }
 
     /// Opaque bytes that the peers need: spread them to every rank.
@@ -104,9 +106,10 @@ impl Bootstrap {
             let text = format!("{} addresses for a world of {} ranks", addresses.len(), self.world_size);
             return Err(raise(Error::InvalidArgument(text)));
         }
-        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let pending = pending.ok_or_else(|| raise(Error::System("this rank has connected already".to_owned())))?;
-        let core = waiting::aside(py, move || core::Communicator::new(pending.into_inner().connect(&addresses)?))?;
+        let pending = lock(&self.pending).take();
+        let pending = pending.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
+        let core =
+            interrupt::run_on_thread(py, move || core::Communicator::new(pending.into_inner().connect(&addresses)?))?;
         Ok(Communicator::of(core))
     }
 }

@@ -12,9 +12,10 @@ use bagua_core::types::DType;
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
+use crate::gil::{self, DropWithoutGil};
+use crate::interrupt;
 use crate::request::{Call, Request};
 use crate::tensor;
-use crate::waiting::{self, Kept};
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -28,13 +29,13 @@ impl Handle {
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || !self.core.is_completed())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
 #[pymethods]
 impl Handle {
-    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and hears Ctrl-C.
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and handles Ctrl-C.
     ///
     /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
     #[pyo3(signature = (timeout=None))]
@@ -67,7 +68,7 @@ impl Bucket {
         let markable = tensors.iter().filter(|(.., padding)| !padding).count();
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+                let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
@@ -117,7 +118,8 @@ impl Bucket {
             return Err(errors::raise(py, Error::UnsupportedType(text)));
         }
         let op = CallbackOp::new(move |bucket| {
-            let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
+            let called =
+                Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
@@ -128,7 +130,7 @@ impl Bucket {
     /// communicated.
     fn attach(&self, py: Python<'_>, name: &str, address: usize, count: usize, dtype: u8) -> PyResult<()> {
         let attach = || -> Result<()> {
-            let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+            let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
             self.core.attach(ExtraTensor { name: name.to_owned(), region })
         };
         attach().map_err(|e| errors::raise(py, e))
@@ -145,16 +147,16 @@ impl Bucket {
     }
 }
 
-/// A Python exception as the core can carry it to other threads and ranks.
-fn told(py: Python<'_>, raised: &PyErr) -> Error {
+/// A Python exception as an error that the core can send to other threads and ranks.
+fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
-    Error::System(format!("{class}: {}", raised.value(py)))
+    Error::other(format!("{class}: {}", raised.value(py)))
 }
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Engine {
-    core: Kept<Arc<core::Engine>>,
+    core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
     /// Element type of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
     dtypes: Mutex<Vec<DType>>,
@@ -162,7 +164,7 @@ pub struct Engine {
 
 impl Engine {
     pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
     }
 
     fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
@@ -201,7 +203,7 @@ impl Engine {
     fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
-        waiting::blocking(py, &self.group, || self.core.register(cores))?;
+        gil::run_released(py, &self.group, || self.core.register(cores))?;
         *self.dtypes() =
             buckets.iter().flat_map(|bucket| std::iter::repeat_n(bucket.core.dtype(), bucket.markable)).collect();
         Ok(self.core.tensors())
@@ -217,7 +219,7 @@ impl Engine {
                 (None, None) => None,
                 // The core refuses an unknown number.
                 (Some(address), Some(count)) => match self.dtypes().get(number) {
-                    Some(dtype) => Some(tensor::on_loan(address, count, *dtype)?),
+                    Some(dtype) => Some(tensor::region_at(address, count, *dtype)?),
                     None => None,
                 },
                 _ => {
@@ -237,8 +239,7 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.health().check().is_ok())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

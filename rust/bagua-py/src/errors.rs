@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use bagua_core::error::{Error, Progress};
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyNotImplementedError, PyOSError, PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
@@ -13,7 +14,18 @@ static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 /// The exception for a core error. A class of `bagua.errors` is called as `cls(message, **fields)`.
 pub fn raise(py: Python<'_>, error: Error) -> PyErr {
-    exception(py, error).unwrap_or_else(|while_raising| while_raising)
+    let code = error.os_error().and_then(std::io::Error::raw_os_error);
+    let raised = exception(py, error).unwrap_or_else(|while_raising| while_raising);
+    if let Some(cause) = code.and_then(|code| os_error(py, code).ok()) {
+        raised.set_cause(py, Some(cause));
+    }
+    raised
+}
+
+/// The `OSError` with this number; Python chooses its subclass, such as `ConnectionResetError`.
+fn os_error(py: Python<'_>, code: i32) -> PyResult<PyErr> {
+    let text: String = py.import(intern!(py, "os"))?.call_method1(intern!(py, "strerror"), (code,))?.extract()?;
+    Ok(PyOSError::new_err((code, text)))
 }
 
 /// The exception of this class with this text, or the reason why it could not be made.
@@ -22,7 +34,7 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
     let fields = PyDict::new(py);
     // No wildcard: a new variant has to be given a class here.
     let class = match error {
-        Error::PeerLost { rank, host, reason, noticed_by, progress } => {
+        Error::PeerLost { rank, host, reason, noticed_by, progress, source: _ } => {
             fields.set_item("rank", rank)?;
             fields.set_item("host", host)?;
             fields.set_item("reason", reason)?;
@@ -46,7 +58,7 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
         }
         Error::Mismatch(_) => "MismatchError",
         Error::Aborted(_) => "AbortedError",
-        Error::System(_) => "BaguaError",
+        Error::System { .. } => "BaguaError",
         Error::InvalidArgument(_) => return Ok(PyValueError::new_err(text)),
         Error::UnsupportedType(_) => return Ok(PyTypeError::new_err(text)),
         Error::NotImplemented(_) => return Ok(PyNotImplementedError::new_err(text)),

@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::group::Communicator;
+use crate::interrupt;
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
-use crate::waiting;
 
 impl Communicator {
     /// See `try_run` there.
@@ -43,8 +43,8 @@ impl Communicator {
         let shape = Some(from.as_ref().map_or(to.shape, |from| from.shape));
         let options = Options { shape, ..Options::DEFAULT };
         let operands = || {
-            let src = from.map(|from| tensor::on_loan(from.address, from.count, dtype)).transpose()?;
-            Operands::new(src, tensor::on_loan(to.address, to.count, dtype)?)
+            let src = from.map(|from| tensor::region_at(from.address, from.count, dtype)).transpose()?;
+            Operands::new(src, tensor::region_at(to.address, to.count, dtype)?)
         };
         let Ok(mut operands) = operands() else { return Ok(false) };
         let bytes = operands.bytes();
@@ -55,9 +55,9 @@ impl Communicator {
             // Also after a failure, which may have come when half of it was written.
             outcome if !reads_only => {
                 reader.changed(dst)?;
-                waiting::raised(dst.py(), outcome)?;
+                interrupt::py_result(dst.py(), outcome)?;
             }
-            outcome => waiting::raised(dst.py(), outcome)?,
+            outcome => interrupt::py_result(dst.py(), outcome)?,
         }
         Ok(true)
     }

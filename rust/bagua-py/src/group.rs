@@ -16,10 +16,11 @@ use pyo3::types::PyDict;
 use crate::arena::Arena;
 use crate::engine::{Engine, Handle};
 use crate::errors;
+use crate::gil::{self, DropWithoutGil};
+use crate::interrupt;
 use crate::request::{Call, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::TensorReader;
-use crate::waiting::{self, Kept};
 
 /// A group of ranks and its main lane: every verb runs in program order, a blocking one on the calling thread.
 ///
@@ -27,7 +28,7 @@ use crate::waiting::{self, Kept};
 /// until then. Verbs raise ValueError or TypeError before anything is sent, and the classes of `bagua.errors` afterwards.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Communicator {
-    core: Kept<Arc<core::Communicator>>,
+    core: DropWithoutGil<Arc<core::Communicator>>,
     /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
     spins: bool,
 }
@@ -41,7 +42,7 @@ const LONG: usize = usize::MAX;
 impl Communicator {
     pub fn of(core: core::Communicator) -> Communicator {
         let spins = matches!(core.transports().0, "solo" | "shm");
-        Communicator { core: Kept::new(Arc::new(core)), spins }
+        Communicator { core: DropWithoutGil::new(Arc::new(core)), spins }
     }
 
     pub fn group(&self) -> &Group {
@@ -52,9 +53,9 @@ impl Communicator {
     pub fn here(&self, py: Python<'_>, bytes: usize, verb: impl FnOnce(&mut Lane) -> Result<()> + Send) -> Result<()> {
         let run = || self.core.run(verb);
         if self.spins && bytes <= BRIEF {
-            waiting::brief(self.group(), run)
+            gil::release_when_blocked(self.group(), run)
         } else {
-            waiting::without_gil(py, self.group(), run)
+            gil::release(py, self.group(), run)
         }
     }
 
@@ -70,7 +71,7 @@ impl Communicator {
         let Call { async_op, keep, .. } = call;
         if !async_op {
             let outcome = self.here(py, bytes, |lane| verb(lane, &options));
-            return waiting::raised(py, outcome).map(|()| None);
+            return interrupt::py_result(py, outcome).map(|()| None);
         }
         let job = move |lane: &mut Lane| {
             let outcome = verb(lane, &options);
@@ -83,10 +84,10 @@ impl Communicator {
     }
 }
 
-/// An address with its peer and its count, on loan.
+/// The regions of messages, each with its peer.
 fn messages(list: Vec<(usize, usize, usize)>, code: u8) -> Result<Vec<(usize, Region)>> {
     let dtype = tensor::dtype(code)?;
-    list.into_iter().map(|(peer, address, count)| Ok((peer, tensor::on_loan(address, count, dtype)?))).collect()
+    list.into_iter().map(|(peer, address, count)| Ok((peer, tensor::region_at(address, count, dtype)?))).collect()
 }
 
 #[pymethods]
@@ -206,8 +207,8 @@ impl Communicator {
         let call = Call::new(None, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut operands = with(py, || {
-            let src = src.map(|address| tensor::on_loan(address, src_count, kind)).transpose()?;
-            Operands::new(src, tensor::on_loan(dst, dst_count, kind)?)
+            let src = src.map(|address| tensor::region_at(address, src_count, kind)).transpose()?;
+            Operands::new(src, tensor::region_at(dst, dst_count, kind)?)
         })?;
         self.go(py, call, LONG, move |lane, options| {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
@@ -232,7 +233,7 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
-        let data = with(py, || tensor::on_loan(address, count, kind))?;
+        let data = with(py, || tensor::region_at(address, count, kind))?;
         self.go(py, call, LONG, move |lane, options| lane.send(options, kind, data.buffer(), to))
     }
 
@@ -252,7 +253,7 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
-        let mut data = with(py, || tensor::on_loan(address, count, kind))?;
+        let mut data = with(py, || tensor::region_at(address, count, kind))?;
         self.go(py, call, LONG, move |lane, options| lane.recv(options, kind, data.buffer_mut(), from_))
     }
 
@@ -281,7 +282,7 @@ impl Communicator {
     /// The group of some members, given as ranks of this group; None when this rank is not among them. The members call it in the
     /// same order, with the same ranks and name.
     fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Option<Communicator>> {
-        let opened = waiting::blocking(py, self.group(), || {
+        let opened = gil::run_released(py, self.group(), || {
             self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose()
         })?;
         Ok(opened.map(Communicator::of))
@@ -291,13 +292,13 @@ impl Communicator {
     /// memory in place. Every rank of the group calls it, in the same order, with the same size.
     #[pyo3(signature = (nbytes, *, label="bagua-arena"))]
     fn arena(&self, py: Python<'_>, nbytes: usize, label: &str) -> PyResult<Arena> {
-        waiting::blocking(py, self.group(), || self.group().arena(nbytes, label)).map(Arena::of)
+        gil::run_released(py, self.group(), || self.group().arena(nbytes, label)).map(Arena::of)
     }
 
     /// An engine with a lane and a thread of its own. Every rank of the group calls it, in the same order.
     fn engine(&self, py: Python<'_>, name: &str) -> PyResult<Engine> {
         let group = self.group().clone();
-        let engine = waiting::blocking(py, self.group(), || core::Engine::new(&group, name))?;
+        let engine = gil::run_released(py, self.group(), || core::Engine::new(&group, name))?;
         Ok(Engine::of(engine, group))
     }
 

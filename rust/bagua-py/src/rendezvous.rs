@@ -2,15 +2,16 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use bagua_core::error::Error;
 use bagua_core::group;
+use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors;
-use crate::waiting;
+use crate::interrupt;
 
 fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
     addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect()
@@ -34,8 +35,9 @@ pub fn rendezvous_tcp(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses =
-        waiting::aside(py, move || group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout))?;
+    let addresses = interrupt::run_on_thread(py, move || {
+        group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout)
+    })?;
     Ok(blobs(py, addresses))
 }
 
@@ -81,10 +83,10 @@ impl RendezvousServer {
         timeout: f64,
     ) -> PyResult<Vec<Py<PyBytes>>> {
         let timeout = errors::seconds("timeout", timeout)?;
-        let server = self.server.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let again = || errors::raise(py, Error::System("this rendezvous has been served already".to_owned()));
+        let server = lock(&self.server).take();
+        let again = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(again)?;
-        let addresses = waiting::aside(py, move || server.serve(world_size, &address, &secret, timeout))?;
+        let addresses = interrupt::run_on_thread(py, move || server.serve(world_size, &address, &secret, timeout))?;
         Ok(blobs(py, addresses))
     }
 }
@@ -106,8 +108,9 @@ pub fn rendezvous_at(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (server, timeout) = (place(py, host, port)?, errors::seconds("timeout", timeout)?);
-    let addresses =
-        waiting::aside(py, move || group::rendezvous_at(server, rank, world_size, &address, &secret, timeout))?;
+    let addresses = interrupt::run_on_thread(py, move || {
+        group::rendezvous_at(server, rank, world_size, &address, &secret, timeout)
+    })?;
     Ok(blobs(py, addresses))
 }
 
@@ -125,7 +128,8 @@ pub fn rendezvous_file(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses = waiting::aside(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
+    let addresses =
+        interrupt::run_on_thread(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
     Ok(blobs(py, addresses))
 }
 

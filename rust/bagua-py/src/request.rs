@@ -68,8 +68,8 @@ impl Request {
                 return Err(Error::InvalidArgument(format!("{} needs a source or a destination", kind.name())));
             }
         };
-        let src = src.map(|address| tensor::chunks_on_loan(address, count, src_parts, dtype)).transpose()?;
-        let operands = Operands::new(src, tensor::chunks_on_loan(dst, count, dst_parts, dtype)?)?;
+        let src = src.map(|address| tensor::shards_at(address, count, src_parts, dtype)).transpose()?;
+        let operands = Operands::new(src, tensor::shards_at(dst, count, dst_parts, dtype)?)?;
         Ok(Request { verb, dtype, operands })
     }
 

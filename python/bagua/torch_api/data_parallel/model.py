@@ -29,12 +29,20 @@ _owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]]
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
-    """What the forward hook of a wrapped model becomes in a copy of it: nothing, as the copy trains alone."""
+    """The forward hook of a copy of a wrapped model: without effect, as the copy trains alone."""
 
 
 def _unwrapped_hook() -> Any:
-    """What a pickled hook becomes."""
+    """The forward hook of a model that was pickled."""
     return _unwrapped
+
+
+def _never() -> bool:
+    return False
+
+
+# torch before 2.7 does not tell an export from a compilation.
+_is_exporting = getattr(torch.compiler, "is_exporting", _never)
 
 
 class _ForwardHook:
@@ -43,9 +51,14 @@ class _ForwardHook:
     def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
 
-    # Communication is nothing to compile. The first call imports the compiler, as making an optimizer does.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        # A program that is recorded holds the forward and not the communication of one training step.
+        if not (_is_exporting() or torch.jit.is_tracing()):
+            self._before_forward(module, inputs)
+
+    # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if (ddp := self._ddp()) is not None:
             ddp.before_forward(module, inputs)
 
@@ -54,6 +67,26 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unwrapped_hook, ()
+
+
+@contextlib.contextmanager
+def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
+    hidden = []
+    for child in module.modules():
+        hooks = child._forward_pre_hooks
+        for key, hook in list(hooks.items()):
+            if hook is _unwrapped or isinstance(hook, _ForwardHook):
+                hidden.append((hooks, key, hook, list(hooks)))
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, key, hook, order in hidden:
+            hooks[key] = hook
+            for later in order[order.index(key) + 1 :]:
+                if later in hooks:
+                    hooks.move_to_end(later)
 
 
 class _GradHook:

@@ -6,13 +6,19 @@ outside the group holds :data:`NON_COMM_MEMBER` instead, whose collectives retur
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
+
 from bagua import group as neutral
+from bagua import shared_memory
 from bagua.errors import AbortedError
 
 from .collectives import Collectives, Done, Handle
+from .tensor_args import require_dtype
 
 
 class Communicator(Collectives):
@@ -25,6 +31,25 @@ class Communicator(Collectives):
     def device_id(self) -> int:
         """-1: the tensors lie in host memory."""
         return -1
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: torch.dtype | None = None, *, label: str = "bagua-arena"
+    ) -> torch.Tensor:
+        """A new tensor of zeros in an arena: memory that the ranks of a host share, and reduce without a copy.
+
+        Every rank of the group calls it, in the same order, with the same shape and dtype. The memory is released with
+        the last tensor that uses it, and may outlive the group.
+        """
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        require_dtype(dtype, "the tensor")
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = math.prod(sizes)
+        if any(size < 0 for size in sizes) or count * dtype.itemsize > sys.maxsize:
+            raise ValueError(f"a tensor of shape {list(sizes)} cannot exist")
+        if self.nranks() == 1 or count == 0:
+            return torch.zeros(sizes, dtype=dtype)
+        memory = shared_memory.memory(self.raw, count * dtype.itemsize, label)
+        return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
     def abort(self) -> None:
         """Ends every blocked call of the group, on every rank, with :class:`bagua.errors.AbortedError`.

@@ -54,7 +54,7 @@ def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     return count
 
 
-def _reader() -> engine.TensorReader:
+def _new_reader() -> engine.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
     try:
@@ -67,15 +67,20 @@ def _reader() -> engine.TensorReader:
 _count_version = _version_counter()
 
 #: Reads address, count and dtype of torch's tensors.
-reader = _reader()
+reader = _new_reader()
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
     """The core's code of a tensor's dtype."""
-    code = DTYPES.get(tensor.dtype)
+    return require_dtype(tensor.dtype, what)
+
+
+def require_dtype(dtype: torch.dtype, what: str) -> int:
+    """The core's code of a dtype. TypeError for one that cannot be communicated."""
+    code = DTYPES.get(dtype)
     if code is None:
         raise TypeError(
-            f"{what} has dtype {tensor.dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
+            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
         )
     return code
 

@@ -386,7 +386,7 @@ mod tests {
             let count = if rank < 2 { 100 } else { 200 };
             let mut data = bytes(&values(rank, count));
             let say = print(Kind::AllReduce, 0, count);
-            // A group's control plane would tell the others; here those who wait for their leader run into a short deadline.
+            // Without a control plane, ranks that wait for their leader run into a short deadline.
             within(300, health, say, |cx| hier.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)))
         });
         for leader in [0, 2] {

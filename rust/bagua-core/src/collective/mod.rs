@@ -26,7 +26,7 @@ pub use crate::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use std::fmt::Debug;
 
 use crate::error::Result;
-use crate::memory::Place;
+use crate::memory::DeviceRef;
 
 /// The operations of a group of ranks. The caller ([`crate::group::Lane`]) has checked sizes and ranks: implementations rely on
 /// that and index accordingly. Ranks are ranks of the group that the implementation was built for.
@@ -46,7 +46,7 @@ pub trait Collective: Send {
     fn transports(&self) -> Vec<&'static str>;
 
     /// Whether it can work on memory of this device; `None` is the host, which every collective can.
-    fn reaches(&self, place: Place<'_>) -> bool {
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none()
     }
 

@@ -1,4 +1,4 @@
-//! The outcome of a job, now or later.
+//! A job that may still be running, and its result.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::group::OwnerProcess;
 use crate::sync::{Arc, AtomicBool, Condvar, Instant, Mutex, fence, spin_loop};
+use crate::wait::{Waited, wait_in_slices, wait_once};
 
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
 /// the time from the communication thread where cores are few.
@@ -48,33 +49,48 @@ impl Handle {
         }
     }
 
-    /// Waits until the job is done, at most `timeout` (`None`: until its own deadline ends it). `Timeout` leaves the job running.
+    /// Waits until the job is done, at most `timeout` (`None`: until the operation's own deadline ends it). `Timeout` with `after`
+    /// equal to `timeout` leaves the job running.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+        wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
+    }
+
+    /// As [`Handle::wait`], in slices: see [`wait_in_slices`].
+    pub fn wait_in_slices<E>(
+        &self,
+        timeout: Option<Duration>,
+        slice: Duration,
+        between: impl FnMut() -> std::result::Result<(), E>,
+    ) -> std::result::Result<Result<()>, E> {
+        wait_in_slices(timeout, slice, |limit| self.wait_for(limit), between, |after| self.timed_out(after))
+    }
+
+    /// Waits until the job is done, at most `limit`.
+    pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
-        while !self.is_completed() && start.elapsed() < SPIN.min(timeout.unwrap_or(SPIN)) {
+        while !self.is_completed() && start.elapsed() < SPIN.min(limit) {
             spin_loop();
         }
         if !self.is_completed() && !self.outcome.owner.is_current() {
-            return Err(forked());
+            return Waited::Done(Err(forked()));
         }
         let mut result = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(result) = &*result {
                 self.outcome.seen.store(true, Ordering::Release);
-                return result.clone();
+                return Waited::Done(result.clone());
             }
-            result = match timeout {
-                None => self.outcome.ready.wait(result).unwrap_or_else(PoisonError::into_inner),
-                Some(limit) => {
-                    let left = limit.saturating_sub(start.elapsed());
-                    if left.is_zero() {
-                        let noticed_by = self.outcome.rank;
-                        return Err(Error::Timeout { after: limit, missing: vec![], noticed_by, progress: None });
-                    }
-                    self.outcome.ready.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Waited::Pending;
+            }
+            result = self.outcome.ready.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// The error of a wait whose timeout passed.
+    fn timed_out(&self, after: Duration) -> Error {
+        timed_out(after, self.outcome.rank)
     }
 
     /// True when it is done, well or not.
@@ -82,17 +98,17 @@ impl Handle {
         self.outcome.done.load(Ordering::Acquire)
     }
 
-    /// Sets the result and wakes everybody. Called once.
+    /// Sets the result and wakes all waiters. Called once.
     pub(super) fn finish(&self, result: Result<()>) {
         let mut place = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);
         *place = Some(result);
-        // Under the lock: whoever has seen the result counts this job as completed.
+        // Under the lock: a thread that has read the result also reads `is_completed` as true.
         self.outcome.done.store(true, Ordering::Release);
         drop(place);
         self.outcome.ready.notify_all();
     }
 
-    /// The error that nobody saw and, because this is the last handle of the job, nobody can see any more.
+    /// The error that was not read and, because this is the last handle of the job, cannot be read any more.
     pub(super) fn lost_error(&self) -> Option<Error> {
         if Arc::strong_count(&self.outcome) > 1 {
             return None;
@@ -112,9 +128,14 @@ impl Handle {
     }
 }
 
+/// The error of a wait for the communication thread whose timeout passed.
+pub(super) fn timed_out(after: Duration, noticed_by: usize) -> Error {
+    Error::Timeout { after, missing: vec![], noticed_by, progress: None }
+}
+
 /// What every call in a forked child gets.
 pub(super) fn forked() -> Error {
-    Error::System("this process was forked from the one that built the group; build a group of its own".into())
+    Error::other("this process was forked from the one that built the group; build a group of its own")
 }
 
 #[cfg(all(test, model))]
@@ -124,15 +145,69 @@ mod model;
 mod tests {
     use super::*;
 
+    /// What a job may end with; a timeout of the job among it.
+    fn outcomes() -> Vec<Result<()>> {
+        let own = Error::Timeout { after: Duration::ZERO, missing: vec![1], noticed_by: 0, progress: None };
+        vec![Ok(()), Err(own), Err(Error::Aborted("by a peer".to_owned()))]
+    }
+
     #[test]
-    fn who_has_seen_the_result_sees_the_job_completed() {
+    fn a_waiter_that_gets_the_result_sees_the_job_completed() {
         let handles: Vec<Handle> = (0..100_000).map(|_| Handle::pending(0)).collect();
         std::thread::scope(|scope| {
             scope.spawn(|| handles.iter().for_each(|handle| handle.finish(Ok(()))));
             for (job, handle) in handles.iter().enumerate() {
-                while handle.wait(Some(Duration::ZERO)).is_err() {}
+                while handle.wait_for(Duration::ZERO) == Waited::Pending {}
                 assert!(handle.is_completed(), "job {job}");
             }
         });
+    }
+
+    #[test]
+    fn a_job_that_ends_between_two_slices_gives_its_result_to_the_waiter() {
+        for outcome in outcomes() {
+            for timeout in [None, Some(Duration::from_secs(60))] {
+                let handle = Handle::pending(0);
+                let mut slices = 0;
+                let end_third = || {
+                    slices += 1;
+                    if slices == 3 {
+                        handle.finish(outcome.clone());
+                    }
+                    Ok::<(), ()>(())
+                };
+                let waited = handle.wait_in_slices(timeout, Duration::ZERO, end_third);
+                assert_eq!((waited, slices), (Ok(outcome.clone()), 3));
+            }
+        }
+    }
+
+    #[test]
+    fn a_job_that_ends_at_any_moment_of_a_wait_in_slices_gives_its_result_to_the_waiter() {
+        for outcome in outcomes() {
+            let handles: Vec<Handle> = (0..30_000).map(|_| Handle::pending(0)).collect();
+            std::thread::scope(|scope| {
+                scope.spawn(|| handles.iter().for_each(|handle| handle.finish(outcome.clone())));
+                for (job, handle) in handles.iter().enumerate() {
+                    let waited = handle.wait_in_slices(None, Duration::ZERO, || Ok::<(), ()>(()));
+                    assert_eq!(waited, Ok(outcome.clone()), "job {job}");
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_timeout_is_an_error_only_while_the_job_is_pending() {
+        let handle = Handle::pending(5);
+        let timeout = |after| Error::Timeout { after, missing: vec![], noticed_by: 5, progress: None };
+        for limit in [Duration::ZERO, Duration::from_millis(1)] {
+            assert_eq!(handle.wait(Some(limit)), Err(timeout(limit)));
+            let waited = handle.wait_in_slices(Some(limit), Duration::from_secs(60), || Ok::<(), ()>(()));
+            assert_eq!(waited, Ok(Err(timeout(limit))));
+        }
+        assert_eq!(handle.wait_in_slices(None, Duration::ZERO, || Err("Ctrl-C")), Err("Ctrl-C"));
+        handle.finish(Ok(()));
+        assert_eq!(handle.wait(Some(Duration::ZERO)), Ok(()));
+        assert_eq!(handle.wait_in_slices(Some(Duration::ZERO), Duration::ZERO, || Err("Ctrl-C")), Ok(Ok(())));
     }
 }

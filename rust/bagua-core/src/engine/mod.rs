@@ -6,7 +6,7 @@
 //! Invariants, quoted by the tests:
 //!
 //! 1. **Program order.** What one thread submits and runs on a worker happens in that order.
-//! 2. **No error is lost.** It reaches the handle; if nobody holds the handle, the worker's next call; if it concerns a bucket,
+//! 2. **No error is lost.** It reaches the handle; without a handle, the worker's next call; if it concerns a bucket,
 //!    the next `wait`. The group's first cause wins over its consequences.
 //! 3. **No waiter is left behind.** A job ends by its result, its panic (a `System` error), or the end of the worker (`Aborted`).
 //! 4. **Marking never waits for communication.** A bucket's memory travels to the thread by value, and its lock is held for
@@ -32,7 +32,7 @@ pub struct Communicator {
     /// First field, so that the lane goes before the group does.
     worker: LaneWorker,
     group: Group,
-    /// As the lane told at the start, so that asking never waits for a running operation.
+    /// Read once when the lane was opened, so that reading it never waits for a running operation.
     transports: (&'static str, Vec<&'static str>),
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::handle::Handle;
+use super::handle::{Handle, timed_out};
 use super::shared::{InFlight, SharedBucket};
 use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
@@ -14,6 +14,7 @@ use crate::health::GroupHealth;
 use crate::memory::Region;
 use crate::op::Op;
 use crate::schedule::Schedule;
+use crate::wait::{Waited, wait_in_slices, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 pub struct Engine {
@@ -54,7 +55,7 @@ impl Engine {
     /// appears twice, naming both places; then everything stays as it was.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
         self.worker.check()?;
-        self.settle(None)?;
+        wait_once(None, |limit| self.settle(limit), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
         buckets.iter().for_each(SharedBucket::restart);
@@ -109,15 +110,43 @@ impl Engine {
     /// Waits until every scheduled bucket is done, and returns how many were. A bucket that is partly ready is an error that
     /// names the tensors that are missing, and starts afresh. The first error of the step is raised here.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<usize> {
-        self.worker.check_process()?;
-        // Not `check`: after an error the buckets' own outcomes come first, and they hold the same cause.
-        let done = self.settle(timeout)?;
+        wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
+    }
+
+    /// As [`Engine::wait`], in slices: see [`wait_in_slices`].
+    pub fn wait_in_slices<E>(
+        &self,
+        timeout: Option<Duration>,
+        slice: Duration,
+        between: impl FnMut() -> std::result::Result<(), E>,
+    ) -> std::result::Result<Result<usize>, E> {
+        wait_in_slices(timeout, slice, |limit| self.wait_for(limit), between, |after| self.timed_out(after))
+    }
+
+    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then.
+    pub fn wait_for(&self, limit: Duration) -> Waited<usize> {
+        if let Err(error) = self.worker.check_process() {
+            return Waited::Done(Err(error));
+        }
+        match self.settle(limit) {
+            Waited::Pending => Waited::Pending,
+            // Not `worker.check()`: after an error the buckets' own outcomes come first, and they hold the same cause.
+            Waited::Done(done) => Waited::Done(done.and_then(|done| self.end_step(done))),
+        }
+    }
+
+    fn timed_out(&self, after: Duration) -> Error {
+        timed_out(after, self.worker.world_rank())
+    }
+
+    /// The result of a wait that found `done` buckets done and none failed.
+    fn end_step(&self, done: usize) -> Result<usize> {
         let mut state = self.state();
         let missing: Vec<String> = state.schedule.blocking().into_iter().map(quoted).collect();
         if state.pending.is_empty() {
             state.went.fill(false);
         }
-        // A step that is complete stays so, even if a faster rank has failed in its next one by now: the next call hears of that.
+        // A complete step succeeds, even if a faster rank has failed in its next one by now: the next call returns that error.
         if done == 0 || !missing.is_empty() {
             self.worker.check()?;
         }
@@ -134,38 +163,33 @@ impl Engine {
         )))
     }
 
-    /// Waits for the buckets that went so far, and returns how many those were, or the first error among them.
-    fn settle(&self, timeout: Option<Duration>) -> Result<usize> {
+    /// Waits for the buckets that went so far, at most `limit`: how many those were, or the first error among them.
+    fn settle(&self, limit: Duration) -> Waited<usize> {
         let pending = self.state().pending.clone();
         let start = Instant::now();
         let mut first = None;
         for handle in &pending {
-            let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
-            let Err(error) = handle.wait(left) else { continue };
-            if !handle.is_completed() {
-                return Err(match error {
-                    Error::Timeout { missing, noticed_by, progress, .. } => {
-                        let after = timeout.unwrap_or_default();
-                        Error::Timeout { after, missing, noticed_by, progress }
-                    }
-                    other => other,
-                });
+            match handle.wait_for(limit.saturating_sub(start.elapsed())) {
+                Waited::Pending => return Waited::Pending,
+                Waited::Done(Ok(())) => {}
+                Waited::Done(Err(error)) => {
+                    first.get_or_insert(error);
+                }
             }
-            first.get_or_insert(error);
         }
         let mut state = self.state();
         // Another thread may have waited for some of the same, and marked more.
         let before = state.pending.len();
         state.pending.retain(|handle| !handle.is_completed());
         let done = before - state.pending.len();
-        match first {
+        Waited::Done(match first {
             None => Ok(done),
             Some(error) => {
                 state.schedule.reset();
                 state.went.fill(false);
                 Err(error)
             }
-        }
+        })
     }
 
     /// Names of the tensors that are not ready yet, of buckets that were not communicated since the last `wait`.

@@ -9,7 +9,7 @@ use crate::memory::Region;
 use crate::op::{BucketCx, ExtraTensor, Op};
 use crate::types::DType;
 
-/// A [`Bucket`] behind a lock that is held for moments only: while the bucket is communicated, its memory is lent out and the
+/// A [`Bucket`] behind a lock that is held for moments only: while the bucket is communicated, its memory is checked out and the
 /// lock is free. Cheap to clone; all clones are one bucket.
 #[derive(Clone)]
 pub struct SharedBucket {

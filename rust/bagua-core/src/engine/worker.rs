@@ -59,9 +59,9 @@ struct Queue {
     submitted: u64,
     /// Jobs finished so far; they finish in the order of submission.
     finished: u64,
-    /// What the thread is doing.
+    /// The job that the thread runs.
     running: Option<String>,
-    /// Handles of jobs that failed and that nobody was seen to wait for.
+    /// Handles of failed jobs whose result was not read.
     failed: Vec<Handle>,
 }
 
@@ -124,7 +124,7 @@ impl LaneWorker {
 
     /// Runs a job on this thread, after everything that was submitted before.
     ///
-    /// While nothing is pending this is one lock and no thread change. An error of an earlier job that nobody can see any more,
+    /// While nothing is pending this is one lock and no thread change. An error of an earlier job whose result nobody can read any more,
     /// because its handle is gone, is returned here instead, and the job does not run.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lanes) -> Result<T>) -> Result<T> {
         self.check()?;
@@ -312,7 +312,7 @@ impl Shared {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(error)) => error,
             Err(panic) => {
-                return Err(self.health.fail(Error::System(format!(
+                return Err(self.health.fail(Error::other(format!(
                     "an operation of {} panicked: {}",
                     self.name,
                     text_of(&*panic)

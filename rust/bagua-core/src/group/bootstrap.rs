@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
@@ -10,10 +9,10 @@ use super::control::{Book, Building, Control, Listeners, Plane};
 use super::fork::OwnerProcess;
 use super::membership::Group;
 use super::wire::Message;
-use super::{Config, MOST_STREAMS, handshake, lock};
+use super::{Config, MOST_STREAMS, handshake};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::wait::{Deadline, SLICE};
+use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
 /// A rank that listens and has an address to spread, but knows no peer yet.
 pub struct Bootstrap {
@@ -151,7 +150,7 @@ impl Site<'_> {
                 }
             }
             let slice: Duration = SLICE.min(self.deadline.left());
-            building = self.plane.built.wait_timeout(building, slice).unwrap_or_else(PoisonError::into_inner).0;
+            building = wait_on_for(&self.plane.built, building, slice);
         }
     }
 

@@ -26,7 +26,7 @@ use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Arena, Place, Registry, SharedArena, part_stride};
+use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::wait::{Deadline, SLICE};
 
@@ -115,7 +115,7 @@ impl LaneBuilder<'_> {
         let rank = self.health.rank();
         let (host, local) = self.host()?;
         let machine = machines.iter().find(|machine| machine.contains(&rank));
-        let machine = machine.ok_or_else(|| Error::System("this rank is on no machine of its group".to_owned()))?;
+        let machine = machine.ok_or_else(|| Error::other("this rank is on no machine of its group"))?;
         let mut fork_fds = Vec::new();
         let intra: Box<dyn Collective> = if machine.len() == 1 {
             Box::new(Solo::new())
@@ -164,7 +164,7 @@ impl LaneBuilder<'_> {
         let rank = self.health.rank();
         let place = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().find_map(|host| place(host).map(|at| (host.as_slice(), at)));
-        found.ok_or_else(|| Error::System("this rank is on no host of its group".to_owned()))
+        found.ok_or_else(|| Error::other("this rank is on no host of its group"))
     }
 
     /// Memory for tensors: one file for all ranks of this host, private memory for a rank that is alone there.
@@ -220,7 +220,7 @@ impl LaneBuilder<'_> {
                 Ok(Ok(data_conn)) => return Ok(data_conn),
                 Ok(Err(how)) => {
                     let rank = self.health.world_rank(peer);
-                    return Err(Error::System(format!("connecting a lane to rank {rank}: {how}")));
+                    return Err(Error::other(format!("connecting a lane to rank {rank}: {how}")));
                 }
                 Err(RecvTimeoutError::Timeout) => self.look(peer)?,
                 Err(RecvTimeoutError::Disconnected) => {
@@ -285,7 +285,7 @@ impl LaneBuilder<'_> {
                 None => self.awaited(peer, Purpose::Stream, index)?,
             };
             let Socket::Tcp(stream) = socket else {
-                return Err(Error::System("a stream of data that is no TCP connection".to_owned()));
+                return Err(Error::other("a stream of data that is no TCP connection"));
             };
             fork_fds.push(fork_fd);
             made.push((peer, stream));
@@ -302,7 +302,7 @@ impl LaneBuilder<'_> {
             for peer in &host[1..] {
                 let data_conn = self.awaited(*peer, Purpose::Segment, index)?;
                 let Socket::Unix(stream) = &data_conn.socket else {
-                    return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
+                    return Err(Error::other("a descriptor cannot travel by TCP"));
                 };
                 // A peer that is gone by now is the control plane's to report, with its name.
                 give(stream, &arena).map_err(|e| Error::system("handing out shared memory", e))?;
@@ -311,7 +311,7 @@ impl LaneBuilder<'_> {
         }
         let data_conn = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
         let Socket::Unix(stream) = &data_conn.socket else {
-            return Err(Error::System("a descriptor cannot travel by TCP".to_owned()));
+            return Err(Error::other("a descriptor cannot travel by TCP"));
         };
         let failed = |e| Error::system("receiving shared memory", e);
         stream.set_read_timeout(Some(SLICE)).map_err(failed)?;
@@ -410,7 +410,7 @@ impl Collective for ProcessBound {
         self.inner().transports()
     }
 
-    fn reaches(&self, place: Place<'_>) -> bool {
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
         self.inner().reaches(place)
     }
 

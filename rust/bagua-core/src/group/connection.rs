@@ -8,11 +8,11 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::MOST_STREAMS;
 use super::fork::ForkFd;
 use super::handshake::{Hello, Purpose, Refusal};
-use super::{MOST_STREAMS, lock};
 use crate::health::GroupHealth;
-use crate::wait::{Deadline, SLICE};
+use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
 /// Sockets that may wait at once, in small worlds.
 const PENDING_LIMIT: usize = 4096;
@@ -191,8 +191,7 @@ impl PendingConns {
                 return Err(Absent::Late);
             }
             let slice = SLICE.min(deadline.left());
-            pending_limit =
-                self.changed.wait_timeout(pending_limit, slice).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            pending_limit = wait_on_for(&self.changed, pending_limit, slice);
         }
     }
 

@@ -100,7 +100,7 @@ impl OwnerProcess {
         if self.is_current() {
             return Ok(());
         }
-        Err(Error::System(
+        Err(Error::other(
             "this process was forked from the one that built the group; only that one can communicate".to_owned(),
         ))
     }

@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::VERSION;
 use super::wire::{Garbled, Reader, Writer};
-use crate::error::{self, Error};
+use crate::error::{self, Error, Source};
 
 /// What an honest peer needs for one step, with a wide margin.
 pub(super) const STEP: Duration = Duration::from_secs(5);
@@ -196,15 +196,27 @@ impl std::fmt::Display for Refusal {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failed {
     /// The connection broke: worth another attempt.
-    Broken(String),
+    Broken {
+        /// What broke it.
+        how: String,
+        /// The operating system's error.
+        source: Source,
+    },
     /// The other side said no, and will say so again.
     Refused(Refusal),
+}
+
+impl Failed {
+    /// A connection that broke without an error of the operating system.
+    pub(super) fn broken(how: impl Into<String>) -> Failed {
+        Failed::Broken { how: how.into(), source: Source::default() }
+    }
 }
 
 impl std::fmt::Display for Failed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Failed::Broken(how) => f.write_str(how),
+            Failed::Broken { how, .. } => f.write_str(how),
             Failed::Refused(why) => why.fmt(f),
         }
     }
@@ -212,7 +224,7 @@ impl std::fmt::Display for Failed {
 
 impl From<std::io::Error> for Failed {
     fn from(error: std::io::Error) -> Failed {
-        Failed::Broken(error.to_string())
+        Failed::Broken { how: error.to_string(), source: error.into() }
     }
 }
 
@@ -278,7 +290,7 @@ pub(super) async fn introduce(
     hello: &Hello,
     key: &Key,
 ) -> Result<(), Failed> {
-    let bytes = hello.encode(&random::<32>().map_err(|e| Failed::Broken(e.to_string()))?);
+    let bytes = hello.encode(&random::<32>().map_err(|e| Failed::broken(e.to_string()))?);
     stream.write_all(&bytes).await?;
     verdict(stream).await?;
     let (mut nonce, mut theirs) = ([0; 32], [0; 32]);

@@ -64,7 +64,7 @@ impl Lanes {
             self.global.barrier(&options)?;
             self.hosts = Some(group.host_lanes()?);
         }
-        self.hosts.as_mut().ok_or_else(|| Error::System("the lanes by host were just opened".to_owned()))
+        self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))
     }
 
     /// True when the group's own route combines inside hosts first, or no two ranks of it share a host.

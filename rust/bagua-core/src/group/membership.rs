@@ -10,12 +10,11 @@ use super::control::Control;
 use super::handshake::digest;
 use super::lane::Lane;
 use super::lanes::HostLanes;
-use super::lock;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Registry, SharedArena, part_stride};
 use crate::stats::Stats;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, lock};
 
 /// What a rank's waits end with after it left.
 const LEFT: &str = "this rank left the group";

@@ -33,7 +33,7 @@ pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, ren
 
 use crate::collective::{Algorithm, CollectiveFactory};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Version of everything that ranks say to each other outside of operations.
@@ -53,11 +53,6 @@ const BACKLOG: i32 = 4096;
 fn let_many_wait(listener: &impl std::os::fd::AsFd) -> std::io::Result<()> {
     // A socket may listen a second time, which changes nothing else.
     Ok(rustix::net::listen(listener, BACKLOG)?)
-}
-
-/// Locks; a thread that panicked while it held the lock left plain data behind.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Which transports a group may use.

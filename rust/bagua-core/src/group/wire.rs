@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-use crate::error::{Error, Progress};
+use crate::error::{Error, Progress, Source};
 
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
@@ -226,7 +226,7 @@ fn get_progress(from: &mut Reader<'_>) -> Result<Option<Box<Progress>>, Garbled>
 fn put_error(out: &mut Writer, error: &Error) {
     out.u8(ERROR_VERSION);
     match error {
-        Error::PeerLost { rank, host, reason, noticed_by, progress } => {
+        Error::PeerLost { rank, host, reason, noticed_by, progress, source: _ } => {
             put_progress(out.u8(1).rank(*rank).text(host).text(reason).rank(*noticed_by), progress);
         }
         Error::Timeout { after, missing, noticed_by, progress } => {
@@ -243,7 +243,7 @@ fn put_error(out: &mut Writer, error: &Error) {
         Error::InvalidArgument(text) => _ = out.u8(6).text(text),
         Error::UnsupportedType(text) => _ = out.u8(7).text(text),
         Error::NotImplemented(text) => _ = out.u8(8).text(text),
-        Error::System(text) => _ = out.u8(9).text(text),
+        Error::System { message, source: _ } => _ = out.u8(9).text(message),
     }
 }
 
@@ -258,6 +258,7 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
             reason: from.text()?,
             noticed_by: from.rank()?,
             progress: get_progress(from)?,
+            source: Source::default(),
         },
         2 => {
             let after = Duration::from_nanos(from.u64()?);
@@ -274,7 +275,7 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
         6 => Error::InvalidArgument(from.text()?),
         7 => Error::UnsupportedType(from.text()?),
         8 => Error::NotImplemented(from.text()?),
-        9 => Error::System(from.text()?),
+        9 => Error::other(from.text()?),
         _ => return Err(Garbled("an error of unknown kind")),
     })
 }
@@ -298,7 +299,10 @@ mod tests {
 
     fn error() -> impl Strategy<Value = Error> {
         let lost = (rank(), any::<String>(), any::<String>(), rank(), progress()).prop_map(
-            |(rank, host, reason, noticed_by, progress)| Error::PeerLost { rank, host, reason, noticed_by, progress },
+            |(rank, host, reason, noticed_by, progress)| {
+                let source = Source::default();
+                Error::PeerLost { rank, host, reason, noticed_by, progress, source }
+            },
         );
         let late = (any::<u64>(), proptest::collection::vec(rank(), 0..50), rank(), progress()).prop_map(
             |(nanos, missing, noticed_by, progress)| {
@@ -315,7 +319,7 @@ mod tests {
                 Error::InvalidArgument,
                 Error::UnsupportedType,
                 Error::NotImplemented,
-                Error::System as fn(String) -> Error,
+                Error::other as fn(String) -> Error,
             ];
             make[which](text)
         });
@@ -351,7 +355,8 @@ mod tests {
     fn the_longest_error_fits_a_frame() {
         let long = "é".repeat(FRAME_LIMIT);
         let progress = Some(Box::new(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 }));
-        let cause = Error::PeerLost { rank: 1, host: long.clone(), reason: long, noticed_by: 2, progress };
+        let source = Source::default();
+        let cause = Error::PeerLost { rank: 1, host: long.clone(), reason: long, noticed_by: 2, progress, source };
         let frame = Message::Fail { group: 1, cause }.frame();
         assert!(frame.len() <= FRAME_LIMIT + 4);
         assert!(Message::parse(&frame[4..]).is_ok());

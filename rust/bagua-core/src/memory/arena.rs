@@ -43,11 +43,11 @@ impl Arena {
         let failed = |e| Error::system("mapping a peer's shared memory", e);
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed)?;
         if !seals.contains(SealFlags::SHRINK) {
-            return Err(Error::System("a peer's shared memory is not sealed against shrinking".to_owned()));
+            return Err(Error::other("a peer's shared memory is not sealed against shrinking"));
         }
         let len = usize::try_from(rustix::fs::fstat(&fd).map_err(failed)?.st_size).unwrap_or(0);
         if len == 0 {
-            return Err(Error::System("a peer's shared memory is empty".to_owned()));
+            return Err(Error::other("a peer's shared memory is empty"));
         }
         Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }

@@ -41,10 +41,11 @@ pub trait Device: Send + Sync + fmt::Debug {
 }
 
 /// A device, or `None` for the host.
-pub type Place<'a> = Option<&'a Arc<dyn Device>>;
+pub type DeviceRef<'a> = Option<&'a Arc<dyn Device>>;
 
 /// The kind that a fingerprint carries: 0 for the host.
-pub fn kind_of(place: Place<'_>) -> u8 {
+#[inline]
+pub fn kind_of(place: DeviceRef<'_>) -> u8 {
     place.map_or(0, |device| device.kind())
 }
 
@@ -59,7 +60,7 @@ pub struct Buffer<'a> {
     /// First byte; dangling when `len` is 0.
     ptr: NonNull<u8>,
     len: usize,
-    device: Place<'a>,
+    device: DeviceRef<'a>,
     borrowed: PhantomData<&'a [u8]>,
 }
 
@@ -69,12 +70,14 @@ unsafe impl Send for Buffer<'_> {}
 unsafe impl Sync for Buffer<'_> {}
 
 impl<'a> From<&'a [u8]> for Buffer<'a> {
+    #[inline]
     fn from(host: &'a [u8]) -> Buffer<'a> {
         Buffer { ptr: NonNull::from(host).cast(), len: host.len(), device: None, borrowed: PhantomData }
     }
 }
 
 impl<'a, const N: usize> From<&'a [u8; N]> for Buffer<'a> {
+    #[inline]
     fn from(host: &'a [u8; N]) -> Buffer<'a> {
         Buffer::from(host.as_slice())
     }
@@ -85,22 +88,26 @@ impl<'a> Buffer<'a> {
     ///
     /// # Safety
     /// `len` bytes at `ptr` are memory of `device`, valid and not written to for `'a`.
-    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: Place<'a>) -> Buffer<'a> {
+    #[inline]
+    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> Buffer<'a> {
         Buffer { ptr, len, device, borrowed: PhantomData }
     }
 
     /// Size in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// True when there are no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// The device that the bytes are on; `None` for the host.
-    pub fn device(&self) -> Place<'a> {
+    #[inline]
+    pub fn device(&self) -> DeviceRef<'a> {
         self.device
     }
 
@@ -159,6 +166,7 @@ pub struct BufferMut<'a> {
 }
 
 impl<'a> From<&'a mut [u8]> for BufferMut<'a> {
+    #[inline]
     fn from(host: &'a mut [u8]) -> BufferMut<'a> {
         let len = host.len();
         // SAFETY: the exclusive borrow of host memory lasts for 'a.
@@ -167,6 +175,7 @@ impl<'a> From<&'a mut [u8]> for BufferMut<'a> {
 }
 
 impl<'a, const N: usize> From<&'a mut [u8; N]> for BufferMut<'a> {
+    #[inline]
     fn from(host: &'a mut [u8; N]) -> BufferMut<'a> {
         BufferMut::from(host.as_mut_slice())
     }
@@ -177,32 +186,38 @@ impl<'a> BufferMut<'a> {
     ///
     /// # Safety
     /// `len` bytes at `ptr` are memory of `device`, valid for writing, and reached in no other way for `'a`.
-    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: Place<'a>) -> BufferMut<'a> {
+    #[inline]
+    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> BufferMut<'a> {
         // SAFETY: the caller promises more than a shared borrow needs.
         BufferMut { bytes: unsafe { Buffer::new(ptr, len, device) }, borrowed: PhantomData }
     }
 
     /// Size in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.bytes.len
     }
 
     /// True when there are no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
     /// The device that the bytes are on; `None` for the host.
-    pub fn device(&self) -> Place<'a> {
+    #[inline]
+    pub fn device(&self) -> DeviceRef<'a> {
         self.bytes.device
     }
 
     /// The same bytes, to read.
+    #[inline]
     pub fn as_buffer(&self) -> Buffer<'_> {
         Buffer { ptr: self.bytes.ptr, len: self.bytes.len, device: self.bytes.device, borrowed: PhantomData }
     }
 
     /// The same bytes for a shorter time.
+    #[inline]
     pub fn reborrow(&mut self) -> BufferMut<'_> {
         // SAFETY: `&mut self` is the only access for as long as the result lives.
         unsafe { BufferMut::new(self.bytes.ptr, self.bytes.len, self.bytes.device) }

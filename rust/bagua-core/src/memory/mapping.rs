@@ -43,7 +43,7 @@ impl Mapping {
 
     fn made(ptr: rustix::io::Result<*mut std::ffi::c_void>, len: usize, what: &str) -> Result<Mapping> {
         let ptr = ptr.map_err(|e| Error::system(&format!("mapping {len} bytes of {what}"), e))?;
-        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| Error::System(format!("{what} mapped at address 0")))?;
+        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| Error::other(format!("{what} mapped at address 0")))?;
         Ok(Mapping { ptr, len })
     }
 

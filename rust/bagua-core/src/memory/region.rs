@@ -1,9 +1,9 @@
-//! Tensor memory on loan.
+//! Borrowed tensor memory.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::device::{Buffer, BufferMut, Device, Place};
+use super::device::{Buffer, BufferMut, Device, DeviceRef};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
@@ -22,7 +22,7 @@ pub struct Region {
     device: Option<Arc<dyn Device>>,
 }
 
-// SAFETY: a Region is a unique loan, like `&mut [u8]`; the promise of `new` holds for any thread.
+// SAFETY: a Region is a unique borrow, like `&mut [u8]`; the promise of `new` holds for any thread.
 unsafe impl Send for Region {}
 
 impl Region {
@@ -32,7 +32,7 @@ impl Region {
     /// `InvalidArgument` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
     ///
     /// # Safety
-    /// Until the Region is dropped, the memory stays valid and writable for `count * dtype.size()` bytes, and nobody reads
+    /// Until the Region is dropped, the memory stays valid and writable for `count * dtype.size()` bytes, and no other code reads
     /// or writes it while the core does: for a bucket's tensor, from `mark_ready` until `wait` returns; for a verb,
     /// while the call lasts or until its handle is done.
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
@@ -71,42 +71,50 @@ impl Region {
     }
 
     /// Elements.
+    #[inline]
     pub fn count(&self) -> usize {
         self.count
     }
 
     /// Element type.
+    #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Size in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.count * self.dtype.size()
     }
 
     /// True when there are no elements.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
     /// Address of the first byte, in the address space of its device.
+    #[inline]
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
     }
 
     /// The device that the memory is on; `None` for the host.
-    pub fn device(&self) -> Place<'_> {
+    #[inline]
+    pub fn device(&self) -> DeviceRef<'_> {
         self.device.as_ref()
     }
 
     /// The bytes, to read.
+    #[inline]
     pub fn buffer(&self) -> Buffer<'_> {
         // SAFETY: valid for len() bytes by the promise of `new` or `on`; `&self` keeps the core from writing meanwhile.
         unsafe { Buffer::new(self.ptr, self.len(), self.device.as_ref()) }
     }
 
     /// The bytes, to write.
+    #[inline]
     pub fn buffer_mut(&mut self) -> BufferMut<'_> {
         // SAFETY: valid and writable for len() bytes by the promise of `new` or `on`; `&mut self` is the core's only access.
         unsafe { BufferMut::new(self.ptr, self.len(), self.device.as_ref()) }

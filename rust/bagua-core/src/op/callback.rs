@@ -31,7 +31,7 @@ impl Op for CallbackOp {
                 Error::InvalidArgument(text) => Error::InvalidArgument(place(text)),
                 Error::UnsupportedType(text) => Error::UnsupportedType(place(text)),
                 Error::NotImplemented(text) => Error::NotImplemented(place(text)),
-                Error::System(text) => Error::System(place(text)),
+                Error::System { message, source } => Error::System { message: place(message), source },
                 // These say themselves where they come from: the callback ran a collective of its own.
                 other @ (Error::PeerLost { .. }
                 | Error::Timeout { .. }

@@ -76,7 +76,7 @@ impl<T: Transport> Fault<T> {
 
     fn check(&self) -> Result<(), Broken> {
         let broken = self.faults.break_after.is_some_and(|limit| self.sent >= limit);
-        if broken { Err(Broken("broken on purpose".to_owned())) } else { Ok(()) }
+        if broken { Err(Broken::new("broken on purpose")) } else { Ok(()) }
     }
 
     /// Takes what came, and notes when it may be received.

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 use std::io::Read;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::{Broken, Mesh, Readiness, Transport};
-use crate::wait::Doorbell;
+use crate::wait::{Doorbell, lock};
 
 /// Bytes that may lie in one direction of a [`local_mesh`] link before the sender has to wait.
 const CAPACITY: usize = 64 << 10;
@@ -41,13 +41,8 @@ impl Local {
     }
 }
 
-/// A pipe is whole between any two statements, so a thread that panicked while it held the lock broke nothing.
-fn lock(pipe: &Mutex<Pipe>) -> MutexGuard<'_, Pipe> {
-    pipe.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 fn closed() -> Broken {
-    Broken("the peer dropped its end".to_owned())
+    Broken::new("the peer dropped its end")
 }
 
 impl Transport for Local {

@@ -19,9 +19,23 @@ pub use tcp::Tcp;
 
 use std::os::fd::BorrowedFd;
 
-/// A transport that cannot go on: the peer closed it, or the system refused. The text says how.
+use crate::error::Source;
+
+/// A transport that cannot go on: the peer closed it, or the operating system refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Broken(pub String);
+pub struct Broken {
+    /// What broke it.
+    pub how: String,
+    /// The operating system's error.
+    pub source: Source,
+}
+
+impl Broken {
+    /// A transport that broke without an error of the operating system.
+    pub fn new(how: impl Into<String>) -> Broken {
+        Broken { how: how.into(), source: Source::default() }
+    }
+}
 
 /// What a waiter sleeps on until a transport can move bytes again.
 pub enum Readiness<'a> {

@@ -144,7 +144,7 @@ impl Ring {
     fn fill(&self, written: u64, read: u64) -> Result<usize, Broken> {
         match usize::try_from(written.wrapping_sub(read)) {
             Ok(fill) if fill <= self.capacity => Ok(fill),
-            _ => Err(Broken("the counters of its shared-memory ring are corrupt".to_owned())),
+            _ => Err(Broken::new("the counters of its shared-memory ring are corrupt")),
         }
     }
 }
@@ -166,7 +166,7 @@ impl Transport for ShmLink {
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         if self.out.long(READER_CLOSED).load(Ordering::Acquire) != 0 {
-            return Err(Broken("it closed its shared memory".to_owned()));
+            return Err(Broken::new("it closed its shared memory"));
         }
         let read = self.out.long(READ).load(Ordering::Acquire);
         let room = self.out.capacity - self.out.fill(self.out.count, read)?;
@@ -188,7 +188,7 @@ impl Transport for ShmLink {
             // What was written before the closing is still delivered.
             written = self.into.long(WRITTEN).load(Ordering::Acquire);
             if written == self.into.count {
-                return Err(Broken("it closed its shared memory".to_owned()));
+                return Err(Broken::new("it closed its shared memory"));
             }
         }
         let filled = self.into.fill(written, self.into.count)?;

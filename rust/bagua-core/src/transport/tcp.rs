@@ -72,13 +72,41 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, Broken> {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(0),
             Err(e) => {
-                return Err(Broken(match e.kind() {
+                let how = match e.kind() {
                     io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof => "connection closed".to_owned(),
                     io::ErrorKind::ConnectionReset => "connection reset".to_owned(),
                     io::ErrorKind::TimedOut => "connection timed out".to_owned(),
                     _ => format!("connection failed: {e}"),
-                }));
+                };
+                return Err(Broken { how, source: e.into() });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_reset_connection_keeps_the_error_of_the_operating_system() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (peer, _) = listener.accept().unwrap();
+        let mut tcp = Tcp::new(own).unwrap();
+        // Closing with a linger time of zero sends a reset instead of the end of the stream.
+        socket2::SockRef::from(&peer).set_linger(Some(Duration::ZERO)).unwrap();
+        drop(peer);
+        let mut byte = [0];
+        let broken = loop {
+            match tcp.recv(&mut byte) {
+                Ok(count) => assert_eq!(count, 0),
+                Err(broken) => break broken,
+            }
+        };
+        assert_eq!(broken.how, "connection reset");
+        assert_eq!(broken.source.get().and_then(io::Error::raw_os_error), Some(libc::ECONNRESET));
     }
 }

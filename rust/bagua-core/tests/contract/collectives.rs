@@ -7,8 +7,7 @@ use bagua_core::types::{DType, Kind, ReduceOp};
 use crate::oracle::{assert_combined, input, noise};
 use crate::toy::{toy_hier, toy_local, toy_shm};
 use crate::world::{
-    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, shm_once, shm_windows, solo, tcp,
-    world,
+    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, solo, tcp, world,
 };
 
 macro_rules! contract {
@@ -63,8 +62,6 @@ contract!(toy_local, toy_local, [1, 2, 3, 4]);
 contract!(toy_shm, toy_shm, [1, 2, 3, 4]);
 contract!(toy_hier, toy_hier, [1, 2, 3, 4]);
 contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
-contract!(shm_once, shm_once, [2, 3, 4]);
-contract!(shm_windows, shm_windows, [2, 3, 4]);
 
 /// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling, and not in worlds in which
 /// one of those may be chosen.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
 use bagua_core::error::{Error, Result};
-use bagua_core::memory::{Buffer, BufferMut, Device, Place, Region};
+use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
 use bagua_core::request::Uses;
 use bagua_core::types::DType;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
@@ -40,7 +40,7 @@ impl Toy {
         let page = rustix::param::page_size();
         let first = at.as_ptr() as usize / page * page;
         let bytes = (at.as_ptr() as usize + len).next_multiple_of(page) - first;
-        let _one = self.copying.lock().map_err(|_| Error::System("a copy of the toy device panicked".to_owned()))?;
+        let _one = self.copying.lock().map_err(|_| Error::other("a copy of the toy device panicked"))?;
         let failed = |e| Error::system("mprotect", std::io::Error::from(e));
         // SAFETY: the pages belong to one allocation of this device, and nothing in them is borrowed.
         unsafe { mprotect(first as *mut _, bytes, rights) }.map_err(failed)?;
@@ -146,7 +146,7 @@ impl Collective for Staged {
         self.0.transports()
     }
 
-    fn reaches(&self, place: Place<'_>) -> bool {
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none_or(|device| device.kind() == KIND)
     }
 

@@ -120,7 +120,7 @@ fn what_was_sent_before_the_peer_went_can_be_received_and_then_it_is_broken(ends
         }
     };
     assert_eq!(got, [1, 2, 3, 4]);
-    assert!(!broken.0.is_empty());
+    assert!(!broken.how.is_empty());
 }
 
 fn sending_to_a_peer_that_went_breaks(ends: Ends) {

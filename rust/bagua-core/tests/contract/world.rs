@@ -207,22 +207,6 @@ pub fn shm(size: usize) -> Vec<Box<dyn Collective>> {
     mappings(size, segment_len(size)).into_iter().enumerate().map(shm).collect()
 }
 
-/// `shm` that has the kernel copy every broadcast that does not fit a slot from tensor to tensor.
-pub fn shm_once(size: usize) -> Vec<Box<dyn Collective>> {
-    shm_from(size, 1)
-}
-
-/// `shm` where the kernel does not copy between processes.
-pub fn shm_windows(size: usize) -> Vec<Box<dyn Collective>> {
-    shm_from(size, usize::MAX)
-}
-
-fn shm_from(size: usize, once: usize) -> Vec<Box<dyn Collective>> {
-    let shm = |(rank, arena)| Shm::new(arena, rank, (0..size).collect()).unwrap().copying_once_from(once);
-    let arenas = mappings(size, segment_len(size)).into_iter().enumerate();
-    arenas.map(|place| Box::new(shm(place)) as Box<dyn Collective>).collect()
-}
-
 /// `solo`: a world of one rank.
 pub fn solo(size: usize) -> Vec<Box<dyn Collective>> {
     assert_eq!(size, 1);

@@ -2,20 +2,20 @@
 //!
 //! | verb | when | how |
 //! |---|---|---|
-//! | all_reduce | as [`algorithm`] says | every rank combines everything, or its share; or a ring; or doubling |
+//! | all_reduce | as [`algorithm`] chooses | one-shot, direct (two-shot), ring, or recursive doubling |
 //! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
-//! | | otherwise | each rank combines its share and sends the result to root; pieces overlap |
+//! | | otherwise | each rank combines its shard and sends the result to root; pieces overlap |
 //! | broadcast | at most [`STAR`] ranks | root sends to all |
 //! | | otherwise | binomial tree; pieces overlap |
-//! | reduce_scatter | always | each rank combines its chunk; pieces overlap |
+//! | reduce_scatter | always | each rank combines its shard; pieces overlap |
 //! | all_gather, gather, scatter, all_to_all | always | direct |
 //! | barrier | always | an empty message between every pair |
 //!
 //! Up to 16 ranks, and for f16 and bf16 always, an element is combined on one rank (or on all, alike) from all ranks' values in rank
 //! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
 //! once, hence both sides of a disagreement see it. A ring and a doubling combine in another order, the same on every rank and
-//! from run to run, and leave pairs that never meet: there a neighbour sees the disagreement, and the others hear of it as the
-//! group's first cause.
+//! from run to run, and leave pairs of ranks that exchange no message: there a neighbour finds the disagreement, and the others get
+//! it as the group's first cause.
 
 mod algorithm;
 mod direct;
@@ -36,14 +36,14 @@ use partition::Pieces;
 /// Ranks up to which a broadcast goes straight from root to all.
 const STAR: usize = 4;
 
-/// Bytes that wait for their turn, for all peers together, and the least and the most of one piece of one peer.
+/// Bytes staged for all peers together, and the least and the most of one piece of one peer.
 const STAGING: usize = 16 << 20;
 const PIECE: (usize, usize) = (64 << 10, 1 << 20);
 
 /// Collectives over a [`Mesh`].
 pub struct Net {
     mesh: Mesh,
-    /// Memory for what peers send and what is not yet combined, kept from call to call: a slot per rank.
+    /// Received data that is not combined yet: a slot per rank. Kept between calls.
     staging: Vec<u8>,
     /// How to all_reduce.
     algorithm: Algorithm,
@@ -84,17 +84,17 @@ fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
     (0..ranks).map(|_| rest.split_off_mut(..slot).expect("there is a slot for every rank")).collect()
 }
 
-/// Every rank's chunk of a buffer of `ranks` equal ones.
+/// Every rank's shard of a buffer of `ranks` equal ones.
 fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize> + use<> {
     let each = data.len() / ranks;
     move |rank| rank * each..(rank + 1) * each
 }
 
-/// Splits a buffer of equal chunks into them.
+/// Splits a buffer into equal shards.
 fn split(data: &mut [u8], ranks: usize) -> Vec<&mut [u8]> {
     let each = data.len() / ranks;
     let mut rest = data;
-    (0..ranks).map(|_| rest.split_off_mut(..each).expect("the buffer has a chunk for every rank")).collect()
+    (0..ranks).map(|_| rest.split_off_mut(..each).expect("the buffer has a shard for every rank")).collect()
 }
 
 impl Net {
@@ -103,9 +103,9 @@ impl Net {
         let n = self.size();
         let way = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
         match way {
-            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_whole(cx, io, op, None),
+            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_one_shot(cx, io, op, None),
             Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
-            Chosen::Direct => return self.reduce_shares(cx, io, op),
+            Chosen::Direct => return self.reduce_two_shot(cx, io, op),
             Chosen::Ring | Chosen::Doubling => {}
         }
         let data = match io {
@@ -120,7 +120,7 @@ impl Net {
 
     fn reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let bytes = io.input().len();
-        if bytes <= SMALL { self.reduce_whole(cx, io, op, Some(root)) } else { self.reduce_to(cx, io, op, root) }
+        if bytes <= SMALL { self.reduce_one_shot(cx, io, op, Some(root)) } else { self.reduce_to(cx, io, op, root) }
     }
 
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
@@ -134,12 +134,12 @@ impl Net {
             return self.mesh.exchange(cx, &[], &mut [Incoming::new(root, fingerprint, data)]);
         }
         // Ranks renumbered so that root is 0: the parent of v is v without its highest bit, the children are v with a higher one.
-        let place = (rank + n - root) % n;
-        let real = |place: usize| (place + root) % n;
-        let parent = place.checked_ilog2().map(|top| real(place - (1 << top)));
-        let lowest = place.checked_ilog2().map_or(0, |top| top + 1);
+        let virtual_rank = (rank + n - root) % n;
+        let real = |virtual_rank: usize| (virtual_rank + root) % n;
+        let parent = virtual_rank.checked_ilog2().map(|top| real(virtual_rank - (1 << top)));
+        let lowest = virtual_rank.checked_ilog2().map_or(0, |top| top + 1);
         let children: Vec<usize> = (lowest..usize::BITS)
-            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(place).filter(|v| *v < n))
+            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(virtual_rank).filter(|v| *v < n))
             .map(real)
             .collect();
         let pieces = self.pieces(data.len(), 1);

@@ -5,8 +5,7 @@
 //! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `announcement` compares what the ranks are
 //! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
-//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`. And a large
-//! broadcast goes from tensor to tensor where the kernel copies between these processes: `reach`.
+//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`.
 
 #![allow(unsafe_code)]
 
@@ -15,9 +14,7 @@ mod cico;
 mod oversubscription;
 mod pairwise;
 mod pieces;
-mod prefetch_copy;
 mod protocol;
-mod reach;
 mod segment;
 #[cfg(test)]
 mod tests;
@@ -42,12 +39,9 @@ use announce::Announcement;
 use cico::Reduction;
 use pairwise::Pairwise;
 use pieces::{Cut, combine_into, fill_for_each, inputs};
-use protocol::{BufferOffer, Location, Phase, Protocol, Route};
+use protocol::{BufferOffer, Phase, Protocol, Route};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use zero_copy::{ArenaSlot, PeerBuffers};
-
-/// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
-const EARLY: usize = buffer_len(32 << 10);
 
 /// The ranks of one host, or some of them, in shared memory.
 pub struct Shm {
@@ -77,14 +71,6 @@ impl Shm {
     #[must_use]
     pub fn knowing(self, registry: Arc<Registry>) -> Shm {
         Shm { finder: Finder::new(registry), ..self }
-    }
-
-    /// Has the kernel copy a broadcast from tensor to tensor from this size on, where it is allowed and they lie in no arena;
-    /// `usize::MAX` for never. The ranks may differ.
-    #[must_use]
-    pub fn copying_once_from(mut self, bytes: usize) -> Shm {
-        self.protocol.reach.from = bytes;
-        self
     }
 
     fn index(&self) -> usize {
@@ -120,28 +106,15 @@ impl Shm {
         slot: Option<ArenaSlot>,
         phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<PeerBuffers>> {
-        let offer = slot.as_ref().map_or(BufferOffer::Nowhere, ArenaSlot::offer);
-        match (self.meet(cx, (verb, bytes), (route, collect), offer, phase)?, slot) {
-            (Some(offsets), Some(slot)) => {
-                self.guarded(|protocol| slot.tensors(cx, &protocol.members, &offsets).map(Some))
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// The same for any offer. With `Some`, every rank has made such a one: where, by rank.
-    fn meet(
-        &mut self,
-        cx: &OpContext<'_>,
-        (verb, bytes): (Kind, usize),
-        (route, collect): (Route, bool),
-        offer: BufferOffer,
-        phase: impl FnMut(&Segment, Phase, Buffer),
-    ) -> Result<Option<Vec<u64>>> {
         self.guarded(|protocol| {
             let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
-            let offer = if matches!(route, Route::Windows(_)) { offer } else { BufferOffer::Never };
-            protocol.run(cx, &announcement, route, collect, offer, phase)
+            let offer = match route {
+                Route::Windows(_) => slot.as_ref().map_or(BufferOffer::Nowhere, ArenaSlot::offer),
+                Route::Nothing | Route::Slots => BufferOffer::Never,
+            };
+            let offsets = protocol.run(cx, &announcement, route, collect, offer, phase)?;
+            let met = offsets.zip(slot);
+            met.map(|(offsets, slot)| slot.tensors(cx, &protocol.members, &offsets)).transpose()
         })
     }
 
@@ -161,7 +134,6 @@ impl Shm {
         }
         let outcome = body(&mut self.protocol);
         if let Err(error) = &outcome {
-            self.protocol.reach.take_back(&self.protocol.segment);
             self.broken = Some(error.clone());
         }
         outcome
@@ -223,9 +195,9 @@ impl Shm {
         };
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
-            self.route(chunk, chunk, if pair { pairwise::PIECE } else { self.protocol.segment.window() });
+            self.route(chunk, chunk, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
         let slot = ArenaSlot::of(&io.input()[own..own + chunk], &mut self.finder);
-        let swap = Pairwise { cut, give: own, get: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
+        let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
         let swaps = pair && matches!(route, Route::Windows(_));
         let met = self.run_or_meet(cx, (verb, chunk), (route, false), slot, |segment, phase, buffer| match phase {
             _ if swaps => swap.phase(segment, phase, &mut io),
@@ -280,19 +252,10 @@ impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
-        let part = (total / 4).clamp(EARLY, self.protocol.segment.window());
-        let (route, cut) = self.route(total, total, part / ALIGN * ALIGN);
+        let (route, cut) = self.route(total, total, self.protocol.segment.window());
         let slot = ArenaSlot::of(data, &mut self.finder);
-        let protocol = &mut self.protocol;
-        let offer = match &slot {
-            Some(slot) => slot.offer(),
-            None if protocol.reach.spans(&protocol.segment, data) => {
-                BufferOffer::At(Location { arena: Location::PRIVATE, offset: data.as_mut_ptr() as u64 })
-            }
-            None => BufferOffer::Nowhere,
-        };
         let verb = (Kind::Broadcast, total);
-        let met = self.meet(cx, verb, (route, false), offer, |segment, phase, buffer| match phase {
+        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
             Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
@@ -306,25 +269,8 @@ impl Shm {
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })?;
-        match (met, slot) {
-            (None, _) => Ok(()),
-            (Some(offsets), Some(slot)) => {
-                let tensors = self.guarded(|protocol| slot.tensors(cx, &protocol.members, &offsets))?;
-                self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
-            }
-            (Some(addresses), None) => self.guarded(|protocol| {
-                // SAFETY: D2 and D3: all ranks lent their tensors; the root touches the end of each, the others the rest of their own.
-                let copied = unsafe { protocol.reach.broadcast(&protocol.segment, root, &addresses, data) };
-                copied.map_err(|(rank, error)| {
-                    let lost = cx.health.attribute_disconnect(
-                        protocol.members[rank],
-                        &format!("copying between its memory and this process's: {error}"),
-                    );
-                    lost.during(cx.progress(0, total as u64))
-                })?;
-                protocol.leave(cx, total as u64)
-            }),
-        }
+        let Some(tensors) = met else { return Ok(()) };
+        self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
     }
 
     fn scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, root: usize) -> Result<()> {
@@ -391,10 +337,10 @@ impl Shm {
         let (mut route, mut cut, stride) = self.route_for_each(chunk);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(chunk, usize::MAX, pairwise::PIECE);
+            (route, cut) = self.route(chunk, usize::MAX, pairwise::CHUNK);
         }
         let peer = 1 - me.min(1);
-        let swap = Pairwise { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };
+        let swap = Pairwise { cut, send: peer * chunk, recv: peer * chunk, keep: (me * chunk, me * chunk) };
         // In place a rank would overwrite what its peers have not read yet.
         let slot = match &io {
             HostIo::InPlace(_) => None,

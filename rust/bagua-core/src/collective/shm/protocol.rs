@@ -18,9 +18,8 @@
 //! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
 //!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
 //!   and what W1 says of arrival p holds for arrival p + 1.
-//! - **D2.** In place, or where the kernel copies from tensor to tensor: between everybody's first arrival and everybody's second,
-//!   the tensors that were offered are touched by this operation only; the pattern says which rank touches which range of which
-//!   tensor.
+//! - **D2.** In place: between everybody's first arrival and everybody's second, the tensors that were offered are touched by this
+//!   operation only; the pattern says which rank touches which range of which tensor.
 //! - **D3.** Nobody returns from such an operation before everybody's second arrival, except with an error.
 
 use std::cell::Cell;
@@ -29,7 +28,6 @@ use std::time::Duration;
 
 use super::announce::{Announcement, NONSENSE};
 use super::oversubscription::{self, Oversubscription};
-use super::reach::Reach;
 use super::segment::{Buffer, Segment};
 use crate::collective::OpContext;
 use crate::error::Result;
@@ -85,19 +83,13 @@ pub(super) enum BufferOffer {
     At(Location),
 }
 
-/// A place in an arena, or in the memory of a rank's process.
+/// A place in an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
-    /// Which arena; not 0. [`Location::PRIVATE`] for none.
+    /// Which arena; not 0.
     pub(super) arena: u64,
-    /// Where in the rank's part, or at which address.
+    /// Where in the rank's part.
     pub(super) offset: u64,
-}
-
-impl Location {
-    /// Stands for an arena where the kernel copies from one process to another. The numbers of arenas are digests, and no more likely
-    /// to be this one than to be each other's.
-    pub(super) const PRIVATE: u64 = u64::MAX;
 }
 
 /// What the offers of all ranks mean.
@@ -115,8 +107,6 @@ pub(super) struct Protocol {
     pub(super) segment: Segment,
     /// Group rank of each rank on this host, for errors.
     pub(super) members: Vec<usize>,
-    /// The peers' private memory, where this rank may touch it.
-    pub(super) reach: Reach,
     /// Own arrivals so far, modulo 2^31.
     arrivals: u32,
     /// The count at which all have let go of this rank's windows.
@@ -135,11 +125,9 @@ impl Protocol {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Protocol {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
-        let reach = Reach::publish(&segment);
         Protocol {
             segment,
             members,
-            reach,
             arrivals: 0,
             windows_free: 0,
             parity: 0,
@@ -160,8 +148,8 @@ impl Protocol {
     /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
     /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
     ///
-    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host; and so
-    /// when all offer private memory. The caller works there, and then calls [`Protocol::leave`].
+    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host. The
+    /// caller works there, and then calls [`Protocol::leave`].
     pub(super) fn run(
         &mut self,
         cx: &OpContext<'_>,

@@ -15,7 +15,7 @@ use crate::transport::shm::rings_len;
 
 /// Two cache lines: the hardware fetches lines in pairs.
 const LINE: usize = 128;
-/// Bytes of a control block: the announcement, the closed word and the process, two fingerprints, each on lines of its own.
+/// Bytes of a control block: the announcement, the closed word, two fingerprints, each on lines of its own.
 ///
 /// The announcement is the one line that travels for every operation: the arrival word and, for each parity, three words that
 /// all peers read (digest, arena, offset). A fingerprint is read by nobody unless digests differ, so it stays in its writer's cache.
@@ -74,7 +74,7 @@ pub(super) struct Segment {
 impl Segment {
     pub(super) fn new(arena: Arc<Arena>, index: usize, ranks: usize) -> Result<Segment> {
         if index >= ranks || arena.len() < segment_len(ranks) {
-            return Err(Error::System(format!(
+            return Err(Error::other(format!(
                 "a shared segment of {} bytes for rank {index} of {ranks}, which needs {}",
                 arena.len(),
                 segment_len(ranks)
@@ -105,11 +105,6 @@ impl Segment {
     /// Not 0 when a rank has let go of the segment.
     pub(super) fn closed(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * rank_len(self.ranks) + LINE)
-    }
-
-    /// Who a rank is to the kernel: the number of its process, its mark, and where that lies (see [`super::reach`]).
-    pub(super) fn process(&self, rank: usize, word: usize) -> &AtomicU64 {
-        self.arena.long(rank * rank_len(self.ranks) + LINE + 8 * (1 + word))
     }
 
     /// A word of the fingerprint of a rank's operation with this parity.

@@ -242,54 +242,6 @@ fn ten_thousand_operations_of_random_verbs_and_sizes_stay_in_step() {
     }
 }
 
-/// Whether a broadcast of this many bytes left the root's windows as they were.
-fn goes_from_tensor_to_tensor(n: usize, bytes: usize, from: impl Fn(usize) -> usize + Sync) -> bool {
-    let untouched = on_all(n, |index, mut rank| {
-        rank.shm = rank.shm.copying_once_from(from(index));
-        // Now all have said where they are.
-        one(&mut rank, Kind::Barrier, DType::U8, ReduceOp::Sum, 0, 0, false);
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, bytes, 1, false);
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, bytes, 1, false);
-        one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 4000, 0, true);
-        // SAFETY: no operation on windows follows.
-        unsafe { rank.shm.protocol.segment.read(1, Buffer::Window(0), 0..1000) }.iter().all(|byte| *byte == 0)
-    });
-    assert!(untouched.iter().all(|one| *one == untouched[0]));
-    untouched[0]
-}
-
-#[test]
-fn a_large_broadcast_goes_from_tensor_to_tensor_unless_one_rank_cannot() {
-    for n in [2, 3] {
-        for bytes in [SLOT + 1, 700_001, 3_000_017] {
-            assert!(goes_from_tensor_to_tensor(n, bytes, |_| 1));
-            assert!(!goes_from_tensor_to_tensor(n, bytes, |index| if index == 0 { usize::MAX } else { 1 }));
-            assert!(!goes_from_tensor_to_tensor(n, bytes, |_| bytes + 1));
-        }
-    }
-}
-
-/// As when its process ends between its offer and the copy.
-#[test]
-fn a_rank_whose_memory_cannot_be_copied_is_named_and_the_other_hears_of_it_in_a_second() {
-    let outcomes = on_all(2, |index, mut rank| {
-        let mut data = vec![index as u8; 1 << 20];
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, data.len(), 0, false);
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, data.len(), 0, false);
-        let begun = Instant::now();
-        if index == 1 {
-            rank.shm.protocol.reach.forget();
-        }
-        let print = rank.print(Kind::Broadcast, DType::U8, None, Some(0), data.len());
-        let outcome = rank.with(print, |shm, cx| shm.run(cx, Verb::Broadcast { root: 0 }, Io::in_place(&mut data)));
-        (outcome, begun.elapsed())
-    });
-    let [(root, first), (leaf, second)] = &outcomes[..] else { panic!("two ranks") };
-    assert!(matches!(root, Err(Error::PeerLost { rank: 1, .. })), "{root:?}");
-    assert!(matches!(leaf, Err(Error::PeerLost { rank: 0, .. })), "{leaf:?}");
-    assert!(first.max(second) < &Duration::from_secs(1));
-}
-
 #[test]
 fn late_rank_gets_a_timeout_that_names_it() {
     let outcomes = on_all(3, |index, mut rank| {

@@ -11,9 +11,10 @@ use tokio::net::{TcpListener, UnixListener};
 use super::super::connection::{ConnKey, ControlConn};
 use super::super::fork::ForkFd;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
-use super::super::{Config, TransportChoice, let_many_wait, lock};
+use super::super::{Config, TransportChoice, let_many_wait};
 use super::Plane;
 use crate::error::{Error, Result};
+use crate::wait::lock;
 
 /// The sockets that peers connect to.
 pub(in super::super) struct Listeners {

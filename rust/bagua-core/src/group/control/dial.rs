@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use tokio::net::{TcpStream, UnixStream};
 
+use super::super::TransportChoice;
 use super::super::address::Address;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP};
-use super::super::{TransportChoice, lock};
 use super::{Control, Plane};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
+use crate::wait::lock;
 
 /// A connection to make.
 #[derive(Clone, Copy, Debug)]
@@ -57,11 +58,11 @@ impl Plane {
             }
             (Way::Tcp, Some(tcp)) => {
                 let connecting = tokio::time::timeout(STEP, TcpStream::connect(tcp)).await;
-                ControlConn::tcp(connecting.map_err(|_| Failed::Broken("no answer".to_owned()))??)?
+                ControlConn::tcp(connecting.map_err(|_| Failed::broken("no answer"))??)?
             }
-            (Way::Tcp, None) => return Err(Failed::Broken("it has no TCP address".to_owned())),
+            (Way::Tcp, None) => return Err(Failed::broken("it has no TCP address")),
         };
-        let key = &self.book().map_err(|e| Failed::Broken(e.to_string()))?.key;
+        let key = &self.book().map_err(|e| Failed::broken(e.to_string()))?.key;
         handshake::introduce(&mut conn.socket, hello, key).await?;
         Ok(conn)
     }
@@ -81,7 +82,7 @@ impl Plane {
             match self.attempt(address, way, &hello).await {
                 Ok(conn) => return Ok(conn),
                 Err(Failed::Refused(why)) => return Err(why),
-                Err(Failed::Broken(how)) => {
+                Err(Failed::Broken { how, .. }) => {
                     trouble(how);
                     // The peer listened before it told its name: a name that is not there is in another namespace.
                     if way == Way::Unix && dial.purpose == Purpose::Control && self.is_elsewhere(address).await {
@@ -128,7 +129,7 @@ impl Control {
                         | Refusal::Secret
                         | Refusal::Purpose
                         | Refusal::Busy
-                        | Refusal::Duplicate => Error::System(text),
+                        | Refusal::Duplicate => Error::other(text),
                     };
                     let _ = health.fail(error);
                 }

@@ -24,15 +24,16 @@ use tokio::sync::{Notify, mpsc};
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
 
+use super::Config;
 use super::address::Address;
 use super::connection::{ControlConn, PendingConns};
 use super::fork::OwnerProcess;
 use super::handshake::{Key, digest};
 use super::wire::Message;
-use super::{Config, lock};
-use crate::error::{Error, Result};
-use crate::health::GroupHealth;
+use crate::error::{Error, Result, Source};
+use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
+use crate::wait::lock;
 
 /// How long a leaving rank waits for its last words to be heard.
 const LINGER: Duration = Duration::from_millis(200);
@@ -92,6 +93,8 @@ struct Entry {
     health: Weak<GroupHealth>,
     /// World ranks of the members, by group rank: ascending.
     ranks: Vec<usize>,
+    /// Reports to the members what this rank finds, as long as it is in the group.
+    _subscription: Subscription,
 }
 
 /// Group rank of a world rank.
@@ -171,7 +174,7 @@ impl Plane {
 
     /// Known since `open`.
     pub(super) fn book(&self) -> Result<&Book> {
-        self.book.get().ok_or_else(|| Error::System("the group is not built yet".to_owned()))
+        self.book.get().ok_or_else(|| Error::other("the group is not built yet"))
     }
 
     fn peer(&self, rank: usize) -> Option<&Peer> {
@@ -191,7 +194,7 @@ impl Plane {
     /// Makes a group known: its failures are told to its members from here on. `ranks` are world ranks.
     pub(super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
-        health.on_failure(move |cause| {
+        let subscription = health.subscribe_local(move |cause| {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
             {
@@ -209,7 +212,7 @@ impl Plane {
                 health.depart(place);
             }
         }
-        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks });
+        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscription: subscription });
         drop(groups);
         if let Some(cause) = failure {
             health.fail_from_peer(cause);
@@ -266,7 +269,7 @@ impl Plane {
                 | Error::InvalidArgument(_)
                 | Error::UnsupportedType(_)
                 | Error::NotImplemented(_)
-                | Error::System(_) => false,
+                | Error::System { .. } => false,
             };
             if concerned {
                 health.fail_from_peer(cause.clone());
@@ -290,7 +293,7 @@ impl Plane {
     }
 
     /// A peer is gone without a goodbye.
-    fn lost(&self, rank: usize, reason: &str) {
+    fn lost(&self, rank: usize, reason: &str, source: &Source) {
         let Some(peer) = self.peer(rank) else { return };
         let was = peer.state.compare_exchange(ALIVE, LOST, Ordering::AcqRel, Ordering::Relaxed);
         if was.is_err() || self.leaving.load(Ordering::Acquire) {
@@ -301,7 +304,7 @@ impl Plane {
         let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
         for health in first.into_iter().chain(self.watches(world)) {
             if let Some(place) = place(health.world_ranks(), rank) {
-                let _ = health.fail(health.peer_lost(place, reason));
+                let _ = health.fail(health.peer_lost(place, reason).caused_by(source));
             }
         }
         self.built.notify_all();

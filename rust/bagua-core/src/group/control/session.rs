@@ -8,9 +8,10 @@ use tokio::io::{AsyncWriteExt, WriteHalf};
 use tokio::sync::mpsc;
 
 use super::super::connection::{AsyncSocket, ControlConn};
-use super::super::lock;
 use super::super::wire::{FRAME_LIMIT, Message, read_frame};
 use super::{ALIVE, Plane};
+use crate::error::Source;
+use crate::wait::lock;
 
 /// Reads from a peer until the connection ends; a second task writes.
 pub(super) async fn read_loop(
@@ -23,11 +24,11 @@ pub(super) async fn read_loop(
     let ControlConn { fork_fd: _fork_fd, socket } = conn;
     let (mut reader, writer) = tokio::io::split(socket);
     tokio::spawn(write(writer, frames));
-    let how = loop {
+    let (how, source) = loop {
         let body = match read_frame(&mut reader, FRAME_LIMIT).await {
             Ok(body) => body,
             Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
-                break format!("it spoke nonsense: {error}");
+                break (format!("it spoke nonsense: {error}"), Source::default());
             }
             Err(error) => {
                 let place = if near { " on this host" } else { "" };
@@ -35,15 +36,15 @@ pub(super) async fn read_loop(
                     std::io::ErrorKind::UnexpectedEof => "end of stream".to_owned(),
                     _ => error.to_string(),
                 };
-                break format!("its process died{place} or its connection broke ({detail})");
+                break (format!("its process died{place} or its connection broke ({detail})"), error.into());
             }
         };
         match Message::parse(&body) {
             Ok(message) => handle(&plane, rank, message),
-            Err(garbled) => break format!("it spoke nonsense: {garbled}"),
+            Err(garbled) => break (format!("it spoke nonsense: {garbled}"), Source::default()),
         }
     };
-    plane.lost(rank, &how);
+    plane.lost(rank, &how, &source);
     settle(&plane, rank);
 }
 
@@ -106,7 +107,7 @@ pub(super) async fn heartbeat(plane: Arc<Plane>) {
             let silent = now.saturating_duration_since(*at) > timeout;
             drop(heard);
             if silent {
-                plane.lost(rank, &format!("no heartbeat for {:.1} s", timeout.as_secs_f64()));
+                plane.lost(rank, &format!("no heartbeat for {:.1} s", timeout.as_secs_f64()), &Source::default());
             }
         }
         tokio::time::sleep(period).await;

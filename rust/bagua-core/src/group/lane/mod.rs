@@ -16,7 +16,7 @@ use std::time::Duration;
 use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Buffer, BufferMut, Place, kind_of};
+use crate::memory::{Buffer, BufferMut, DeviceRef, kind_of};
 use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
 use crate::stats::Stats;
 use crate::types::{DType, Fingerprint, Kind, Shape};
@@ -60,7 +60,7 @@ pub struct PartLayout<'a> {
 pub struct Lane {
     /// Does the work.
     collective: Box<dyn Collective>,
-    /// The group's state of failure: asked before each operation, told of each failure.
+    /// The group's failure state: checked before each operation, set by each failure.
     health: Arc<GroupHealth>,
     /// The group's counters.
     stats: Arc<Stats>,
@@ -81,7 +81,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// A lane over a collective. `number` tells the lanes of one group apart.
+    /// A lane over a collective. `number` distinguishes the lanes of one group.
     pub fn new(
         collective: Box<dyn Collective>,
         health: Arc<GroupHealth>,
@@ -293,7 +293,7 @@ impl Lane {
     }
 
     /// Refuses memory that the collective does not reach, before anything is sent.
-    fn check_reach(&self, place: Place<'_>) -> Result<()> {
+    fn check_reach(&self, place: DeviceRef<'_>) -> Result<()> {
         match place {
             Some(device) if !self.collective.reaches(place) => Err(Error::UnsupportedType(format!(
                 "the tensor is on {}, and the group has no collective for that device (it has {})",
@@ -333,7 +333,7 @@ impl Lane {
             if error.is_argument() {
                 return error;
             }
-            // What this rank was doing is told even when the first cause came from elsewhere and knows nothing of it.
+            // The error names this rank's operation also when another rank found the first cause.
             let progress = match &error {
                 Error::PeerLost { progress: Some(progress), .. } | Error::Timeout { progress: Some(progress), .. } => {
                     progress.as_ref().clone()

@@ -1,4 +1,4 @@
-//! Arguments, numbers and failures of a lane, over one rank and over a collective that records what it is told.
+//! Arguments, numbers and failures of a lane, over one rank and over a collective that records its calls.
 
 use std::sync::Mutex;
 
@@ -159,15 +159,15 @@ fn what_an_operation_says_of_itself_is_what_the_header_needs() {
     lane.run(shaped, DType::F32, Verb::Scatter { root: 3 }, split(&[], &mut b[..16])).unwrap();
     lane.run(shaped, DType::F32, Verb::Gather { root: 0 }, split(&[0; 8], &mut [])).unwrap();
     lane.barrier(shaped).unwrap();
-    let told = log.lock().unwrap().clone();
+    let recorded = log.lock().unwrap().clone();
     let plain = Fingerprint { epoch: 7, lane: 3, ..Fingerprint::new(Kind::AllReduce, DType::F32, 16) };
-    assert_eq!(told[0], Fingerprint { op: Some(ReduceOp::Max), shape: Shape::new(&[2, 8]), ..plain });
+    assert_eq!(recorded[0], Fingerprint { op: Some(ReduceOp::Max), shape: Shape::new(&[2, 8]), ..plain });
     let broadcast = Fingerprint { kind: Kind::Broadcast, seq: 1, dtype: DType::F64, count: 8, ..plain };
-    assert_eq!(told[1], Fingerprint { root: Some(2), shape: Shape::flat(8), ..broadcast });
-    assert_eq!(told[2], Fingerprint { kind: Kind::AllGather, seq: 2, count: 4, ..plain });
-    assert_eq!(told[3], Fingerprint { kind: Kind::Scatter, seq: 3, count: 4, root: Some(3), ..plain });
-    assert_eq!(told[4], Fingerprint { kind: Kind::Gather, seq: 4, count: 2, root: Some(0), ..plain });
-    assert_eq!(told[5], Fingerprint { kind: Kind::Barrier, seq: 5, dtype: DType::U8, count: 0, ..plain });
+    assert_eq!(recorded[1], Fingerprint { root: Some(2), shape: Shape::flat(8), ..broadcast });
+    assert_eq!(recorded[2], Fingerprint { kind: Kind::AllGather, seq: 2, count: 4, ..plain });
+    assert_eq!(recorded[3], Fingerprint { kind: Kind::Scatter, seq: 3, count: 4, root: Some(3), ..plain });
+    assert_eq!(recorded[4], Fingerprint { kind: Kind::Gather, seq: 4, count: 2, root: Some(0), ..plain });
+    assert_eq!(recorded[5], Fingerprint { kind: Kind::Barrier, seq: 5, dtype: DType::U8, count: 0, ..plain });
     let counted: Vec<_> = stats.snapshot().iter().map(|(kind, op)| (*kind, op.calls, op.payload_bytes)).collect();
     let expected =
         [(Kind::AllReduce, 64), (Kind::Broadcast, 64), (Kind::AllGather, 64), (Kind::Gather, 8), (Kind::Scatter, 16)];
@@ -184,7 +184,7 @@ fn messages_are_numbered_per_pair_and_direction() {
         .unwrap();
     lane.recv(o, DType::U8, b, 0).unwrap();
     lane.barrier(o).unwrap();
-    let told: Vec<_> = log.lock().unwrap().iter().map(|f| (f.kind, f.seq, f.count)).collect();
+    let recorded: Vec<_> = log.lock().unwrap().iter().map(|f| (f.kind, f.seq, f.count)).collect();
     let expected = [
         (Kind::Send, 0, 3),
         (Kind::Send, 0, 3),
@@ -197,7 +197,7 @@ fn messages_are_numbered_per_pair_and_direction() {
         (Kind::Send, 1, 8),
         (Kind::Barrier, 0, 0),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(recorded, expected);
 }
 
 #[test]
@@ -229,10 +229,10 @@ fn a_poisoned_group_raises_its_first_cause_even_for_bad_arguments() {
 #[test]
 fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let first = Error::Aborted("the user gave up".into());
-    let Fixture { mut lane, health, .. } = recorder(Some(Error::System("stream closed".into())));
+    let Fixture { mut lane, health, .. } = recorder(Some(Error::other("stream closed")));
     let listened = Arc::new(Mutex::new(Vec::new()));
     let heard = listened.clone();
-    health.on_failure(move |error| heard.lock().unwrap().push(error.clone()));
+    let _reports = health.subscribe_local(move |error| heard.lock().unwrap().push(error.clone()));
     // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
     health.fail_from_peer(first.clone());
     let says = lane.next(Kind::Barrier, DType::U8, 0, &Options::default());

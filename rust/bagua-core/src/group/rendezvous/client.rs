@@ -119,12 +119,12 @@ async fn join(
             match register(server, &hello, &key, address, deadline).await {
                 Ok(heard) => break heard,
                 Err(Failed::Refused(why)) => return Err(refused(why, rank, world_size, &place)),
-                Err(Failed::Broken(reason)) if listens => {
-                    let reason = format!("it no longer serves {place} ({reason})");
+                Err(Failed::Broken { how, source }) if listens => {
+                    let reason = format!("it no longer serves {place} ({how})");
                     let host = host.to_owned();
-                    return Err(Error::PeerLost { rank: 0, host, reason, noticed_by: rank, progress: None });
+                    return Err(Error::PeerLost { rank: 0, host, reason, noticed_by: rank, progress: None, source });
                 }
-                Err(Failed::Broken(how)) => trouble = how,
+                Err(Failed::Broken { how, .. }) => trouble = how,
             }
             tokio::time::sleep(PAUSE).await;
         };
@@ -149,7 +149,7 @@ async fn join(
         Err(_) => return Err(late(timeout, vec![awaited], rank, format!("{place} ({trouble})"))),
     };
     if all.len() != world_size || all[rank] != address {
-        return Err(Error::System(format!("{place} gave a list that does not fit")));
+        return Err(Error::other(format!("{place} gave a list that does not fit")));
     }
     if let Some(relay) = relay {
         relay.hand_over(&all).await;
@@ -166,7 +166,7 @@ fn refused(why: Refusal, rank: usize, world_size: usize, place: &str) -> Error {
         Refusal::Duplicate => Error::Mismatch(format!("two processes are rank {rank} ({place})")),
         Refusal::Version => Error::Mismatch(format!("{place}: {why}")),
         Refusal::Stranger | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
-            Error::System(format!("{place}: {why}"))
+            Error::other(format!("{place}: {why}"))
         }
     }
 }

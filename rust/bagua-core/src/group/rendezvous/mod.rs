@@ -43,7 +43,7 @@ pub fn local_address_towards(host: &str, port: u16) -> Result<IpAddr> {
             Err(error) => last = Some(error),
         }
     }
-    Err(last.map_or_else(|| Error::System(format!("{host} has no address")), failed))
+    Err(last.map_or_else(|| Error::other(format!("{host} has no address")), failed))
 }
 
 fn check(rank: usize, world_size: usize) -> Result<()> {

@@ -13,11 +13,12 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{self, Hello, Key, Purpose, Refusal};
+use super::super::let_many_wait;
 use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer, read_frame};
-use super::super::{let_many_wait, lock};
 use super::tree::{self, Absent, Heard, STAY, STRANGERS};
 use super::{PAUSE, check_all, key, runtime};
 use crate::error::{Error, Result};
+use crate::wait::lock;
 
 /// The longest registration: an address, and a place.
 const REGISTRATION_LIMIT: usize = FRAME_LIMIT + 128;

@@ -58,7 +58,7 @@ async fn registered(port: u16, rank: usize) -> Answer {
         match register(("127.0.0.1", port), &hello(rank, 0), &key(b"s"), &address(rank), deadline).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet.
-            Err(Failed::Broken(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
+            Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
             Err(Failed::Refused(why)) => panic!("rank {rank}: {why}"),
         }
     }

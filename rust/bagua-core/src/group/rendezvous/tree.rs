@@ -129,7 +129,7 @@ impl Answer {
     /// Reads one.
     pub(super) async fn read(stream: &mut (impl AsyncRead + Unpin)) -> Result<Answer, Failed> {
         let body = read_frame(stream, LIST_LIMIT).await?;
-        Answer::parse(&body).map_err(|garbled| Failed::Broken(garbled.to_string()))
+        Answer::parse(&body).map_err(|garbled| Failed::broken(garbled.to_string()))
     }
 }
 
@@ -160,7 +160,7 @@ pub(super) async fn news<T: Clone>(stream: &mut TcpStream, published: &mut watch
 /// Connects, once. A host that is gone does not say so, and the system would wait for it for minutes.
 pub(super) async fn connect(to: impl ToSocketAddrs) -> Result<TcpStream, Failed> {
     let connecting = tokio::time::timeout(STEP, TcpStream::connect(to)).await;
-    Ok(connecting.map_err(|_| Failed::Broken("no answer".to_owned()))??)
+    Ok(connecting.map_err(|_| Failed::broken("no answer"))??)
 }
 
 /// Asks a parent for the list, once.
@@ -169,7 +169,7 @@ pub(super) async fn fetch(from: SocketAddr, hello: &Hello, key: &Key) -> Result<
     handshake::introduce(&mut stream, hello, key).await?;
     match Answer::read(&mut stream).await? {
         Answer::Complete(all) => Ok(all),
-        Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::Broken("it answered with something else".to_owned())),
+        Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::broken("it answered with something else")),
     }
 }
 

@@ -119,14 +119,12 @@ pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{DType, Fingerprint, Kind, Shape};
+    use crate::types::{DType, Fingerprint, Kind};
 
     const FIRST: Pace = Pace { own: 0, best: 0 };
 
     fn example() -> Chunk {
-        let shape = Shape::flat(3);
-        let fingerprint =
-            Fingerprint { epoch: 1, lane: 2, seq: 4, shape, ..Fingerprint::new(Kind::Send, DType::U8, 100) };
+        let fingerprint = Fingerprint { epoch: 1, lane: 2, seq: 4, ..Fingerprint::new(Kind::Send, DType::U8, 100) };
         let header = Header { fingerprint, part: 5, body: 100 };
         Chunk { header, message: 0x0102_0304_0506_0708, offset: 60, length: 40 }
     }

@@ -262,8 +262,8 @@ impl Mesh {
         if let Some((peer, theirs)) = mismatch {
             return Err(transfer.cx.mismatch(self.members[peer], &theirs));
         }
-        if let Some((peer, Broken(how))) = lost {
-            let error = transfer.cx.health.attribute_disconnect(self.members[peer], &how);
+        if let Some((peer, Broken { how, source })) = lost {
+            let error = transfer.cx.health.attribute_broken_stream(self.members[peer], &how, &source);
             return Err(error.during(transfer.cx.progress(transfer.done(), transfer.total)));
         }
         if any {
