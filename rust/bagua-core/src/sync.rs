@@ -23,7 +23,7 @@ mod machine {
 
     use std::time::Duration;
 
-    /// How often a spin looks before it reads the clock.
+    /// How often a spin looks before it reads the clock. Models do not spin: they look, and lie down.
     pub(crate) const SPINS: u32 = 32;
 
     /// The size of a buffer in shared memory. Models have small ones, so that few bytes fill them.
