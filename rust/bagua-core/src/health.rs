@@ -9,11 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Progress, Result, Source};
+use crate::sync::patience;
 use crate::wait::{blocking_wait, lock, wait_on_for};
 
 /// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
 /// Long enough for a control message that is already on its way, short enough to stay within the promised second.
-const VERDICT_GRACE: Duration = Duration::from_millis(400);
+const VERDICT_GRACE: Duration = patience(Duration::from_millis(400));
 
 /// Called with the first cause, once.
 type Listener = Box<dyn FnOnce(&Error) + Send>;

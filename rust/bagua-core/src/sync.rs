@@ -21,12 +21,19 @@ mod machine {
     pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard};
     pub(crate) use std::time::Instant;
 
-    /// How often a spin looks before it reads the clock.
+    use std::time::Duration;
+
+    /// How often a spin looks before it reads the clock. Models do not spin: they look, and lie down.
     pub(crate) const SPINS: u32 = 32;
 
     /// The size of a buffer in shared memory. Models have small ones, so that few bytes fill them.
     pub(crate) const fn buffer_len(bytes: usize) -> usize {
         bytes
+    }
+
+    /// How long a wait lasts that is no part of a model.
+    pub(crate) const fn patience(time: Duration) -> Duration {
+        time
     }
 
     /// A 4-byte word of shared memory.

@@ -6,9 +6,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::sync::{AtomicU32, Instant, futex};
-
 use crate::error::{Error, Result};
+use crate::sync::{AtomicU32, Instant, futex};
 
 /// The longest any wait sleeps before it looks at its [`crate::health::GroupHealth`] and its deadline again.
 /// An abort is therefore seen within this time, without anybody having to wake the sleeper.

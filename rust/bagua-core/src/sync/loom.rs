@@ -9,10 +9,11 @@
 //! - **Time.** Every time that was measured is [`ELAPSED`]: each spin is in vain, no deadline passes. No futex and no condition
 //!   variable times out: what only a timeout would wake is a deadlock, which loom reports.
 //! - **Arc.** Counts as the standard library's does, with `Relaxed` and `Release`; loom's own orders more.
-//! - **Shared memory.** The bytes are real, of one mapping. Its atomic words live in loom instead: a pool of zeros, given to
+//! - **Shared memory.** The bytes are real. Its atomic words live in loom instead: a pool of zeros, given to
 //!   addresses in the order in which they are first asked for. Each slice counts as an access to the [`BLOCK`]s that it overlaps at
 //!   the moment in which it is made, and loom reports two accesses that nothing orders.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{self, AcqRel, Acquire, Relaxed, Release, SeqCst};
@@ -27,7 +28,7 @@ use loom::sync::atomic as inner;
 use loom::thread::Thread;
 
 /// How often a spin looks before it reads the clock.
-pub(crate) const SPINS: u32 = 1;
+pub(crate) const SPINS: u32 = 0;
 
 /// What every clock says: longer than any spin, shorter than any deadline.
 const ELAPSED: Duration = Duration::from_millis(1);
@@ -35,7 +36,8 @@ const ELAPSED: Duration = Duration::from_millis(1);
 /// Bytes of shared memory that are tracked as one.
 const BLOCK: usize = 64;
 
-/// Words, longs and blocks that the shared memory of one model may have.
+/// Words, longs and blocks that the shared memory of one model may have, and words that its threads may sleep on.
+const FUTEXES: usize = 8;
 const WORDS: usize = 24;
 const LONGS: usize = 96;
 const BLOCKS: usize = 192;
@@ -45,11 +47,21 @@ pub(crate) const fn buffer_len(bytes: usize) -> usize {
     bytes / 256
 }
 
+/// How long a wait lasts that is no part of a model.
+pub(crate) const fn patience(_time: Duration) -> Duration {
+    Duration::ZERO
+}
+
+thread_local! {
+    /// Whether `Acquire` loads return the latest value only, in the model that this thread runs.
+    pub(super) static LATEST: Cell<bool> = const { Cell::new(false) };
+}
+
 loom::lazy_static! {
     /// What `SeqCst` stores publish and `SeqCst` loads acquire.
     static ref ORDER: inner::AtomicU64 = inner::AtomicU64::new(0);
-    /// Who sleeps on which futex.
-    static ref SLEEPERS: Mutex<Vec<(usize, Thread)>> = Mutex::default();
+    /// Who sleeps on a futex.
+    static ref SLEEPERS: Pool<Mutex<Vec<Thread>>> = Pool::new(FUTEXES, Mutex::default);
     static ref SHARED: Shared = Shared::new();
 }
 
@@ -75,7 +87,11 @@ macro_rules! atomics {
                 if order == SeqCst {
                     ORDER.fetch_add(0, Acquire);
                 }
-                self.0.load(if order == SeqCst { Acquire } else { order })
+                match order {
+                    Acquire if LATEST.get() => self.0.fetch_or(<$value>::default(), Acquire),
+                    SeqCst => self.0.load(Acquire),
+                    _ => self.0.load(order),
+                }
             }
 
             pub(crate) fn store(&self, value: $value, order: Ordering) {
@@ -204,6 +220,8 @@ struct Shared {
     words: Pool<AtomicU32>,
     longs: Pool<AtomicU64>,
     blocks: Pool<UnsafeCell<()>>,
+    /// Addresses that mean others: where memory begins that is mapped twice, its length, and where its first mapping begins.
+    aliases: std::sync::Mutex<Vec<(usize, usize, usize)>>,
 }
 
 impl Shared {
@@ -212,8 +230,23 @@ impl Shared {
             words: Pool::new(WORDS, AtomicU32::default),
             longs: Pool::new(LONGS, AtomicU64::default),
             blocks: Pool::new(BLOCKS, || UnsafeCell::new(())),
+            aliases: std::sync::Mutex::default(),
         }
     }
+
+    /// The address in the first mapping of the memory.
+    fn first(&self, address: usize) -> usize {
+        let aliases = self.aliases.lock().unwrap_or_else(PoisonError::into_inner);
+        let alias = aliases.iter().find(|(begin, len, _)| (*begin..begin + len).contains(&address));
+        alias.map_or(address, |(begin, _, first)| address - begin + first)
+    }
+}
+
+/// Has `len` bytes at `second` be another mapping of those at `first`.
+#[cfg(test)]
+pub(crate) fn same_memory(first: *const u8, second: *const u8, len: usize) {
+    let mut aliases = SHARED.aliases.lock().unwrap_or_else(PoisonError::into_inner);
+    aliases.push((second as usize, len, first as usize));
 }
 
 /// Objects of loom, by address.
@@ -238,16 +271,16 @@ impl<T> Pool<T> {
 
 /// A 4-byte word of shared memory.
 pub(crate) fn word(memory: &std::sync::atomic::AtomicU32) -> &AtomicU32 {
-    SHARED.words.at(memory.as_ptr() as usize)
+    SHARED.words.at(SHARED.first(memory.as_ptr() as usize))
 }
 
 /// An 8-byte word of shared memory.
 pub(crate) fn long(memory: &std::sync::atomic::AtomicU64) -> &AtomicU64 {
-    SHARED.longs.at(memory.as_ptr() as usize)
+    SHARED.longs.at(SHARED.first(memory.as_ptr() as usize))
 }
 
 fn blocks(bytes: &[u8]) -> impl Iterator<Item = &'static UnsafeCell<()>> {
-    let begin = bytes.as_ptr() as usize;
+    let begin = SHARED.first(bytes.as_ptr() as usize);
     (begin / BLOCK..(begin + bytes.len()).div_ceil(BLOCK)).map(|block| SHARED.blocks.at(block))
 }
 
@@ -266,15 +299,11 @@ pub(crate) fn writes(bytes: &[u8]) {
 pub(crate) mod futex {
     use super::*;
 
-    fn address(word: &AtomicU32) -> usize {
-        std::ptr::from_ref(word) as usize
-    }
-
     /// Sleeps while `*word == seen`.
     pub(crate) fn wait(word: &AtomicU32, seen: u32, _timeout: Duration) {
-        let mut sleepers = locked(&SLEEPERS);
-        if word.load(Relaxed) == seen {
-            sleepers.push((address(word), loom::thread::current()));
+        let mut sleepers = sleepers(word);
+        if word.0.load(Relaxed) == seen {
+            sleepers.push(loom::thread::current());
             drop(sleepers);
             loom::thread::park();
         }
@@ -282,16 +311,12 @@ pub(crate) mod futex {
 
     /// Wakes every thread that sleeps on `word`.
     pub(crate) fn wake(word: &AtomicU32) {
-        locked(&SLEEPERS).retain(|(at, thread)| {
-            let wakes = *at == address(word);
-            if wakes {
-                thread.unpark();
-            }
-            !wakes
-        });
+        sleepers(word).drain(..).for_each(|thread| thread.unpark());
     }
 
-    fn locked<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
-        mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the kernel's list of a word's sleepers.
+    fn sleepers(word: &AtomicU32) -> loom::sync::MutexGuard<'static, Vec<Thread>> {
+        let list: &'static Mutex<_> = SLEEPERS.at(std::ptr::from_ref(word) as usize);
+        list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -27,6 +27,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Finder, Registry};
+use crate::sync::buffer_len;
 use crate::transport::shm::ring_links;
 use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
@@ -435,5 +436,5 @@ pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Optio
 
 /// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
 fn small(ranks: usize) -> usize {
-    (4 * SLOT / ranks).clamp(2 << 10, SLOT)
+    (4 * SLOT / ranks).clamp(buffer_len(2 << 10), SLOT)
 }

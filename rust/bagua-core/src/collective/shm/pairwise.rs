@@ -22,9 +22,10 @@ use super::protocol::Phase;
 use super::ranges::shifted;
 use super::segment::{Buffer, Segment};
 use crate::collective::HostIo;
+use crate::sync::buffer_len;
 
 /// Bytes of a chunk, at most. Twice that is slower at 1 MiB, and equal from 4 MiB on.
-pub(super) const CHUNK: usize = 128 << 10;
+pub(super) const CHUNK: usize = buffer_len(128 << 10);
 /// Bytes that are read before they are overwritten; they stay in the first-level cache. 8 and 16 KiB are 3 % slower.
 const BLOCK: usize = 4 << 10;
 

@@ -11,6 +11,9 @@ use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Shape};
 use crate::wait::Deadline;
 
+#[cfg(model)]
+mod model;
+
 /// What a thread needs to be a rank.
 struct Rank {
     shm: Shm,
@@ -48,7 +51,7 @@ fn ranks_of(n: usize) -> Vec<Rank> {
     let one = |index: usize| {
         let fd: OwnedFd = arena.fd().try_clone_to_owned().unwrap();
         let mut shm = Shm::new(Arc::new(Arena::from_fd(fd).unwrap()), index, (0..n).collect()).unwrap();
-        shm.protocol.wind_forward();
+        shm.protocol.wind_forward(5);
         let limit = Duration::from_secs(60);
         Rank { shm, health: GroupHealth::local(index, n), stats: OpStats::default(), seq: 0, limit }
     };
