@@ -2,55 +2,20 @@
 
 Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is
 writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
-it returns a `Handle` instead; until that is done, nobody may touch the arrays.
+it returns a `Handle` instead; until that is done, the arrays must not be touched.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from bagua import engine
 from bagua.arrays import Array, Memory, empty_like, memory_of
+from bagua.messages import Handle, Messages, outcome, same_kind, writable
 
 __all__ = ["Handle", "Verbs"]
 
-T = TypeVar("T")
 Op = str | int
-
-
-class Handle(Generic[T]):
-    """The outcome of an asynchronous verb, now or later."""
-
-    def __init__(self, raw: engine.Handle, result: T, keep: object) -> None:
-        self._raw = raw
-        self._result = result
-        self._keep = keep
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Waits until the verb is done, and returns its result.
-
-        `timeout` is in seconds; None waits until the verb's own deadline. BaguaTimeoutError leaves the verb running.
-        """
-        self._raw.wait(timeout)
-        return self._result
-
-    def then(self, callback: Callable[[Exception | None], object]) -> None:
-        """Calls `callback(error)` when the verb is done, exactly once: `error` is None, or the exception that `wait`
-        raises.
-
-        When the verb is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks",
-        which calls all callbacks of the process one after another: a callback may block and start verbs, and only
-        other callbacks wait for it. The arrays are kept until the verb is done. An exception of a callback goes to
-        `sys.unraisablehook`; only one that is no Exception (KeyboardInterrupt, SystemExit) is raised here, when the
-        call happens here.
-        """
-        self._raw.then(callback)
-
-    def is_completed(self) -> bool:
-        """True when the verb is done, well or not."""
-        return self._raw.is_completed()
 
 
 def op_code(op: Op) -> int:
@@ -63,39 +28,8 @@ def op_code(op: Op) -> int:
     return code
 
 
-def _same(memory: Memory, out: Memory, shape: tuple[int, ...]) -> Memory:
-    """`out`, if it can hold a result of this shape and of the type of `memory`."""
-    if out.dtype != memory.dtype:
-        raise TypeError(f"out has elements of type {out.dtype_name}, the array has {memory.dtype_name}")
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}, the result has {shape}")
-    return out.to_write("out")
-
-
-def _here(memory: Memory) -> Memory:
-    return memory.to_write("the array")
-
-
-class Verbs:
+class Verbs(Messages):
     """Base of `Group`: what its members do together."""
-
-    def __init__(self, communicator: engine.Communicator) -> None:
-        self._communicator = communicator
-
-    @property
-    def communicator(self) -> engine.Communicator:
-        """The same verbs by address, for callers that keep memory alive themselves."""
-        return self._communicator
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._communicator.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._communicator.size
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 
@@ -154,7 +88,7 @@ class Verbs:
                 async_op=True,
                 keep=x,
             )
-            return _outcome(done, x, x)
+            return outcome(done, x, x)
         src, dst, result = self._pair(x, out)
         return self._run(engine.ALL_REDUCE, src, dst, result, code, shape=dst.shape, async_op=async_op, timeout=timeout)
 
@@ -425,157 +359,6 @@ class Verbs:
         return self._run(engine.ALL_TO_ALL, src, dst, result, count=count, async_op=async_op, timeout=timeout)
 
     @overload
-    def all_to_all_v(
-        self,
-        x: Array,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        send_displs: Sequence[int] | None = None,
-        recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-    ) -> Any: ...
-    @overload
-    def all_to_all_v(
-        self,
-        x: Array,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        send_displs: Sequence[int] | None = None,
-        recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-    ) -> Handle[Any]: ...
-    def all_to_all_v(
-        self,
-        x: Array,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        send_displs: Sequence[int] | None = None,
-        recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """Rank r gets `send_counts[r]` elements of every rank's `x`, as MPI_Alltoallv.
-
-        Counts and displacements are in elements of the flattened arrays, one per rank; without displacements the parts
-        follow each other. `recv_counts[r]` must be what rank r sends to this rank. The result is `out`, or a new array
-        of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
-        """
-        src = memory_of(x).to_read()
-        sends, recvs = [int(n) for n in send_counts], [int(n) for n in recv_counts]
-        for name, counts in (("send_counts", sends), ("recv_counts", recvs)):
-            if len(counts) != self.size or min(counts, default=0) < 0:
-                raise ValueError(f"{name}={counts} must be {self.size} numbers, none of them negative")
-        send_at, recv_at = _displs(sends, send_displs, "send_displs"), _displs(recvs, recv_displs, "recv_displs")
-        if out is None:
-            out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
-        dst = memory_of(out, "out")
-        dst = _same(src, dst, dst.shape)
-        raw = self._communicator.all_to_all_v(
-            src.address,
-            src.count,
-            dst.address,
-            dst.count,
-            dst.dtype,
-            sends,
-            send_at,
-            recvs,
-            recv_at,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, dst) if async_op else None,
-        )
-        return _outcome(raw, out, (src, dst))
-
-    @overload
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Array]],
-        recvs: Sequence[tuple[int, Array]],
-        *,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-    ) -> list[Any]: ...
-    @overload
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Array]],
-        recvs: Sequence[tuple[int, Array]],
-        *,
-        async_op: Literal[True],
-        timeout: float | None = None,
-    ) -> Handle[list[Any]]: ...
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Array]],
-        recvs: Sequence[tuple[int, Array]],
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
-
-        All arrays have one element type. Messages to one peer arrive in the order given; the peer may take one with
-        `recv`, too. Returns the arrays of `recvs`, which are filled in place. Only the ranks named take part.
-        """
-        given = [(self._peer(peer, "peer"), memory_of(x).to_read()) for peer, x in sends]
-        wanted = [(self._peer(peer, "peer"), _here(memory_of(x))) for peer, x in recvs]
-        result = [x for _, x in recvs]
-        memories = [memory for _, memory in (*given, *wanted)]
-        if len(kinds := {memory.dtype_name for memory in memories}) > 1:
-            raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
-        raw = self._communicator.exchange(
-            [(peer, memory.address, memory.count) for peer, memory in given],
-            [(peer, memory.address, memory.count) for peer, memory in wanted],
-            memories[0].dtype if memories else engine.DTYPES["uint8"],
-            timeout=timeout,
-            async_op=async_op,
-            keep=memories if async_op else None,
-        )
-        return _outcome(raw, result, memories)
-
-    # --- one rank to one rank -----------------------------------------------------------------------------------------
-
-    @overload
-    def send(self, x: Array, dst: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
-    @overload
-    def send(self, x: Array, dst: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
-    def send(self, x: Array, dst: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Sends the array to rank `dst`."""
-        to = self._peer(dst, "dst")
-        src = memory_of(x).to_read()
-        raw = self._communicator.send(
-            src.address, src.count, src.dtype, to, timeout=timeout, async_op=async_op, keep=src if async_op else None
-        )
-        return _outcome(raw, None, src)
-
-    @overload
-    def recv(self, x: Array, src: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> Any: ...
-    @overload
-    def recv(self, x: Array, src: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[Any]: ...
-    def recv(self, x: Array, src: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Receives an array of the size and type of `x` from rank `src` into `x`."""
-        sender = self._peer(src, "src")
-        dst = _here(memory_of(x))
-        raw = self._communicator.recv(
-            dst.address,
-            dst.count,
-            dst.dtype,
-            sender,
-            timeout=timeout,
-            async_op=async_op,
-            keep=dst if async_op else None,
-        )
-        return _outcome(raw, x, dst)
-
-    @overload
     def barrier(self, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
     @overload
     def barrier(self, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
@@ -584,7 +367,7 @@ class Verbs:
         done = self._communicator.run(
             engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
         )
-        return _outcome(done, None, None)
+        return outcome(done, None, None)
 
     def _run(
         self,
@@ -619,26 +402,16 @@ class Verbs:
             async_op=async_op,
             keep=(src, dst) if async_op else None,
         )
-        return _outcome(raw, result, (src, dst))
+        return outcome(raw, result, (src, dst))
 
     # --- checks -------------------------------------------------------------------------------------------------------
-
-    def _rank(self, rank: int, name: str) -> int:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{name}={rank} is not a rank of a group of {self.size}")
-        return int(rank)
-
-    def _peer(self, rank: int, name: str) -> int:
-        if self._rank(rank, name) == self.rank:
-            raise ValueError(f"{name}={rank} is this rank itself")
-        return int(rank)
 
     def _pair(self, x: Any, out: Any) -> tuple[Memory | None, Memory, Any]:
         """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
         memory = memory_of(x)
         if out is None or out is x:
-            return None, _here(memory), x
-        target = _same(memory, memory_of(out, "out"), memory.shape)
+            return None, writable(memory), x
+        target = same_kind(memory, memory_of(out, "out"), memory.shape)
         source = memory.to_read()
         return (None if source.address == target.address else source), target, out
 
@@ -658,18 +431,4 @@ def _target(memory: Memory, out: Any, shape: tuple[int, ...]) -> tuple[Memory, A
     """Destination and what to return, of a verb whose result has another shape."""
     if out is None:
         out = empty_like(memory, shape)
-    return _same(memory, memory_of(out, "out"), shape), out
-
-
-def _outcome(raw: engine.Handle | None, result: Any, keep: object) -> Any:
-    return result if raw is None else Handle(raw, result, keep)
-
-
-def _displs(counts: list[int], displs: Sequence[int] | None, name: str) -> list[int]:
-    """Displacements of parts of these counts: those given, or one part after the other."""
-    if displs is None:
-        return [0, *itertools.accumulate(counts)][: len(counts)]
-    found = [int(n) for n in displs]
-    if len(found) != len(counts) or min(found, default=0) < 0:
-        raise ValueError(f"{name}={found} must be {len(counts)} numbers, none of them negative")
-    return found
+    return same_kind(memory, memory_of(out, "out"), shape), out

@@ -1,0 +1,259 @@
+"""Messages between ranks on arrays, and the handle of an asynchronous operation.
+
+Each checks its arguments before anything is sent. With `async_op=True` it returns a `Handle`; until that is done, the
+arrays must not be touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from bagua import engine
+from bagua.arrays import Array, Memory, empty_like, memory_of
+
+__all__ = ["Handle", "Messages", "outcome", "same_kind", "writable"]
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """The outcome of an asynchronous verb, now or later."""
+
+    def __init__(self, raw: engine.Handle, result: T, keep: object) -> None:
+        self._raw = raw
+        self._result = result
+        self._keep = keep
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits until the verb is done, and returns its result.
+
+        `timeout` is in seconds; None waits until the verb's own deadline. BaguaTimeoutError leaves the verb running.
+        """
+        self._raw.wait(timeout)
+        return self._result
+
+    def then(self, callback: Callable[[Exception | None], object]) -> None:
+        """Calls `callback(error)` when the verb is done, exactly once: `error` is None, or the exception that `wait`
+        raises.
+
+        When the verb is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks",
+        which calls all callbacks of the process one after another: a callback may block and start verbs, and only
+        other callbacks wait for it. The arrays are kept until the verb is done. An exception of a callback goes to
+        `sys.unraisablehook`; only one that is no Exception (KeyboardInterrupt, SystemExit) is raised here, when the
+        call happens here.
+        """
+        self._raw.then(callback)
+
+    def is_completed(self) -> bool:
+        """True when the verb is done, well or not."""
+        return self._raw.is_completed()
+
+
+def same_kind(memory: Memory, out: Memory, shape: tuple[int, ...]) -> Memory:
+    """`out`, if it can hold a result of this shape and of the type of `memory`."""
+    if out.dtype != memory.dtype:
+        raise TypeError(f"out has elements of type {out.dtype_name}, the array has {memory.dtype_name}")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}, the result has {shape}")
+    return out.to_write("out")
+
+
+def writable(memory: Memory) -> Memory:
+    return memory.to_write("the array")
+
+
+def outcome(raw: engine.Handle | None, result: Any, keep: object) -> Any:
+    return result if raw is None else Handle(raw, result, keep)
+
+
+def _displs(counts: list[int], displs: Sequence[int] | None, name: str) -> list[int]:
+    """Displacements of parts of these counts: those given, or one part after the other."""
+    if displs is None:
+        return [0, *itertools.accumulate(counts)][: len(counts)]
+    found = [int(n) for n in displs]
+    if len(found) != len(counts) or min(found, default=0) < 0:
+        raise ValueError(f"{name}={found} must be {len(counts)} numbers, none of them negative")
+    return found
+
+
+class Messages:
+    """The messages of a group: between two ranks, or between all of them with sizes of their own."""
+
+    def __init__(self, communicator: engine.Communicator) -> None:
+        self._communicator = communicator
+
+    @property
+    def communicator(self) -> engine.Communicator:
+        """The same verbs by address, for callers that keep memory alive themselves."""
+        return self._communicator
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._communicator.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._communicator.size
+
+    @overload
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+    ) -> Any: ...
+    @overload
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
+    ) -> Handle[Any]: ...
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Rank r gets `send_counts[r]` elements of every rank's `x`, as MPI_Alltoallv.
+
+        Counts and displacements are in elements of the flattened arrays, one per rank; without displacements the parts
+        follow each other. `recv_counts[r]` must be what rank r sends to this rank. The result is `out`, or a new array
+        of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
+        """
+        src = memory_of(x).to_read()
+        sends, recvs = [int(n) for n in send_counts], [int(n) for n in recv_counts]
+        for name, counts in (("send_counts", sends), ("recv_counts", recvs)):
+            if len(counts) != self.size or min(counts, default=0) < 0:
+                raise ValueError(f"{name}={counts} must be {self.size} numbers, none of them negative")
+        send_at, recv_at = _displs(sends, send_displs, "send_displs"), _displs(recvs, recv_displs, "recv_displs")
+        if out is None:
+            out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
+        dst = memory_of(out, "out")
+        dst = same_kind(src, dst, dst.shape)
+        raw = self._communicator.all_to_all_v(
+            src.address,
+            src.count,
+            dst.address,
+            dst.count,
+            dst.dtype,
+            sends,
+            send_at,
+            recvs,
+            recv_at,
+            timeout=timeout,
+            async_op=async_op,
+            keep=(src, dst) if async_op else None,
+        )
+        return outcome(raw, out, (src, dst))
+
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Array]],
+        recvs: Sequence[tuple[int, Array]],
+        *,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+    ) -> list[Any]: ...
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Array]],
+        recvs: Sequence[tuple[int, Array]],
+        *,
+        async_op: Literal[True],
+        timeout: float | None = None,
+    ) -> Handle[list[Any]]: ...
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Array]],
+        recvs: Sequence[tuple[int, Array]],
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
+
+        All arrays have one element type. Messages to one peer arrive in the order given; the peer may take one with
+        `recv`, too. Returns the arrays of `recvs`, which are filled in place. Only the ranks named take part.
+        """
+        given = [(self._peer(peer, "peer"), memory_of(x).to_read()) for peer, x in sends]
+        wanted = [(self._peer(peer, "peer"), writable(memory_of(x))) for peer, x in recvs]
+        result = [x for _, x in recvs]
+        memories = [memory for _, memory in (*given, *wanted)]
+        if len(kinds := {memory.dtype_name for memory in memories}) > 1:
+            raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
+        raw = self._communicator.exchange(
+            [(peer, memory.address, memory.count) for peer, memory in given],
+            [(peer, memory.address, memory.count) for peer, memory in wanted],
+            memories[0].dtype if memories else engine.DTYPES["uint8"],
+            timeout=timeout,
+            async_op=async_op,
+            keep=memories if async_op else None,
+        )
+        return outcome(raw, result, memories)
+
+    @overload
+    def send(self, x: Array, dst: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
+    @overload
+    def send(self, x: Array, dst: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
+    def send(self, x: Array, dst: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Sends the array to rank `dst`."""
+        to = self._peer(dst, "dst")
+        src = memory_of(x).to_read()
+        raw = self._communicator.send(
+            src.address, src.count, src.dtype, to, timeout=timeout, async_op=async_op, keep=src if async_op else None
+        )
+        return outcome(raw, None, src)
+
+    @overload
+    def recv(self, x: Array, src: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> Any: ...
+    @overload
+    def recv(self, x: Array, src: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[Any]: ...
+    def recv(self, x: Array, src: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Receives an array of the size and type of `x` from rank `src` into `x`."""
+        sender = self._peer(src, "src")
+        dst = writable(memory_of(x))
+        raw = self._communicator.recv(
+            dst.address,
+            dst.count,
+            dst.dtype,
+            sender,
+            timeout=timeout,
+            async_op=async_op,
+            keep=dst if async_op else None,
+        )
+        return outcome(raw, x, dst)
+
+    def _rank(self, rank: int, name: str) -> int:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name}={rank} is not a rank of a group of {self.size}")
+        return int(rank)
+
+    def _peer(self, rank: int, name: str) -> int:
+        if self._rank(rank, name) == self.rank:
+            raise ValueError(f"{name}={rank} is this rank itself")
+        return int(rank)
