@@ -40,6 +40,8 @@ _CODES = {
     ("i", 4): DTYPES["int32"],
     ("i", 8): DTYPES["int64"],
     ("b", 1): DTYPES["bool"],
+    ("c", 8): DTYPES["complex64"],
+    ("c", 16): DTYPES["complex128"],
 }
 
 
@@ -176,6 +178,8 @@ _DLPACK = {
     (2, 32): ("f4", "float32"),
     (2, 64): ("f8", "float64"),
     (4, 16): ("u2", "bfloat16"),
+    (5, 64): ("c8", "complex64"),
+    (5, 128): ("c16", "complex128"),
     (6, 8): ("?", "bool"),
 }
 

@@ -24,12 +24,27 @@ pub enum DType {
     I64 = 7,
     /// One byte, 0 or 1.
     Bool = 8,
+    /// Two IEEE 754 binary32: real and imaginary part.
+    C64 = 9,
+    /// Two IEEE 754 binary64: real and imaginary part.
+    C128 = 10,
 }
 
 impl DType {
     /// Every element type, in the order of the codes.
-    pub const ALL: [DType; 9] =
-        [DType::F16, DType::BF16, DType::F32, DType::F64, DType::U8, DType::I8, DType::I32, DType::I64, DType::Bool];
+    pub const ALL: [DType; 11] = [
+        DType::F16,
+        DType::BF16,
+        DType::F32,
+        DType::F64,
+        DType::U8,
+        DType::I8,
+        DType::I32,
+        DType::I64,
+        DType::Bool,
+        DType::C64,
+        DType::C128,
+    ];
 
     /// Bytes per element.
     pub const fn size(self) -> usize {
@@ -37,7 +52,8 @@ impl DType {
             DType::U8 | DType::I8 | DType::Bool => 1,
             DType::F16 | DType::BF16 => 2,
             DType::F32 | DType::I32 => 4,
-            DType::F64 | DType::I64 => 8,
+            DType::F64 | DType::I64 | DType::C64 => 8,
+            DType::C128 => 16,
         }
     }
 
@@ -53,10 +69,17 @@ impl DType {
             DType::I32 => "int32",
             DType::I64 => "int64",
             DType::Bool => "bool",
+            DType::C64 => "complex64",
+            DType::C128 => "complex128",
         }
     }
 
-    /// True for the floating-point types.
+    /// True for the complex types.
+    pub const fn is_complex(self) -> bool {
+        matches!(self, DType::C64 | DType::C128)
+    }
+
+    /// True for the real floating-point types.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
     }
@@ -73,7 +96,7 @@ impl DType {
 pub enum ReduceOp {
     /// x0 + x1 + …, in rank order.
     Sum = 0,
-    /// x0 * x1 * …, in rank order.
+    /// x0 * x1 * …, in rank order; complex: (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded.
     Product = 1,
     /// The smallest. A NaN in any rank's element gives NaN.
     Min = 2,
@@ -130,13 +153,19 @@ impl ReduceOp {
         }
     }
 
-    /// Refuses what has no one meaning: the average of integers or bool, the sum of bool, bits of floats.
+    /// Refuses what has no single meaning: the average of integers or bool, the sum of bool, bits of floats, an order of complex
+    /// numbers.
+    ///
+    /// # Errors
+    /// `UnsupportedType`, naming operation and type.
     pub fn check(self, dtype: DType) -> Result<()> {
+        let divides = dtype.is_float() || dtype.is_complex();
         let refused = match self {
-            ReduceOp::Avg => !dtype.is_float(),
+            ReduceOp::Avg => !divides,
             ReduceOp::Sum => dtype == DType::Bool,
-            ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => dtype.is_float(),
-            ReduceOp::Product | ReduceOp::Min | ReduceOp::Max => false,
+            ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => divides,
+            ReduceOp::Min | ReduceOp::Max => dtype.is_complex(),
+            ReduceOp::Product => false,
         };
         if refused {
             return Err(Error::UnsupportedType(format!("{} of {} is not defined", self.name(), dtype.name())));

@@ -48,6 +48,8 @@ fn data(rank: usize, dtype: DType, bytes: usize) -> Vec<u8> {
     let number = |at: usize| ((at * 7919 + rank * 331) % 2003) as f64 / 61.0 - 9.0;
     let values = 0..bytes / dtype.size();
     match dtype {
+        DType::C64 => (0..bytes / 4).flat_map(|at| (number(at) as f32).to_le_bytes()).collect(),
+        DType::C128 => (0..bytes / 8).flat_map(|at| number(at).to_le_bytes()).collect(),
         DType::F32 => values.flat_map(|at| (number(at) as f32).to_le_bytes()).collect(),
         DType::F64 => values.flat_map(|at| number(at).to_le_bytes()).collect(),
         DType::F16 => values.flat_map(|at| half::f16::from_f64(number(at)).to_le_bytes()).collect(),

@@ -117,6 +117,8 @@ impl TensorReader {
             (0, 32, 1) => DType::I32,
             (0, 64, 1) => DType::I64,
             (6, 8, 1) => DType::Bool,
+            (5, 64, 1) => DType::C64,
+            (5, 128, 1) => DType::C128,
             _ => return None,
         };
         if lying.device_type != ON_HOST {
@@ -226,6 +228,8 @@ pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
         (b'i', 4) => DType::I32,
         (b'i', 8) => DType::I64,
         (b'b', 1) => DType::Bool,
+        (b'c', 8) => DType::C64,
+        (b'c', 16) => DType::C128,
         _ => return None,
     };
     // SAFETY: the struct's shape has that many dimensions.

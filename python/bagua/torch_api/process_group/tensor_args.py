@@ -33,6 +33,7 @@ DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in e
 
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
 _FLOATING = {code for dtype, code in DTYPES.items() if dtype.is_floating_point}
+_COMPLEX = {code for dtype, code in DTYPES.items() if dtype.is_complex}
 _BITWISE = (ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR)
 
 #: Address, number of elements, dtype code, shape (None: one dimension), and the tensor. The address is None unless the
@@ -148,11 +149,12 @@ _SIZES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
 
 
 def _is_defined(op: ReduceOp, dtype: int) -> bool:
-    floating = dtype in _FLOATING
+    floating, complex_ = dtype in _FLOATING, dtype in _COMPLEX
     return not (
-        (op is ReduceOp.AVG and not floating)
+        (op is ReduceOp.AVG and not (floating or complex_))
+        or (op in (ReduceOp.MIN, ReduceOp.MAX) and complex_)
         or (op is ReduceOp.SUM and _NAMES[dtype] == "bool")
-        or (op in _BITWISE and floating)
+        or (op in _BITWISE and (floating or complex_))
     )
 
 

@@ -1,6 +1,6 @@
 //! From a dtype and an operation, known at run time, to the loop compiled for them.
 
-use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
+use super::element::{Bf16, Bool, C64, C128, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::{Before, Work};
 use super::level::{Level, Widen, run};
 use super::op::{And, Fraction, Max, Min, Number, Or, Ordered, Product, Sum, SumOver, SumOverPower, Xor};
@@ -38,6 +38,8 @@ fn work(level: Level, dtype: DType, op: ReduceOp, work: Work<'_, '_>) {
         DType::I32 => integer::<I32, I32>(level, op, work),
         DType::I64 => integer::<I64, I64>(level, op, work),
         DType::Bool => boolean(level, op, work),
+        DType::C64 => complex::<C64, F32>(level, op, work),
+        DType::C128 => complex::<C128, F64>(level, op, work),
     }
 }
 
@@ -49,8 +51,8 @@ pub(super) fn divide(level: Level, dtype: DType, data: &mut [u8], divisor: usize
     match dtype {
         DType::F16 => average::<F16>(level, divisor, work),
         DType::BF16 => average::<Bf16>(level, divisor, work),
-        DType::F32 => average::<F32>(level, divisor, work),
-        DType::F64 => average::<F64>(level, divisor, work),
+        DType::F32 | DType::C64 => average::<F32>(level, divisor, work),
+        DType::F64 | DType::C128 => average::<F64>(level, divisor, work),
         DType::U8 | DType::I8 | DType::I32 | DType::I64 | DType::Bool => refused(ReduceOp::Avg),
     }
 }
@@ -115,6 +117,23 @@ where
         ReduceOp::Band => run::<U8, _>(level, And, work),
         ReduceOp::Bxor => run::<U8, _>(level, Xor, work),
         ReduceOp::Avg => refused(op),
+    }
+}
+
+/// `R` is the type of the two parts: sums and their division are those of twice as many real numbers.
+fn complex<E, R>(level: Level, op: ReduceOp, work: Work<'_, '_>)
+where
+    E: Widen<Wide = E, Widest = E, Zen = E, Acc: Number>,
+    R: Widen<Acc: Fraction>,
+    R::Wide: Element<Acc: Fraction>,
+    R::Widest: Element<Acc: Fraction>,
+    R::Zen: Element<Acc: Fraction>,
+{
+    match op {
+        ReduceOp::Sum => run::<R, _>(level, Sum, work),
+        ReduceOp::Avg => average::<R>(level, work.ranks(), work),
+        ReduceOp::Product => run::<E, _>(level, Product, work),
+        ReduceOp::Min | ReduceOp::Max | ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => refused(op),
     }
 }
 

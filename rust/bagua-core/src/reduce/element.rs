@@ -2,6 +2,8 @@
 
 use half::f16;
 
+use super::op::Complex;
+
 /// Bytes of the output that a loop over many inputs finishes at a time: their accumulators and a copy of the output's old values stay
 /// in the first-level cache beside the inputs.
 pub(super) const BLOCK: usize = 4096;
@@ -80,6 +82,28 @@ element!(I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
 element!(I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
 // torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
 element!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
+element!(
+    C64,
+    8,
+    Complex<f32>,
+    Complex(0.0, 0.0),
+    |bytes| {
+        let (re, im) = parts::<4, 8>(bytes);
+        Complex(f32::from_ne_bytes(re), f32::from_ne_bytes(im))
+    },
+    |Complex(re, im): Complex<f32>| whole(re.to_ne_bytes(), im.to_ne_bytes())
+);
+element!(
+    C128,
+    16,
+    Complex<f64>,
+    Complex(0.0, 0.0),
+    |bytes| {
+        let (re, im) = parts::<8, 16>(bytes);
+        Complex(f64::from_ne_bytes(re), f64::from_ne_bytes(im))
+    },
+    |Complex(re, im): Complex<f64>| whole(re.to_ne_bytes(), im.to_ne_bytes())
+);
 element!(Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
     bf16_bits(acc).to_ne_bytes()
 });
@@ -87,6 +111,18 @@ element!(Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(
 element!(F16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_const(), |acc| {
     f16::from_f32_const(acc).to_ne_bytes()
 });
+
+/// The bytes of the two parts of a complex number; `N` is half of `M`.
+#[inline(always)]
+fn parts<const N: usize, const M: usize>(bytes: [u8; M]) -> ([u8; N], [u8; N]) {
+    (std::array::from_fn(|at| bytes[at]), std::array::from_fn(|at| bytes[N + at]))
+}
+
+/// The bytes of a complex number of these parts; `M` is twice `N`.
+#[inline(always)]
+fn whole<const N: usize, const M: usize>(re: [u8; N], im: [u8; N]) -> [u8; M] {
+    std::array::from_fn(|at| if at < N { re[at] } else { im[at - N] })
+}
 
 /// Rounds to nearest even. A NaN keeps its sign and upper bits and becomes quiet, as `half::bf16::from_f32` does; this one has no
 /// branch, so that loops over it vectorise.

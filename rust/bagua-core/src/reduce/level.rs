@@ -8,9 +8,10 @@ use super::avx512::{Avx512, Bf16x32, F16x32};
 use super::element::F16 as F16x8;
 #[cfg(not(target_arch = "x86_64"))]
 use super::element::{
-    Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, F16 as F16x32, F16 as ZenF16, F32 as F32x16, F32 as ZenF32,
+    Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, C64, C128, F16 as F16x32, F16 as ZenF16, F32 as F32x16,
+    F32 as ZenF32,
 };
-use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
+use super::element::{Bf16, Bool, C64, C128, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::Work;
 #[cfg(target_arch = "aarch64")]
 use super::neon::F16x8;
@@ -136,7 +137,7 @@ macro_rules! itself {
     )*};
 }
 
-itself!(F64, U8, I8, I32, I64, Bool);
+itself!(F64, U8, I8, I32, I64, Bool, C64, C128);
 
 /// Runs the loop at the given level: the widest element as far as it goes, narrower ones for the rest.
 pub(super) fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)

@@ -75,6 +75,27 @@ macro_rules! float {
 
 float!(f32, f64);
 
+/// A complex number: real and imaginary part.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Complex<T>(pub(super) T, pub(super) T);
+
+macro_rules! complex {
+    ($($t:ty),*) => {$(
+        impl Number for Complex<$t> {
+            #[inline(always)]
+            fn plus(self, other: Self) -> Self {
+                Complex(self.0 + other.0, self.1 + other.1)
+            }
+            #[inline(always)]
+            fn times(self, other: Self) -> Self {
+                Complex(self.0 * other.0 - self.1 * other.1, self.0 * other.1 + self.1 * other.0)
+            }
+        }
+    )*};
+}
+
+complex!(f32, f64);
+
 macro_rules! integer {
     ($($t:ty),*) => {$(
         impl Number for $t {

@@ -36,6 +36,10 @@ impl Random {
                 DType::U8 | DType::I8 | DType::I32 | DType::I64 => {
                     bytes.extend(&(self.next() << 20).rotate_left(32).to_ne_bytes()[..dtype.size()]);
                 }
+                DType::C64 | DType::C128 => {
+                    let part = if dtype == DType::C64 { DType::F32 } else { DType::F64 };
+                    bytes.extend(self.tame(part, 2));
+                }
                 DType::Bool => bytes.push([0, 1, 1, 2, 255, 0][(self.next() % 6) as usize]),
             }
         }
@@ -58,6 +62,33 @@ fn float(dtype: DType, element: &[u8]) -> f64 {
     }
 }
 
+/// Real and imaginary part.
+fn complex(dtype: DType, element: &[u8]) -> (f64, f64) {
+    let part = if dtype == DType::C64 { DType::F32 } else { DType::F64 };
+    let (re, im) = element.split_at(part.size());
+    (float(part, re), float(part, im))
+}
+
+/// As [`judge`], for complex numbers.
+fn judge_complex(dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
+    let values: Vec<_> = inputs.iter().map(|x| complex(dtype, x)).collect();
+    let sizes = values.iter().map(|(re, im)| re.hypot(*im));
+    let (magnitude, (mut re, mut im)): (f64, _) = match op {
+        ReduceOp::Product => {
+            (sizes.product(), values.iter().copied().reduce(|(a, b), (c, d)| (a * c - b * d, a * d + b * c)).unwrap())
+        }
+        ReduceOp::Sum | ReduceOp::Avg => (sizes.sum(), values.iter().fold((0.0, 0.0), |(a, b), (c, d)| (a + c, b + d))),
+        _ => unreachable!("refused for complex numbers"),
+    };
+    if op == ReduceOp::Avg {
+        (re, im) = (re / values.len() as f64, im / values.len() as f64);
+    }
+    let (got_re, got_im) = complex(dtype, got);
+    let bound = 4.0 * magnitude * epsilon(dtype) * values.len() as f64;
+    let off = (got_re - re).hypot(got_im - im);
+    assert!(off <= bound, "{} of {}: {got_re} + {got_im}i, not {re} + {im}i", op.name(), dtype.name());
+}
+
 fn integer(dtype: DType, element: &[u8]) -> i128 {
     match dtype {
         DType::U8 => i128::from(element[0]),
@@ -74,13 +105,16 @@ fn epsilon(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => f16::EPSILON.to_f64(),
         DType::BF16 => bf16::EPSILON.to_f64(),
-        DType::F32 => f64::from(f32::EPSILON),
+        DType::F32 | DType::C64 => f64::from(f32::EPSILON),
         _ => f64::EPSILON,
     }
 }
 
 /// Compares one element of the result with the oracle's.
 fn judge(dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
+    if dtype.is_complex() {
+        return judge_complex(dtype, op, inputs, got);
+    }
     if !dtype.is_float() {
         let values = inputs.iter().map(|x| integer(dtype, x));
         // Wrapping at every step, as 128 bits would not hold a product of many 64-bit numbers; congruent either way.
@@ -125,9 +159,15 @@ fn assert_same(dtype: DType, op: ReduceOp, left: &[u8], right: &[u8]) {
     if left == right {
         return;
     }
-    for (index, (l, r)) in left.chunks(dtype.size()).zip(right.chunks(dtype.size())).enumerate() {
-        let arithmetic = matches!(op, ReduceOp::Sum | ReduceOp::Product | ReduceOp::Avg) && dtype.is_float();
-        let both_nan = arithmetic && float(dtype, l).is_nan() && float(dtype, r).is_nan();
+    // A complex number is compared part by part.
+    let part = match dtype {
+        DType::C64 => DType::F32,
+        DType::C128 => DType::F64,
+        real => real,
+    };
+    for (index, (l, r)) in left.chunks(part.size()).zip(right.chunks(part.size())).enumerate() {
+        let arithmetic = matches!(op, ReduceOp::Sum | ReduceOp::Product | ReduceOp::Avg) && part.is_float();
+        let both_nan = arithmetic && float(part, l).is_nan() && float(part, r).is_nan();
         assert!(l == r || both_nan, "{} of {} at {index}: {l:x?} and {r:x?}", op.name(), dtype.name());
     }
 }

@@ -25,7 +25,12 @@ pub fn input(dtype: DType, op: ReduceOp, rank: usize, count: usize) -> Vec<u8> {
         // In [0.75, 1.25): products of 33 stay within float16.
         let real = 0.75 + (random >> 11) as f64 / (1u64 << 54) as f64;
         let real = if op == ReduceOp::Product || random & 1 == 0 { real } else { -real };
-        encode(dtype, if dtype.is_float() { Value::Real(real) } else { Value::Whole(small.into()) }, &mut out);
+        let value = match dtype {
+            DType::C64 | DType::C128 => Value::Complex(real, 0.25 * real * (random % 5) as f64 / 4.0),
+            _ if dtype.is_float() => Value::Real(real),
+            _ => Value::Whole(small.into()),
+        };
+        encode(dtype, value, &mut out);
     }
     out
 }
@@ -34,6 +39,7 @@ pub fn input(dtype: DType, op: ReduceOp, rank: usize, count: usize) -> Vec<u8> {
 enum Value {
     Real(f64),
     Whole(i128),
+    Complex(f64, f64),
 }
 
 fn encode(dtype: DType, value: Value, out: &mut Vec<u8>) {
@@ -42,6 +48,8 @@ fn encode(dtype: DType, value: Value, out: &mut Vec<u8>) {
         (DType::BF16, Value::Real(x)) => out.extend(bf16::from_f64(x).to_ne_bytes()),
         (DType::F32, Value::Real(x)) => out.extend((x as f32).to_ne_bytes()),
         (DType::F64, Value::Real(x)) => out.extend(x.to_ne_bytes()),
+        (DType::C64, Value::Complex(re, im)) => [re, im].iter().for_each(|x| out.extend((*x as f32).to_ne_bytes())),
+        (DType::C128, Value::Complex(re, im)) => [re, im].iter().for_each(|x| out.extend(x.to_ne_bytes())),
         (DType::U8, Value::Whole(x)) => out.push(x as u8),
         (DType::I8, Value::Whole(x)) => out.extend((x as i8).to_ne_bytes()),
         (DType::I32, Value::Whole(x)) => out.extend((x as i32).to_ne_bytes()),
@@ -57,6 +65,14 @@ fn decode(dtype: DType, bytes: &[u8]) -> Value {
         DType::BF16 => Value::Real(bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f64()),
         DType::F32 => Value::Real(f32::from_ne_bytes(bytes.try_into().unwrap()).into()),
         DType::F64 => Value::Real(f64::from_ne_bytes(bytes.try_into().unwrap())),
+        DType::C64 => {
+            let part = |at: usize| f32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap()).into();
+            Value::Complex(part(0), part(4))
+        }
+        DType::C128 => {
+            let part = |at: usize| f64::from_ne_bytes(bytes[at..at + 8].try_into().unwrap());
+            Value::Complex(part(0), part(8))
+        }
         DType::U8 | DType::Bool => Value::Whole(bytes[0].into()),
         DType::I8 => Value::Whole((bytes[0] as i8).into()),
         DType::I32 => Value::Whole(i32::from_ne_bytes(bytes.try_into().unwrap()).into()),
@@ -68,7 +84,7 @@ fn eps(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-10),
         DType::BF16 => 2f64.powi(-7),
-        DType::F32 => f64::from(f32::EPSILON),
+        DType::F32 | DType::C64 => f64::from(f32::EPSILON),
         _ => f64::EPSILON,
     }
 }
@@ -79,7 +95,12 @@ pub fn assert_combined(what: &str, dtype: DType, op: ReduceOp, inputs: &[&[u8]],
     for (index, element) in got.chunks_exact(size).enumerate() {
         let at = index * size..(index + 1) * size;
         let first = decode(dtype, &inputs[0][at.clone()]);
-        let mut magnitude = if let Value::Real(x) = first { x.abs() } else { 0.0 };
+        let size_of = |value: Value| match value {
+            Value::Real(x) => x.abs(),
+            Value::Complex(re, im) => re.hypot(im),
+            Value::Whole(_) => 0.0,
+        };
+        let mut magnitude = size_of(first);
         let mut expected = first;
         for input in &inputs[1..] {
             let next = decode(dtype, &input[at.clone()]);
@@ -104,6 +125,15 @@ pub fn assert_combined(what: &str, dtype: DType, op: ReduceOp, inputs: &[&[u8]],
                     ReduceOp::Bxor => a ^ b,
                     ReduceOp::Avg => panic!("average of integers"),
                 }),
+                (Value::Complex(a, b), Value::Complex(c, d)) => {
+                    let next = size_of(next);
+                    magnitude = if op == ReduceOp::Product { magnitude * next } else { magnitude + next };
+                    match op {
+                        ReduceOp::Sum | ReduceOp::Avg => Value::Complex(a + c, b + d),
+                        ReduceOp::Product => Value::Complex(a * c - b * d, a * d + b * c),
+                        _ => panic!("{op:?} of complex numbers"),
+                    }
+                }
                 _ => unreachable!("one type"),
             };
         }
@@ -115,6 +145,16 @@ pub fn assert_combined(what: &str, dtype: DType, op: ReduceOp, inputs: &[&[u8]],
                     tolerance /= inputs.len() as f64;
                 }
                 assert!((x - got).abs() <= tolerance, "{what}: element {index} is {got}, not {x}");
+            }
+            (Value::Complex(mut re, mut im), Value::Complex(got_re, got_im)) => {
+                // A product of two has four products and two sums.
+                let mut tolerance = 4.0 * inputs.len() as f64 * eps(dtype) * magnitude;
+                if op == ReduceOp::Avg {
+                    let ranks = inputs.len() as f64;
+                    (re, im, tolerance) = (re / ranks, im / ranks, tolerance / ranks);
+                }
+                let off = (re - got_re).hypot(im - got_im);
+                assert!(off <= tolerance, "{what}: element {index} is {got_re} + {got_im}i, not {re} + {im}i");
             }
             (Value::Whole(x), Value::Whole(got)) => assert_eq!(got, x, "{what}: element {index}"),
             _ => unreachable!("one type"),
