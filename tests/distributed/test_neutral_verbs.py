@@ -14,6 +14,7 @@ import bagua
 
 SIZES = (0, 1, 7, 1023, (1 << 20) + 3)
 FLOATS = ("float16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
 INTEGERS = ("uint8", "int8", "int32", "int64")
 OPS: dict[str, Callable[..., Any]] = {
     "sum": np.add,
@@ -35,15 +36,18 @@ def data(seed: int, shape: int | tuple[int, ...], dtype: str, world: int) -> lis
             made.append(random.integers(0, 2, shape).astype(bool))
         elif dtype in INTEGERS:
             made.append(random.integers(0, 5, shape).astype(dtype))
+        elif dtype in COMPLEX:
+            made.append((random.uniform(0.5, 1.5, shape) + 1j * random.uniform(-1, 1, shape)).astype(dtype))
         else:
             made.append(random.uniform(0.5, 1.5, shape).astype(dtype))
     return made
 
 
 def expected(inputs: list[np.ndarray], op: str) -> np.ndarray:
-    """In float64 for floats; in the type itself, wrapping around, for the others."""
+    """In float64 or complex128; integers in the type itself, wrapping around."""
     name = "sum" if op == "avg" else op
-    wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in inputs]
+    wider = {"f": np.float64, "c": np.complex128}
+    wide = [x.astype(wider.get(x.dtype.kind, x.dtype)) for x in inputs]
     total = wide[0]
     for x in wide[1:]:
         total = np.asarray(OPS[name](total, x)).astype(wide[0].dtype)
@@ -52,13 +56,20 @@ def expected(inputs: list[np.ndarray], op: str) -> np.ndarray:
 
 def close(result: np.ndarray, inputs: list[np.ndarray], op: str) -> bool:
     oracle = expected(inputs, op)
-    if result.dtype.kind != "f" or op in ("min", "max"):
+    if result.dtype.kind not in "fc" or op in ("min", "max"):
         return bool((result == oracle.astype(result.dtype)).all())
     eps = float(np.finfo(result.dtype).eps)
+    if result.dtype.kind == "c":
+        # Parts of a sum may cancel, and a product of two has four products and two sums.
+        sizes = np.array([np.abs(x) for x in inputs], np.float64)
+        bound = 4 * len(inputs) * eps * (sizes.prod(0) if op == "product" else sizes.sum(0))
+        return bool((np.abs(result.astype(np.complex128) - oracle) <= bound).all())
     return bool((np.abs(result.astype(np.float64) - oracle) <= len(inputs) * eps * np.abs(oracle)).all())
 
 
 def allowed(op: str, dtype: str) -> bool:
+    if dtype in COMPLEX:
+        return op in ("sum", "avg", "product")
     if op == "avg":
         return dtype in FLOATS
     if op in ("bor", "band", "bxor"):
@@ -68,7 +79,7 @@ def allowed(op: str, dtype: str) -> bool:
 
 def reductions(group: bagua.Group, note: Callable[[np.ndarray], None]) -> None:
     rank, world = group.rank, group.size
-    for dtype in (*FLOATS, *INTEGERS, "bool"):
+    for dtype in (*FLOATS, *COMPLEX, *INTEGERS, "bool"):
         for op in (*OPS, "avg"):
             if not allowed(op, dtype):
                 continue
@@ -259,7 +270,9 @@ def refusals(group: bagua.Group) -> None:
         (TypeError, "bor of float32", lambda: group.all_reduce(floats, "bor")),
         (ValueError, "op='mean' is none of", lambda: group.all_reduce(floats, "mean")),
         (ValueError, "op=5", lambda: group.all_reduce(floats, 5)),
-        (TypeError, "complex64", lambda: group.all_reduce(np.zeros(3, np.complex64))),
+        (TypeError, "min of complex64", lambda: group.all_reduce(np.zeros(3, np.complex64), "min")),
+        (TypeError, "bxor of complex128", lambda: group.all_reduce(np.zeros(3, np.complex128), "bxor")),
+        (TypeError, "complex256", lambda: group.all_reduce(np.zeros(3, np.clongdouble))),
         (TypeError, "list", lambda: group.all_reduce([1.0])),  # type: ignore[arg-type]
         (ValueError, "read-only: give out=", lambda: group.all_reduce(frozen)),
         (ValueError, "not contiguous", lambda: group.all_reduce(np.zeros((3, 4)).T)),

@@ -31,6 +31,9 @@ COMBINE: dict[ReduceOp, Callable[..., Any]] = {
 def data(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What a rank contributes; small whole numbers, so that no type has to round."""
     generator = torch.Generator().manual_seed(31 * rank + count)
+    if dtype.is_complex:
+        parts = torch.randint(0, 4, (2, count), generator=generator).double()
+        return torch.complex(parts[0], parts[1]).to(dtype)
     return torch.randint(0, 2 if dtype is torch.bool else 4, (count,), generator=generator).to(dtype)
 
 
@@ -39,7 +42,8 @@ def everybody(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 
 
 def oracle(count: int, dtype: torch.dtype, op: ReduceOp) -> torch.Tensor:
-    arrays = [tensor.double().numpy() if dtype in FLOATS else tensor.numpy() for tensor in everybody(count, dtype)]
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype in FLOATS else dtype
+    arrays = [tensor.to(wide).numpy() for tensor in everybody(count, dtype)]
     result = arrays[0]
     for array in arrays[1:]:
         result = COMBINE[ReduceOp.SUM if op is ReduceOp.AVG else op](result, array)
@@ -51,8 +55,9 @@ def kinds() -> Iterator[tuple[torch.dtype, ReduceOp]]:
     for dtype, op in itertools.product(DTYPES, ReduceOp):
         bitwise = op in (ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR)
         undefined = (
-            (dtype in FLOATS and bitwise)
-            or (op is ReduceOp.AVG and dtype not in FLOATS)
+            ((dtype in FLOATS or dtype.is_complex) and bitwise)
+            or (op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex)
+            or (op is ReduceOp.AVG and dtype not in FLOATS and not dtype.is_complex)
             or (op is ReduceOp.SUM and dtype is torch.bool)
         )
         if not undefined:
@@ -221,6 +226,19 @@ def tensors_of_any_shape_are_accepted(rank: int) -> None:
     assert parameter.tolist() == [size] * 3
 
 
+def conjugates_are_read_by_value_and_refused_as_results(rank: int) -> None:
+    n = bagua.get_world_size()
+    values = torch.full((3,), 1 + 2j * (rank + 1), dtype=torch.complex64)
+    result = torch.zeros_like(values)
+    bagua.allreduce(values.conj(), result)
+    assert result.tolist() == [complex(n, -n * (n + 1))] * 3
+    with pytest.raises(ValueError, match="conjugate"):
+        bagua.allreduce_inplace(values.conj())
+    for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BOR):
+        with pytest.raises(TypeError, match="complex64 is not defined"):
+            bagua.allreduce_inplace(values, op)
+
+
 def several_tensors_go_in_one_message(rank: int) -> None:
     size = bagua.get_world_size()
     for async_op in (False, True):
@@ -268,7 +286,7 @@ def bad_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
         ),
         (ValueError, "4 is not a valid ReduceOp", lambda: bagua.allreduce_inplace(f, 4)),  # type: ignore[arg-type]
         (TypeError, "tensor has dtype torch.int16", lambda: bagua.allreduce_inplace(short)),
-        (TypeError, "torch.complex64", lambda: bagua.broadcast(torch.zeros(1, dtype=torch.complex64))),
+        (TypeError, "torch.int16", lambda: bagua.broadcast(torch.zeros(1, dtype=torch.int16))),
         (TypeError, "must be a torch.Tensor, not list", lambda: bagua.broadcast([1.0])),  # type: ignore[arg-type]
         (NotImplementedError, "tensor is on meta", lambda: bagua.broadcast(torch.zeros(1, device="meta"))),
         (NotImplementedError, "sparse_coo", lambda: bagua.allreduce_inplace(torch.zeros(2, 2).to_sparse())),
@@ -399,6 +417,7 @@ CASES: list[Case] = [
     all_to_all_v_takes_counts_and_places,
     send_and_recv_pair_up,
     tensors_of_any_shape_are_accepted,
+    conjugates_are_read_by_value_and_refused_as_results,
     several_tensors_go_in_one_message,
     objects_travel_from_any_rank,
     autograd_notices_a_change,

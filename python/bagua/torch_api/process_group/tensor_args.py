@@ -55,9 +55,13 @@ def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     return count
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def _new_reader() -> engine.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
-    lazy_flags = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
+    lazy_flags = getattr(torch._C, "_get_tensor_metadata", _is_lazy)
     try:
         return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
     except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
@@ -109,8 +113,8 @@ def source(tensor: torch.Tensor, what: str) -> tuple[int, int, int, tuple[int, .
     """A tensor to read; the last value owns the memory, which may be a copy."""
     address, count, code, shape, _ = seen(tensor, what)
     if address is None:
-        # The core reads contiguous memory: strides and a lazy negation need a copy.
-        tensor = tensor.detach().contiguous().resolve_neg()
+        # The core reads contiguous memory: strides, a lazy negation and a lazy conjugate need a copy.
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         address = tensor.data_ptr()
     return address, count, code, shape, tensor
 
@@ -125,6 +129,8 @@ def target(found: Seen, what: str) -> int:
             )
         if tensor.is_neg():
             raise ValueError(f"{what} is the negation of another tensor, so results cannot be written into it")
+        if tensor.is_conj():
+            raise ValueError(f"{what} is the conjugate of another tensor, so results cannot be written into it")
         address = tensor.data_ptr()
     _count_version((tensor,))
     return address
