@@ -3,10 +3,10 @@
     python benchmarks/dtypes.py                          # 2 ranks, ordinary tensors and an arena
     python benchmarks/dtypes.py --sizes 16MiB --budget 60
 
-`collectives.py` times one element type after another. On a virtual machine whose host moves the two cores together and
-apart, calls of one type may take three times as long from one minute to the next. Here every round times every type
-once, on the same memory, which is rewritten before every call. Ratios are of the fastest call, the fastest tenth and
-the median; above 1, the type takes longer than float32.
+`collectives.py` times one element type after another. On a virtual machine whose host moves the two processors between
+core complexes, calls of one type take up to three times as long from one minute to the next. Here every round times
+every type once, on the same memory, which is rewritten before every call. Ratios are of the fastest call, the fastest
+tenth and the median; above 1, the type takes longer than float32.
 """
 
 from __future__ import annotations
@@ -15,73 +15,77 @@ import argparse
 import json
 import random
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from common import (
-    Meeting,
-    add_options,
-    keep_if_asked,
+    Barrier,
+    add_rank_options,
     machine,
     parse_size,
     percentile,
     run_ranks,
+    save_if_asked,
     show_size,
     this_rank,
     write_row,
 )
+from contenders import CONTENDERS, DTYPES, OURS, Array, Buffers, Call, Case
 
-DTYPES = ("float32", "float16", "bfloat16", "int32")
 SIZES = ("256KiB", "1MiB", "4MiB", "16MiB")
 STATISTICS = {"min": 0.0, "p10": 0.1, "p50": 0.5}
 
 
-def child(options: dict[str, Any]) -> None:
-    """One rank: times every case, and lets rank 0 write the rows."""
-    import torch
-    import torch.distributed as dist
-    from contenders import Buffers, Case, Ours, OursInArena
+Calls: TypeAlias = dict[tuple[str, str], tuple[Buffers, Call]]
 
-    rank, ranks = this_rank(), options["ranks"]
-    torch.set_num_threads(1)
-    meeting = Meeting(options["folder"], rank, ranks)
-    store = dist.FileStore(f"{options['folder']}/times", ranks)
-    contenders = [contender(rank, ranks, options["folder"]) for contender in (Ours, OursInArena)]
+
+def prepare(size: int, rank: int, ranks: int, contenders: dict[str, Any]) -> Calls:
+    """The calls of every contender and element type; all types of a contender are in the same memory."""
+    calls: Calls = {}
+    for name, contender in contenders.items():
+        contender.begin(Case("all_reduce", "float32", size), 1)
+        memory: Array = contender.empty(size)
+        for dtype in DTYPES:
+            buffers = Buffers(Case("all_reduce", dtype, size), rank, ranks, lambda nbytes, m=memory: m[:nbytes])  # type: ignore[misc]
+            calls[name, dtype] = buffers, contender.call(buffers)
+    return calls
+
+
+def child(options: dict[str, Any]) -> None:
+    """One rank: times every case; rank 0 writes the rows."""
+    rank, ranks, folder = this_rank(), options["ranks"], options["folder"]
+    barrier = Barrier(folder, rank, ranks)
+    contenders = {name: CONTENDERS[name](rank, ranks, folder) for name in OURS}
     # Every rank shuffles alike.
     shuffle = random.Random(1).shuffle
     for size in options["sizes"]:
-        calls: dict[tuple[str, str], tuple[Buffers, Any]] = {}
-        for contender in contenders:
-            whole = Case("all_reduce", "uint8", size)
-            contender.begin(whole, 1, ranks)
-            memory = contender.empty(size, torch.uint8)
-            for dtype in DTYPES:
-                case = Case("all_reduce", dtype, size)
-                buffers = Buffers(case, rank, ranks, lambda count, kind, memory=memory: memory.view(kind)[:count])
-                calls[contender.name, dtype] = buffers, contender.call(buffers)
+        calls = prepare(size, rank, ranks, contenders)
         times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
         order = list(calls)
         begun, rounds = time.perf_counter(), 0
-        while rounds < 5 or meeting.tell(time.perf_counter() - begun) < options["budget"]:
+        while rounds < 5 or barrier.broadcast(time.perf_counter() - begun) < options["budget"]:
             rounds += 1
             shuffle(order)
-            for name in order:
-                buffers, call = calls[name]
+            for case in order:
+                buffers, call = calls[case]
                 buffers.rewrite()
-                meeting.wait()
+                barrier.wait()
                 start = time.perf_counter()
                 call()
-                times[name].append(time.perf_counter() - start)
-                meeting.wait()
-                buffers.check(name[0])
-        store.set(f"{size}/{rank}", json.dumps(list(times.values())))
-        every = [json.loads(store.get(f"{size}/{other}")) for other in range(ranks)]
-        for index, (contender_name, dtype) in enumerate(times):
-            # A call takes as long as on its slowest rank.
-            slowest = [max(call) for call in zip(*(theirs[index] for theirs in every), strict=True)]
-            if rank == 0:
-                seconds = {name: percentile(slowest, share) for name, share in STATISTICS.items()}
-                row = {"ranks": ranks, "bytes": size, "contender": contender_name, "dtype": dtype, "rounds": rounds}
+                times[case].append(time.perf_counter() - start)
+                barrier.wait()
+                buffers.check(case[0])
+        Path(folder, f"times-{rank}").write_text(json.dumps(list(times.values())))
+        barrier.wait()
+        if rank == 0:
+            every = [json.loads(Path(folder, f"times-{other}").read_text()) for other in range(ranks)]
+            for (name, dtype), *theirs in zip(times, *every, strict=True):
+                # A call's time is that of its slowest rank.
+                slowest = [max(call) for call in zip(*theirs, strict=True)]
+                seconds = {statistic: percentile(slowest, share) for statistic, share in STATISTICS.items()}
+                row = {"ranks": ranks, "bytes": size, "contender": name, "dtype": dtype, "rounds": rounds}
                 write_row(options, {**row, **seconds})
+        barrier.wait()
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -95,9 +99,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Parses the command line, measures, prints, keeps."""
+    """Parses the command line, measures, prints, saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    add_rank_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in SIZES])
     parser.add_argument("--budget", type=float, default=10.0, help="seconds per size")
@@ -109,9 +113,9 @@ def main() -> None:
         args.sizes, args.budget = [1 << 20], 0.5
     print(machine())
     options = {"sizes": args.sizes, "budget": args.budget}
-    rows = run_ranks(__file__, args.ranks, options, mpi=False, limit=args.limit)
+    rows = run_ranks(__file__, args.ranks, options, limit=args.limit)
     show(rows)
-    keep_if_asked(args, "dtypes", rows)
+    save_if_asked(args, "dtypes", rows)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,13 @@ def test_a_folder_without_a_built_extension_is_refused_before_any_rank_starts(tm
     assert f"there is no built extension in {tmp_path}/bagua" in done.stdout
 
 
+def test_element_types_are_timed_on_ordinary_tensors_and_in_an_arena(tmp_path: Path) -> None:
+    _, rows = quick("dtypes.py", tmp_path, "--limit", "120")
+    cases = [(name, dtype) for name in ("ours", "ours-arena") for dtype in ("float32", "bfloat16", "float16")]
+    assert [(row["contender"], row["dtype"]) for row in rows] == cases
+    assert all(0 < float(row["min"]) <= float(row["p50"]) for row in rows)
+
+
 def test_growth_counts_threads_and_time(tmp_path: Path) -> None:
     _, rows = quick("growth.py", tmp_path, *RANKS, "--peers", "gloo")
     assert {row["ranks"] for row in rows} == {"2"}
