@@ -1,4 +1,4 @@
-//! Waiting: deadlines, a spin that gives up, and doorbells that a peer rings from another thread or process.
+//! Waiting: locks, deadlines, futexes, and doorbells that a peer rings from another thread or process.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 
-/// The longest any wait sleeps before it looks at its [`crate::health::GroupHealth`] and its deadline again.
-/// An abort is therefore seen within this time, without anybody having to wake the sleeper.
+/// The longest that a wait sleeps before it checks its [`crate::health::GroupHealth`] and its deadline again.
+/// A wait therefore ends within this time of an abort, without a wake-up.
 pub const SLICE: Duration = Duration::from_millis(20);
 
 /// Locks a mutex, also one that a panicking thread poisoned: callers keep their data valid between any two statements.
@@ -26,7 +26,7 @@ pub fn wait_on_for<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>, timeout: 
     changed.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
 }
 
-/// When an operation must be done.
+/// The time by which an operation must be done.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     start: Instant,
@@ -39,76 +39,75 @@ impl Deadline {
         Deadline { start: Instant::now(), limit }
     }
 
-    /// The time that was given.
+    /// The duration that the deadline was created with.
     pub fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// Time left; zero when it has passed.
+    /// Time left; zero once the deadline has passed.
     pub fn left(&self) -> Duration {
         self.limit.saturating_sub(self.start.elapsed())
     }
 
-    /// True when it has passed.
+    /// True once the deadline has passed.
     pub fn passed(&self) -> bool {
         self.left().is_zero()
     }
 }
 
-/// What a thread does around a wait that may take long: it gets the wait and has to run it, once.
+/// Called with a blocking wait; must call it exactly once.
 pub type BlockingHook = fn(&mut (dyn FnMut() + Send));
 
 thread_local! {
-    /// What this thread does around its long waits; `None`: nothing.
+    /// The hook of this thread; without one, blocking waits run directly.
     static BLOCKING_HOOK: Cell<Option<BlockingHook>> = const { Cell::new(None) };
 }
 
-/// While `work` runs, the long waits of this thread run inside `around`. A caller that holds something which others need (an
-/// interpreter's lock) so keeps it through a short operation, and lets go of it only when there is something to wait for.
-pub fn with_blocking_hook<T>(around: BlockingHook, work: impl FnOnce() -> T) -> T {
+/// Runs `work`; every blocking wait of this thread in it runs inside `hook`. A caller that holds an interpreter's lock keeps it through a
+/// short operation this way, and its hook releases the lock only around a wait.
+pub fn with_blocking_hook<T>(hook: BlockingHook, work: impl FnOnce() -> T) -> T {
     struct Restore(Option<BlockingHook>);
     impl Drop for Restore {
         fn drop(&mut self) {
             BLOCKING_HOOK.set(self.0);
         }
     }
-    let _restore = Restore(BLOCKING_HOOK.replace(Some(around)));
+    let _restore = Restore(BLOCKING_HOOK.replace(Some(hook)));
     work()
 }
 
-/// Runs a wait that may take longer than a spin does.
+/// Runs a wait that may take longer than a spin, inside the hook of this thread.
 pub fn blocking_wait(mut wait: impl FnMut() + Send) {
     match BLOCKING_HOOK.get() {
         None => wait(),
-        Some(around) => around(&mut wait),
+        Some(hook) => hook(&mut wait),
     }
 }
 
-/// Waits while `*word == seen`, at most `timeout`. May return early. Works across processes on shared memory.
+/// Waits while `*word == seen`, for at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
     let timeout = futex::Timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
+    // After every outcome (woken, changed, timed out, interrupted) the caller checks its condition again.
     blocking_wait(|| {
         let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
     });
 }
 
-/// Wakes everybody who waits on `word`, in every process.
+/// Wakes every thread that waits on `word`, in every process.
 pub fn futex_wake(word: &AtomicU32) {
-    // Nobody waiting is not an error.
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// Where a doorbell's two words live: an `Arc` for threads, an arena for processes.
+/// The memory of a doorbell's two words: an `Arc` for threads, an arena for processes.
 pub trait BellWords: Send + Sync {
-    /// The counter of rings, and the number of sleepers.
+    /// The counter of rings, and the number of sleeping threads.
     fn words(&self) -> (&AtomicU32, &AtomicU32);
 }
 
-/// The words of a doorbell that only threads of this process use.
+/// The words of a doorbell between threads of this process.
 #[derive(Debug, Default)]
 pub struct ThreadBell {
     rings: AtomicU32,
@@ -121,10 +120,10 @@ impl BellWords for ThreadBell {
     }
 }
 
-/// A counter that peers increase when they have changed something its owner may wait for.
+/// A counter that peers increase after a change that its owner may be waiting for.
 ///
-/// Use: read [`Doorbell::rings`], look for work, and if there is none call [`Doorbell::wait`] with what was read.
-/// A ring in between makes the wait return at once, so none is missed.
+/// Use: read [`Doorbell::rings`], look for work, and if there is none call [`Doorbell::wait`] with the value that was read.
+/// A ring in between makes the wait return at once, so no ring is missed.
 #[derive(Clone)]
 pub struct Doorbell {
     words: Arc<dyn BellWords>,
@@ -141,13 +140,13 @@ impl Doorbell {
         Doorbell::new(Arc::new(ThreadBell::default()))
     }
 
-    /// How often it rang (modulo 2^32).
+    /// Number of rings (modulo 2^32).
     #[inline]
     pub fn rings(&self) -> u32 {
         self.words.words().0.load(Ordering::Acquire)
     }
 
-    /// Rings. Free of system calls when nobody sleeps.
+    /// Increases the counter and wakes sleeping threads. Makes no system call when no thread sleeps.
     #[inline]
     pub fn ring(&self) {
         let (rings, sleepers) = self.words.words();
@@ -157,7 +156,7 @@ impl Doorbell {
         }
     }
 
-    /// Sleeps until it rings once more than `seen`, at most `timeout`. May return early.
+    /// Sleeps until the counter differs from `seen`, for at most `timeout`. May return early.
     pub fn wait(&self, seen: u32, timeout: Duration) {
         let (rings, sleepers) = self.words.words();
         sleepers.fetch_add(1, Ordering::SeqCst);
@@ -173,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ring_between_looking_and_waiting_is_not_missed() {
+    fn a_ring_between_the_check_and_the_wait_is_not_missed() {
         let bell = Doorbell::local();
         let seen = bell.rings();
         bell.ring();
@@ -183,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_by_another_thread() {
+    fn a_ring_from_another_thread_wakes_a_sleeping_thread() {
         let bell = Doorbell::local();
         let seen = bell.rings();
         let ringer = {
@@ -198,24 +197,24 @@ mod tests {
     }
 
     #[test]
-    fn only_a_wait_that_may_take_long_runs_inside_what_was_asked_for() {
-        thread_local!(static SEEN: Cell<u32> = const { Cell::new(0) });
+    fn the_blocking_hook_wraps_blocking_waits_and_ends_with_the_work() {
+        thread_local!(static CALLS: Cell<u32> = const { Cell::new(0) });
         let word = AtomicU32::new(7);
         let wait = || futex_wait(&word, 7, Duration::from_millis(1));
         with_blocking_hook(
             |wait| {
-                SEEN.set(SEEN.get() + 1);
+                CALLS.set(CALLS.get() + 1);
                 wait();
             },
             || {
-                assert_eq!(SEEN.get(), 0);
+                assert_eq!(CALLS.get(), 0);
                 wait();
                 wait();
             },
         );
-        assert_eq!(SEEN.get(), 2);
+        assert_eq!(CALLS.get(), 2);
         wait();
-        assert_eq!(SEEN.get(), 2, "it outlived what it was meant for");
+        assert_eq!(CALLS.get(), 2, "the hook outlived the work");
     }
 
     #[test]
@@ -244,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_passes_and_says_what_was_given() {
+    fn a_deadline_passes_and_returns_its_limit() {
         let deadline = Deadline::after(Duration::ZERO);
         assert!(deadline.passed());
         assert!(!Deadline::after(Duration::from_secs(60)).passed());
