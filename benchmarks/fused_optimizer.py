@@ -1,10 +1,11 @@
-"""``fuse_step`` against torch's own loop, ``foreach=True`` and ``fused=True``, on many small parameters.
+"""Compares ``fuse_step`` with torch's own loop, ``foreach=True`` and ``fused=True``, on many small parameters.
 
 python benchmarks/fused_optimizer.py [--parameters 1000] [--elements 64] [--rounds 15]
 
-Half of the parameters are vectors and half are matrices, in turn, in one group. A claim is a ratio within one run: the
-ways take turns, gradients are fresh before each step as after ``zero_grad()``, and the median of the rounds counts.
-Each way is compared at the end with the loop. What torch does not offer for an optimizer or a device is left empty.
+Half of the parameters are vectors and half are matrices, alternately, in one group. Ratios are taken within one run:
+the ways alternate, each step has new gradient tensors as after ``zero_grad()``, and the figure is the median of the
+rounds. At the end the parameters of each way are compared with those of the loop. A cell is empty where torch lacks the
+way for an optimizer or a device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import add_record_options, keep_if_asked
+from common import add_output_options, save_if_asked
 from torch import optim
 
 from bagua.torch_api.contrib import fuse_optimizer
@@ -40,7 +41,7 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 Step = Callable[[], Any]
 
 
-class Racer:
+class Run:
     """One way to step, with its own parameters."""
 
     def __init__(self, start: list[torch.Tensor], make: Callable[[list[torch.nn.Parameter]], Step]) -> None:
@@ -48,7 +49,7 @@ class Racer:
         self.step = make(self.params)
         self.times: list[float] = []
 
-    def run(self, grads: list[torch.Tensor]) -> None:
+    def measure(self, grads: list[torch.Tensor]) -> None:
         """One timed step with these gradients."""
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad.clone()
@@ -66,13 +67,13 @@ def synchronise(tensor: torch.Tensor) -> None:
 
 
 def fused(optimizer: optim.Optimizer) -> Step:
-    """What `fuse_optimizer` gives an optimizer."""
+    """The `fuse_step` of an optimizer."""
     step: Step = fuse_optimizer(optimizer).fuse_step  # type: ignore[attr-defined]
     return step
 
 
 def ways(kind: type[optim.Optimizer], options: dict[str, Any]) -> dict[str, Callable[[Any], Step]]:
-    """The four ways, by name."""
+    """The ways, by name."""
     return {
         "plain": lambda params: kind(params, foreach=False, **options).step,  # type: ignore[call-arg]
         "foreach": lambda params: kind(params, foreach=True, **options).step,  # type: ignore[call-arg]
@@ -82,12 +83,12 @@ def ways(kind: type[optim.Optimizer], options: dict[str, Any]) -> dict[str, Call
     }
 
 
-def race(name: str, start: list[torch.Tensor], rounds: int) -> dict[str, float]:
+def measure(name: str, start: list[torch.Tensor], rounds: int) -> dict[str, float]:
     """Median seconds per step by way."""
-    racers = {}
+    runs = {}
     for way, make in ways(*OPTIMIZERS[name]).items():
         try:
-            racers[way] = Racer(start, make)
+            runs[way] = Run(start, make)
         except (RuntimeError, TypeError):
             # Not offered for this optimizer or device.
             continue
@@ -95,14 +96,14 @@ def race(name: str, start: list[torch.Tensor], rounds: int) -> dict[str, float]:
     for i in range(rounds + 3):
         generator = torch.Generator().manual_seed(i)
         grads = [torch.randn(values.shape, generator=generator).to(values.device) for values in start]
-        for racer in racers.values():
-            racer.run(grads)
-    for way, racer in racers.items():
-        for one, other in zip(racer.params, racers["plain"].params, strict=True):
+        for run in runs.values():
+            run.measure(grads)
+    for way, run in runs.items():
+        for one, other in zip(run.params, runs["plain"].params, strict=True):
             if way == "fuse_step":
                 assert torch.equal(one, other), f"{name}: {way} differs from plain"
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    return {way: statistics.median(racer.times[3:]) for way, racer in racers.items()}
+    return {way: statistics.median(run.times[3:]) for way, run in runs.items()}
 
 
 def main() -> int:
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=list(OPTIMIZERS))
-    add_record_options(parser)
+    add_output_options(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.parameters, arguments.rounds, arguments.only = 50, 3, ["SGD", "AdamW"]
@@ -131,7 +132,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     rows = []
     for name in arguments.only:
-        took = race(name, start, arguments.rounds)
+        took = measure(name, start, arguments.rounds)
         ours = took["fuse_step"]
         cells = [f"{took[way] / ours:.1f}" if way in took else "" for way in ("plain", "foreach", "fused")]
         both = took.get("fuse_step of fused")
@@ -139,7 +140,7 @@ def main() -> int:
         print(f"| {name} | {ours * 1e6:.0f} | {' | '.join(cells)} |", flush=True)
         task = {"device": arguments.device, "parameters": arguments.parameters, "elements": arguments.elements}
         rows += [{**task, "optimizer": name, "way": way, "us": f"{took[way] * 1e6:.0f}"} for way in took]
-    keep_if_asked(arguments, "fused_optimizer", rows)
+    save_if_asked(arguments, "fused_optimizer", rows)
     return 0
 
 

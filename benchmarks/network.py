@@ -1,22 +1,22 @@
-"""all_reduce between two hosts that are network namespaces: ours, torch's gloo and a bare pair of sockets, at full and
-at limited rates.
+"""Compares our all_reduce between two hosts (network namespaces) with torch's gloo and a bare pair of sockets, at full
+and at limited rates.
 
-Needs root and the tools `ip` and `tc`: it makes two network namespaces joined by a veth pair, and takes them away
-again. Nothing outside of them is touched.
+Needs root and the tools `ip` and `tc`: it makes two network namespaces joined by a veth pair, and removes them at the
+end. It changes nothing outside of them.
 
     sudo python benchmarks/network.py                          # unlimited, 10, 1 and 0.1 Gbit/s
     sudo python benchmarks/network.py --rates 1gbit --sizes 16MiB --record
     sudo python benchmarks/network.py --local-ranks 2          # two ranks on each host
     sudo python benchmarks/network.py --slow-stream            # one of two streams gets a tenth of the other's rate
 
-A limited rate is `tc qdisc add dev X root tbf rate R burst 256kb latency 50ms` on both ends. The contenders take turns,
-call by call, in the same processes; buffers are rewritten before every call and every answer is checked. A call's time
+A limited rate is `tc qdisc add dev X root tbf rate R burst 256kb latency 50ms` on both ends. The contenders alternate,
+call by call, in the same processes; ranks rewrite the buffers before every call and check every result. A call's time
 is that of its slowest rank, the figure is the median over calls. Between two hosts an all_reduce must move as many
-bytes each way as the tensor has, and so many the bare sockets move, both ways at once, without any protocol: what they
-reach is what the network gives to one connection. A ratio above 1 says that ours is that many times faster.
+bytes each way as the tensor has. The bare sockets move as many bytes, both ways at once, without any protocol: their
+rate is the rate of one connection. A ratio above 1 says that ours is that many times faster.
 
-With --slow-stream each connection has a rate of its own (`tc` classes), and one of the two streams that we use a tenth
-of it. `x rates` is what ours reaches of what both together can carry: of 1.1 times what the bare sockets reach.
+With --slow-stream each connection has a rate of its own (`tc` classes), and one of our two streams has a tenth of it.
+`x rates` is our share of the rates of both streams together, which is 1.1 times the rate of the bare sockets.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pathlib import Path
 from typing import Any
 
 from common import (
-    Meeting,
-    add_options,
-    keep_if_asked,
+    Barrier,
+    add_rank_options,
     machine,
     parse_size,
     run_ranks,
+    save_if_asked,
     show_size,
     this_rank,
     write_row,
@@ -52,7 +52,7 @@ from common import (
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 BARE_PORT, OURS_PORT = 29701, 29702
 UNLIMITED = "unlimited"
-#: Sizes that take neither too short nor too long to be measured at a rate.
+#: Sizes that can be measured at a rate in a reasonable time.
 SIZES = {
     UNLIMITED: ("64KiB", "1MiB", "16MiB", "64MiB"),
     "10gbit": ("1MiB", "16MiB", "64MiB"),
@@ -61,7 +61,7 @@ SIZES = {
 }
 #: With --slow-stream: Mbit/s of each connection, and of the slow one.
 HEALTHY, SLOW = 500, 50
-#: Most that a bare socket is given or asked for at a time.
+#: Limit for one send or receive of a bare socket.
 BLOCK = 256 << 10
 
 
@@ -78,7 +78,7 @@ class Bare:
         self.socket.setblocking(False)
 
     def move(self, out: memoryview, into: memoryview) -> None:
-        """Send and receive at once."""
+        """Sends and receives at the same time."""
         sent = got = 0
         poller = select.poll()
         while sent < len(out) or got < len(into):
@@ -94,14 +94,14 @@ class Bare:
                 while got < len(into):
                     count = self.socket.recv_into(into[got : got + BLOCK])
                     if count == 0:
-                        raise ConnectionError("the other rank is gone")
+                        raise ConnectionError("the other rank closed the connection")
                     got += count
             except BlockingIOError:
                 pass
 
 
 def connect() -> socket.socket:
-    """Connect to rank 0, which may not listen yet."""
+    """Connects to rank 0, which may not listen yet."""
     until = time.monotonic() + 30
     while True:
         try:
@@ -113,7 +113,7 @@ def connect() -> socket.socket:
 
 
 def contenders(size: int, rank: int, ranks: int, bare: Bare | None, options: dict[str, Any]) -> dict[str, Any]:
-    """By name: what rewrites the buffers of a call, makes it, and tells whether its answer is right."""
+    """By name: functions that rewrite the buffers of a call, make it, and check its result."""
     import torch
     import torch.distributed as dist
 
@@ -124,65 +124,65 @@ def contenders(size: int, rank: int, ranks: int, bare: Bare | None, options: dic
     group: Any = bagua.group.default(required=True)
     out, into = bytearray(size), bytearray(size)
 
-    def rewrite(turn: int) -> None:
-        tensor.fill_(turn % 5 + rank)
+    def rewrite(number: int) -> None:
+        tensor.fill_(number % 5 + rank)
 
-    def is_right(turn: int) -> bool:
-        return bool((tensor == turn % 5 * ranks + ranks * (ranks - 1) // 2).all())
+    def is_right(number: int) -> bool:
+        return bool((tensor == number % 5 * ranks + ranks * (ranks - 1) // 2).all())
 
-    def refill(turn: int) -> None:
-        out[:] = bytes([(turn + rank) % 251]) * size
+    def refill(number: int) -> None:
+        out[:] = bytes([(number + rank) % 251]) * size
         into[:] = bytes(size)
 
     def move() -> None:
         if bare is not None:
             bare.move(memoryview(out), memoryview(into))
 
-    def came(turn: int) -> bool:
-        other = (turn + ranks // 2 - rank) % 251
+    def received(number: int) -> bool:
+        other = (number + ranks // 2 - rank) % 251
         return bare is None or into[0] == into[-1] == other
 
     gloo = {} if options["slow"] else {"gloo": (rewrite, lambda: dist.all_reduce(tensor), is_right)}
     return {
         "ours": (rewrite, lambda: group.all_reduce(array, out=array), is_right),
         **gloo,
-        "bare": (refill, move, came),
+        "bare": (refill, move, received),
     }
 
 
 def measure(
-    turns: dict[str, tuple[Callable[[int], None], Callable[[], object], Callable[[int], bool]]],
+    calls: dict[str, tuple[Callable[[int], None], Callable[[], object], Callable[[int], bool]]],
     budget: float,
-    meeting: Meeting,
+    barrier: Barrier,
 ) -> dict[str, list[float]]:
     """Seconds per call on this rank, of each contender."""
-    times: dict[str, list[float]] = {name: [] for name in turns}
+    times: dict[str, list[float]] = {name: [] for name in calls}
 
-    def round_of_calls(turn: int) -> None:
-        for name, (rewrite, call, is_right) in turns.items():
-            rewrite(turn)
-            meeting.wait()
+    def round_of_calls(number: int) -> None:
+        for name, (rewrite, call, is_right) in calls.items():
+            rewrite(number)
+            barrier.wait()
             begun = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - begun)
-            if not is_right(turn):
-                raise AssertionError(f"{name} gave a wrong answer")
+            if not is_right(number):
+                raise AssertionError(f"{name} returned a wrong result")
 
-    # The first turn opens connections and windows.
+    # The first calls open connections and windows.
     round_of_calls(1)
     begun = time.perf_counter()
     round_of_calls(2)
-    # Rank 0's clock decides for all: every rank must do the same number of rounds.
-    rounds = int(meeting.tell(max(5, min(200, budget / (time.perf_counter() - begun)))))
+    # Rank 0 chooses, because every rank must make the same number of calls.
+    rounds = int(barrier.broadcast(max(5, min(200, budget / (time.perf_counter() - begun)))))
     for taken in times.values():
         taken.clear()
-    for turn in range(rounds):
-        round_of_calls(turn)
+    for number in range(rounds):
+        round_of_calls(number)
     return times
 
 
 def throttle(names: Sequence[str]) -> None:
-    """Put one of the two connections that have carried the most into the slow class, in both directions."""
+    """Puts one of the two connections that have carried data into the slow class, in both directions."""
     shown = subprocess.run(["ss", "-tniHO"], check=True, capture_output=True, text=True).stdout
     found = []
     for line in shown.splitlines():
@@ -191,7 +191,7 @@ def throttle(names: Sequence[str]) -> None:
         if len(ports) >= 2 and sent and int(sent[1]) > 1 << 20:
             found.append((ports[0], ports[1]))
     if len(found) != 2:
-        raise RuntimeError(f"{len(found)} connections have carried something, not two:\n{shown}")
+        raise RuntimeError(f"{len(found)} connections have carried data, not two:\n{shown}")
     here, there = found[0]
     for name, source, target in ((names[0], here, there), (names[1], there, here)):
         match = f"match ip sport {source} 0xffff match ip dport {target} 0xffff"
@@ -199,14 +199,14 @@ def throttle(names: Sequence[str]) -> None:
 
 
 def child(options: dict[str, Any]) -> None:
-    """One rank; rank 0 hands over one row per size."""
+    """One rank; rank 0 writes one row per size."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     import bagua
 
     rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
-    meeting = Meeting(folder, rank, ranks)
+    barrier = Barrier(folder, rank, ranks)
     bare = Bare(rank == 0) if rank in (0, ranks // 2) else None
     dist.init_process_group("gloo", store=FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
     bagua.init(rank, ranks, f"tcp://{ADDRESSES[0]}:{OURS_PORT}")
@@ -217,9 +217,9 @@ def child(options: dict[str, Any]) -> None:
         group.all_reduce(np.zeros(16 << 20, np.uint8))
         if rank == 0:
             throttle(options["slow"])
-        meeting.wait()
+        barrier.wait()
     for size in options["sizes"]:
-        times = measure(contenders(size, rank, ranks, bare, options), float(options["budget"]), meeting)
+        times = measure(contenders(size, rank, ranks, bare, options), float(options["budget"]), barrier)
         gathered: list[Any] = [None] * ranks
         dist.all_gather_object(gathered, times)
         if rank == 0:
@@ -255,44 +255,44 @@ class Namespaces:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            # One that was never made is no error.
+            # A namespace that was never made is no error.
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
     def limit(self, rate: str) -> None:
-        """Shape what leaves both ends."""
+        """Limits the rate of both ends."""
         for name in self.names:
             if rate != UNLIMITED:
                 command(f"tc -n {name} qdisc add dev bench root tbf rate {rate} burst 256kb latency 50ms")
 
     def classes(self) -> None:
-        """A rate for all connections, and a lower one for those that :func:`throttle` picks."""
+        """A rate for each connection, and a lower one for the connection that :func:`throttle` picks."""
         for name in self.names:
             command(f"tc -n {name} qdisc add dev bench root handle 1: htb default 10")
             for number, rate in ((10, HEALTHY), (20, SLOW)):
                 shape = f"htb rate {rate}mbit burst 256k cburst 256k quantum 60000"
                 command(f"tc -n {name} class add dev bench parent 1: classid 1:{number} {shape}")
-                # As much as passes in 50 ms.
+                # The bytes of 50 ms at this rate.
                 command(f"tc -n {name} qdisc add dev bench parent 1:{number} bfifo limit {rate * 1_000_000 // 8 // 20}")
 
     def run(self, args: argparse.Namespace, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """What the ranks measured, some on each host."""
+        """The rows of the ranks, `--local-ranks` of them on each host."""
         options = {"sizes": sizes, "budget": args.budget, "slow": self.names if args.slow_stream else []}
         through = [["ip", "netns", "exec", name] for name in self.names for _ in range(args.local_ranks)]
         env = {"GLOO_SOCKET_IFNAME": "bench"}
-        return run_ranks(__file__, len(through), options, mpi=False, limit=args.limit, env=env, through=through)
+        return run_ranks(__file__, len(through), options, limit=args.limit, env=env, through=through)
 
 
 def command(line: str) -> None:
-    """Run a command that must work."""
+    """Runs a command. OSError with its output when it fails."""
     done = subprocess.run(line.split(), check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise OSError(f"{line}: {done.stdout.strip()}")
 
 
 def missing() -> str:
-    """Why there can be no namespaces; empty when there can."""
+    """The reason why namespaces cannot be made; empty when they can."""
     if os.geteuid() != 0:
-        return "it makes network namespaces, for which it needs root"
+        return "network namespaces need root"
     for tool in ("ip", "tc", "ss"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian: iproute2)"
@@ -304,15 +304,15 @@ def missing() -> str:
 
 
 def main() -> None:
-    """Measures every rate, prints the table, keeps it."""
+    """Measures every rate, prints the table, saves it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    add_rank_options(parser)
     parser.add_argument("--rates", nargs="+", default=list(SIZES), help="unlimited, or rates as tc writes them")
     parser.add_argument("--sizes", nargs="+", type=parse_size, help="the same sizes at every rate, e.g. 16MiB")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds per case, roughly")
     parser.add_argument("--local-ranks", type=int, default=1, help="ranks on each of the two hosts")
     parser.add_argument("--slow-stream", action="store_true", help="one of two streams has a tenth of the rate")
-    parser.add_argument("--if-possible", action="store_true", help="where there can be no namespaces, only say why")
+    parser.add_argument("--if-possible", action="store_true", help="print the reason where it cannot measure")
     args = parser.parse_args()
     if args.child:
         child(json.loads(args.child))
@@ -326,7 +326,7 @@ def main() -> None:
     if args.quick:
         args.rates, args.sizes, args.budget = args.rates[:1], [1 << 20], 0.05
     rows: list[dict[str, Any]] = []
-    # Ended from outside, it takes the namespaces away all the same.
+    # SIGTERM removes the namespaces too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(machine())
     ratios = ("rates",) if args.slow_stream else ("gloo", "bare")
@@ -345,7 +345,7 @@ def main() -> None:
                 cells = " ".join(f"{figure:>9.3g}" if figure < 0.1 else f"{figure:>9.2f}" for figure in figures)
                 print(f"{rate:>10} {show_size(row['bytes']):>7} {cells}", flush=True)
                 rows.append({"rate": rate, "ranks": 2 * args.local_ranks, **row, **found})
-    keep_if_asked(args, Path(__file__).stem, rows)
+    save_if_asked(args, Path(__file__).stem, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""An epoch of four ranks on samples of skewed lengths: the load-balancing sampler against torch's DistributedSampler.
+"""Compares the load-balancing sampler with torch's DistributedSampler in an epoch of four ranks on samples of skewed
+lengths.
 
-A step lasts as long as its slowest rank, because gradients are averaged after it. The ranks are threads that sleep
-for the cost of their batch and meet at a barrier, so the time is a real one, and the ideal is the sum of all costs
-divided by the ranks.
+A step lasts as long as its slowest rank, because gradients are averaged after it. The ranks are threads that sleep for
+the cost of their batch and wait at a barrier. The ideal time is the sum of all costs divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import add_record_options, keep_if_asked
+from common import add_output_options, save_if_asked
 from torch.utils.data import DistributedSampler
 
 from bagua.torch_api.contrib import LoadBalancingDistributedSampler
 
 
 def epoch_s(by_rank: list[list[int]], seconds: np.ndarray[Any, Any], batch: int) -> float:
-    """How long the ranks take for an epoch in which each sample costs so many seconds."""
+    """Seconds that the ranks take for an epoch in which each sample has a cost in seconds."""
     steps = [[seconds[rank[start : start + batch]].sum() for start in range(0, len(rank), batch)] for rank in by_rank]
     together = threading.Barrier(len(by_rank))
 
@@ -40,13 +40,13 @@ def epoch_s(by_rank: list[list[int]], seconds: np.ndarray[Any, Any], batch: int)
 
 
 def main() -> None:
-    """Prints each sampler's time as a ratio to the ideal."""
+    """Prints each sampler's time and its ratio to the ideal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=10.0, help="the ideal time of an epoch")
-    add_record_options(parser)
+    add_output_options(parser)
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.samples, chosen.seconds = 400, 0.5
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"{name:32} {taken:6.2f} s   {taken / chosen.seconds:.3f} x ideal")
         task = {"ranks": chosen.ranks, "samples": chosen.samples, "batch": chosen.batch, "ideal_s": chosen.seconds}
         rows.append({"sampler": name, **task, "epoch_s": f"{taken:.3f}", "of_ideal": f"{taken / chosen.seconds:.3f}"})
-    keep_if_asked(chosen, "samplers", rows)
+    save_if_asked(chosen, "samplers", rows)
 
 
 if __name__ == "__main__":

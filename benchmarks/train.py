@@ -1,16 +1,17 @@
-"""Training with with_bagua against torch's DDP on gloo: samples per second, communication, CPU, memory, hand-over.
+"""Compares training by with_bagua with torch's DDP on gloo: samples per second, communication, CPU, memory; and
+measures the hand-over of an operation to the communication thread.
 
     python benchmarks/train.py                      # three models, then memory and hand-over
     python benchmarks/train.py --models mlp --parts throughput
 
-Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), begun with the same
-parameters and fed the same samples. Blocks of steps take turns, round by round in another order. A block's time is
-that of its slowest rank; figures are medians over blocks.
+Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), which start with the
+same parameters and train on the same samples. The copies train in alternation, one block of steps at a time, in another
+order each round. A block's time is that of its slowest rank; figures are medians over blocks.
 
-Time blocked in communication is measured in one way for all: a step's time less that of the same step in `no_sync()`,
-where nothing is communicated (such steps run with a learning rate of 0, so that they leave no trace). Beside it stands
-`wait_s` of bagua.stats(): how long our communication thread waited for peers per step, hidden behind the backward pass
-or not. CPU seconds are those of all threads.
+The time blocked in communication is measured in one way for all: a step's time less that of the same step in
+`no_sync()`, which communicates nothing and runs with a learning rate of 0 here, so that the parameters stay as they
+are. `wait_s` of bagua.stats() is the time per step that our communication thread waited for peers, hidden behind the
+backward pass or not. CPU seconds are those of all threads.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from common import (
-    Meeting,
-    add_options,
-    keep_if_asked,
+    Barrier,
+    add_rank_options,
     machine,
     percentile,
     run_ranks,
+    save_if_asked,
     this_rank,
     write_row,
 )
@@ -79,7 +80,7 @@ def language_model(words: int, width: int, layers: int) -> Any:
 
 
 def samples(name: str, rank: int) -> Iterator[tuple[Any, Any]]:
-    """Batches without end, other ones on every rank, the same in every run."""
+    """Batches without end, different on every rank, the same in every run."""
     import torch
 
     random, batch = torch.Generator().manual_seed(100 + rank), BATCH[name]
@@ -94,7 +95,7 @@ def samples(name: str, rank: int) -> Iterator[tuple[Any, Any]]:
 
 
 class Trainer:
-    """One contender's copy of a model, its optimizer and its place in the data."""
+    """One contender's copy of a model, its optimizer and its iterator over the data."""
 
     def __init__(self, contender: str, model: str, rank: int) -> None:
         import torch
@@ -106,8 +107,8 @@ class Trainer:
         self.losses: list[float] = []
         self.no_sync: Callable[[], Any]
         if contender == OURS:
+            from bagua.torch_api import no_sync
             from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-            from bagua.torch_api.distributed import no_sync
 
             self.module = self.module.with_bagua([self.optimizer], GradientAllReduceAlgorithm())
             self.no_sync = lambda: no_sync(self.module)
@@ -121,7 +122,7 @@ class Trainer:
                 self.module.register_comm_hook(None, bf16_compress_hook)
 
     def steps(self, count: int) -> None:
-        """Trains; remembers the losses."""
+        """Trains and appends the losses."""
         from torch.nn.functional import cross_entropy
 
         for _ in range(count):
@@ -132,8 +133,8 @@ class Trainer:
             self.optimizer.zero_grad()
             self.losses.append(float(loss.detach()))
 
-    def silent_steps(self, count: int) -> None:
-        """The same work with nothing communicated, and without effect on parameters, losses and data."""
+    def steps_without_communication(self, count: int) -> None:
+        """The same work in `no_sync()`, without effect on parameters, losses and data."""
         rate = self.optimizer.param_groups[0]["lr"]
         losses, data = list(self.losses), self.data
         self.optimizer.param_groups[0]["lr"] = 0.0
@@ -146,51 +147,51 @@ class Trainer:
 
 
 def waited() -> float:
-    """Seconds that this rank's operations waited for peers so far, in all groups."""
+    """Seconds that this rank's operations have waited for peers so far, in all groups."""
     import bagua
 
     groups = bagua.stats()["groups"].values()
     return sum(float(op["wait_s"]) for group in groups for op in group["ops"].values())
 
 
-def throughput(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
-    """The race on one model; rank 0 writes a row for each contender."""
+def throughput(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier) -> None:
+    """Trains one model by each contender; rank 0 writes a row for each."""
     import torch.distributed as dist
 
     model, rounds, block = options["model"], int(options["rounds"]), int(options["block"])
     trainers = {name: Trainer(name, model, rank) for name in (OURS, "ddp", "ddp-bf16")}
-    for trainer in trainers.values():  # the first steps settle buckets and memory
+    for trainer in trainers.values():  # the first steps build buckets and allocate memory
         trainer.steps(3)
-        trainer.silent_steps(1)
-    seen: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in trainers}
+        trainer.steps_without_communication(1)
+    blocks: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in trainers}
     order = list(trainers)
     for _ in range(rounds):
         order.append(order.pop(0))
         for name in order:
             trainer = trainers[name]
-            meeting.wait()
+            barrier.wait()
             wait, cpu, begun = waited(), time.process_time(), time.perf_counter()
             trainer.steps(block)
             times = (time.perf_counter() - begun, time.process_time() - cpu, waited() - wait)
-            meeting.wait()
+            barrier.wait()
             begun = time.perf_counter()
-            trainer.silent_steps(block)
-            seen[name].append((*times, time.perf_counter() - begun))
+            trainer.steps_without_communication(block)
+            blocks[name].append((*times, time.perf_counter() - begun))
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, (seen, {name: trainer.losses for name, trainer in trainers.items()}))
+    dist.all_gather_object(everyone, (blocks, {name: trainer.losses for name, trainer in trainers.items()}))
     if rank == 0:
         check_losses([losses for _, losses in everyone])
         for name in trainers:
-            blocks = list(zip(*(rows[name] for rows, _ in everyone), strict=True))
-            step, silent = (statistics.median(max(r[i] for r in b) for b in blocks) / block for i in (0, 3))
-            cpu, wait = (statistics.median(max(r[i] for r in b) for b in blocks) / block for i in (1, 2))
+            by_rank = list(zip(*(rows[name] for rows, _ in everyone), strict=True))
+            step, alone = (statistics.median(max(r[i] for r in b) for b in by_rank) / block for i in (0, 3))
+            cpu, wait = (statistics.median(max(r[i] for r in b) for b in by_rank) / block for i in (1, 2))
             row = {"model": model, "ranks": ranks, "contender": name, "samples_per_s": BATCH[model] * ranks / step}
-            row |= {"step_s": step, "blocked_s": max(0.0, step - silent), "cpu_s": cpu}
+            row |= {"step_s": step, "blocked_s": max(0.0, step - alone), "cpu_s": cpu}
             write_row(options, row | ({"wait_s": wait} if name == OURS else {}))
 
 
 def check_losses(everyone: list[dict[str, list[float]]]) -> None:
-    """AssertionError unless all contenders learn the same: float32 alike, the bf16 hook about so."""
+    """AssertionError unless the losses of all contenders agree: float32 closely, the bf16 hook roughly."""
     mean = {
         name: [statistics.fmean(step) for step in zip(*(r[name] for r in everyone), strict=True)]
         for name in everyone[0]
@@ -204,28 +205,28 @@ def check_losses(everyone: list[dict[str, list[float]]]) -> None:
 
 
 def proportional_set_size() -> int:
-    """Bytes of memory in use by this process, memory that n processes map counted as an n-th."""
+    """Bytes of memory in use by this process; a page that n processes map counts as an n-th."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) * 1024
 
 
-def memory(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
-    """What training the MLP in this way takes, the same imports and groups made before in every way."""
+def memory(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier) -> None:
+    """The memory that training of the MLP takes, with the same imports and groups for every contender."""
     import torch.distributed as dist
 
-    meeting.wait()
+    barrier.wait()
     before = proportional_set_size()
     trainer = Trainer(options["contender"], "mlp", rank)
     trainer.steps(4)
-    # Gradients stay, as they do between backward and step: the moment at which most is in use.
+    # Memory is at its maximum between backward and step, while the gradients exist.
     from torch.nn.functional import cross_entropy
 
     x, y = next(trainer.data)
     loss: Any = cross_entropy(trainer.module(x), y)
     loss.backward()
-    meeting.wait()
+    barrier.wait()
     grown = proportional_set_size() - before
-    meeting.wait()
+    barrier.wait()
     gradients = sum(p.numel() * p.element_size() for p in trainer.module.parameters())
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, grown)
@@ -238,12 +239,12 @@ def memory(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> 
         write_row(options, row)
 
 
-def handover(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -> None:
-    """What it costs to hand an operation to the communication thread instead of calling it, on a bucket of 1 KiB."""
+def handover(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier) -> None:
+    """The cost of handing an operation on a bucket of 1 KiB to the communication thread instead of calling it."""
     import numpy as np
     import torch
 
-    from bagua.buckets import Bucket, Engine
+    from bagua import Bucket, Engine
     from bagua.group import default
 
     group = default(required=True)
@@ -276,13 +277,13 @@ def handover(options: dict[str, Any], rank: int, ranks: int, meeting: Meeting) -
             engine.wait()
 
         for _ in range(int(options["calls"])):
-            meeting.wait()
+            barrier.wait()
             timed("blocking", lambda: group.all_reduce(alone, "avg"))
-            meeting.wait()
+            barrier.wait()
             timed("handed over", hand_over)
-            meeting.wait()
+            barrier.wait()
             timed("compute", compute)
-            meeting.wait()
+            barrier.wait()
             timed("mark_ready", lambda: engine.mark_ready("x"))
             timed("compute beside", compute)
             timed("wait", engine.wait)
@@ -308,8 +309,8 @@ def child(options: dict[str, Any]) -> None:
     rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
     dist.init_process_group("gloo", store=FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
     api.init_process_group(FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
-    meeting = Meeting(folder, rank, ranks)
-    {"throughput": throughput, "memory": memory, "handover": handover}[options["part"]](options, rank, ranks, meeting)
+    barrier = Barrier(folder, rank, ranks)
+    {"throughput": throughput, "memory": memory, "handover": handover}[options["part"]](options, rank, ranks, barrier)
     dist.barrier()
     api.destroy_process_group()
 
@@ -328,7 +329,7 @@ def show_throughput(rows: list[Any]) -> None:
 def main() -> None:
     """Parses the command line, runs the parts, prints, keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    add_rank_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -344,7 +345,7 @@ def main() -> None:
 
     def run(part: str, **options: Any) -> list[Any]:
         env = {"MASTER_ADDR": "127.0.0.1"} if "MASTER_ADDR" not in os.environ else {}
-        return run_ranks(__file__, args.ranks, {"part": part, **options}, mpi=False, limit=args.limit, env=env)
+        return run_ranks(__file__, args.ranks, {"part": part, **options}, limit=args.limit, env=env)
 
     print(f"{machine()}, {args.ranks} ranks")
     if "throughput" in args.parts:
@@ -362,13 +363,13 @@ def main() -> None:
             found = run("throughput", model=model, rounds=args.rounds, block=args.block)
             show_throughput(found)
             rows += found
-        keep_if_asked(args, "train", rows)
+        save_if_asked(args, "train", rows)
     if "memory" in args.parts:
         rows = [run("memory", contender=name)[0] for name in ("plain", OURS, "ddp")]
         for row in rows:
             row["over_plain"] = (row["grown_bytes"] - rows[0]["grown_bytes"]) / row["gradient_bytes"]
             print(f"memory, {row['contender']:<6}: {row['over_plain']:+.2f} of the gradients' size beyond plain torch")
-        keep_if_asked(args, "memory", rows)
+        save_if_asked(args, "memory", rows)
     if "handover" in args.parts:
         rows = run("handover", calls=calls)
         for row in rows:
@@ -376,7 +377,7 @@ def main() -> None:
         p50 = {row["what"]: row["p50_us"] for row in rows}
         print(f"hand-over beyond the collective: {p50['handed over'] - p50['blocking']:.1f} us (median less median)")
         print(f"compute slowed by {(p50['compute beside'] / p50['compute'] - 1) * 100:+.1f} %")
-        keep_if_asked(args, "handover", rows)
+        save_if_asked(args, "handover", rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Checks the rules of the house by reading the sources: who imports whom, and where a few words may appear.
 
-Prints ``file:line: rule`` for each violation and exits with 1 when there is one. The map of rooms stands in
-``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``) import what they like.
-Within a crate, no files import each other in a circle.
+Prints ``file:line: rule`` for each violation and exits with 1 when there is one. The map of rooms is in
+``rust/bagua-core/src/lib.rs``; tests inside the sources (``#[cfg(test)]`` modules, ``tests.rs``, ``model.rs``)
+may import any room.
+Neither the files of a crate nor the modules of the package import each other in a circle.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ ROWS = {
     "types": 1,
     "wait": 1,
     "error": 0,
+    "sync": 0,
 }
 
 # Where `unsafe` may be written.
@@ -58,6 +60,9 @@ THREADS = (f"{CORE}/engine/*", f"{CORE}/average*", f"{CORE}/group/*")
 
 # Foreign crate -> the only crate that may name it.
 FOREIGN = {"pyo3": "rust/bagua-py", "cudarc": "rust/bagua-cuda"}
+
+# The only Python file that keeps process-wide state by `global` and installs fork and exit hooks.
+LIFECYCLE = "lifecycle.py"
 
 # Python modules that may import torch at module level.
 TORCH = ("torch_api/*", "aggregation/*", "c10d.py", "lightning.py", "horovod.py")
@@ -84,7 +89,7 @@ _TOKENS = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-_TEST_MODULE = re.compile(r"#\[cfg\((?:all\()?(?:test|loom)\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*(?:pub\s+)?mod\s+\w+\s*\{")
+_TEST_MODULE = re.compile(r"#\[cfg\((?:all\()?(?:test|model)\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*(?:pub\s+)?mod\s+\w+\s*\{")
 
 
 def blank(text: str) -> str:
@@ -187,8 +192,8 @@ def allowed(path: str, patterns: Iterable[str]) -> bool:
 
 
 def is_test_file(relative: Path) -> bool:
-    """Whether a source file holds only tests."""
-    return relative.name in ("tests.rs", "test.rs") or "tests" in relative.parts[:-1]
+    """Whether a source file holds only tests, or models for the model checker."""
+    return relative.name in ("tests.rs", "test.rs", "model.rs") or "tests" in relative.parts[:-1]
 
 
 def check_rust(root: Path) -> Iterator[Violation]:
@@ -411,7 +416,8 @@ def imported(node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         module = "." * node.level + (node.module or "")
-        return [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        separator = "" if module.endswith(".") else "."
+        return [module, *(f"{module}{separator}{alias.name}" for alias in node.names)]
     if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
         return [
             first.value for first in node.args[:1] if isinstance(first, ast.Constant) and isinstance(first.value, str)
@@ -419,23 +425,120 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
+class Import(NamedTuple):
+    """One import of a module of the package by another, wherever in the file it stands."""
+
+    line: int
+    module: str
+
+
+def module_name(inside: Path) -> str:
+    """Dotted name of a file of the package; that of a package's ``__init__.py`` is the package's own."""
+    return ".".join(("bagua", *inside.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def resolved(name: str, importer: str, is_package: bool) -> str:
+    """A name from :func:`imported` without leading dots."""
+    dots = len(name) - len(name.lstrip("."))
+    if dots == 0:
+        return name
+    parts = importer.split(".")
+    base = parts[: len(parts) - dots + is_package]
+    return ".".join([*base, *filter(None, [name.lstrip(".")])])
+
+
+def imported_modules(node: ast.AST, importer: str, is_package: bool, known: set[str]) -> set[str]:
+    """The modules of the package that a node imports, with the packages that Python initialises on the way.
+
+    ``from package import name`` is an import of the module ``package.name`` where there is one, else of ``package``.
+    """
+    names = [resolved(name, importer, is_package) for name in imported(node)]
+    if isinstance(node, ast.ImportFrom):
+        module, *names = names
+        names = [name if name in known else module for name in names]
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            ancestor = ".".join(parts[:length])
+            # A package around the importer is being initialised already.
+            if length < len(parts) and (importer == ancestor or importer.startswith(ancestor + ".")):
+                continue
+            if ancestor in known:
+                found.add(ancestor)
+    return found - {importer}
+
+
+def shortest_way(imports: dict[str, list[Import]], start: str, goal: str) -> list[str]:
+    """Modules from ``start`` to ``goal``, each importing the next; empty if there is no way."""
+    before: dict[str, str] = {}
+    waiting = [start]
+    for module in waiting:
+        for found in imports[module]:
+            if found.module not in before and found.module != start:
+                before[found.module] = module
+                waiting.append(found.module)
+    if goal not in before:
+        return []
+    way = [goal]
+    while way[-1] != start:
+        way.append(before[way[-1]])
+    return way[::-1]
+
+
+def check_circles(files: dict[str, str], imports: dict[str, list[Import]]) -> Iterator[Violation]:
+    """Every circle of imports, named once, with the imports inside functions and for type checkers."""
+    told: set[str] = set()
+    for module in sorted(imports):
+        for found in sorted(imports[module]):
+            if module in told or found.module in told:
+                continue
+            back = [module] if found.module == module else shortest_way(imports, found.module, module)
+            if back:
+                told.update(back)
+                circle = " -> ".join([module, *back])
+                yield Violation(files[module], found.line, f"circle of imports: {circle}")
+
+
 def check_python(root: Path) -> Iterator[Violation]:
     """Every module of the package."""
     package = root / "python" / "bagua"
-    for file in sorted(package.glob("**/*.py")):
+    modules = {module_name(file.relative_to(package)): file for file in sorted(package.glob("**/*.py"))}
+    files: dict[str, str] = {}
+    imports: dict[str, list[Import]] = {}
+    for module, file in modules.items():
         path, inside = file.relative_to(root).as_posix(), file.relative_to(package).as_posix()
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=path)
+        files[module] = path
+        imports[module] = [
+            Import(getattr(node, "lineno", 1), other)
+            for node in ast.walk(tree)
+            for other in sorted(imported_modules(node, module, file.name == "__init__.py", set(modules)))
+        ]
         for node in ast.walk(tree):
             line = getattr(node, "lineno", 1)
             names = imported(node)
             if inside != "engine.py" and any("_bagua" in name.split(".") for name in names):
                 yield Violation(path, line, "only python/bagua/engine.py imports the extension")
+            if inside != LIFECYCLE and keeps_state(node):
+                yield Violation(
+                    path, line, f"only python/bagua/{LIFECYCLE} uses `global` and installs fork and exit hooks"
+                )
             if inside != "config.py" and reads_environment(node, names):
                 yield Violation(path, line, "only python/bagua/config.py reads the environment")
         if not allowed(inside, TORCH):
             for statement in at_module_level(tree):
                 if any(name.split(".")[0] == "torch" for name in imported(statement)):
                     yield Violation(path, statement.lineno, "torch is not imported at module level here")
+    yield from check_circles(files, imports)
+
+
+def keeps_state(node: ast.AST) -> bool:
+    """Whether a node rebinds a module's name, or installs a hook that runs at a fork or at the end of the process."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        return name.split(".")[-1] in ("register_at_fork", "register_after_fork") or name == "atexit.register"
+    return isinstance(node, ast.Global)
 
 
 def reads_environment(node: ast.AST, names: list[str]) -> bool:

@@ -29,8 +29,10 @@ from bagua.functions import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_v,
     barrier,
     broadcast,
+    exchange,
     gather,
     recv,
     reduce,
@@ -39,7 +41,7 @@ from bagua.functions import (
     send,
 )
 from bagua.group import Group, shutdown, stats
-from bagua.starting import init
+from bagua.init import init
 from bagua.verbs import Handle
 
 __version__ = _engine.version()
@@ -59,8 +61,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_v",
     "barrier",
     "broadcast",
+    "exchange",
     "gather",
     "group",
     "init",

@@ -11,23 +11,37 @@ from os import PathLike
 from typing import Any, TypeAlias, final
 
 __all__ = [
+    "ALGORITHMS",
+    "DTYPES",
+    "MAX_STREAMS",
+    "OPS",
+    "VERBS",
     "Arena",
+    "Bootstrap",
     "Bucket",
     "Communicator",
     "Engine",
     "Handle",
-    "TensorReader",
-    "Bootstrap",
     "RendezvousServer",
+    "TensorReader",
     "listen_for_interrupts",
     "local_address_towards",
-    "read_array",
     "present",
+    "read_array",
     "rendezvous_at",
     "rendezvous_file",
     "rendezvous_tcp",
     "version",
+    "wait_for_callbacks",
 ]
+
+# Codes by name.
+DTYPES: dict[str, int]
+OPS: dict[str, int]
+VERBS: dict[str, int]
+# How all_reduce goes between hosts.
+ALGORITHMS: list[str]
+MAX_STREAMS: int
 
 _Shape: TypeAlias = Sequence[int] | None
 # (peer, address, count)
@@ -75,7 +89,10 @@ class RendezvousServer:
 @final
 class Handle:
     def wait(self, timeout: float | None = None) -> None: ...
+    def then(self, callback: Callable[[Exception | None], object], /) -> None: ...
     def is_completed(self) -> bool: ...
+    @staticmethod
+    def completed() -> Handle: ...
 
 @final
 class Communicator:
@@ -96,103 +113,16 @@ class Communicator:
     @property
     def transports(self) -> list[str]: ...
     # Any: checked there, and False when it is not what it should be.
-    def at_once(self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
-    def all_reduce(
+    def try_run(self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
+    def run(
         self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def reduce(
-        self,
+        verb: int,
         src: int | None,
         dst: int | None,
         count: int,
         dtype: int,
-        op: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def broadcast(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def all_gather(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def gather(
-        self,
-        src: int | None,
-        dst: int | None,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def scatter(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        root: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def reduce_scatter(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def all_to_all(
-        self,
-        src: int | None,
-        dst: int,
-        count: int,
-        dtype: int,
+        op: int = 0,
+        root: int = 0,
         *,
         shape: _Shape = None,
         timeout: float | None = None,
@@ -249,12 +179,6 @@ class Communicator:
         async_op: bool = False,
         keep: object = None,
     ) -> Handle | None: ...
-    def barrier(
-        self,
-        *,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Handle | None: ...
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator | None: ...
     def arena(self, nbytes: int, *, label: str = "bagua-arena") -> Arena: ...
     def engine(self, name: str) -> Engine: ...
@@ -285,35 +209,26 @@ class Bucket:
     def dtype(self) -> int: ...
     def append_centralized(self, average: bool, hierarchical: bool, scattergather: bool) -> None: ...
     def append_callback(self, function: Callable[[str], object]) -> None: ...
+    def attach(self, name: str, address: int, count: int, dtype: int) -> None: ...
     def clear_ops(self) -> None: ...
     def ops(self) -> list[str]: ...
 
 @final
 class Engine:
-    def register(self, buckets: Sequence[Bucket]) -> None: ...
-    def mark_ready(self, name: str, address: int | None = None, count: int | None = None) -> None: ...
+    def register(self, buckets: Sequence[Bucket]) -> list[str]: ...
+    def mark_ready(self, number: int, address: int | None = None, count: int | None = None) -> None: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def unready(self) -> list[str]: ...
     def shutdown(self) -> None: ...
-    def all_reduce(
+    def run(
         self,
+        verb: int,
         src: int | None,
-        dst: int,
+        dst: int | None,
         count: int,
         dtype: int,
-        op: int,
-        *,
-        shape: _Shape = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-        keep: object = None,
-    ) -> Handle | None: ...
-    def broadcast(
-        self,
-        address: int,
-        count: int,
-        dtype: int,
-        root: int,
+        op: int = 0,
+        root: int = 0,
         *,
         shape: _Shape = None,
         timeout: float | None = None,
@@ -334,3 +249,4 @@ def local_address_towards(host: str, port: int) -> str: ...
 def version() -> str: ...
 def present() -> dict[str, bool]: ...
 def listen_for_interrupts() -> int: ...
+def wait_for_callbacks(timeout: float) -> None: ...

@@ -34,6 +34,8 @@ class Bucket:
     def __init__(self, name: str, tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         self._memory: dict[str, Memory] = {}
+        # Arrays of the operations.
+        self._extra: dict[str, Memory] = {}
         for tensor, array in pairs:
             if tensor in self._memory:
                 raise ValueError(f"tensor '{tensor}' is in bucket '{name}' twice")
@@ -63,9 +65,23 @@ class Bucket:
         """Names of the operations, in the order in which they run."""
         return self._raw.ops()
 
-    def append_centralized(self, *, average: bool = True) -> Bucket:
-        """Adds an all_reduce: every rank ends with the average of all ranks, or with the sum. Returns the bucket."""
-        self._raw.append_centralized(average, False, False)
+    def append_centralized(self, *, average: bool = True, hierarchical: bool = False) -> Bucket:
+        """Adds an all_reduce: every rank ends with the average of all ranks, or with the sum. Returns the bucket.
+
+        `hierarchical` combines inside hosts first, also where the group would go flat; False takes the group's route.
+        All ranks must give the same.
+        """
+        self._raw.append_centralized(average, hierarchical, False)
+        return self
+
+    def attach(self, name: str, array: Array) -> Bucket:
+        """Registers an array of the bucket's operations beside its own, such as error memory. Returns the bucket.
+
+        One of the same name is replaced. The bucket holds it; ValueError while the bucket is being communicated.
+        """
+        memory = memory_of(array, f"tensor '{name}'").to_write(f"tensor '{name}'")
+        self._raw.attach(name, memory.address, memory.count, memory.dtype)
+        self._extra[name] = memory
         return self
 
     def append_callback(self, function: Callable[[str], object]) -> Bucket:
@@ -102,6 +118,7 @@ class Engine:
         owner = group or groups.default(required=True)
         self._raw = owner.communicator.engine(name)
         self._buckets: dict[str, Bucket] = {}
+        self._numbers: dict[str, int] = {}
         # Kept until the engine has others: the core reads and writes their memory.
         self._registered: list[Bucket] = []
 
@@ -120,9 +137,10 @@ class Engine:
         ValueError for an array, or its name, that appears twice.
         """
         registered = list(buckets)
-        self._raw.register([bucket._raw for bucket in registered])
+        names = self._raw.register([bucket._raw for bucket in registered])
         self._registered = registered
         self._buckets = {tensor: bucket for bucket in registered for tensor in bucket.tensors}
+        self._numbers = {name: number for number, name in enumerate(names)}
 
     def mark_ready(self, tensor: str, array: Array | None = None) -> None:
         """The array's values are final for this step; nobody may touch it until `wait` returns.
@@ -131,15 +149,18 @@ class Engine:
         ValueError for an unknown name, or one that was marked already; else what went wrong on the communication
         thread.
         """
-        bucket = self._buckets.get(tensor)
-        if array is None or bucket is None:
-            self._raw.mark_ready(tensor, None, None)
+        number = self._numbers.get(tensor)
+        if number is None:
+            raise ValueError(f"no bucket holds a tensor named '{tensor}'")
+        if array is None:
+            self._raw.mark_ready(number, None, None)
             return
+        bucket = self._buckets[tensor]
         memory = bucket._replace(tensor, array)
         # Held before the core sees it; what was there before is not in flight, or the core refuses.
         before, bucket._memory[tensor] = bucket._memory[tensor], memory
         try:
-            self._raw.mark_ready(tensor, memory.address, memory.count)
+            self._raw.mark_ready(number, memory.address, memory.count)
         except (TypeError, ValueError):
             bucket._memory[tensor] = before
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from bagua.engine import ALGORITHMS, MAX_STREAMS
 from bagua.errors import BaguaError
 
 __all__ = [
@@ -106,13 +107,6 @@ def place(
     return Place(found_rank, found_size, local, local_size)
 
 
-#: What BAGUA_ALGORITHM may say.
-ALGORITHMS = ("auto", "direct", "ring", "doubling")
-
-#: The most that BAGUA_STREAMS_PER_PEER may say.
-MOST_STREAMS = 64
-
-
 @dataclass(frozen=True)
 class Settings:
     """How a group is built, besides who and where."""
@@ -143,8 +137,8 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
         if not value > 0:
             raise ValueError(f"{name} is {value} s; it must be positive")
     streams = integer("BAGUA_STREAMS_PER_PEER", 2)
-    if not 1 <= streams <= MOST_STREAMS:
-        raise ValueError(f"BAGUA_STREAMS_PER_PEER is {streams}; it must be between 1 and {MOST_STREAMS}")
+    if not 1 <= streams <= MAX_STREAMS:
+        raise ValueError(f"BAGUA_STREAMS_PER_PEER is {streams}; it must be between 1 and {MAX_STREAMS}")
     algorithm = text("BAGUA_ALGORITHM") or "auto"
     if algorithm not in ALGORITHMS:
         raise ValueError(f"BAGUA_ALGORITHM={algorithm!r} is none of {', '.join(ALGORITHMS)}")

@@ -7,57 +7,65 @@ What is here speaks in addresses, element counts and codes, and trusts its calle
 from __future__ import annotations
 
 from bagua._bagua import (
+    ALGORITHMS,
+    DTYPES,
+    MAX_STREAMS,
+    OPS,
+    VERBS,
     Arena,
+    Bootstrap,
     Bucket,
     Communicator,
     Engine,
     Handle,
-    TensorReader,
-    Bootstrap,
     RendezvousServer,
+    TensorReader,
     listen_for_interrupts,
     local_address_towards,
-    read_array,
     present,
+    read_array,
     rendezvous_at,
     rendezvous_file,
     rendezvous_tcp,
     version,
+    wait_for_callbacks,
 )
 
 __all__ = [
+    "ALGORITHMS",
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "BARRIER",
+    "BROADCAST",
     "DTYPES",
+    "GATHER",
+    "MAX_STREAMS",
     "OPS",
+    "REDUCE",
+    "REDUCE_SCATTER",
+    "SCATTER",
+    "VERBS",
     "Arena",
+    "Bootstrap",
     "Bucket",
     "Communicator",
     "Engine",
     "Handle",
-    "TensorReader",
-    "Bootstrap",
     "RendezvousServer",
+    "TensorReader",
     "listen_for_interrupts",
     "local_address_towards",
-    "read_array",
     "present",
+    "read_array",
     "rendezvous_at",
     "rendezvous_file",
     "rendezvous_tcp",
     "version",
+    "wait_for_callbacks",
 ]
 
-#: Code of each element type; the code is what travels.
-DTYPES = {
-    "float16": 0,
-    "bfloat16": 1,
-    "float32": 2,
-    "float64": 3,
-    "uint8": 4,
-    "int8": 5,
-    "int32": 6,
-    "int64": 7,
-    "bool": 8,
-}
-
-#: Number of each reduce operation, as in the original's ReduceOp.
-OPS = {"sum": 0, "product": 1, "min": 2, "max": 3, "bor": 7, "band": 8, "bxor": 9, "avg": 10}
+# Codes of the verbs. Every name is one of the extension's table.
+ALL_REDUCE, REDUCE, BROADCAST = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"]
+ALL_GATHER, GATHER, SCATTER = VERBS["all_gather"], VERBS["gather"], VERBS["scatter"]
+REDUCE_SCATTER, ALL_TO_ALL, BARRIER = VERBS["reduce_scatter"], VERBS["all_to_all"], VERBS["barrier"]

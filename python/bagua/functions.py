@@ -14,8 +14,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_v",
     "barrier",
     "broadcast",
+    "exchange",
     "gather",
     "recv",
     "reduce",
@@ -42,8 +44,10 @@ def _on_default(verb: Callable[Concatenate[Any, P], R]) -> Callable[P, R]:
 all_gather = _on_default(Verbs.all_gather)
 all_reduce = _on_default(Verbs.all_reduce)
 all_to_all = _on_default(Verbs.all_to_all)
+all_to_all_v = _on_default(Verbs.all_to_all_v)
 barrier = _on_default(Verbs.barrier)
 broadcast = _on_default(Verbs.broadcast)
+exchange = _on_default(Verbs.exchange)
 gather = _on_default(Verbs.gather)
 recv = _on_default(Verbs.recv)
 reduce = _on_default(Verbs.reduce)

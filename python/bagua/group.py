@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from bagua import arenas, config, engine, exits
+from bagua import config, engine, lifecycle, shared_memory
 from bagua.errors import BaguaError
+from bagua.lifecycle import process
 from bagua.verbs import Handle, Verbs
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike
 
-__all__ = ["Group", "default", "join", "set_default", "shutdown", "shutdown_hooks", "stats"]
-
-#: Called by `shutdown()` before the groups are left, in order.
-shutdown_hooks: list[Callable[[], None]] = []
+__all__ = ["Group", "Handle", "default", "join", "set_default", "shutdown", "stats"]
 
 
 class Group(Verbs):
@@ -32,10 +29,9 @@ class Group(Verbs):
         self._local_world_size = local_world_size
         # How often a set of ranks became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
-        exits.watch(self)
-        # A name that is taken (two worlds in one process) gets a number in `stats()`.
-        self._key = next(key for key in _keys(self.name) if key not in _groups)
-        _groups[self._key] = self
+        # The second group of one name (two worlds in one process) gets a number in `stats()`.
+        self._key = next(key for key in _keys(self.name) if key not in process.groups)
+        process.groups[self._key] = self
 
     def __repr__(self) -> str:
         return f"<bagua.Group {self.name!r}: rank {self.rank} of {self.size}>"
@@ -112,7 +108,7 @@ class Group(Verbs):
         rank of the group calls it, in the same order, with the same size. The memory goes with the array and its
         views, and may outlive the group.
         """
-        return arenas.empty(self._communicator, shape, dtype)
+        return shared_memory.empty(self._communicator, shape, dtype)
 
     def abort(self, reason: str = "aborted by the user") -> None:
         """Ends every wait of the group, on every rank, with AbortedError."""
@@ -120,22 +116,16 @@ class Group(Verbs):
 
     def leave(self) -> None:
         """Says goodbye and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
-        global _default
         self._communicator.leave()
-        if _groups.get(self._key) is self:
-            del _groups[self._key]
-        if _default is self:
-            _default = None
+        if process.groups.get(self._key) is self:
+            del process.groups[self._key]
+        if process.default_group is self:
+            process.default_group = None
 
 
 def _keys(name: str) -> Iterator[str]:
     yield name
     yield from (f"{name}#{number}" for number in itertools.count(2))
-
-
-_default: Group | None = None
-# Weak: a sub-group that its owner forgets is left.
-_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 
 @overload
@@ -144,15 +134,15 @@ def default(*, required: Literal[True]) -> Group: ...
 def default(*, required: bool = False) -> Group | None: ...
 def default(*, required: bool = False) -> Group | None:
     """The default group; None, or a BaguaError when it is `required`, before `init()`."""
-    if _default is None and required:
+    found: Group | None = process.default_group
+    if found is None and required:
         raise BaguaError("there is no default group: call bagua.init() first")
-    return _default
+    return found
 
 
 def set_default(group: Group | None) -> None:
     """Makes a group the one that the functions of `bagua` use."""
-    global _default
-    _default = group
+    process.default_group = group
 
 
 def join(
@@ -176,8 +166,8 @@ def join(
     job.
     """
     chosen = config.settings(timeout=timeout, secret=secret)
-    exits.install(shutdown, forget)
-    pending = engine.Bootstrap(
+    lifecycle.install(shutdown)
+    bootstrap = engine.Bootstrap(
         rank,
         world_size,
         name=name,
@@ -193,8 +183,8 @@ def join(
         streams_per_peer=chosen.streams_per_peer,
         algorithm=chosen.algorithm,
     )
-    addresses = [bytes(address) for address in spread(pending.address())]
-    return Group(pending.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
+    addresses = [bytes(address) for address in spread(bootstrap.address())]
+    return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
 
 
 # An address that is reserved for documentation: the way to it is the default route, and nothing is sent.
@@ -215,31 +205,20 @@ def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_si
 
 def stats() -> dict[str, Any]:
     """What every group of this process did: `stats()["groups"][name]["ops"][kind]` counts one kind of operation."""
-    return {"groups": {name: group.stats() for name, group in sorted(_groups.items())}}
+    return {"groups": {name: group.stats() for name, group in sorted(process.groups.items())}}
 
 
 def shutdown() -> None:
     """Leaves every group, also after a failure. Operations that are still running end with AbortedError. Idempotent."""
-    global _default
     first: BaseException | None = None
-    for hook in list(shutdown_hooks):
+    for hook in list(process.shutdown_hooks):
         try:
             hook()
         except Exception as error:
             first = first or error
     # The world last: leaving it leaves its sub-groups.
-    for group in sorted(_groups.values(), key=lambda group: group.size):
+    for group in sorted(process.groups.values(), key=lambda group: group.size):
         group.leave()
-    _default = None
+    process.default_group = None
     if first is not None:
         raise first
-
-
-def forget() -> None:
-    """In a forked child: the groups are the parent's."""
-    global _default
-    _default = None
-    _groups.clear()
-
-
-__all__ += ["Handle"]

@@ -7,6 +7,8 @@ it returns a `Handle` instead; until that is done, nobody may touch the arrays.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from bagua import engine
@@ -33,6 +35,18 @@ class Handle(Generic[T]):
         """
         self._raw.wait(timeout)
         return self._result
+
+    def then(self, callback: Callable[[Exception | None], object]) -> None:
+        """Calls `callback(error)` when the verb is done, exactly once: `error` is None, or the exception that `wait`
+        raises.
+
+        When the verb is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks",
+        which calls all callbacks of the process one after another: a callback may block and start verbs, and only
+        other callbacks wait for it. The arrays are kept until the verb is done. An exception of a callback goes to
+        `sys.unraisablehook`; only one that is no Exception (KeyboardInterrupt, SystemExit) is raised here, when the
+        call happens here.
+        """
+        self._raw.then(callback)
 
     def is_completed(self) -> bool:
         """True when the verb is done, well or not."""
@@ -122,23 +136,27 @@ class Verbs:
         if out is None and (found := engine.read_array(x)) is not None and found[4]:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
-            done = self._communicator.all_reduce(
-                None, address, count, dtype, code, shape=shape, timeout=timeout, async_op=async_op
+            if not async_op:
+                self._communicator.run(
+                    engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout
+                )
+                return x
+            # The operation keeps the array, because the caller may drop the handle.
+            done = self._communicator.run(
+                engine.ALL_REDUCE,
+                None,
+                address,
+                count,
+                dtype,
+                code,
+                shape=shape,
+                timeout=timeout,
+                async_op=True,
+                keep=x,
             )
             return _outcome(done, x, x)
         src, dst, result = self._pair(x, out)
-        raw = self._communicator.all_reduce(
-            None if src is None else src.address,
-            dst.address,
-            dst.count,
-            dst.dtype,
-            code,
-            shape=dst.shape,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, dst) if async_op else None,
-        )
-        return _outcome(raw, result, (src, dst))
+        return self._run(engine.ALL_REDUCE, src, dst, result, code, shape=dst.shape, async_op=async_op, timeout=timeout)
 
     @overload
     def reduce(
@@ -182,19 +200,9 @@ class Verbs:
             src, target, result = memory_of(x).to_read(), None, None
         held = src if target is None else target
         assert held is not None
-        raw = self._communicator.reduce(
-            None if src is None else src.address,
-            None if target is None else target.address,
-            held.count,
-            held.dtype,
-            code,
-            root,
-            shape=held.shape,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, target) if async_op else None,
+        return self._run(
+            engine.REDUCE, src, target, result, code, root, shape=held.shape, async_op=async_op, timeout=timeout
         )
-        return _outcome(raw, result, (src, target))
 
     @overload
     def reduce_scatter(
@@ -234,17 +242,10 @@ class Verbs:
         shape = self._part(src, "reduce_scatter")
         dst, result = _target(src, out, shape)
         inside = dst.count > 0 and dst.address == src.address + self.rank * dst.array.nbytes
-        raw = self._communicator.reduce_scatter(
-            None if inside else src.address,
-            src.address if inside else dst.address,
-            dst.count,
-            dst.dtype,
-            code,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, dst) if async_op else None,
+        given, target = (None, src) if inside else (src, dst)
+        return self._run(
+            engine.REDUCE_SCATTER, given, target, result, code, count=dst.count, async_op=async_op, timeout=timeout
         )
-        return _outcome(raw, result, (src, dst))
 
     # --- from and to one rank -----------------------------------------------------------------------------------------
 
@@ -276,17 +277,9 @@ class Verbs:
         source, target, result = self._pair(x, out)
         if source is not None and self.rank == root:
             target.array[...] = source.array.view(target.array.dtype)
-        raw = self._communicator.broadcast(
-            target.address,
-            target.count,
-            target.dtype,
-            root,
-            shape=target.shape,
-            timeout=timeout,
-            async_op=async_op,
-            keep=target if async_op else None,
+        return self._run(
+            engine.BROADCAST, None, target, result, root=root, shape=target.shape, async_op=async_op, timeout=timeout
         )
-        return _outcome(raw, result, target)
 
     @overload
     def gather(
@@ -321,17 +314,16 @@ class Verbs:
         if self.rank == root:
             target, result = _target(src, out, (self.size, *src.shape))
         inside = target is not None and self._is_own_part(src, target)
-        raw = self._communicator.gather(
-            None if inside else src.address,
-            None if target is None else target.address,
-            src.count,
-            src.dtype,
-            root,
-            timeout=timeout,
+        return self._run(
+            engine.GATHER,
+            None if inside else src,
+            target,
+            result,
+            root=root,
+            count=src.count,
             async_op=async_op,
-            keep=(src, target) if async_op else None,
+            timeout=timeout,
         )
-        return _outcome(raw, result, (src, target))
 
     @overload
     def scatter(
@@ -381,22 +373,15 @@ class Verbs:
             raise ValueError(f"scatter: rank {self.rank} is not the source and needs out=")
         else:
             target, result = memory_of(out, "out").to_write("out"), out
-        address = 0 if source is None else source.address
         count, dtype = target.count, target.dtype
-        if source is not None and count > 0 and target.address == address + self.rank * target.array.nbytes:
-            # The core would ask the other ranks for whole arrays in place; a row of its own is simply there already.
+        if source is None:
+            source = Memory(target.array[:0], dtype, None)  # not read on this rank
+        elif count > 0 and target.address == source.address + self.rank * target.array.nbytes:
+            # In place would mean that every rank has room for all rows; the own row is in place already.
             target = Memory(target.array.copy(), dtype, target.owner)
-        raw = self._communicator.scatter(
-            address,
-            target.address,
-            count,
-            dtype,
-            root,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(source, target) if async_op else None,
+        return self._run(
+            engine.SCATTER, source, target, result, root=root, count=count, async_op=async_op, timeout=timeout
         )
-        return _outcome(raw, result, (source, target))
 
     # --- every rank to every rank -------------------------------------------------------------------------------------
 
@@ -417,16 +402,8 @@ class Verbs:
         """
         src = memory_of(x).to_read()
         dst, result = _target(src, out, (self.size, *src.shape))
-        raw = self._communicator.all_gather(
-            None if self._is_own_part(src, dst) else src.address,
-            dst.address,
-            src.count,
-            src.dtype,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, dst) if async_op else None,
-        )
-        return _outcome(raw, result, (src, dst))
+        given = None if self._is_own_part(src, dst) else src
+        return self._run(engine.ALL_GATHER, given, dst, result, count=src.count, async_op=async_op, timeout=timeout)
 
     @overload
     def all_to_all(
@@ -444,16 +421,125 @@ class Verbs:
         """
         src, dst, result = self._pair(x, out)
         self._part(dst, "all_to_all")
-        raw = self._communicator.all_to_all(
-            None if src is None else src.address,
+        count = dst.count // self.size
+        return self._run(engine.ALL_TO_ALL, src, dst, result, count=count, async_op=async_op, timeout=timeout)
+
+    @overload
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+    ) -> Any: ...
+    @overload
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
+    ) -> Handle[Any]: ...
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Rank r gets `send_counts[r]` elements of every rank's `x`, as MPI_Alltoallv.
+
+        Counts and displacements are in elements of the flattened arrays, one per rank; without displacements the parts
+        follow each other. `recv_counts[r]` must be what rank r sends to this rank. The result is `out`, or a new array
+        of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
+        """
+        src = memory_of(x).to_read()
+        sends, recvs = [int(n) for n in send_counts], [int(n) for n in recv_counts]
+        for name, counts in (("send_counts", sends), ("recv_counts", recvs)):
+            if len(counts) != self.size or min(counts, default=0) < 0:
+                raise ValueError(f"{name}={counts} must be {self.size} numbers, none of them negative")
+        send_at, recv_at = _displs(sends, send_displs, "send_displs"), _displs(recvs, recv_displs, "recv_displs")
+        if out is None:
+            out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
+        dst = memory_of(out, "out")
+        dst = _same(src, dst, dst.shape)
+        raw = self._communicator.all_to_all_v(
+            src.address,
+            src.count,
             dst.address,
-            dst.count // self.size,
+            dst.count,
             dst.dtype,
+            sends,
+            send_at,
+            recvs,
+            recv_at,
             timeout=timeout,
             async_op=async_op,
             keep=(src, dst) if async_op else None,
         )
-        return _outcome(raw, result, (src, dst))
+        return _outcome(raw, out, (src, dst))
+
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Array]],
+        recvs: Sequence[tuple[int, Array]],
+        *,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+    ) -> list[Any]: ...
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Array]],
+        recvs: Sequence[tuple[int, Array]],
+        *,
+        async_op: Literal[True],
+        timeout: float | None = None,
+    ) -> Handle[list[Any]]: ...
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Array]],
+        recvs: Sequence[tuple[int, Array]],
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
+
+        All arrays have one element type. Messages to one peer arrive in the order given; the peer may take one with
+        `recv`, too. Returns the arrays of `recvs`, which are filled in place. Only the ranks named take part.
+        """
+        given = [(self._peer(peer, "peer"), memory_of(x).to_read()) for peer, x in sends]
+        wanted = [(self._peer(peer, "peer"), _here(memory_of(x))) for peer, x in recvs]
+        result = [x for _, x in recvs]
+        memories = [memory for _, memory in (*given, *wanted)]
+        if len(kinds := {memory.dtype_name for memory in memories}) > 1:
+            raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
+        raw = self._communicator.exchange(
+            [(peer, memory.address, memory.count) for peer, memory in given],
+            [(peer, memory.address, memory.count) for peer, memory in wanted],
+            memories[0].dtype if memories else engine.DTYPES["uint8"],
+            timeout=timeout,
+            async_op=async_op,
+            keep=memories if async_op else None,
+        )
+        return _outcome(raw, result, memories)
 
     # --- one rank to one rank -----------------------------------------------------------------------------------------
 
@@ -495,7 +581,45 @@ class Verbs:
     def barrier(self, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Returns when every rank has called it."""
-        return _outcome(self._communicator.barrier(timeout=timeout, async_op=async_op), None, None)
+        done = self._communicator.run(
+            engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
+        )
+        return _outcome(done, None, None)
+
+    def _run(
+        self,
+        verb: int,
+        src: Memory | None,
+        dst: Memory | None,
+        result: Any,
+        op: int = 0,
+        root: int = 0,
+        *,
+        async_op: bool,
+        timeout: float | None,
+        count: int | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Runs a verb from `src` (None: in place) to `dst` and returns its result, or its handle.
+
+        `count` is that of one rank's shard, for the verbs that have shards.
+        """
+        held = dst if dst is not None else src
+        assert held is not None
+        raw = self._communicator.run(
+            verb,
+            None if src is None else src.address,
+            None if dst is None else dst.address,
+            held.count if count is None else count,
+            held.dtype,
+            op,
+            root,
+            shape=shape,
+            timeout=timeout,
+            async_op=async_op,
+            keep=(src, dst) if async_op else None,
+        )
+        return _outcome(raw, result, (src, dst))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -539,3 +663,13 @@ def _target(memory: Memory, out: Any, shape: tuple[int, ...]) -> tuple[Memory, A
 
 def _outcome(raw: engine.Handle | None, result: Any, keep: object) -> Any:
     return result if raw is None else Handle(raw, result, keep)
+
+
+def _displs(counts: list[int], displs: Sequence[int] | None, name: str) -> list[int]:
+    """Displacements of parts of these counts: those given, or one part after the other."""
+    if displs is None:
+        return [0, *itertools.accumulate(counts)][: len(counts)]
+    found = [int(n) for n in displs]
+    if len(found) != len(counts) or min(found, default=0) < 0:
+        raise ValueError(f"{name}={found} must be {len(counts)} numbers, none of them negative")
+    return found

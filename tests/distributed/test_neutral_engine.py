@@ -121,6 +121,61 @@ def test_buckets_travel_in_order_while_the_program_goes_on(world: World, size: i
     assert world(size).run(whole) == [True] * size
 
 
+def averages(rank: int) -> dict[str, Any]:
+    """Averages of values whose sum depends on the order of additions, flat and inside hosts first."""
+    bagua.init(timeout=60)
+    found: dict[str, Any] = {}
+    with bagua.Engine("order") as engine:
+        for hierarchical in (False, True):
+            # More than one chunk of a hierarchical all_reduce, and not a whole number of them.
+            x = np.random.default_rng(rank).uniform(-1e3, 1e3, 300_001).astype(np.float32)
+            engine.register([bagua.Bucket("b", {"x": x}).append_centralized(hierarchical=hierarchical)])
+            for _ in range(2):
+                engine.mark_ready("x")
+                engine.wait()
+            found["hierarchical" if hierarchical else "flat"] = x.tobytes()
+            counts = bagua.stats()["groups"]["world"]["ops"]["all_reduce"]
+            found[f"calls {hierarchical}"] = (counts["calls"], counts["hierarchical"])
+    found["collective"] = bagua.stats()["groups"]["world"]["collective"]
+    bagua.shutdown()
+    return found
+
+
+def test_hierarchical_adds_inside_hosts_first_also_where_the_group_goes_flat(world: World) -> None:
+    hosts = [[0, 1], [2, 3]]
+    flat = world(4, hosts=hosts, env={"BAGUA_TRANSPORT": "tcp"}).run(averages)
+    near = world(4, hosts=hosts).run(averages)
+    assert ({r["collective"] for r in flat}, {r["collective"] for r in near}) == ({"net"}, {"hier"})
+    by_host = {result["hierarchical"] for result in (*flat, *near)}
+    assert len(by_host) == 1
+    assert {result["flat"] for result in near} == by_host
+    assert len({result["flat"] for result in flat}) == 1
+    assert flat[0]["flat"] != flat[0]["hierarchical"], "the values do not tell the routes apart"
+    assert flat[0]["calls False"] == (2, 0)
+    # Beside the bucket's own calls: those between the hosts' first ranks.
+    assert flat[1]["calls True"] == (4, 2)
+    assert near[0]["calls False"] == (2, 2)
+    assert near[0]["calls True"] == (4, 4)
+
+
+def differ(rank: int) -> str:
+    bagua.init(timeout=60)
+    with bagua.Engine("differ") as engine:
+        x = np.ones(5, np.float32)
+        engine.register([bagua.Bucket("b", {"x": x}).append_centralized(hierarchical=rank == 0)])
+        engine.mark_ready("x")
+        with pytest.raises(bagua.MismatchError) as raised:
+            engine.wait()
+    bagua.shutdown()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_ranks_that_differ_in_hierarchical_get_a_mismatch(world: World, transport: str) -> None:
+    for text in world(2, env={"BAGUA_TRANSPORT": transport}).run(differ):
+        assert "hierarchical" in text
+
+
 def callback_raises(rank: int) -> str:
     group = bagua.init(timeout=60)
     x = np.ones(3)

@@ -81,13 +81,13 @@ def test_a_killed_rank_is_named_within_a_second_and_the_others_go_on(
     assert shared_memory_files() <= before
 
 
-def killed_while_copied(rank: int, folder: str) -> float | None:
+def killed_in_large_broadcasts(rank: int, folder: str) -> float | None:
     group = bagua.init(timeout=60)
-    # Copied from process to process, by both of them, where the kernel lets them.
+    # 16 MiB: 32 times what fits the windows of a rank.
     x = np.full(1 << 22, rank, np.float32)
     turn = 0
     if rank == 1:
-        # In another thread: the copying goes on until it happens, wherever it is.
+        # In another thread, so that the process ends at any point of a broadcast.
         threading.Timer(0.3, killed_now, [folder]).start()
 
     def step() -> None:
@@ -114,7 +114,7 @@ def killed_now(folder: str) -> None:
 def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_within_a_second(
     world: World, tmp_path: Path
 ) -> None:
-    results = world(2, expect_exit={1: -signal.SIGKILL}).run(killed_while_copied, str(tmp_path))
+    results = world(2, expect_exit={1: -signal.SIGKILL}).run(killed_in_large_broadcasts, str(tmp_path))
     assert results[0] < 1.0
 
 

@@ -169,6 +169,52 @@ def movements(group: bagua.Group) -> None:
     group.barrier()
 
 
+def messages(group: bagua.Group) -> None:
+    """all_to_all_v and exchange: what rank s sends to rank r is s * 10 + r, as many times as both know."""
+    rank, world = group.rank, group.size
+    for dtype in ("float32", "int64", "bool"):
+
+        def part(sender: int, receiver: int, dtype: str = dtype) -> np.ndarray:
+            return np.full((sender + 2 * receiver) % 3, sender * 10 + receiver).astype(dtype)
+
+        sends, wanted = [part(rank, r) for r in range(world)], [part(r, rank) for r in range(world)]
+        counts, expected_counts = [len(x) for x in sends], [len(x) for x in wanted]
+        result = group.all_to_all_v(np.concatenate(sends), counts, expected_counts)
+        assert result.tolist() == np.concatenate(wanted).tolist()
+        # Parts backwards, and a gap before each of them in the result.
+        displs = [sum(counts[r + 1 :]) for r in range(world)]
+        gaps = [sum(expected_counts[:r]) + r + 1 for r in range(world)]
+        out = np.full(sum(expected_counts) + world, 7).astype(dtype)
+        handle = bagua.all_to_all_v(
+            np.concatenate(sends[::-1]),
+            counts,
+            expected_counts,
+            send_displs=displs,
+            recv_displs=gaps,
+            out=out,
+            async_op=True,
+        )
+        assert handle.wait() is out
+        for r, x in enumerate(wanted):
+            assert out[gaps[r] - 1] == np.array(7).astype(dtype)
+            assert (out[gaps[r] : gaps[r] + len(x)] == x).all()
+        peers = [r for r in range(world) if r != rank]
+        recvs = [(r, np.empty(3, dtype)) for r in peers for _ in range(2)]
+        given = [(r, np.array([rank, r, n]).astype(dtype)) for r in peers for n in range(2)]
+        got = group.exchange(given, recvs)
+        assert all(x is y for x, (_, y) in zip(got, recvs, strict=True))
+        for (r, x), n in zip(recvs, [0, 1] * len(peers), strict=True):
+            assert x.tolist() == np.array([r, rank, n]).astype(dtype).tolist()
+        assert group.exchange([], [], async_op=True).wait() == []
+    if world > 1:
+        # A message of an exchange is one like any other.
+        x = np.full(2, rank)
+        if rank == 0:
+            bagua.exchange([(1, x)], [])
+        elif rank == 1:
+            assert group.recv(np.empty(2, x.dtype), 0).tolist() == [0, 0]
+
+
 def other_arrays(group: bagua.Group) -> None:
     rank, world = group.rank, group.size
     numbers = array.array("i", [rank, 1])
@@ -230,6 +276,11 @@ def refusals(group: bagua.Group) -> None:
         ),
         (ValueError, "cannot be divided", lambda: group.all_to_all(np.array(1.0))),
         (ValueError, "needs an array", lambda: group.scatter(src=rank)),
+        (ValueError, "send_counts", lambda: group.all_to_all_v(floats, [3] * (world + 1), [3] * world)),
+        (ValueError, "none of them negative", lambda: group.all_to_all_v(floats, [1] * world, [-1] * world)),
+        (ValueError, "not within", lambda: group.all_to_all_v(floats, [4] * world, [4] * world)),
+        (ValueError, "recv_displs", lambda: group.all_to_all_v(floats, [0] * world, [0] * world, recv_displs=[])),
+        (ValueError, "this rank itself", lambda: group.exchange([(rank, floats)], [])),
         (ValueError, "overlap", lambda: group.all_reduce(floats[:2], out=floats[1:])),
         (ValueError, "timeout is -1", lambda: group.barrier(timeout=-1)),
     ]
@@ -240,6 +291,10 @@ def refusals(group: bagua.Group) -> None:
     for kind, words, call in cases:
         with pytest.raises(kind, match=words):
             call()
+    if world > 1:
+        peer = (rank + 1) % world
+        with pytest.raises(TypeError, match="different element types: float32, int64"):
+            group.exchange([(peer, floats), (peer, np.zeros(1, np.int64))], [])
     x = np.ones(2)
     group.all_reduce(x)
     assert (x == world).all()
@@ -272,6 +327,7 @@ def everything(rank: int) -> dict[str, Any]:
     digest = hashlib.sha256()
     reductions(group, lambda x: digest.update(x.tobytes()))
     movements(group)
+    messages(group)
     other_arrays(group)
     asynchronous(group)
     refusals(group)

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
-from bagua.torch_api import ReduceOp, operands
+from bagua.torch_api import ReduceOp
+from bagua.torch_api.process_group import tensor_args
 from tests.distributed.torch_ranks import Case, check, run_cases
 
 Make = Callable[[int], torch.Tensor]
 
 
 class Marked(torch.Tensor):
-    """A subclass, which the core does not look at."""
+    """A subclass, which the bindings do not read."""
 
 
 #: Ways to a tensor of ones; the second is not plain.
@@ -170,19 +171,19 @@ def test(case: Case, size: int) -> None:
 
 def test_a_look_tells_a_plain_tensor_from_others_and_where_it_lies() -> None:
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        assert operands.look.at(torch.ones(1)) is None
+        assert tensor_args.reader.at(torch.ones(1)) is None
         return
     for tensor in (torch.ones(5), torch.ones(2, 3), torch.ones(()), torch.ones(1, 4).t(), torch.empty(0, 3).t()):
-        address, count, code, shape, same = operands.look.at(tensor) or pytest.fail("not seen")
-        assert (address, count, code) == (tensor.data_ptr(), tensor.numel(), operands.DTYPES[tensor.dtype])
+        address, count, code, shape, same = tensor_args.reader.at(tensor) or pytest.fail("not seen")
+        assert (address, count, code) == (tensor.data_ptr(), tensor.numel(), tensor_args.DTYPES[tensor.dtype])
         assert shape == (None if tensor.dim() == 1 else tuple(tensor.shape))
         assert same is tensor
-    for dtype, code in operands.DTYPES.items():
-        found = operands.look.at(torch.ones(2, dtype=dtype))
+    for dtype, code in tensor_args.DTYPES.items():
+        found = tensor_args.reader.at(torch.ones(2, dtype=dtype))
         assert found is not None
         assert found[2] == code
     offset = torch.ones(6)[2:]
-    assert (operands.look.at(offset) or pytest.fail("not seen"))[0] == offset.data_ptr()
+    assert (tensor_args.reader.at(offset) or pytest.fail("not seen"))[0] == offset.data_ptr()
     others = [
         torch.ones(2, 3).t(),
         torch.ones(6)[::2],
@@ -196,4 +197,4 @@ def test_a_look_tells_a_plain_tensor_from_others_and_where_it_lies() -> None:
         None,
     ]
     for other in others:
-        assert operands.look.at(other) is None
+        assert tensor_args.reader.at(other) is None

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError
 from bagua.torch_api import ReduceOp
-from bagua.torch_api.collectives import DTYPES
+from bagua.torch_api.process_group import DTYPES
 from tests.distributed.torch_ranks import Case, check, run_cases
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -388,22 +387,6 @@ def groups_of_torch_have_a_counterpart(rank: int) -> None:
         assert tensor.item() == sum(ranks)
 
 
-def an_aborted_sub_group_says_so(rank: int) -> None:
-    group = bagua.new_group()
-    comm = group.get_global_communicator()
-    bagua.barrier(comm)
-    if rank == 0:
-        comm.abort()
-
-    def until_aborted() -> None:
-        while True:
-            bagua.barrier(comm)
-
-    with pytest.raises(BaguaError):
-        until_aborted()
-    assert comm.check_abort()
-
-
 CASES: list[Case] = [
     all_reduce_equals_numpy_for_every_type_and_operation,
     reduce_reaches_only_its_destination,
@@ -424,7 +407,6 @@ CASES: list[Case] = [
     a_rank_outside_a_group_is_left_alone,
     parts_of_a_group_follow_its_hosts,
     groups_of_torch_have_a_counterpart,
-    an_aborted_sub_group_says_so,
 ]
 
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end in its shortest mode, its answers checked by itself."""
+"""Every benchmark runs to its end in its shortest mode and checks its own results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-#: Options of those that start ranks.
-RANKS = ("--no-mpi", "--limit", "120")
+#: Options of the benchmarks that start ranks.
+RANKS = ("--limit", "120")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def quick(script: str, folder: Path, *options: str) -> tuple[str, list[dict[str, str]]]:
-    """What the script printed, and the rows of its CSV files."""
+    """The output of the script, and the rows of its CSV files."""
     command = [sys.executable, str(BENCHMARKS / script), "--quick", "--csv", str(folder), *options]
     ours = ("BAGUA_", "MASTER_", "OMPI_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ours) and key != "RANK"}
@@ -35,30 +35,77 @@ def quick(script: str, folder: Path, *options: str) -> tuple[str, list[dict[str,
     return done.stdout, rows
 
 
-def test_collectives_are_raced_and_the_missing_contender_is_named(tmp_path: Path) -> None:
-    shown, rows = quick("collectives.py", tmp_path, *RANKS, "--verbs", "all_reduce", "all_to_all")
-    assert {"ours", "gloo"} <= {row["contender"] for row in rows}
+def test_collectives_are_compared_and_an_mpi_that_does_not_start_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / ".venv-mpi-mpich" / "bin"
+    broken.mkdir(parents=True)
+    for name in ("mpiexec", "python"):
+        (broken / name).write_text("#!/bin/sh\nexit 3\n")
+        (broken / name).chmod(0o755)
+    peers = ("--peers", "gloo", "mpich", "openmpi", "--environments", str(tmp_path))
+    shown, rows = quick("collectives.py", tmp_path, *RANKS, *peers, "--verbs", "all_reduce", "all_to_all")
+    assert {row["contender"] for row in rows} == {"ours", "ours-arena", "gloo"}
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
     assert all(float(row["seconds"]) > 0 for row in rows)
     assert {"machine", "date", "commit"} <= rows[0].keys()
-    assert "no column for openmpi" in shown
+    assert "no column for mpich: a rank or its launcher ended with 3 before it connected" in shown
+    assert f"no column for openmpi: there is no {tmp_path}/.venv-mpi-openmpi/bin/mpiexec (make bench-mpi)" in shown
 
 
-def test_the_door_is_measured_at_every_storey(tmp_path: Path) -> None:
-    _, rows = quick("collectives.py", tmp_path, *RANKS, "--door")
-    storeys = [row["call"] for row in rows if not row["ns_mean"]]
-    assert len(storeys) == 5
+def test_mpis_are_compared_in_their_own_environments_and_the_best_one_is_named(tmp_path: Path) -> None:
+    found = {name for name in ("impi", "mpich", "openmpi") if (BENCHMARKS.parent / f".venv-mpi-{name}").exists()}
+    if not found:
+        pytest.skip("there is no environment .venv-mpi-*: make bench-mpi")
+    shown, rows = quick("collectives.py", tmp_path, *RANKS, "--peers", *found, "--verbs", "all_reduce", "all_to_all")
+    assert {row["contender"] for row in rows} == {"ours", "ours-arena", *found}
+    # The MPI standard has no bfloat16.
+    assert {row["dtype"] for row in rows if row["contender"] in found} == {"float32"}
+    table = [line.split() for line in shown.splitlines() if line.split()[2:3] == ["float32"]]
+    assert len(table) == 3
+    assert all(found & set(line) for line in table)
+
+
+def test_placement_names_the_processors_of_every_batch(tmp_path: Path) -> None:
+    _, rows = quick("collectives.py", tmp_path, *RANKS, "--placement")
+    assert {row["contender"] for row in rows} == {"ours", "ours-arena"}
+    assert [row["batch"] for row in rows] == ["0", "1", "2", "3"] * 2
+    assert all(float(row["us"]) > 0 and "rank 1 on " in row["processors"] for row in rows)
+
+
+def test_the_overhead_of_a_verb_is_measured_at_every_layer(tmp_path: Path) -> None:
+    _, rows = quick("overhead.py", tmp_path)
+    layers = [row["call"] for row in rows if not row["ns_mean"]]
+    assert len(layers) == 5
     # All but the empty one, also beside a busy thread.
-    assert [row["call"] for row in rows if row["ns_mean"]] == [f"{name}, busy thread" for name in storeys[1:]]
+    assert [row["call"] for row in rows if row["ns_mean"]] == [f"{name}, busy thread" for name in layers[1:]]
     assert all(float(row["ns_min"]) > 0 for row in rows)
 
 
+def test_two_builds_are_compared_in_every_case_and_their_losses_are_equal(tmp_path: Path) -> None:
+    import bagua
+
+    sources = str(Path(bagua.__file__).parents[1])
+    shown, rows = quick("compare.py", tmp_path, *RANKS, sources, sources)
+    assert {row["case"].split()[0] for row in rows} == {
+        *("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "step", "handover")
+    }
+    assert all(0 < float(row["low"]) <= float(row["ratio"]) <= float(row["high"]) for row in rows)
+    assert "losses" not in shown
+
+
+def test_a_folder_without_a_built_extension_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert f"there is no built extension in {tmp_path}/bagua" in done.stdout
+
+
 def test_growth_counts_threads_and_time(tmp_path: Path) -> None:
-    _, rows = quick("growth.py", tmp_path, *RANKS)
+    _, rows = quick("growth.py", tmp_path, *RANKS, "--peers", "gloo")
     assert {row["ranks"] for row in rows} == {"2"}
     assert all(int(row["threads"]) >= 0 for row in rows)
 
 
-def test_the_network_is_measured_or_the_reason_is_said(tmp_path: Path) -> None:
+def test_the_network_is_measured_or_the_reason_is_printed(tmp_path: Path) -> None:
     shown, rows = quick("network.py", tmp_path, "--if-possible")
     if not rows:
         assert "nothing measured between network namespaces: " in shown
@@ -67,13 +114,13 @@ def test_the_network_is_measured_or_the_reason_is_said(tmp_path: Path) -> None:
     assert all(float(row[f"{name}_seconds"]) > 0 for row in rows for name in ("ours", "gloo", "bare"))
 
 
-def test_training_is_raced_with_losses_that_agree(tmp_path: Path) -> None:
+def test_training_is_compared_with_ddp_and_the_losses_agree(tmp_path: Path) -> None:
     _, rows = quick("train.py", tmp_path, *RANKS, "--parts", "throughput", "handover")
     assert {"bagua", "ddp", "ddp-bf16"} <= {row.get("contender", "") for row in rows}
     assert {"blocking", "handed over"} <= {row.get("what", "") for row in rows}
 
 
-def test_the_cache_is_raced_against_redis_py_and_plotted(tmp_path: Path) -> None:
+def test_the_cache_is_compared_with_redis_py_and_plotted(tmp_path: Path) -> None:
     for package in ("redis", "msgpack", "xxhash"):
         pytest.importorskip(package, reason=f"{package} is not installed: make setup")
     if shutil.which("redis-server") is None:
@@ -85,11 +132,11 @@ def test_the_cache_is_raced_against_redis_py_and_plotted(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("*.svg"))) == (find_spec("matplotlib") is not None)
 
 
-def test_samplers_are_raced_on_skewed_lengths(tmp_path: Path) -> None:
+def test_samplers_are_compared_on_skewed_lengths(tmp_path: Path) -> None:
     _, rows = quick("samplers.py", tmp_path)
     assert {row["sampler"] for row in rows} == {"LoadBalancingDistributedSampler", "DistributedSampler"}
 
 
-def test_fused_optimizers_are_raced_and_compared_with_the_plain_one(tmp_path: Path) -> None:
+def test_fused_optimizers_are_measured_and_equal_the_plain_one(tmp_path: Path) -> None:
     _, rows = quick("fused_optimizer.py", tmp_path)
     assert {"plain", "foreach", "fused", "fuse_step"} <= {row["way"] for row in rows}

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from bagua import engine, group, stores
+from bagua import engine, group, torch_store
 from bagua.errors import BaguaError, BaguaTimeoutError
 
 PATIENCE = 30.0
@@ -57,7 +57,7 @@ class Counting:
 
 
 def join(store: Any, rank: int, size: int, *, secret: bytes = b"", limit: float = PATIENCE) -> tuple[group.Group, int]:
-    return stores.join(
+    return torch_store.join(
         store,
         rank,
         size,
@@ -101,7 +101,7 @@ def work_and_leave(groups: list[group.Group]) -> None:
 
 def announced(store: Any, host: str, port: int) -> None:
     """What a rank 0 leaves in the store."""
-    stores._Board(store, "init", PATIENCE).announce(stores._Place(host, port, f"token of {port}"))
+    torch_store._Board(store, "init", PATIENCE).announce(torch_store._Place(host, port, f"token of {port}"))
 
 
 def abandoned(store: Any) -> None:

@@ -40,6 +40,9 @@ def tree(tmp_path: Path) -> Path:
         "python/bagua/engine.py": "from bagua import _bagua\n",
         "python/bagua/config.py": "import os\nRANK = os.environ.get('RANK')\n",
         "python/bagua/group.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
+        "python/bagua/lifecycle.py": "import os\nos.register_at_fork(after_in_child=list)\n",
+        "python/bagua/torch_api/__init__.py": "from . import bucket, env\n",
+        "python/bagua/torch_api/bucket.py": "from .env import get_rank\nfrom bagua import config, group\n",
         "python/bagua/torch_api/env.py": "import torch\n",
     }
     for name, text in files.items():
@@ -103,6 +106,13 @@ def test_a_wrong_import_in_a_copy_of_the_real_tree_is_found(tmp_path: Path) -> N
         ("python/bagua/torch_api/env.py", "from os import getenv", "only python/bagua/config.py reads"),
         ("python/bagua/group.py", "import torch.distributed", "torch is not imported at module level here"),
         ("python/bagua/group.py", "try:\n    from torch import nn\nexcept ImportError: ...", "torch is not imported"),
+        (
+            "python/bagua/group.py",
+            "def f():\n    global STATE\n    STATE = 1",
+            "only python/bagua/lifecycle.py uses `global`",
+        ),
+        ("python/bagua/group.py", "import os\nos.register_at_fork(before=list)", "only python/bagua/lifecycle.py uses"),
+        ("python/bagua/group.py", "import atexit\natexit.register(list)", "only python/bagua/lifecycle.py uses"),
     ],
 )
 def test_each_kind_of_violation_is_found_with_its_file(tree: Path, file: str, line: str, rule: str) -> None:
@@ -113,6 +123,49 @@ def test_each_kind_of_violation_is_found_with_its_file(tree: Path, file: str, li
     assert result.returncode == 1, result.stdout + result.stderr
     found = [text for text in result.stdout.splitlines() if text.startswith(f"{file}:") and rule in text]
     assert found, result.stdout
+
+
+ENV, BUCKET = "python/bagua/torch_api/env.py", "python/bagua/torch_api/bucket.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        (ENV, "from .bucket import Bucket"),
+        (ENV, "from . import bucket"),
+        (ENV, "import bagua.torch_api.bucket"),
+        (ENV, "def f():\n    from bagua.torch_api import bucket"),
+        (ENV, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .bucket import Bucket"),
+        (ENV, "import importlib\nbucket = importlib.import_module('bagua.torch_api.bucket')"),
+        # A name that is no module comes from the package itself, whose __init__ imports env.
+        (ENV, "from bagua.torch_api import get_rank"),
+        # Python initialises the package, which imports bucket, which imports group.
+        ("python/bagua/group.py", "import bagua.torch_api.env"),
+    ],
+)
+def test_a_circle_of_imports_is_found_wherever_the_import_stands(tree: Path, file: str, line: str) -> None:
+    path = tree / file
+    path.write_text(path.read_text() + line + "\n")
+    result = check(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "circle of imports: bagua." in result.stdout
+
+
+def test_a_circle_of_three_modules_is_reported_once_with_its_modules_in_order(tree: Path) -> None:
+    for first, second in ("ab", "bc", "ca"):
+        (tree / f"python/bagua/{first}.py").write_text(f"import os\nfrom bagua.{second} import name\n")
+    result = check(tree)
+    assert result.stdout.splitlines()[0] == (
+        "python/bagua/a.py:2: circle of imports: bagua.a -> bagua.b -> bagua.c -> bagua.a"
+    )
+    assert result.stdout.count("circle") == 1
+
+
+def test_two_imports_in_one_direction_are_no_circle(tree: Path) -> None:
+    path = tree / BUCKET
+    path.write_text(path.read_text() + "def f():\n    from . import env\n    from .env import get_local_rank\n")
+    result = check(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from bagua import group as neutral
 from bagua.errors import BaguaError
-from bagua.torch_api import collectives, env, groups
+from bagua.torch_api import communication, env
+from bagua.torch_api.process_group import Communicator, ProcessGroup, ReduceOp, dtype_code
 
 Reduction = Literal["sum", "mean", "min", "max"]
 
 #: What a caller may name as the ranks to work with: ``None`` is our default group, ``"torch"`` that of
 #: torch.distributed.
-Group = groups.BaguaProcessGroup | neutral.Group | dist.ProcessGroup | str | None
+Group = ProcessGroup | neutral.Group | dist.ProcessGroup | str | None
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -81,13 +82,13 @@ class BaguaPeers:
     """Ranks of a group of ours. Tensors travel from host memory."""
 
     _OPS: ClassVar = {
-        "sum": collectives.ReduceOp.SUM,
-        "mean": collectives.ReduceOp.AVG,
-        "min": collectives.ReduceOp.MIN,
-        "max": collectives.ReduceOp.MAX,
+        "sum": ReduceOp.SUM,
+        "mean": ReduceOp.AVG,
+        "min": ReduceOp.MIN,
+        "max": ReduceOp.MAX,
     }
 
-    def __init__(self, communicator: groups.Communicator) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self.rank = communicator.rank()
         self.size = communicator.nranks()
@@ -98,12 +99,12 @@ class BaguaPeers:
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
         """The engine's all_reduce."""
-        collectives.allreduce_inplace(data, self._OPS[op], self._communicator)
+        self._communicator.allreduce_inplace(data, self._OPS[op])
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
         """The engine's all_gather."""
         everybody = data.new_empty((self.size, data.numel()))
-        collectives.allgather(data, everybody, self._communicator)
+        self._communicator.allgather(data, everybody)
         return everybody
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
@@ -113,7 +114,7 @@ class BaguaPeers:
             self._communicator.raw.exchange(
                 [(peer, data.data_ptr(), data.numel()) for peer in peers],
                 [(peer, theirs.data_ptr(), data.numel()) for peer, theirs in zip(peers, received, strict=True)],
-                collectives.dtype_code(data, "tensor"),
+                dtype_code(data, "tensor"),
             )
         return received
 
@@ -219,18 +220,18 @@ def _choose(group: Group) -> Peers:
     if isinstance(group, dist.ProcessGroup):
         return TorchPeers(group)
     if isinstance(group, neutral.Group):
-        return BaguaPeers(groups.Communicator(group))
+        return BaguaPeers(Communicator(group))
     if group is None:
-        if groups.is_initialized():
-            group = groups._get_default_group()
+        if communication.is_initialized():
+            group = communication._get_default_group()
         elif (default := neutral.default()) is not None:
-            return BaguaPeers(groups.Communicator(default))
+            return BaguaPeers(Communicator(default))
         else:
             return _without_group()
-    if not isinstance(group, groups.BaguaProcessGroup):
+    if not isinstance(group, ProcessGroup):
         raise TypeError(f"group must be a process group or 'torch', not {type(group).__name__}")
     communicator = group.get_global_communicator()
-    if not isinstance(communicator, groups.Communicator):
+    if not isinstance(communicator, Communicator):
         raise ValueError(f"this rank is not a member of {group}")
     return BaguaPeers(communicator)
 

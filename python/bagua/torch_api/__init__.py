@@ -6,10 +6,12 @@ from . import (
     checkpoint,
     communication,
     contrib,
+    data_parallel,
     distributed,
     env,
     model_parallel,
     moe,
+    patches,
     tensor,
     utils,
 )
@@ -29,6 +31,7 @@ from .communication import (
     broadcast_coalesced,
     broadcast_object,
     destroy_process_group,
+    empty,
     from_torch_group,
     gather,
     gather_inplace,
@@ -48,6 +51,8 @@ from .communication import (
 from .distributed import BaguaModule, no_sync, unwrap, with_bagua
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .tensor import BaguaTensor
+
+patches.apply()
 
 __all__ = [
     "BaguaModule",
@@ -71,8 +76,10 @@ __all__ = [
     "checkpoint",
     "communication",
     "contrib",
+    "data_parallel",
     "destroy_process_group",
     "distributed",
+    "empty",
     "env",
     "from_torch_group",
     "gather",

@@ -1,4 +1,4 @@
-"""Tensors that travel together, and what is done to them."""
+"""Buckets: tensors that are communicated together, and the operations on them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from bagua import arenas
+from bagua import engine
+from bagua.lifecycle import torch_state
 
-from .backend import raw_bucket
-from .collectives import check_on_cpu, dtype_code
-from .groups import BaguaProcessGroup, Communicator
+from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration
 from .utils import check_contiguous
 
@@ -20,21 +19,21 @@ def _missing(what: str) -> NotImplementedError:
     return NotImplementedError(f"{what} does not exist yet")
 
 
-def _shared(group: BaguaProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor | None:
-    """Zeros that the group's ranks on this host share; None where there is no need."""
-    communicator = None if group is None else group.get_global_communicator()
-    if not isinstance(communicator, Communicator) or communicator.nranks() == 1 or count == 0:
-        return None
-    memory = arenas.memory(communicator.raw, count * dtype.itemsize, f"bagua-bucket-{name}")
-    return torch.frombuffer(memory, dtype=dtype)
+def _flat_memory(group: ProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Zeros in an arena of the group (``None``: the default group); in private memory on a rank outside any group."""
+    communicator = torch_state().world if group is None else group.get_global_communicator()
+    if isinstance(communicator, Communicator):
+        return communicator.empty(count, dtype, label=f"bagua-bucket-{name}")
+    return torch.zeros(count, dtype=dtype)
 
 
 class BaguaBucket:
     """Bagua tensors of one dtype and device under one name.
 
-    With ``flatten`` their effective tensors are moved to one piece of memory. With ``alignment`` > 1 a tensor of zeros
-    is added where needed, so that the number of elements can be divided by it. With ``group`` as well, its ranks on one
-    host share that memory and work on it in place: all of them build the bucket, in the same order.
+    With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the ranks of a host share,
+    and reduce without a copy. All ranks of ``group`` (``None``: the default group) then build the bucket, in the same
+    order; without any group the memory is private. With ``alignment`` > 1 a tensor of zeros is added where needed, so
+    that the number of elements can be divided by it.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class BaguaBucket:
         flatten: bool,
         alignment: int = 1,
         *,
-        group: BaguaProcessGroup | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         if not tensors:
             raise ValueError(f"bucket {name!r} has no tensors")
@@ -58,7 +57,7 @@ class BaguaBucket:
         self.backend_tensor: torch.Tensor | None = None
         self.padding_tensor: torch.Tensor | None = None
         # Whom the operations were appended for; None: whoever the model communicates with.
-        self._group: BaguaProcessGroup | None = None
+        self._group: ProcessGroup | None = None
         self._check()
         self._pad()
         if flatten:
@@ -66,7 +65,7 @@ class BaguaBucket:
         self.flatten = flatten
         # What the core was told of must stay alive as long as it knows of it.
         self._registered = self._effective()
-        self.backend_bucket = raw_bucket(name, self._described())
+        self.backend_bucket = engine.Bucket(name, self._described())
 
     def _check(self) -> None:
         names = [registration(tensor).name for tensor in self.tensors]
@@ -114,9 +113,9 @@ class BaguaBucket:
             described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
         return described
 
-    def _flatten(self, group: BaguaProcessGroup | None) -> None:
+    def _flatten(self, group: ProcessGroup | None) -> None:
         parts = self._effective()
-        flat = self._filled(_shared(group, sum(part.numel() for part in parts), parts[0].dtype, self.name))
+        flat = self._filled(_flat_memory(group, sum(part.numel() for part in parts), parts[0].dtype, self.name))
         storage, offset = flat.untyped_storage(), 0
         for tensor in self._members():
             BaguaTensor.bagua_set_storage(tensor, storage, offset)
@@ -146,7 +145,7 @@ class BaguaBucket:
         """Bytes of all tensors, padding included."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._effective())
 
-    def check_group(self, group: BaguaProcessGroup) -> None:
+    def check_group(self, group: ProcessGroup) -> None:
         """Refuses to run operations that were appended for another group than the one that runs them."""
         if self._group is not None and self._group.ranks != group.ranks:
             raise NotImplementedError(
@@ -156,7 +155,7 @@ class BaguaBucket:
             )
 
     def append_python_op(
-        self, python_function: Callable[[str], None], group: BaguaProcessGroup | None = None
+        self, python_function: Callable[[str], None], group: ProcessGroup | None = None
     ) -> BaguaBucket:
         """Runs ``python_function(bucket name)`` on the communication thread.
 
@@ -172,7 +171,7 @@ class BaguaBucket:
         average: bool = True,
         scattergather: bool = False,
         compression: str | None = None,
-        group: BaguaProcessGroup | None = None,
+        group: ProcessGroup | None = None,
     ) -> BaguaBucket:
         """Sums or averages the tensors over all ranks. ``hierarchical``: inside hosts first, then between them."""
         if compression is not None:
@@ -186,7 +185,7 @@ class BaguaBucket:
         peer_weight: torch.Tensor,
         hierarchical: bool = True,
         peer_selection_mode: str = "all",
-        group: BaguaProcessGroup | None = None,
+        group: ProcessGroup | None = None,
     ) -> Any:
         """Averages weights with peers."""
         raise _missing("append_decentralized_synchronous_op")
@@ -198,14 +197,12 @@ class BaguaBucket:
         right_peer_weight: torch.Tensor,
         hierarchical: bool = True,
         compression: str = "MinMaxUInt8",
-        group: BaguaProcessGroup | None = None,
+        group: ProcessGroup | None = None,
     ) -> Any:
         """Exchanges compressed differences of weights with both neighbours of a ring."""
         raise _missing("append_low_precision_decentralized_synchronous_op")
 
-    def append_asynchronous_model_average_op(
-        self, peer_selection_mode: str, group: BaguaProcessGroup | None = None
-    ) -> Any:
+    def append_asynchronous_model_average_op(self, peer_selection_mode: str, group: ProcessGroup | None = None) -> Any:
         """Averages weights all the time, beside the training."""
         raise _missing("append_asynchronous_model_average_op")
 

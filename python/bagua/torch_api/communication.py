@@ -1,69 +1,38 @@
-"""Joining and leaving the job, and every name that the original kept in this module.
+"""Joining and leaving the job, the default group, and the collectives on it: the names of the original's module.
 
-``init_process_group`` needs a store of torch.distributed only to spread addresses; what is communicated afterwards goes
-through the Rust core.
+``comm`` is what ``get_global_communicator()`` returns, or a process group, or ``None`` for the default group. On a rank
+outside the group every collective returns without effect.
 """
 
 from __future__ import annotations
 
-import os
+import operator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-import bagua
-from bagua import config, stores
+from bagua import config, torch_store
 from bagua import group as neutral
-from bagua.errors import BaguaTimeoutError
+from bagua.errors import BaguaError, BaguaTimeoutError
+from bagua.lifecycle import process, torch_state
 
 from . import env
-from .backend import get_backend
-from .backend import shut_down_all as _shut_down_backends
-from .collectives import (
-    Handle,
-    ReduceOp,
-    allgather,
-    allgather_inplace,
-    allreduce,
-    allreduce_coalesced_inplace,
-    allreduce_inplace,
-    alltoall,
-    alltoall_inplace,
-    alltoall_v,
-    alltoall_v_inplace,
-    barrier,
-    broadcast,
-    broadcast_coalesced,
-    broadcast_object,
-    gather,
-    gather_inplace,
-    recv,
-    reduce,
-    reduce_inplace,
-    reduce_scatter,
-    reduce_scatter_inplace,
-    scatter,
-    scatter_inplace,
-    send,
-)
-from .groups import (
+from .data_parallel import backend
+from .data_parallel.backend import Backend
+from .process_group import (
     NON_COMM_MEMBER,
-    BaguaProcessGroup,
+    AnyCommunicator,
     Communicator,
-    _get_default_group,
-    _pg_group_ranks,
-    _rank_not_in_group,
-    adopt_world,
-    from_torch_group,
-    get_communicator,
-    is_initialized,
-    new_group,
-    to_bagua_process_group,
+    Handle,
+    NonMember,
+    ProcessGroup,
+    ReduceOp,
 )
-from .groups import state as _groups
 
 __all__ = [
     "NON_COMM_MEMBER",
@@ -88,6 +57,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "destroy_process_group",
+    "empty",
     "from_torch_group",
     "gather",
     "gather_inplace",
@@ -107,25 +77,365 @@ __all__ = [
     "to_bagua_process_group",
 ]
 
-#: How long torch.distributed waits for a peer: its own default.
-_PATIENCE = timedelta(minutes=30)
+#: torch.distributed's own default timeout.
+_TORCH_TIMEOUT = timedelta(minutes=30)
+
+Comm = AnyCommunicator | ProcessGroup | None
+F = TypeVar("F", bound=Callable[..., Any])
+
+_state = torch_state()
+
+# The original's name for it.
+_pg_group_ranks = _state.group_ranks
 
 
-class _Begun:
-    """What init_process_group started besides the group, so that the end undoes that and nothing else."""
-
-    torch_distributed = False
-    # By address and port: the store that the environment names. Kept, as a second group must not wait for a port that
-    # the first one's store still holds, nor find it on a peer that is slower to end.
-    stores: ClassVar[dict[tuple[str | None, str | None], Store]] = {}
-
-    @classmethod
-    def forget(cls) -> None:
-        """In a forked child: torch.distributed is the parent's, and ending it here would end the process."""
-        cls.torch_distributed = False
+# --- groups -----------------------------------------------------------------------------------------------------------
 
 
-os.register_at_fork(after_in_child=_Begun.forget)
+class BaguaProcessGroup(ProcessGroup):
+    """A set of ranks of the world. ``stream`` exists for the original's signature."""
+
+    def __init__(self, ranks: Sequence[int], stream: Any = None, group_name: str = "") -> None:
+        super().__init__(ranks, _world, stream=stream, group_name=group_name)
+
+
+def is_initialized() -> bool:
+    """True between init_process_group and destroy_process_group."""
+    return _state.default_group is not None
+
+
+def _get_default_group() -> BaguaProcessGroup:
+    found: BaguaProcessGroup | None = _state.default_group
+    if found is None:
+        raise BaguaError("there is no process group yet: call bagua.torch_api.init_process_group() first")
+    return found
+
+
+def _world() -> Communicator:
+    world = _get_default_group().get_global_communicator()
+    assert isinstance(world, Communicator)
+    return world
+
+
+def _remember(group: BaguaProcessGroup) -> None:
+    _state.group_ranks[group] = {world: rank for rank, world in enumerate(group.ranks)}
+
+
+def _rank_not_in_group(group: ProcessGroup | None = None) -> bool:
+    """True when this process is not a member of ``group`` (``None``: the default group, which has every rank)."""
+    return group is not None and _world().rank() not in group.ranks
+
+
+def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
+    """A group of some ranks of the world (``None``: all).
+
+    Its members must call this in the same order for the same ranks.
+    """
+    size = _world().nranks()
+    chosen = list(range(size)) if ranks is None else sorted(map(operator.index, ranks))
+    if not chosen:
+        raise ValueError("new_group: ranks is empty")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"new_group: a rank appears twice in {chosen}")
+    outside = [rank for rank in chosen if not 0 <= rank < size]
+    if outside:
+        raise ValueError(f"new_group: ranks {outside} are not in a world of {size}")
+    group = BaguaProcessGroup(chosen, stream)
+    _remember(group)
+    # Opened now and not at first use, so that a missing member is an error of this call.
+    communicator = group.get_global_communicator()
+    if isinstance(communicator, Communicator):
+        group.group_name = communicator.group.name
+    return group
+
+
+def get_communicator(group_name: str, comm_name: Literal["global", "inter", "intra"]) -> AnyCommunicator:
+    """A communicator of the group of this name: of all its ranks, of its hosts' first ranks, or of those on this host.
+
+    ``NON_COMM_MEMBER`` on a rank outside it. A new one is opened collectively by its members. ValueError for an unknown
+    group name or communicator name.
+    """
+    if comm_name not in ("global", "inter", "intra"):
+        raise ValueError(f"get_communicator: {comm_name!r} is none of 'global', 'inter' and 'intra'")
+    _get_default_group()
+    groups: list[BaguaProcessGroup] = list(_state.group_ranks)
+    for group in groups:
+        if group.group_name == group_name:
+            return group.communicator(comm_name)
+    known = sorted(group.group_name for group in groups if group.group_name)
+    raise ValueError(f"get_communicator: no group is called {group_name!r}, only {', '.join(map(repr, known))}")
+
+
+def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
+    """A group of the same ranks as a group of torch.distributed. Its members must call this."""
+    return new_group(dist.get_process_group_ranks(group), stream)
+
+
+def to_bagua_process_group(group: ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
+    """``None``: the default group; a group of torch.distributed: its counterpart; a group of bagua: itself."""
+    if group is None:
+        return _get_default_group()
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        bagua_patch(group)
+        found: BaguaProcessGroup = _state.torch_groups[group]
+        return found
+    raise TypeError(f"a process group of bagua or torch.distributed is needed, not {type(group).__name__}")
+
+
+def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
+    """Creates the counterpart of a group of torch.distributed, reachable as ``group.bagua_pg``."""
+    if self not in _state.torch_groups:
+        _state.torch_groups[self] = from_torch_group(self, stream)
+    return self
+
+
+def empty(
+    shape: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A new tensor of zeros in an arena: memory that the ranks of a host share, on which collectives need no copy.
+
+    Every rank of ``group`` (``None``: the default group) calls it, in the same order, with the same shape and dtype
+    (``None``: torch's default dtype). The memory is released with the last tensor that uses it, and may outlive the
+    group. ValueError on a rank outside the group.
+    """
+    communicator = to_bagua_process_group(group).get_global_communicator()
+    if not isinstance(communicator, Communicator):
+        raise ValueError(f"empty: this rank is not in {group}")
+    return communicator.empty(shape, dtype)
+
+
+def get_backend(model_name: str) -> Backend:
+    """The backend of a model by its name; a new one on the default group when there is none yet."""
+    found = backend.find(model_name)
+    if found is None:
+        found = Backend(model_name, _get_default_group())
+        backend.adopt(found)
+    return found
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+# Each function names the default communicator itself: a call of a function for it costs 4 % of a small collective.
+
+
+def _of(comm: AnyCommunicator | ProcessGroup) -> AnyCommunicator:
+    """The communicator of a process group."""
+    if isinstance(comm, ProcessGroup):
+        return comm.get_global_communicator()
+    if not isinstance(comm, (Communicator, NonMember)):
+        raise TypeError(f"comm must be a communicator or a process group, not {type(comm).__name__}")
+    return comm
+
+
+def _documented(function: F) -> F:
+    """Takes the text of the method of :class:`Communicator` that the function calls."""
+    function.__doc__ = getattr(Communicator, function.__name__).__doc__
+    return function
+
+
+@_documented
+def send(tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).send(tensor, dst, async_op=async_op)
+
+
+@_documented
+def recv(tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).recv(tensor, src, async_op=async_op)
+
+
+@_documented
+def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).broadcast(tensor, src, async_op=async_op)
+
+
+@_documented
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], src: int = 0, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).broadcast_coalesced(
+        tensors, src, async_op=async_op
+    )
+
+
+@_documented
+def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
+    return (_state.world or _world() if comm is None else _of(comm)).broadcast_object(obj, src)
+
+
+@_documented
+def reduce(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    dst: int,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: Comm = None,
+    *,
+    async_op: bool = False,
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).reduce(
+        send_tensor, recv_tensor, dst, op, async_op=async_op
+    )
+
+
+@_documented
+def reduce_inplace(
+    tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).reduce_inplace(tensor, dst, op, async_op=async_op)
+
+
+@_documented
+def allreduce(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: Comm = None,
+    *,
+    async_op: bool = False,
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).allreduce(
+        send_tensor, recv_tensor, op, async_op=async_op
+    )
+
+
+@_documented
+def allreduce_inplace(
+    tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).allreduce_inplace(tensor, op, async_op=async_op)
+
+
+@_documented
+def allreduce_coalesced_inplace(
+    tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).allreduce_coalesced_inplace(
+        tensors, op, async_op=async_op
+    )
+
+
+@_documented
+def allgather(
+    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).allgather(
+        send_tensor, recv_tensor, async_op=async_op
+    )
+
+
+@_documented
+def allgather_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).allgather_inplace(tensor, async_op=async_op)
+
+
+@_documented
+def gather(
+    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).gather(
+        send_tensor, recv_tensor, dst, async_op=async_op
+    )
+
+
+@_documented
+def gather_inplace(
+    tensor: torch.Tensor, count: int, dst: int, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).gather_inplace(
+        tensor, count, dst, async_op=async_op
+    )
+
+
+@_documented
+def scatter(
+    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).scatter(
+        send_tensor, recv_tensor, src, async_op=async_op
+    )
+
+
+@_documented
+def scatter_inplace(
+    tensor: torch.Tensor, count: int, src: int, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).scatter_inplace(
+        tensor, count, src, async_op=async_op
+    )
+
+
+@_documented
+def reduce_scatter(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: Comm = None,
+    *,
+    async_op: bool = False,
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).reduce_scatter(
+        send_tensor, recv_tensor, op, async_op=async_op
+    )
+
+
+@_documented
+def reduce_scatter_inplace(
+    tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).reduce_scatter_inplace(
+        tensor, op, async_op=async_op
+    )
+
+
+@_documented
+def alltoall(
+    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).alltoall(
+        send_tensor, recv_tensor, async_op=async_op
+    )
+
+
+@_documented
+def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).alltoall_inplace(tensor, async_op=async_op)
+
+
+@_documented
+def alltoall_v(
+    send_tensor: torch.Tensor,
+    send_counts: Sequence[int],
+    send_displs: Sequence[int],
+    recv_tensor: torch.Tensor,
+    recv_counts: Sequence[int],
+    recv_displs: Sequence[int],
+    comm: Comm = None,
+    *,
+    async_op: bool = False,
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).alltoall_v(
+        send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs, async_op=async_op
+    )
+
+
+@_documented
+def alltoall_v_inplace(
+    tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: Comm = None, *, async_op: bool = False
+) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).alltoall_v_inplace(
+        tensor, counts, displs, async_op=async_op
+    )
+
+
+@_documented
+def barrier(comm: Comm = None, *, async_op: bool = False) -> Handle | None:
+    return (_state.world or _world() if comm is None else _of(comm)).barrier(async_op=async_op)
+
+
+# --- joining and leaving ----------------------------------------------------------------------------------------------
 
 
 def init_process_group(
@@ -133,11 +443,11 @@ def init_process_group(
 ) -> None:
     """Joins the job as one of its ranks.
 
-    Without arguments the environment that torchrun sets says who this is; values given here win over it and are written
-    back to it. With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises
-    torch.distributed with gloo if nobody has.
+    Rank and world size come from the environment that torchrun sets; arguments override it and are written back to it.
+    With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with
+    gloo unless it is initialised already.
 
-    RuntimeError when there is a group already; BaguaTimeoutError, which names the ranks that did not come, after
+    RuntimeError when there is a group already; BaguaTimeoutError, which names the missing ranks, after
     ``BAGUA_TIMEOUT`` seconds.
     """
     if is_initialized():
@@ -149,8 +459,8 @@ def init_process_group(
         raise ValueError(f"init_process_group with a store also needs {', '.join(absent)}")
     foreign = dist.is_initialized()
     if store is None and foreign:
-        rank = _agree("rank", rank, dist.get_rank())
-        world_size = _agree("world_size", world_size, dist.get_world_size())
+        rank = _consistent("rank", rank, dist.get_rank())
+        world_size = _consistent("world_size", world_size, dist.get_world_size())
     rank = env.get_rank() if rank < 0 else rank
     world_size = env.get_world_size() if world_size < 0 else world_size
     if local_world_size < 0:
@@ -167,25 +477,25 @@ def init_process_group(
 
     if store is None:
         store = dist.distributed_c10d._get_default_store() if foreign else _environment_store(rank, world_size)
-    # Before torch's own group, which would not say who is missing.
+    # Before torch's own group, whose timeout does not name the missing ranks.
     number = _join(store, rank, world_size, local_rank, local_world_size)
     if not foreign:
-        _Begun.torch_distributed = True
+        _state.initialised_torch_distributed = True
         try:
             dist.init_process_group(
                 "gloo",
-                # Of its own for each group: torch's keys are those of its predecessor too.
+                # A prefix of its own for each group: torch uses the same keys for every group.
                 store=PrefixStore(f"bagua/{config.attempt()}/torch{number}", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=_PATIENCE,
+                timeout=_TORCH_TIMEOUT,
             )
         except BaseException:
-            bagua.shutdown()
+            neutral.shutdown()
             raise
 
 
-def _agree(what: str, given: int, torchs: int) -> int:
+def _consistent(what: str, given: int, torchs: int) -> int:
     if given not in (-1, torchs):
         raise ValueError(f"{what} {given} was given, but torch.distributed is initialised with {torchs}")
     return torchs
@@ -195,22 +505,23 @@ def _environment_store(rank: int, world_size: int) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
     place = config.text("MASTER_ADDR"), config.text("MASTER_PORT")
     if world_size == 1 and place[0] is None:
-        # A plain `python script.py`: nobody to meet.
+        # A plain `python script.py`: a world of one rank.
         return HashStore()
-    if place not in _Begun.stores:
-        _Begun.stores[place] = _meet(rank, world_size)
-    return _Begun.stores[place]
+    if place not in _state.stores:
+        _state.stores[place] = _open_store(rank, world_size)
+    found: Store = _state.stores[place]
+    return found
 
 
-def _meet(rank: int, world_size: int) -> Store:
+def _open_store(rank: int, world_size: int) -> Store:
     limit = config.settings().timeout
     if config.agent_serves_store():
         found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
         return found
     host, port = config.master()
     try:
-        # As torch's rendezvous does it, but without waiting for workers: who waits for whom is seen when addresses are
-        # read, and can be named.
+        # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
+        # the addresses are exchanged.
         return TCPStore(
             host, port, world_size, rank == 0, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
@@ -222,8 +533,8 @@ def _meet(rank: int, world_size: int) -> Store:
 
 
 def _end_torch() -> None:
-    if _Begun.torch_distributed:
-        _Begun.torch_distributed = False
+    if _state.initialised_torch_distributed:
+        _state.initialised_torch_distributed = False
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -231,7 +542,7 @@ def _end_torch() -> None:
 def _join(store: Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> int:
     """Joins the group, and returns its number in the store."""
     chosen = config.settings()
-    world, number = stores.join(
+    world, number = torch_store.join(
         store,
         rank,
         world_size,
@@ -243,9 +554,12 @@ def _join(store: Store, rank: int, world_size: int, local_rank: int, local_world
         timeout=chosen.timeout,
     )
     neutral.set_default(world)
-    if _leave not in neutral.shutdown_hooks:
-        neutral.shutdown_hooks.append(_leave)
-    adopt_world(world)
+    if _leave not in process.shutdown_hooks:
+        process.shutdown_hooks.append(_leave)
+    group = BaguaProcessGroup(range(world.size), None, world.name)
+    _state.default_group, _state.world = group, Communicator(world)
+    group.adopt(_state.world)
+    _remember(group)
     return number
 
 
@@ -255,15 +569,15 @@ def _master() -> tuple[str, int] | None:
 
 
 def _leave() -> None:
-    """What bagua.shutdown() does for this layer before the group is left."""
-    _shut_down_backends()
-    _groups.clear()
+    """The shutdown hook of this layer, called before the group leaves."""
+    backend.shut_down_all()
+    _state.forget_groups()
     _end_torch()
 
 
 def destroy_process_group() -> None:
     """Leaves the job: ``bagua.shutdown()``.
 
-    Also ends torch.distributed if init_process_group began it. May be called twice.
+    Also destroys torch.distributed's group if init_process_group initialised it. May be called twice.
     """
-    bagua.shutdown()
+    neutral.shutdown()

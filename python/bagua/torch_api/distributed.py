@@ -8,31 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
-from bagua import group as neutral
+from bagua.lifecycle import process, torch_state
 
 from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
-from .ddp import BaguaDistributedDataParallel
-from .groups import BaguaProcessGroup, to_bagua_process_group
+from .communication import to_bagua_process_group
+from .data_parallel.model import BaguaDistributedDataParallel
+from .process_group import ProcessGroup
 
-# Beside the models and not in them, so that a copy or a pickle of a model is a plain one.
-_wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = WeakIdKeyDictionary()
-_names: MutableMapping[torch.nn.Module, str] = WeakIdKeyDictionary()
-
-
-class _Counter:
-    """Numbers models in the order of their wrapping, which is the same on all ranks."""
-
-    models = 0
+_state = torch_state()
+_wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = _state.wrapped
+_names: MutableMapping[torch.nn.Module, str] = _state.module_names
 
 
 def with_bagua(
     module: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm,
-    process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
+    process_group: ProcessGroup | dist.ProcessGroup | None = None,
     do_flatten: bool = True,
     *,
     find_unused_parameters: bool = False,
@@ -54,8 +48,8 @@ def with_bagua(
     group = to_bagua_process_group(process_group)
     unwrap(module)
     if module not in _names:
-        _names[module] = f"{type(module).__name__}_{_Counter.models}"
-        _Counter.models += 1
+        _names[module] = f"{type(module).__name__}_{_state.wrapped_count}"
+        _state.wrapped_count += 1
     _wrapped[module] = BaguaDistributedDataParallel(
         module,
         optimizers,
@@ -91,7 +85,7 @@ def _ddp_of(module: Any) -> BaguaDistributedDataParallel:
 
 
 class BaguaModule:
-    """The members that :class:`torch.nn.Module` gains."""
+    """The members added to :class:`torch.nn.Module`."""
 
     def with_bagua(self: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """See :func:`with_bagua`."""
@@ -130,30 +124,12 @@ class BaguaModule:
         return _ddp_of(self).bagua_buckets
 
 
-def _patch_torch() -> None:
-    properties = set()
-    for name, member in vars(BaguaModule).items():
-        if "bagua" in name:
-            setattr(torch.nn.Module, name, member)
-        if isinstance(member, property):
-            properties.add(name)
-    everything = torch.nn.Module.__dir__
-
-    def visible(self: torch.nn.Module) -> list[str]:
-        """What a module has. torch.compile reads every name that stands here, and fails with the first that raises."""
-        names = everything(self)  # type: ignore[no-untyped-call]
-        return [name for name in names if name not in properties or hasattr(self, name)]
-
-    torch.nn.Module.__dir__ = visible  # type: ignore[method-assign]
-
-
 def _end_all() -> None:
     """Removes the hooks of every model, so that each trains alone after the group is gone."""
     for ddp in list(_wrapped.values()):
         ddp.close()
     _wrapped.clear()
-    _Counter.models = 0
+    _state.wrapped_count = 0
 
 
-neutral.shutdown_hooks.append(_end_all)
-_patch_torch()
+process.shutdown_hooks.append(_end_all)

@@ -1,8 +1,9 @@
-"""What makes a torch tensor one that Bagua communicates: a name, a model, and where its values lie.
+"""Bagua tensors: torch tensors registered for communication under a name, for a model.
 
-The methods are patched into :class:`torch.Tensor`; every name contains "bagua". A registered tensor is permanent while
-its *effective* tensor is looked up at each access by the getter (of a parameter, often its ``.grad``). What is known of
-a tensor is kept beside it and not in it, so that a pickled or copied tensor is a plain one.
+``patches`` adds the methods of :class:`BaguaTensor` to :class:`torch.Tensor`; every name contains "bagua". The
+registered tensor is permanent; its *effective* tensor, whose values are communicated, is what the getter returns at
+each access (for a parameter, usually its ``.grad``). Registrations are kept beside the tensors and not in them, so that
+a pickled or copied tensor is a plain one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from bagua.lifecycle import torch_state
 
 Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
@@ -20,7 +22,7 @@ Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass
 class Registration:
-    """What Bagua knows of a tensor."""
+    """Name, model and closures of a tensor."""
 
     name: str
     module_name: str | None
@@ -28,12 +30,12 @@ class Registration:
     setter: Setter | None
 
 
-_registrations: MutableMapping[torch.Tensor, Registration] = WeakTensorKeyDictionary()
+_registrations: MutableMapping[torch.Tensor, Registration] = torch_state().registrations
 
 
 @dataclass(frozen=True)
 class BackendTensor:
-    """Where a tensor's values lie, as the core sees it."""
+    """Address, count and dtype of a tensor's values, as the core takes them."""
 
     name: str
     ptr: int
@@ -45,12 +47,12 @@ class BackendTensor:
         return self.ptr
 
     def num_elements(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.count
 
 
 def registration(tensor: torch.Tensor) -> Registration:
-    """What is known of a Bagua tensor."""
+    """The registration of a Bagua tensor."""
     found = _registrations.get(tensor)
     if found is None:
         raise ValueError(
@@ -60,7 +62,7 @@ def registration(tensor: torch.Tensor) -> Registration:
 
 
 def _attribute_of(tensor: torch.Tensor) -> Registration:
-    # So that hasattr and getattr with a default answer for any tensor.
+    # AttributeError, so that hasattr and getattr with a default work on any tensor.
     if (found := _registrations.get(tensor)) is None:
         raise AttributeError("this tensor is not a Bagua tensor: call ensure_bagua_tensor(name) on it")
     return found
@@ -73,12 +75,12 @@ def effective(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """Makes it an ordinary tensor again."""
+    """Removes the registration."""
     _registrations.pop(tensor, None)
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides for the tensor's values in one gapless piece of memory: its own where it has no gaps, else row by row."""
+    """Strides for the tensor's values in contiguous memory: its own if it has no gaps, else row-major ones."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -90,7 +92,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class BaguaTensor:
-    """The methods that :class:`torch.Tensor` gains."""
+    """The methods added to :class:`torch.Tensor`."""
 
     @property
     def bagua_tensor_name(self: Any) -> str:
@@ -99,7 +101,7 @@ class BaguaTensor:
 
     @property
     def bagua_module_name(self: Any) -> str | None:
-        """The model that it belongs to. AttributeError unless it was registered."""
+        """Name of the model that it belongs to. AttributeError unless it was registered."""
         return _attribute_of(self).module_name
 
     def is_bagua_tensor(self: Any) -> bool:
@@ -115,7 +117,7 @@ class BaguaTensor:
     ) -> torch.Tensor:
         """Registers this tensor.
 
-        Again with the same names, it only takes over the closures; with other names it is an error.
+        A second call with the same names replaces the closures; with other names it is an error.
         """
         known = _registrations.get(self)
         if known is None:
@@ -154,7 +156,7 @@ class BaguaTensor:
         setter(self, tensor)
 
     def bagua_backend_tensor(self: Any) -> BackendTensor:
-        """Where its values lie now."""
+        """Address, count and dtype of its values now."""
         values = effective(self)
         return BackendTensor(registration(self).name, values.data_ptr(), values.numel(), values.dtype)
 
@@ -163,25 +165,29 @@ class BaguaTensor:
         if self.grad is None:
             if not isinstance(self, torch.nn.Parameter):
                 raise NotImplementedError(f"a gradient of zeros for a {type(self).__name__}: only parameters get one")
-            # Same strides as the parameter: autograd then adds in place, and optimizers step through both alike.
+            # Same strides as the parameter: autograd then accumulates in place, and optimizers iterate both alike.
             self.grad = torch.zeros_like(self, requires_grad=False)
         return _as_tensor(self)
 
     def bagua_mark_communication_ready(self: Any) -> None:
-        """Its values are final for this step; its bucket goes once all of its tensors are ready."""
-        from .backend import get_backend
-
+        """Its values are final for this step; its bucket is communicated once all of its tensors are ready."""
         known = registration(self)
         if known.module_name is None:
             raise ValueError(f"Bagua tensor {known.name!r} belongs to no model: register it with a module_name")
-        get_backend(known.module_name).mark_communication_ready(self)
+        backend = torch_state().backends.get(known.module_name)
+        if backend is None:
+            raise ValueError(
+                f"Bagua tensor {known.name!r} belongs to model {known.module_name!r}, which has no backend yet: "
+                "register its bucket with get_backend(name).register_ordered_buckets"
+            )
+        backend.mark_communication_ready(self)
 
     def bagua_mark_communication_ready_without_synchronization(self: Any) -> None:
-        """The same: on CPU there is no stream to wait for."""
+        """The same: host memory has no stream to wait for."""
         self.bagua_mark_communication_ready()
 
     def bagua_set_storage(self: Any, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
-        """Makes the effective tensor one of what stands in ``storage`` from element ``storage_offset`` on."""
+        """Makes the effective tensor a view of ``storage``, from element ``storage_offset`` on."""
         tensor = effective(self)
         with torch.no_grad():
             strides = layout_of(tensor)
@@ -191,12 +197,3 @@ class BaguaTensor:
 def _as_tensor(tensor: Any) -> torch.Tensor:
     assert isinstance(tensor, torch.Tensor)
     return tensor
-
-
-def _patch_torch() -> None:
-    for name, member in vars(BaguaTensor).items():
-        if "bagua" in name:
-            setattr(torch.Tensor, name, member)
-
-
-_patch_torch()

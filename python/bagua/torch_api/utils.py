@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,10 +96,15 @@ def average_by_removing_extreme_values(raw_score_list: Sequence[float]) -> tuple
     return float(kept.mean()), float(kept.std(correction=0)), kept.tolist()
 
 
+def _now() -> float:
+    return time.time()
+
+
 class StatisticalAverage:
     """Means of a rate over the last 1, 2, 4, … seconds, in a list that grows with the logarithm of time.
 
-    ``record(v)`` says that the rate was v since the last record. Between the windows the sum is interpolated linearly.
+    ``record(v)`` means that the rate was v since the last record. Means between two of these durations are interpolated
+    linearly. ``record_tail`` is (seconds beyond the longest duration in ``records``, mean over all the time).
     """
 
     def __init__(
@@ -107,63 +112,56 @@ class StatisticalAverage:
         last_update_time: float | None = None,
         records: Sequence[float] | None = None,
         record_tail: tuple[float, float] = (0.0, 0.0),
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = _now,
     ) -> None:
         self._clock = clock
         self.last_update_time = clock() if last_update_time is None else last_update_time
         # Mean over the last 2**i seconds.
         self.records = list(records or ())
-        # Mean over all time, and how long that is.
         self.record_tail = record_tail
 
     def record(self, val: float) -> None:
         """The rate was ``val`` since the last record."""
         now = self._clock()
         span = now - self.last_update_time
-        total = span + self.total_recording_time()
         if span <= 0.0:
             return
-        windows: list[float] = []
-        while 2 ** len(windows) <= total:
-            window = float(2 ** len(windows))
-            older = max(window - span, 0.0)
-            windows.append((val * min(span, window) + self._sum(older)) / window)
-        tail = (val * span + self._sum(total - span)) / total
-        self.records, self.record_tail, self.last_update_time = windows, (tail, total), now
+        before = self.total_recording_time()
+        total = before + span
+
+        def mean(seconds: float) -> float:
+            older = max(seconds - span, 0.0)
+            return (val * (seconds - older) + self._mean(older) * older) / seconds
+
+        records: list[float] = []
+        while 2.0 ** len(records) <= total:
+            records.append(mean(2.0 ** len(records)))
+        self.record_tail = (total - _longest(records), mean(total))
+        self.records, self.last_update_time = records, now
 
     def get(self, last_n_seconds: float) -> float:
         """The mean over the last n seconds."""
-        if self.total_recording_time() <= 0.0:
-            return 0.0
         return self.get_records_mean(last_n_seconds - (self._clock() - self.last_update_time))
 
     def get_records_mean(self, last_n_seconds: float) -> float:
-        """The mean over the last n seconds before the last record."""
-        total = self.total_recording_time()
-        if total <= 0.0:
-            return 0.0
-        shortest = min(1.0, total)
-        span = min(max(last_n_seconds, shortest), total)
-        return self._sum(span) / span
+        """The mean over the last n seconds before the last record: of 1 second at least, of all the time at most."""
+        return self._mean(last_n_seconds)
 
     def total_recording_time(self) -> float:
         """Seconds from the beginning to the last record."""
-        return self.record_tail[1]
+        return _longest(self.records) + self.record_tail[0]
 
-    def _sum(self, span: float) -> float:
-        """Rate times time over the last ``span`` seconds before the last record."""
-        mean, total = self.record_tail
-        if span <= 0.0 or total <= 0.0:
-            return 0.0
-        if span >= total:
-            return mean * total
-        known: list[tuple[float, float]] = [
-            (0.0, 0.0),
-            *((float(2**i), rate * 2**i) for i, rate in enumerate(self.records)),
-            (total, mean * total),
-        ]
-        right = next(i for i, (end, _) in enumerate(known) if end >= span)
-        (start, before), (end, upto) = known[right - 1], known[right]
-        if math.isclose(start, end):
-            return upto
-        return before + (upto - before) * (span - start) / (end - start)
+    def _mean(self, seconds: float) -> float:
+        known = [(2.0**i, mean) for i, mean in enumerate(self.records)]
+        known.append((self.total_recording_time(), self.record_tail[1]))
+        for (start, first), (end, last) in pairwise(known):
+            if seconds <= start:
+                return first
+            if seconds < end:
+                return first + (last - first) * (seconds - start) / (end - start)
+        return known[-1][1]
+
+
+def _longest(records: Sequence[float]) -> float:
+    """Seconds of the longest duration in ``records``."""
+    return 2.0 ** (len(records) - 1) if records else 0.0

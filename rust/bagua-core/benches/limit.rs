@@ -15,7 +15,7 @@ use std::process::{Child, Command};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::{Duration, Instant};
 
-use bagua_core::collective::Io;
+use bagua_core::collective::{Io, Verb};
 use bagua_core::group::{Bootstrap, Config, Group, Lane, Options};
 use bagua_core::memory::{Arena, SharedArena};
 use bagua_core::types::{DType, Kind, ReduceOp};
@@ -152,7 +152,8 @@ fn plain(board: &mut Board, bytes: usize) {
 }
 
 fn ours(lane: &mut Lane, data: &mut [u8]) {
-    lane.all_reduce(&Options::default(), DType::F32, Io::InPlace(data), ReduceOp::Sum).expect("all ranks live");
+    lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(data))
+        .expect("all ranks live");
 }
 
 fn rewrite(data: &mut [f32], rank: usize, call: usize) {

@@ -1,5 +1,10 @@
 //! Speed of `reduce::combine` and `reduce::combine_everywhere` in bytes read and written per second. Every answer is checked once
 //! before it is timed.
+//!
+//! `cargo bench --bench reduce -- --levels` prints another table (`levels`): every level of the kernels on two cores.
+
+#[path = "reduce/levels.rs"]
+mod levels;
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -7,7 +12,7 @@ use std::time::Duration;
 use bagua_core::reduce::{combine, combine_everywhere};
 use bagua_core::types::{DType, ReduceOp};
 use criterion::measurement::WallTime;
-use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group};
 use half::{bf16, f16};
 
 const KIB: usize = 1024;
@@ -98,4 +103,12 @@ fn group<'c>(criterion: &'c mut Criterion, what: &str, dtype: DType, ranks: usiz
 }
 
 criterion_group!(benches, reduce, everywhere);
-criterion_main!(benches);
+
+fn main() {
+    if std::env::args().any(|arg| arg == "--levels") {
+        levels::run();
+        return;
+    }
+    benches();
+    Criterion::default().configure_from_args().final_summary();
+}

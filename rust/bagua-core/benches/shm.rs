@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bagua_core::collective::{Io, Shm, shm};
+use bagua_core::collective::{Io, Shm, Verb, shm};
 use bagua_core::group::{Lane, Options};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
@@ -30,7 +30,7 @@ fn round(lane: &mut Lane, bytes: usize, times: u64) -> Duration {
     let mine = if lane.rank() == 0 { 1.0f32 } else { 2.0 };
     let mut data = mine.to_ne_bytes().repeat(bytes / 4);
     let mut once = || {
-        lane.all_reduce(&Options::default(), DType::F32, Io::InPlace(&mut data), ReduceOp::Avg)
+        lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Avg), Io::in_place(&mut data))
             .expect("both ranks live");
     };
     once();

@@ -9,7 +9,7 @@ use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use bagua_core::collective::{Io, Net};
+use bagua_core::collective::{Io, Net, Verb};
 use bagua_core::group::{Lane, Options};
 use bagua_core::health::GroupHealth;
 use bagua_core::transport::{Mesh, Tcp, Transport};
@@ -100,8 +100,10 @@ impl Rank {
             let of = |rank: usize| (turn % 7 + 10 * rank) as f32;
             data.chunks_exact_mut(4).for_each(|element| element.copy_from_slice(&of(self.rank).to_ne_bytes()));
             let time = self.time(|rank| {
-                let io = Io::InPlace(&mut data);
-                rank.lane.all_reduce(&Options::default(), DType::F32, io, ReduceOp::Sum).expect("both ranks live");
+                let io = Io::in_place(&mut data);
+                rank.lane
+                    .run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), io)
+                    .expect("both ranks live");
             });
             let sum = (of(0) + of(1)).to_ne_bytes();
             assert!(data.chunks_exact(4).all(|element| element == sum), "a wrong sum");

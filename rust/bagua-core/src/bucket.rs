@@ -1,11 +1,11 @@
-//! Tensors that travel together, and what is done to them. Plain data: the lock around it belongs to the engine.
+//! Tensors that are communicated together, and their operations. Plain data: the lock around it belongs to the engine.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::op::Op;
+use crate::op::{ExtraTensor, Op};
 use crate::types::DType;
 
 /// A named tensor of a bucket.
@@ -18,12 +18,16 @@ pub struct Tensor {
     pub padding: bool,
 }
 
-/// A bucket that is being communicated, apart from the bucket itself: see [`Bucket::check_out`].
+/// The memory and operations of a bucket that is being communicated: see [`Bucket::check_out`].
 pub struct CheckedOut {
     /// The tensors' memory, in order.
     pub regions: Vec<Region>,
-    /// What to do with it, in order.
+    /// Tensors of the operations.
+    pub extra: Vec<ExtraTensor>,
+    /// The operations, in order.
     pub ops: Vec<Arc<dyn Op>>,
+    /// How often the bucket was checked out before.
+    pub step: u64,
 }
 
 /// What a tensor is, without its memory.
@@ -33,14 +37,18 @@ struct Described {
     count: usize,
 }
 
-/// See the module. Tensors and operations can be changed while it is not lent out.
+/// See the module. Tensors and operations can be changed while it is not checked out.
 pub struct Bucket {
     name: String,
     dtype: DType,
     tensors: Vec<Described>,
-    /// One per tensor, in order. `None` while lent out.
+    /// One per tensor, in order. `None` while checked out.
     regions: Option<Vec<Region>>,
+    /// Tensors of the operations. Empty while it is checked out.
+    extra: Vec<ExtraTensor>,
     ops: Vec<Arc<dyn Op>>,
+    /// How often it was checked out since [`Bucket::restart`].
+    step: u64,
 }
 
 impl Bucket {
@@ -69,7 +77,15 @@ impl Bucket {
             .into_iter()
             .map(|Tensor { name, region, padding }| (Described { name, padding, count: region.count() }, region))
             .unzip();
-        Ok(Bucket { name: name.to_owned(), dtype, tensors, regions: Some(regions), ops: Vec::new() })
+        Ok(Bucket {
+            name: name.to_owned(),
+            dtype,
+            tensors,
+            regions: Some(regions),
+            extra: Vec::new(),
+            ops: Vec::new(),
+            step: 0,
+        })
     }
 
     /// Its name.
@@ -92,7 +108,7 @@ impl Bucket {
         self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.padding))
     }
 
-    /// The tensors' memory, unless it is lent out.
+    /// The tensors' memory, unless it is checked out.
     pub fn regions(&self) -> Option<&[Region]> {
         self.regions.as_deref()
     }
@@ -140,21 +156,44 @@ impl Bucket {
         Ok(())
     }
 
-    /// Hands out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
+    /// Checks out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
     pub fn check_out(&mut self) -> Result<CheckedOut> {
         match self.regions.take() {
-            Some(regions) => Ok(CheckedOut { regions, ops: self.ops.clone() }),
+            Some(regions) => {
+                let step = self.step;
+                self.step += 1;
+                let extra = std::mem::take(&mut self.extra);
+                Ok(CheckedOut { regions, extra, ops: self.ops.clone(), step })
+            }
             None => Err(self.in_flight()),
         }
     }
 
-    /// Takes back what `lend` handed out.
-    pub fn check_in(&mut self, regions: Vec<Region>) {
+    /// Takes back the memory that `check_out` returned.
+    pub fn check_in(&mut self, regions: Vec<Region>, extra: Vec<ExtraTensor>) {
         debug_assert_eq!(regions.len(), self.tensors.len());
         self.regions = Some(regions);
+        self.extra = extra;
     }
 
-    /// Ok unless it is lent out.
+    /// Registers a tensor of the operations beside the bucket's own; one of the same name is replaced. Its dtype and size are
+    /// the operations' business.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the bucket is being communicated.
+    pub fn attach(&mut self, extra: ExtraTensor) -> Result<()> {
+        self.check_idle()?;
+        self.extra.retain(|known| known.name != extra.name);
+        self.extra.push(extra);
+        Ok(())
+    }
+
+    /// Counts steps from 0 again.
+    pub fn restart(&mut self) {
+        self.step = 0;
+    }
+
+    /// Ok unless it is checked out.
     pub fn check_idle(&self) -> Result<()> {
         if self.regions.is_some() { Ok(()) } else { Err(self.in_flight()) }
     }
@@ -184,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_bucket_is_refused_by_name() {
+    fn an_empty_bucket_a_repeated_name_and_mixed_dtypes_are_refused_by_name() {
         let (mut a, mut b) = ([0u8; 8], [0u8; 8]);
         let mixed = vec![tensor("a", DType::F32, &mut a), tensor("b", DType::F16, &mut b)];
         let error = Bucket::new("first", mixed).err().unwrap();
@@ -217,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_that_is_lent_out_cannot_be_changed_or_lent_again() {
+    fn a_bucket_that_is_checked_out_cannot_be_changed_or_checked_out_again() {
         let mut a = [0u8; 8];
         let mut bucket = Bucket::new("x", vec![tensor("a", DType::F32, &mut a)]).unwrap();
         bucket.append(Arc::new(NoOp)).unwrap();
@@ -225,7 +264,7 @@ mod tests {
         assert_eq!((checked_out.regions.len(), checked_out.ops.len()), (1, 1));
         assert!(bucket.check_out().err().unwrap().to_string().contains("'x' is still being communicated"));
         assert!(bucket.append(Arc::new(NoOp)).is_err() && bucket.clear_ops().is_err());
-        bucket.check_in(checked_out.regions);
+        bucket.check_in(checked_out.regions, checked_out.extra);
         bucket.clear_ops().unwrap();
         assert!(bucket.ops().is_empty());
     }

@@ -9,11 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Progress, Result, Source};
+use crate::sync::patience;
 use crate::wait::{blocking_wait, lock, wait_on_for};
 
 /// How long an operation whose stream broke waits for the control plane to report the cause, before it reports the peer itself as
 /// lost. Long enough for a control message in flight, short enough to report a dead peer within one second.
-const CAUSE_GRACE: Duration = Duration::from_millis(400);
+const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 
 /// Called with the first cause, once.
 type Listener = Box<dyn FnOnce(&Error) + Send>;

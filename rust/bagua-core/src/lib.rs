@@ -13,7 +13,7 @@
 //! | 3 | [`request`] | one operation as a value: verb, buffers, deadline, counters |
 //! | 2 | [`memory`], [`stats`], [`health`], [`schedule`] | tensor memory; counters; a group's failure state; which bucket is next |
 //! | 1 | [`types`], [`wait`] | element types, reduce operations, fingerprints; deadlines, futexes, doorbells |
-//! | 0 | [`error`] | what can fail |
+//! | 0 | [`error`], `sync` | what can fail; atomics, locks and futexes, which a model checker may replace |
 
 #![deny(unsafe_code)]
 
@@ -29,6 +29,7 @@ pub mod reduce;
 pub mod request;
 pub mod schedule;
 pub mod stats;
+mod sync;
 pub mod transport;
 pub mod types;
 pub mod wait;

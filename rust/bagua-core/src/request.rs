@@ -1,18 +1,320 @@
-//! What accompanies an operation through the rooms, and the messages that it is made of.
-//!
-//! It stands here and not in `collective`, which shows it again, because the mesh below needs it to end its waits.
+//! One operation as a value: the verb, its buffers, and its context. Every layer passes these three on, as NCCL's `ncclInfo` and
+//! UCC's `ucc_coll_args` do, instead of having a method per verb.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
+use crate::memory::{Buffer, BufferMut, DeviceRef};
 use crate::stats::OpStats;
-use crate::types::{DType, Fingerprint};
+use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::Deadline;
 
-/// What accompanies one operation.
+/// A collective operation with its reduce operation and root. n is the number of ranks, N the bytes of a tensor, c those of one
+/// rank's shard; r is a rank. [`Io`] says where the buffers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    /// Every rank gets the combination of all. In place: N bytes. Split: N and N.
+    AllReduce(ReduceOp),
+    /// `root` gets the combination of all. In place: N bytes, unchanged on the others. Split: N and N (`dst` is not used on the
+    /// others).
+    Reduce {
+        /// How elements are combined.
+        op: ReduceOp,
+        /// Rank that gets the result.
+        root: usize,
+    },
+    /// Every rank gets `root`'s N bytes. In place only.
+    Broadcast {
+        /// Rank whose bytes they are.
+        root: usize,
+    },
+    /// Every rank gets every rank's shard. In place: n * c, own shard at r * c. Split: c and n * c.
+    AllGather,
+    /// `root` gets every rank's shard. In place: n * c everywhere, own shard at r * c. Split: c and n * c (`dst` is not used on
+    /// the others).
+    Gather {
+        /// Rank that gets them.
+        root: usize,
+    },
+    /// Every rank gets its shard of `root`'s. In place: n * c everywhere, own shard lands at r * c. Split: n * c (not used on the
+    /// others) and c.
+    Scatter {
+        /// Rank that has them.
+        root: usize,
+    },
+    /// Rank r gets the combination of all ranks' shard r. In place: n * c, result at r * c, the other shards stay as they were.
+    /// Split: n * c and c.
+    ReduceScatter(ReduceOp),
+    /// Rank r gets shard r of every rank, in rank order. In place: n * c. Split: n * c and n * c.
+    AllToAll,
+    /// Returns when every rank has called it. No bytes.
+    Barrier,
+}
+
+/// How the two buffers of a verb relate. n is the number of ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Source and destination of one size, of any number of elements.
+    Equal,
+    /// Source and destination of one size, n shards each.
+    EqualShards,
+    /// The destination has n shards of the source's size.
+    Grows,
+    /// The source has n shards of the destination's size.
+    Shrinks,
+}
+
+/// Which of two separate buffers a rank uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Uses {
+    Both,
+    SourceOnly,
+    DestinationOnly,
+}
+
+impl Verb {
+    /// Its kind, for headers and counters.
+    #[inline]
+    pub const fn kind(self) -> Kind {
+        match self {
+            Verb::AllReduce(_) => Kind::AllReduce,
+            Verb::Reduce { .. } => Kind::Reduce,
+            Verb::Broadcast { .. } => Kind::Broadcast,
+            Verb::AllGather => Kind::AllGather,
+            Verb::Gather { .. } => Kind::Gather,
+            Verb::Scatter { .. } => Kind::Scatter,
+            Verb::ReduceScatter(_) => Kind::ReduceScatter,
+            Verb::AllToAll => Kind::AllToAll,
+            Verb::Barrier => Kind::Barrier,
+        }
+    }
+
+    /// The verb of a kind; a kind that has no reduce operation or no root ignores it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a kind that is a message and no verb.
+    #[inline]
+    pub fn of(kind: Kind, op: ReduceOp, root: usize) -> Result<Verb> {
+        Ok(match kind {
+            Kind::AllReduce => Verb::AllReduce(op),
+            Kind::Reduce => Verb::Reduce { op, root },
+            Kind::Broadcast => Verb::Broadcast { root },
+            Kind::AllGather => Verb::AllGather,
+            Kind::Gather => Verb::Gather { root },
+            Kind::Scatter => Verb::Scatter { root },
+            Kind::ReduceScatter => Verb::ReduceScatter(op),
+            Kind::AllToAll => Verb::AllToAll,
+            Kind::Barrier => Verb::Barrier,
+            Kind::AllToAllV | Kind::Send | Kind::Exchange => {
+                return Err(Error::InvalidArgument(format!("{} is a message, not a verb", kind.name())));
+            }
+        })
+    }
+
+    /// Its reduce operation, if it has one.
+    #[inline]
+    pub const fn op(self) -> Option<ReduceOp> {
+        match self {
+            Verb::AllReduce(op) | Verb::Reduce { op, .. } | Verb::ReduceScatter(op) => Some(op),
+            _ => None,
+        }
+    }
+
+    /// Its root, if it has one.
+    #[inline]
+    pub const fn root(self) -> Option<usize> {
+        match self {
+            Verb::Reduce { root, .. } | Verb::Broadcast { root } | Verb::Gather { root } | Verb::Scatter { root } => {
+                Some(root)
+            }
+            _ => None,
+        }
+    }
+
+    /// True when all ranks' tensors must have one shape.
+    #[inline]
+    pub const fn compares_shapes(self) -> bool {
+        matches!(self, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. })
+    }
+
+    /// How its buffers relate.
+    #[inline]
+    pub const fn layout(self) -> Layout {
+        match self {
+            Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier => Layout::Equal,
+            Verb::AllGather | Verb::Gather { .. } => Layout::Grows,
+            Verb::Scatter { .. } | Verb::ReduceScatter(_) => Layout::Shrinks,
+            Verb::AllToAll => Layout::EqualShards,
+        }
+    }
+
+    /// Which of two separate buffers this rank uses.
+    #[inline]
+    pub fn uses(self, rank: usize) -> Uses {
+        match self {
+            Verb::Reduce { root, .. } | Verb::Gather { root } if root != rank => Uses::SourceOnly,
+            Verb::Scatter { root } if root != rank => Uses::DestinationOnly,
+            _ => Uses::Both,
+        }
+    }
+
+    /// How many times the count of elements, as the fingerprint has it, the source and the destination of this rank hold. In place
+    /// (`split` false) only the destination counts.
+    pub fn parts(self, rank: usize, ranks: usize, split: bool) -> (usize, usize) {
+        let (src, dst) = match self.layout() {
+            Layout::Equal => (1, 1),
+            Layout::EqualShards => (ranks, ranks),
+            Layout::Grows => (1, ranks),
+            Layout::Shrinks => (ranks, 1),
+        };
+        match self.uses(rank) {
+            _ if !split => (0, src.max(dst)),
+            Uses::Both => (src, dst),
+            Uses::SourceOnly => (src, 0),
+            Uses::DestinationOnly => (0, dst),
+        }
+    }
+}
+
+/// The buffers of an operation, on the host or on a device.
+pub enum Io<'a> {
+    /// One buffer for input and output, as MPI_IN_PLACE. Rank r's shard lies at r * c.
+    InPlace(BufferMut<'a>),
+    /// Two buffers that do not overlap.
+    Split {
+        /// What this rank contributes.
+        src: Buffer<'a>,
+        /// What this rank gets.
+        dst: BufferMut<'a>,
+    },
+}
+
+impl<'a> Io<'a> {
+    /// One buffer of host memory.
+    #[inline]
+    pub fn in_place(data: &'a mut [u8]) -> Io<'a> {
+        Io::InPlace(data.into())
+    }
+
+    /// Two buffers of host memory.
+    #[inline]
+    pub fn split(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
+        Io::Split { src: src.into(), dst: dst.into() }
+    }
+
+    /// No buffer.
+    pub fn none() -> Io<'a> {
+        Io::in_place(&mut [])
+    }
+
+    /// Bytes of the larger buffer.
+    #[inline]
+    pub fn len(&self) -> usize {
+        match self {
+            Io::InPlace(data) => data.len(),
+            Io::Split { src, dst } => src.len().max(dst.len()),
+        }
+    }
+
+    /// True when there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The device of both buffers; `None` for the host.
+    ///
+    /// # Errors
+    /// `UnsupportedType` when they are in different places.
+    #[inline]
+    pub fn device(&self) -> Result<DeviceRef<'a>> {
+        let (src, dst) = match self {
+            Io::InPlace(data) => return Ok(data.device()),
+            Io::Split { src, dst } => (src.device(), dst.device()),
+        };
+        let together = match (src, dst) {
+            (None, None) => true,
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        };
+        let name =
+            |place: DeviceRef<'_>| place.map_or_else(|| "the host".to_owned(), |device| device.name().to_owned());
+        if together {
+            Ok(src)
+        } else {
+            Err(Error::UnsupportedType(format!("the source is on {}, the destination on {}", name(src), name(dst))))
+        }
+    }
+
+    /// The buffers as slices, where they are on the host.
+    ///
+    /// # Errors
+    /// `UnsupportedType`, naming the device.
+    #[inline]
+    pub fn into_host(self) -> Result<HostIo<'a>> {
+        Ok(match self {
+            Io::InPlace(data) => HostIo::InPlace(data.into_host()?),
+            Io::Split { src, dst } => HostIo::Split { src: src.as_host()?, dst: dst.into_host()? },
+        })
+    }
+}
+
+/// [`Io`] in host memory.
+pub enum HostIo<'a> {
+    /// One buffer for input and output.
+    InPlace(&'a mut [u8]),
+    /// Two buffers that do not overlap.
+    Split {
+        /// What this rank contributes.
+        src: &'a [u8],
+        /// What this rank gets.
+        dst: &'a mut [u8],
+    },
+}
+
+impl HostIo<'_> {
+    /// What this rank contributes.
+    #[inline]
+    pub fn input(&self) -> &[u8] {
+        match self {
+            HostIo::InPlace(data) => data,
+            HostIo::Split { src, .. } => src,
+        }
+    }
+
+    /// What this rank gets.
+    #[inline]
+    pub fn output(&mut self) -> &mut [u8] {
+        match self {
+            HostIo::InPlace(data) => data,
+            HostIo::Split { dst, .. } => dst,
+        }
+    }
+
+    /// Copies what a rank sends to itself from the input to the output, unless it is there already.
+    pub fn keep_own(&mut self, from: Range<usize>, to: usize) {
+        if let HostIo::Split { src, dst } = self {
+            dst[to..to + from.len()].copy_from_slice(&src[from]);
+        }
+    }
+}
+
+impl<'a> From<HostIo<'a>> for Io<'a> {
+    fn from(host: HostIo<'a>) -> Io<'a> {
+        match host {
+            HostIo::InPlace(data) => Io::in_place(data),
+            HostIo::Split { src, dst } => Io::split(src, dst),
+        }
+    }
+}
+
+/// What accompanies one operation through the layers.
 #[derive(Clone, Copy)]
 pub struct OpContext<'a> {
-    /// What the operation says of itself to the others. Headers carry it as it is; the methods' own arguments say what to do
-    /// (a stage of `hier` runs a reduce under the fingerprint of the all_reduce that it is part of).
+    /// What the operation says of itself to the other ranks. Headers carry it as it is; the verb says what to do (inside `hier` a
+    /// reduce runs under the fingerprint of the all_reduce that it is part of).
     pub fingerprint: Fingerprint,
     /// When it must be done.
     pub deadline: Deadline,
@@ -72,7 +374,14 @@ pub struct Outgoing<'a> {
     /// What the message says of itself.
     pub fingerprint: Fingerprint,
     /// The bytes.
-    pub data: &'a [u8],
+    pub data: Buffer<'a>,
+}
+
+impl<'a> Outgoing<'a> {
+    /// A message of these bytes of host memory.
+    pub fn new(peer: usize, fingerprint: Fingerprint, data: &'a [u8]) -> Outgoing<'a> {
+        Outgoing { peer, fingerprint, data: data.into() }
+    }
 }
 
 /// A message of a grouped exchange from a group rank.
@@ -82,5 +391,12 @@ pub struct Incoming<'a> {
     /// What the message must say of itself.
     pub fingerprint: Fingerprint,
     /// Where the bytes go; the message must have exactly this length.
-    pub data: &'a mut [u8],
+    pub data: BufferMut<'a>,
+}
+
+impl<'a> Incoming<'a> {
+    /// A message into these bytes of host memory.
+    pub fn new(peer: usize, fingerprint: Fingerprint, data: &'a mut [u8]) -> Incoming<'a> {
+        Incoming { peer, fingerprint, data: data.into() }
+    }
 }

@@ -12,11 +12,11 @@
 //!    bucket with tensors, together with that one; a schedule of padding only releases nothing.
 //! 5. **Errors change nothing.** Marking an unknown tensor, or one twice before its bucket is released, leaves the state as it was.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use crate::error::{Error, Result};
 
-/// The position of a tensor in a schedule.
+/// The bucket of a tensor, and its index there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorIndex {
     /// Index of its bucket.
@@ -46,7 +46,8 @@ struct Entry {
 #[derive(Default)]
 pub struct Schedule {
     entries: Vec<Entry>,
-    indices: HashMap<String, TensorIndex>,
+    /// Tensors that can be marked, by number: in registered order, without padding.
+    indices: Vec<TensorIndex>,
     /// The bucket to release next; below the number of buckets, or 0 when there are none.
     front: usize,
 }
@@ -55,13 +56,14 @@ impl Schedule {
     /// A schedule of buckets in this order, each a list of (tensor name, padding). Tensor names must be unique; names of padding are
     /// ignored.
     pub fn new(buckets: Vec<Vec<(String, bool)>>) -> Result<Schedule> {
-        let mut indices = HashMap::new();
+        let (mut indices, mut names) = (Vec::new(), HashSet::new());
         let mut entries = Vec::with_capacity(buckets.len());
         for (bucket, tensors) in buckets.into_iter().enumerate() {
             for (tensor, (name, _)) in tensors.iter().enumerate().filter(|(_, (_, padding))| !padding) {
-                if indices.insert(name.clone(), TensorIndex { bucket, tensor }).is_some() {
+                if !names.insert(name.clone()) {
                     return Err(Error::InvalidArgument(format!("tensor '{name}' is in the schedule twice")));
                 }
+                indices.push(TensorIndex { bucket, tensor });
             }
             let slots: Vec<Slot> =
                 tensors.into_iter().map(|(name, padding)| Slot { name, padding, ready: padding }).collect();
@@ -71,9 +73,13 @@ impl Schedule {
         Ok(Schedule { entries, indices, front: 0 })
     }
 
-    /// The position of a tensor; `None` for padding and unknown names.
-    pub fn find(&self, tensor: &str) -> Option<TensorIndex> {
-        self.indices.get(tensor).copied()
+    /// Names of the tensors that can be marked, by number.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.indices.iter().map(|index| self.name(*index))
+    }
+
+    fn name(&self, index: TensorIndex) -> &str {
+        &self.entries[index.bucket].slots[index.tensor].name
     }
 
     /// The bucket to release next.
@@ -81,22 +87,30 @@ impl Schedule {
         self.front
     }
 
-    /// The position of a tensor, or the error with which `mark_ready` would refuse it.
-    pub fn check(&self, tensor: &str) -> Result<TensorIndex> {
-        let index = self
-            .find(tensor)
-            .ok_or_else(|| Error::InvalidArgument(format!("no bucket holds a tensor named '{tensor}'")))?;
+    /// The position of the tensor of this number, or the error with which `mark_ready` would refuse it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a number that no tensor has, and for a tensor that is marked already.
+    pub fn check(&self, number: usize) -> Result<TensorIndex> {
+        let known = self.indices.len();
+        let index = *self.indices.get(number).ok_or_else(|| {
+            Error::InvalidArgument(format!("no tensor has number {number}: {known} tensors are registered"))
+        })?;
         if self.entries[index.bucket].slots[index.tensor].ready {
             return Err(Error::InvalidArgument(format!(
-                "tensor '{tensor}' was marked ready twice before its bucket was communicated"
+                "tensor '{}' was marked ready twice before its bucket was communicated",
+                self.name(index)
             )));
         }
         Ok(index)
     }
 
-    /// Marks a tensor, and returns the buckets that this releases, in order.
-    pub fn mark_ready(&mut self, tensor: &str) -> Result<Vec<usize>> {
-        let index = self.check(tensor)?;
+    /// Marks the tensor of this number, and returns the buckets that this releases, in order.
+    ///
+    /// # Errors
+    /// As [`Schedule::check`].
+    pub fn mark_ready(&mut self, number: usize) -> Result<Vec<usize>> {
+        let index = self.check(number)?;
         let entry = &mut self.entries[index.bucket];
         entry.slots[index.tensor].ready = true;
         entry.missing -= 1;
@@ -167,8 +181,17 @@ mod tests {
         Schedule::new(text.split_whitespace().map(|bucket| bucket.chars().map(slot).collect()).collect()).unwrap()
     }
 
+    /// Number of the tensor of this name; one that no tensor has for an unknown name.
+    fn number(schedule: &Schedule, name: &str) -> usize {
+        schedule.names().position(|known| known == name).unwrap_or(usize::MAX)
+    }
+
+    fn mark(schedule: &mut Schedule, name: &str) -> Result<Vec<usize>> {
+        schedule.mark_ready(number(schedule, name))
+    }
+
     fn marks(schedule: &mut Schedule, tensors: &str) -> Vec<usize> {
-        tensors.chars().flat_map(|tensor| schedule.mark_ready(&tensor.to_string()).unwrap()).collect()
+        tensors.chars().flat_map(|tensor| mark(schedule, &tensor.to_string()).unwrap()).collect()
     }
 
     /// Every order of the letters.
@@ -199,10 +222,10 @@ mod tests {
     fn a_complete_bucket_behind_an_incomplete_one_waits_and_is_released_with_it() {
         // Invariant 3.
         let mut state = schedule("a b c");
-        assert_eq!(state.mark_ready("c").unwrap(), []);
-        assert_eq!(state.mark_ready("b").unwrap(), []);
+        assert!(mark(&mut state, "c").unwrap().is_empty());
+        assert!(mark(&mut state, "b").unwrap().is_empty());
         assert_eq!(state.blocking(), ["a"]);
-        assert_eq!(state.mark_ready("a").unwrap(), [0, 1, 2]);
+        assert_eq!(mark(&mut state, "a").unwrap(), [0, 1, 2]);
         assert_eq!(state.front(), 0);
     }
 
@@ -210,7 +233,7 @@ mod tests {
     fn a_tensor_marked_for_the_next_step_waits_for_the_rest_of_this_one() {
         let mut state = schedule("a b");
         assert_eq!(marks(&mut state, "a"), [0]);
-        assert_eq!(marks(&mut state, "a"), []);
+        assert!(marks(&mut state, "a").is_empty());
         assert_eq!(state.blocking(), ["b"]);
         assert_eq!(marks(&mut state, "b"), [1, 0]);
     }
@@ -220,19 +243,19 @@ mod tests {
         // Invariant 5.
         let mut state = schedule("ab");
         marks(&mut state, "a");
-        let error = state.mark_ready("a").unwrap_err();
+        let error = mark(&mut state, "a").unwrap_err();
         assert!(
             matches!(&error, Error::InvalidArgument(text) if text.contains("'a'") && text.contains("twice")),
             "{error}"
         );
-        assert!(state.mark_ready("z").unwrap_err().to_string().contains("'z'"));
+        assert!(state.mark_ready(2).unwrap_err().to_string().contains("no tensor has number 2: 2 tensors"));
         assert_eq!(marks(&mut state, "b"), [0]);
     }
 
     #[test]
     fn padding_is_always_ready_and_cannot_be_marked() {
         let mut state = schedule("a.");
-        assert!(state.mark_ready(".").is_err());
+        assert!(mark(&mut state, ".").is_err());
         assert_eq!(marks(&mut state, "aaa"), [0, 0, 0]);
     }
 
@@ -266,7 +289,7 @@ mod tests {
     #[test]
     fn a_schedule_without_buckets_refuses_every_tensor_and_blocks_nothing() {
         let mut state = schedule("");
-        assert!(state.mark_ready("a").is_err());
+        assert!(mark(&mut state, "a").is_err());
         assert!(state.blocking().is_empty());
         state.reset();
         assert_eq!(state.front(), 0);
@@ -301,7 +324,7 @@ mod tests {
             for pick in picks {
                 let at = pick % all.len();
                 let (bucket, tensor) = all[at];
-                let result = state.mark_ready(&name(bucket, tensor));
+                let result = mark(&mut state, &name(bucket, tensor));
                 prop_assert_eq!(result.is_err(), marked[at]);
                 let Ok(buckets) = result else { continue };
                 marked[at] = true;

@@ -12,6 +12,8 @@ pub struct OpStats {
     pub calls: AtomicU64,
     /// Operations in which the ranks of a host read or wrote each other's tensors directly.
     pub zero_copy: AtomicU64,
+    /// Those of them that combined inside hosts first.
+    pub hierarchical: AtomicU64,
     /// Bytes of the user's tensors.
     pub payload_bytes: AtomicU64,
     /// Bytes written to sockets, headers included; bytes in shared memory are not counted.
@@ -22,8 +24,6 @@ pub struct OpStats {
     pub wait_ns: AtomicU64,
     /// Time in reduce kernels.
     pub reduce_ns: AtomicU64,
-    /// Time in codecs.
-    pub encode_ns: AtomicU64,
 }
 
 /// The values of an [`OpStats`] at one time.
@@ -32,12 +32,12 @@ pub struct OpStats {
 pub struct OpSnapshot {
     pub calls: u64,
     pub zero_copy: u64,
+    pub hierarchical: u64,
     pub payload_bytes: u64,
     pub wire_bytes_sent: u64,
     pub wire_bytes_received: u64,
     pub wait_s: f64,
     pub reduce_s: f64,
-    pub encode_s: f64,
 }
 
 impl OpStats {
@@ -57,12 +57,12 @@ impl OpStats {
         OpSnapshot {
             calls: self.calls.load(Relaxed),
             zero_copy: self.zero_copy.load(Relaxed),
+            hierarchical: self.hierarchical.load(Relaxed),
             payload_bytes: self.payload_bytes.load(Relaxed),
             wire_bytes_sent: self.wire_bytes_sent.load(Relaxed),
             wire_bytes_received: self.wire_bytes_received.load(Relaxed),
             wait_s: seconds(&self.wait_ns),
             reduce_s: seconds(&self.reduce_ns),
-            encode_s: seconds(&self.encode_ns),
         }
     }
 }

@@ -121,6 +121,15 @@ impl ReduceOp {
         }
     }
 
+    /// The operation of a partial result: an average is a sum that is divided once, at the end.
+    #[must_use]
+    pub const fn undivided(self) -> ReduceOp {
+        match self {
+            ReduceOp::Avg => ReduceOp::Sum,
+            other => other,
+        }
+    }
+
     /// Refuses what has no one meaning: the average of integers or bool, the sum of bool, bits of floats.
     pub fn check(self, dtype: DType) -> Result<()> {
         let refused = match self {
@@ -229,7 +238,7 @@ pub struct Fingerprint {
     /// Which incarnation of the group: two groups built one after the other never understand each other.
     pub epoch: u32,
     /// Which lane of the group: each engine has its own.
-    pub channel: u32,
+    pub lane: u32,
     /// What is being done.
     pub kind: Kind,
     /// How many operations this lane did before (for `Send`: how many messages this pair exchanged before).
@@ -244,22 +253,39 @@ pub struct Fingerprint {
     pub count: u64,
     /// Shape of the tensor, where the kind requires equal shapes.
     pub shape: Shape,
+    /// Tag of a message; 0 for collectives.
+    pub tag: u32,
+    /// Id of the codec that compresses the data; 0 for none.
+    pub codec: u8,
+    /// Kind of the device that the tensor is on; 0 for the host.
+    pub device: u8,
+    /// How the operation is done, where ranks could differ: a sum of the constants of [`flags`].
+    pub flags: u16,
+}
+
+/// Values of [`Fingerprint::flags`].
+pub mod flags {
+    /// Inside hosts first, whatever the group would choose.
+    pub const HIERARCHICAL: u16 = 1;
 }
 
 impl Fingerprint {
-    /// The fingerprint of the first operation of lane 0, of epoch 0, on a vector of `count` elements; without op and root. Tests
-    /// and benchmarks change the fields that they are about.
-    pub fn first(kind: Kind, dtype: DType, count: usize) -> Fingerprint {
+    /// The first operation of a kind on lane 0 of a group, on the host, of a tensor whose shape does not count.
+    pub fn new(kind: Kind, dtype: DType, count: usize) -> Fingerprint {
         Fingerprint {
             epoch: 0,
-            channel: 0,
+            lane: 0,
             kind,
             seq: 0,
             dtype,
             op: None,
             root: None,
             count: count as u64,
-            shape: Shape::flat(count),
+            shape: Shape::default(),
+            tag: 0,
+            codec: 0,
+            device: 0,
+            flags: 0,
         }
     }
 }
@@ -277,13 +303,12 @@ impl std::fmt::Display for Fingerprint {
         let shown = usize::from(self.shape.ndim).min(4);
         let dims: Vec<String> = self.shape.dims[..shown].iter().map(u32::to_string).collect();
         let more = if self.shape.ndim > 4 { ", …" } else { "" };
-        write!(
-            f,
-            "[{}{more}], {} elements (channel {}, epoch {})",
-            dims.join(", "),
-            self.count,
-            self.channel,
-            self.epoch
-        )
+        write!(f, "[{}{more}], {} elements", dims.join(", "), self.count)?;
+        let extras = [("tag", self.tag), ("codec", self.codec.into()), ("device kind", self.device.into())];
+        for (name, value) in extras.into_iter().filter(|(_, value)| *value > 0) {
+            write!(f, ", {name} {value}")?;
+        }
+        let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
+        write!(f, "{hierarchical} (lane {}, epoch {})", self.lane, self.epoch)
     }
 }

@@ -1,11 +1,13 @@
 //! Waiting: locks, deadlines, futexes, and doorbells that a peer rings from another thread or process.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::convert::Infallible;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::thread::futex;
+use crate::error::{Error, Result};
+use crate::sync::{AtomicU32, Instant, futex};
 
 /// The longest that a wait sleeps before it checks its [`crate::health::GroupHealth`] and its deadline again.
 /// A wait therefore ends within this time of an abort, without a wake-up.
@@ -55,6 +57,55 @@ impl Deadline {
     }
 }
 
+/// The outcome of a wait of limited length.
+#[derive(Debug, PartialEq)]
+#[must_use]
+pub enum Waited<T> {
+    /// The operation is done, with this result.
+    Done(Result<T>),
+    /// The operation was not done at the end of the wait. Nothing failed.
+    Pending,
+}
+
+/// Waits for an operation for at most `timeout` (`None`: until it is done), in waits of at most `slice`. Calls `between` between two of
+/// them, and once more before it returns a timeout; an error of `between` ends the wait and leaves the operation running.
+///
+/// `wait` waits for at most its argument. `timed_out` creates the error for a `timeout` that passed, and is called in no other case: the
+/// result equals that of a single wait of length `timeout`.
+pub fn wait_in_slices<T, E>(
+    timeout: Option<Duration>,
+    slice: Duration,
+    mut wait: impl FnMut(Duration) -> Waited<T>,
+    mut between: impl FnMut() -> std::result::Result<(), E>,
+    timed_out: impl FnOnce(Duration) -> Error,
+) -> std::result::Result<Result<T>, E> {
+    let start = Instant::now();
+    loop {
+        let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+        match wait(left.map_or(slice, |left| left.min(slice))) {
+            Waited::Done(result) => return Ok(result),
+            Waited::Pending => between()?,
+        }
+        if let (Some(limit), Some(left)) = (timeout, left)
+            && left <= slice
+        {
+            return Ok(Err(timed_out(limit)));
+        }
+    }
+}
+
+/// A single wait for at most `timeout` (`None`: until the operation is done), as [`wait_in_slices`].
+pub fn wait_once<T>(
+    timeout: Option<Duration>,
+    wait: impl FnMut(Duration) -> Waited<T>,
+    timed_out: impl FnOnce(Duration) -> Error,
+) -> Result<T> {
+    match wait_in_slices(timeout, Duration::MAX, wait, || Ok::<(), Infallible>(()), timed_out) {
+        Ok(result) => result,
+        Err(never) => match never {},
+    }
+}
+
 /// Called with a blocking wait; must call it exactly once.
 pub type BlockingHook = fn(&mut (dyn FnMut() + Send));
 
@@ -86,19 +137,13 @@ pub fn blocking_wait(mut wait: impl FnMut() + Send) {
 
 /// Waits while `*word == seen`, for at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
-    let timeout = futex::Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
     // After every outcome (woken, changed, timed out, interrupted) the caller checks its condition again.
-    blocking_wait(|| {
-        let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
-    });
+    blocking_wait(|| futex::wait(word, seen, timeout));
 }
 
 /// Wakes every thread that waits on `word`, in every process.
 pub fn futex_wake(word: &AtomicU32) {
-    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+    futex::wake(word);
 }
 
 /// The memory of a doorbell's two words: an `Arc` for threads, an arena for processes.
@@ -167,6 +212,9 @@ impl Doorbell {
     }
 }
 
+#[cfg(all(test, model))]
+mod model;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -215,6 +263,68 @@ mod tests {
         assert_eq!(CALLS.get(), 2);
         wait();
         assert_eq!(CALLS.get(), 2, "the hook outlived the work");
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn never_times_out(_: Duration) -> Error {
+        panic!("no timeout passed")
+    }
+
+    #[test]
+    fn an_operation_that_is_done_between_two_slices_returns_its_result() {
+        for timeout in [None, Some(LONG)] {
+            for result in [Ok(7), Err(Error::Aborted("by a peer".to_owned()))] {
+                let (done, waits) = (Cell::new(false), Cell::new(0));
+                let wait = |limit| {
+                    assert_eq!(limit, Duration::ZERO);
+                    waits.set(waits.get() + 1);
+                    if done.get() { Waited::Done(result.clone()) } else { Waited::Pending }
+                };
+                let between = || {
+                    done.set(waits.get() == 3);
+                    Ok::<(), ()>(())
+                };
+                let waited = wait_in_slices(timeout, Duration::ZERO, wait, between, never_times_out);
+                assert_eq!((waited, waits.get()), (Ok(result.clone()), 4));
+            }
+        }
+    }
+
+    #[test]
+    fn a_timeout_of_the_operation_is_returned_as_it_is() {
+        let own = Error::Timeout { after: LONG, missing: vec![1], noticed_by: 0, progress: None };
+        let wait = |_| Waited::<()>::Done(Err(own.clone()));
+        let between = || Ok::<(), ()>(());
+        let waited = wait_in_slices(Some(Duration::ZERO), Duration::ZERO, wait, between, never_times_out);
+        assert_eq!(waited, Ok(Err(own.clone())));
+        assert_eq!(wait_once(None, wait, never_times_out), Err(own.clone()));
+    }
+
+    #[test]
+    fn a_timeout_that_passes_ends_the_wait_after_what_runs_between_slices() {
+        let timed_out = |after| Error::Timeout { after, missing: vec![], noticed_by: 3, progress: None };
+        for timeout in [Duration::ZERO, Duration::from_millis(1)] {
+            let ran = Cell::new(0);
+            let between = || {
+                ran.set(ran.get() + 1);
+                Ok::<(), ()>(())
+            };
+            let wait = |_| Waited::<()>::Pending;
+            let waited = wait_in_slices(Some(timeout), Duration::ZERO, wait, between, timed_out);
+            assert_eq!(waited, Ok(Err(timed_out(timeout))));
+            assert!(ran.get() > 0);
+            assert_eq!(wait_once(Some(timeout), wait, timed_out), Err(timed_out(timeout)));
+        }
+    }
+
+    #[test]
+    fn an_error_between_two_slices_ends_the_wait() {
+        for timeout in [None, Some(LONG), Some(Duration::ZERO)] {
+            let wait = |_| Waited::<()>::Pending;
+            let waited = wait_in_slices(timeout, Duration::ZERO, wait, || Err("Ctrl-C"), never_times_out);
+            assert_eq!(waited, Err("Ctrl-C"));
+        }
     }
 
     #[test]

@@ -10,13 +10,14 @@ use bagua_core::bucket::{Bucket, Tensor};
 use bagua_core::collective::{Collective, Net, Solo};
 use bagua_core::engine::{Engine, Handle, LaneWorker, SharedBucket};
 use bagua_core::error::{Error, Result};
-use bagua_core::group::Lane;
+use bagua_core::group::{Lane, Lanes};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Region;
-use bagua_core::op::{CallbackOp, CentralizedOp, NoOp, Op};
+use bagua_core::op::{BucketCx, CallbackOp, CentralizedOp, NoOp, Op};
 use bagua_core::stats::Stats;
 use bagua_core::transport::local_mesh;
 use bagua_core::types::DType;
+use bagua_core::wait::Waited;
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
@@ -95,7 +96,12 @@ fn text<T>(result: Result<T>) -> String {
 }
 
 fn mark(engine: &Engine, tensors: &str) {
-    tensors.chars().for_each(|tensor| engine.mark_ready(&tensor.to_string(), None).unwrap());
+    tensors.chars().for_each(|tensor| engine.mark_ready(number(engine, &tensor.to_string()), None).unwrap());
+}
+
+/// Number of the tensor of this name; one that no tensor has for an unknown name.
+fn number(engine: &Engine, name: &str) -> usize {
+    engine.tensors().iter().position(|known| known == name).unwrap_or(usize::MAX)
 }
 
 #[test]
@@ -113,7 +119,7 @@ fn buckets_are_communicated_in_registered_order_while_the_caller_goes_on() {
     assert_eq!(engine.unready(), ["d", "e"]);
     mark(&engine, "ed");
     assert!(engine.unready().is_empty());
-    assert!(text(engine.mark_ready("a", None)).contains("bucket '0' is still being communicated"));
+    assert!(text(engine.mark_ready(number(&engine, "a"), None)).contains("bucket '0' is still being communicated"));
     drop(open);
     assert_eq!(engine.wait(LONG).unwrap(), 3);
     assert_eq!(*log.lock().unwrap(), ["0", "1", "2"]);
@@ -161,8 +167,8 @@ fn a_tensor_marked_twice_or_unknown_is_refused_by_name_and_the_step_goes_on() {
     let (engine, _) = alone();
     engine.register(buckets("ab")).unwrap();
     mark(&engine, "a");
-    assert!(text(engine.mark_ready("a", None)).contains("'a' was marked ready twice"));
-    assert!(text(engine.mark_ready("z", None)).contains("'z'"));
+    assert!(text(engine.mark_ready(number(&engine, "a"), None)).contains("'a' was marked ready twice"));
+    assert!(text(engine.mark_ready(number(&engine, "z"), None)).contains("'z'"));
     mark(&engine, "b");
     assert_eq!(engine.wait(LONG).unwrap(), 1);
 }
@@ -203,9 +209,9 @@ fn the_error_of_a_callback_says_where_it_happened_and_reaches_this_and_every_lat
     let expected = Error::InvalidArgument("in the callback of bucket '0': no".into());
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
     assert_eq!(health.cause(), Some(expected.clone()));
-    assert_eq!(engine.mark_ready("b", None), Err(expected.clone()));
+    assert_eq!(engine.mark_ready(number(&engine, "b"), None), Err(expected.clone()));
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
-    assert_eq!(engine.submit(Box::new(|_| Ok(()))).err(), Some(expected));
+    assert_eq!(engine.submit(|_| Ok(())).err(), Some(expected));
     // The memory is back.
     buckets[0].clear_ops().unwrap();
 }
@@ -238,14 +244,70 @@ fn a_wait_that_times_out_leaves_the_bucket_running() {
 }
 
 #[test]
+fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
+    let (engine, _) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a b");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    assert_eq!(engine.wait_for(Duration::ZERO), Waited::Pending);
+    let mut open = Some(open);
+    let finish_both = || {
+        if open.take().is_some() {
+            // In order with the buckets: they are done when this job is.
+            engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
+        }
+        Ok::<(), ()>(())
+    };
+    assert_eq!(engine.wait_in_slices(LONG, Duration::ZERO, finish_both), Ok(Ok(2)));
+}
+
+#[test]
+fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
+    let (engine, _) = alone();
+    engine.register(buckets("a b c")).unwrap();
+    for step in 0..5000 {
+        mark(&engine, "abc");
+        let waited = engine.wait_in_slices(None, Duration::ZERO, || Ok::<(), ()>(()));
+        assert_eq!(waited, Ok(Ok(3)), "step {step}");
+    }
+}
+
+#[test]
+fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
+    // The group has failed, and the operation that waits for the peer has not noticed yet.
+    let (engine, health) = alone();
+    let (hold, begins, open) = gate();
+    let buckets = buckets("a b");
+    buckets[0].append(hold).unwrap();
+    engine.register(buckets).unwrap();
+    mark(&engine, "ab");
+    begins.recv().unwrap();
+    let lost = health.fail(health.peer_lost(0, "no heartbeat for 5.0 s"));
+    let mut slices = 0;
+    let mut open = Some(open);
+    let notice_late = || {
+        slices += 1;
+        if slices == 100 {
+            drop(open.take());
+        }
+        Ok::<(), ()>(())
+    };
+    assert_eq!(engine.wait_in_slices(None, Duration::ZERO, notice_late), Ok(Err(lost)));
+    assert!(slices >= 100);
+}
+
+#[test]
 fn memory_that_moved_is_the_memory_that_is_communicated() {
     struct Doubles;
     impl Op for Doubles {
         fn name(&self) -> &'static str {
             "doubles"
         }
-        fn run(&self, _: &str, tensors: &mut [Region], _: &mut Lane) -> Result<()> {
-            for value in tensors[0].bytes_mut().chunks_exact_mut(4) {
+        fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
+            for value in cx.tensors[0].as_host_mut()?.chunks_exact_mut(4) {
                 let doubled = 2.0 * f32::from_ne_bytes(value.try_into().unwrap());
                 value.copy_from_slice(&doubled.to_ne_bytes());
             }
@@ -257,11 +319,11 @@ fn memory_that_moved_is_the_memory_that_is_communicated() {
     buckets[0].append(Arc::new(Doubles)).unwrap();
     engine.register(buckets).unwrap();
     let (address, region) = memory(&[21.0]);
-    engine.mark_ready("a", Some(region)).unwrap();
+    engine.mark_ready(number(&engine, "a"), Some(region)).unwrap();
     engine.wait(LONG).unwrap();
     assert_eq!(values(address, 1), [42.0]);
     let wrong = memory(&[1.0, 2.0]).1;
-    assert!(text(engine.mark_ready("a", Some(wrong))).contains("its new memory has 2"));
+    assert!(text(engine.mark_ready(number(&engine, "a"), Some(wrong))).contains("its new memory has 2"));
     mark(&engine, "a");
     engine.wait(LONG).unwrap();
     assert_eq!(values(address, 1), [84.0]);
@@ -304,9 +366,9 @@ fn dropping_an_idle_engine_harms_no_group() {
     let (engine, health) = alone();
     engine.register(buckets("a b")).unwrap();
     mark(&engine, "a");
-    engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
+    engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
     engine.shutdown();
-    assert_eq!(text(engine.mark_ready("b", None)), "aborted: engine 'model' was shut down");
+    assert_eq!(text(engine.mark_ready(number(&engine, "b"), None)), "aborted: engine 'model' was shut down");
     drop(engine);
     assert!(health.check().is_ok());
 }
@@ -373,7 +435,7 @@ fn what_is_submitted_and_what_is_run_happen_in_program_order() {
     let log = Arc::new(Mutex::new(Vec::new()));
     for step in 0..60 {
         let inside = log.clone();
-        let note = move |_: &mut Lane| {
+        let note = move |_: &mut Lanes| {
             inside.lock().unwrap().push(step);
             Ok(())
         };
@@ -407,7 +469,7 @@ fn an_error_that_nobody_can_see_any_more_reaches_the_next_call_once() {
     let (channel, _) = channel();
     drop(channel.submit("a note", Box::new(|_| Err(Error::InvalidArgument("lost".into())))).unwrap());
     let ran = AtomicUsize::new(0);
-    let count = |_: &mut Lane| Ok(ran.fetch_add(1, Ordering::Relaxed));
+    let count = |_: &mut Lanes| Ok(ran.fetch_add(1, Ordering::Relaxed));
     assert_eq!(channel.run(count), Err(Error::InvalidArgument("lost".into())));
     assert_eq!(channel.run(count), Ok(0));
     assert_eq!(ran.load(Ordering::Relaxed), 1);
@@ -417,7 +479,7 @@ fn an_error_that_nobody_can_see_any_more_reaches_the_next_call_once() {
 fn a_timeout_of_a_handle_leaves_its_job_running() {
     let (channel, _) = channel();
     let (open, opened) = mpsc::channel::<()>();
-    let job = move |_: &mut Lane| {
+    let job = move |_: &mut Lanes| {
         let _ = opened.recv();
         Ok(())
     };
@@ -447,7 +509,7 @@ fn the_first_cause_wins_over_what_follows_from_it() {
 fn jobs_queued_behind_a_failure_end_with_its_cause() {
     let (channel, _) = channel();
     let (open, opened) = mpsc::channel::<()>();
-    let fails = move |_: &mut Lane| {
+    let fails = move |_: &mut Lanes| {
         let _ = opened.recv();
         Err(Error::other("broken"))
     };
@@ -462,11 +524,11 @@ fn jobs_queued_behind_a_failure_end_with_its_cause() {
 fn a_step_that_was_complete_is_not_failed_by_what_came_after() {
     let (engine, health) = alone();
     engine.register(buckets("a")).unwrap();
-    engine.mark_ready("a", None).unwrap();
+    engine.mark_ready(number(&engine, "a"), None).unwrap();
     // In order with the bucket, so the bucket is done when this is.
-    engine.submit(Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
+    engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
     let _ = health.fail(Error::Aborted("a peer failed in its next step".to_owned()));
     assert_eq!(engine.wait(LONG).unwrap(), 1);
-    assert!(matches!(engine.mark_ready("a", None), Err(Error::Aborted(_))));
+    assert!(matches!(engine.mark_ready(number(&engine, "a"), None), Err(Error::Aborted(_))));
     assert!(matches!(engine.wait(LONG), Err(Error::Aborted(_))));
 }

@@ -32,9 +32,9 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on(
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = |result: Result<(), Error>| matches!(result, Err(Error::System { message, .. }) if message.contains("forked"));
-        let marked = refused(engine.mark_ready("a", None));
+        let marked = refused(engine.mark_ready(0, None));
         let waited = refused(engine.wait(Some(Duration::from_secs(1))).map(drop));
-        let submitted = refused(engine.submit(Box::new(|_| Ok(()))).map(drop));
+        let submitted = refused(engine.submit(|_| Ok(())).map(drop));
         drop(engine);
         // SAFETY: ends the child at once, without the parent's exit handlers.
         unsafe { libc::_exit(i32::from(!(marked && waited && submitted))) };
@@ -43,6 +43,6 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on(
     // SAFETY: waits for the child that was just made.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "the child ended with {status}");
-    engine.mark_ready("a", None).unwrap();
+    engine.mark_ready(0, None).unwrap();
     assert_eq!(engine.wait(Some(Duration::from_secs(60))).unwrap(), 1);
 }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use bagua_core::collective::Io;
+use bagua_core::collective::{Io, Verb};
 use bagua_core::error::Error;
 use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_core::memory::SharedArena;
@@ -65,10 +65,10 @@ fn part(arena: &SharedArena, offset: usize, len: usize) -> &mut [u8] {
     &mut whole[offset..offset + len]
 }
 
-const OPTIONS: Options<'static> = Options { timeout: None, label: "", shape: None };
+const OPTIONS: Options<'static> = Options::DEFAULT;
 
 fn all_reduce(lane: &mut Lane, dtype: DType, data: &mut [u8], op: ReduceOp) {
-    lane.all_reduce(&OPTIONS, dtype, Io::InPlace(data), op).unwrap();
+    lane.run(&OPTIONS, dtype, Verb::AllReduce(op), Io::in_place(data)).unwrap();
 }
 
 /// The expected result: the all_reduce of all ranks' `data` over TCP.
@@ -145,34 +145,34 @@ fn zero_copy_verbs_with_chunks_and_roots_work_in_place_and_split() {
 
             for root in 0..n {
                 let data_of_root = fill(whole);
-                lane.broadcast(&OPTIONS, f32, data_of_root, root).unwrap();
+                lane.run(&OPTIONS, f32, Verb::Broadcast { root }, Io::in_place(data_of_root)).unwrap();
                 assert!(*data_of_root == *data(root, f32, whole), "broadcast");
                 let input = fill(whole);
-                lane.reduce(&OPTIONS, f32, Io::InPlace(input), sum, root).unwrap();
+                lane.run(&OPTIONS, f32, Verb::Reduce { op: sum, root }, Io::in_place(input)).unwrap();
                 assert!(*input == *if me == root { reduced.clone() } else { data(me, f32, whole) }, "reduce");
                 let all = part(&arena, 0, whole);
                 all[own.clone()].copy_from_slice(&data(me, f32, chunk));
-                lane.gather(&OPTIONS, f32, Io::InPlace(all), root).unwrap();
+                lane.run(&OPTIONS, f32, Verb::Gather { root }, Io::in_place(all)).unwrap();
                 assert!(me != root || *all == *gathered, "gather");
             }
             let all = part(&arena, 0, whole);
             all.fill(0);
             all[own.clone()].copy_from_slice(&data(me, f32, chunk));
-            lane.all_gather(&OPTIONS, f32, Io::InPlace(all)).unwrap();
+            lane.run(&OPTIONS, f32, Verb::AllGather, Io::in_place(all)).unwrap();
             assert!(*all == *gathered, "all_gather in place");
-            lane.all_gather(&OPTIONS, f32, Io::Split { src: fill(chunk), dst: &mut other }).unwrap();
+            lane.run(&OPTIONS, f32, Verb::AllGather, Io::split(fill(chunk), &mut other)).unwrap();
             assert!(other == gathered, "all_gather");
             let input = fill(whole);
-            lane.reduce_scatter(&OPTIONS, f32, Io::InPlace(input), sum).unwrap();
+            lane.run(&OPTIONS, f32, Verb::ReduceScatter(sum), Io::in_place(input)).unwrap();
             assert!(input[own.clone()] == reduced[own.clone()], "reduce_scatter in place");
             assert!(input[..own.start] == data(me, f32, whole)[..own.start], "chunks of others changed");
             let into = part(&arena, whole, chunk);
-            lane.reduce_scatter(&OPTIONS, f32, Io::Split { src: fill(whole), dst: into }, sum).unwrap();
+            lane.run(&OPTIONS, f32, Verb::ReduceScatter(sum), Io::split(fill(whole), into)).unwrap();
             assert!(*into == reduced[own.clone()], "reduce_scatter");
-            lane.all_to_all(&OPTIONS, f32, Io::Split { src: fill(whole), dst: &mut other }).unwrap();
+            lane.run(&OPTIONS, f32, Verb::AllToAll, Io::split(fill(whole), &mut other)).unwrap();
             assert!(other == transposed, "all_to_all");
             let input = fill(whole);
-            lane.all_to_all(&OPTIONS, f32, Io::InPlace(input)).unwrap();
+            lane.run(&OPTIONS, f32, Verb::AllToAll, Io::in_place(input)).unwrap();
             assert!(*input == *transposed, "all_to_all in place");
 
             let counts =
@@ -259,7 +259,7 @@ fn random_operations_inside_and_outside_arenas_give_correct_results() {
             tensor.copy_from_slice(&data(me, DType::I32, bytes));
             if roll(3) == 0 {
                 let root = roll(4) as usize;
-                rank.lane.broadcast(&OPTIONS, DType::I32, tensor, root).unwrap();
+                rank.lane.run(&OPTIONS, DType::I32, Verb::Broadcast { root }, Io::in_place(tensor)).unwrap();
                 assert!(*tensor == *data(root, DType::I32, bytes));
             } else {
                 all_reduce(&mut rank.lane, DType::I32, tensor, ReduceOp::Bxor);
@@ -374,7 +374,7 @@ fn entry_of_processes() {
     let mut round = 0;
     loop {
         let tensor = part(&arena, 0, 8 << 20);
-        let outcome = lane.all_reduce(&OPTIONS, DType::F32, Io::InPlace(tensor), ReduceOp::Avg);
+        let outcome = lane.run(&OPTIONS, DType::F32, Verb::AllReduce(ReduceOp::Avg), Io::in_place(tensor));
         if let Err(error) = outcome {
             let count = group.stats().of(Kind::AllReduce).zero_copy.load(Relaxed);
             println!("\nENDED {error:?} after {count} zero-copy operations");

@@ -4,7 +4,7 @@ mod group_world;
 
 use std::time::Duration;
 
-use bagua_core::collective::Io;
+use bagua_core::collective::{Io, Verb};
 use bagua_core::error::Error;
 use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_core::types::{DType, ReduceOp};
@@ -26,17 +26,18 @@ fn exercise(lanes: &mut [Lane]) {
         for (rank, lane) in lanes.iter_mut().enumerate() {
             scope.spawn(move || {
                 let mut data: Vec<u8> = (0..1000).flat_map(|_| (rank as i64 + 1).to_le_bytes()).collect();
-                lane.all_reduce(&Options::default(), DType::I64, Io::InPlace(&mut data), ReduceOp::Sum).unwrap();
+                lane.run(&Options::default(), DType::I64, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))
+                    .unwrap();
                 assert!(data.chunks(8).all(|eight| eight == total.to_le_bytes()));
                 let own = [u8::try_from(rank).unwrap()];
                 let mut got = vec![[255]; size];
                 let others = || (0..size).filter(move |other| *other != rank);
-                let sends: Vec<(usize, &[u8])> = others().map(|other| (other, own.as_slice())).collect();
-                let mut recvs: Vec<(usize, &mut [u8])> = got
+                let sends: Vec<_> = others().map(|other| (other, (&own).into())).collect();
+                let mut recvs: Vec<_> = got
                     .iter_mut()
                     .enumerate()
                     .filter(|(other, _)| *other != rank)
-                    .map(|(other, slot)| (other, slot.as_mut_slice()))
+                    .map(|(other, slot)| (other, slot.as_mut_slice().into()))
                     .collect();
                 lane.exchange(&Options::default(), DType::U8, &sends, &mut recvs).unwrap();
                 assert!(others().all(|other| usize::from(got[other][0]) == other));

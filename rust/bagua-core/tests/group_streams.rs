@@ -2,7 +2,7 @@
 
 mod group_world;
 
-use bagua_core::collective::{Algorithm, Io};
+use bagua_core::collective::{Algorithm, Io, Verb};
 use bagua_core::error::Error;
 use bagua_core::group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
 use bagua_core::types::{DType, ReduceOp};
@@ -14,7 +14,8 @@ fn sum(groups: &[Group]) {
             scope.spawn(|| {
                 let mut lane: Lane = group.lane().unwrap();
                 let mut data = (lane.rank() as f32 + 1.0).to_le_bytes().repeat(500_000);
-                lane.all_reduce(&Options::default(), DType::F32, Io::InPlace(&mut data), ReduceOp::Sum).unwrap();
+                lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))
+                    .unwrap();
                 let total = (1..=groups.len()).sum::<usize>() as f32;
                 assert!(data.chunks(4).all(|element| element == total.to_le_bytes()));
             });

@@ -12,8 +12,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::{self, seconds};
+use crate::gil::DropWithoutGil;
 use crate::group::Communicator;
-use crate::waiting::{self, Kept};
+use crate::interrupt;
 
 /// A rank that listens and has an address, but is not connected to any peer.
 ///
@@ -27,7 +28,7 @@ pub struct Bootstrap {
     address: Vec<u8>,
     world_size: usize,
     /// `None` after `connect`.
-    core: Mutex<Option<Kept<group::Bootstrap>>>,
+    core: Mutex<Option<DropWithoutGil<group::Bootstrap>>>,
 }
 
 #[pymethods]
@@ -84,10 +85,11 @@ impl Bootstrap {
             transport,
             streams_per_peer,
             algorithm,
+            factories: Vec::new(),
         };
         let core = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
         let address = core.address().to_vec();
-        Ok(Bootstrap { address, world_size, core: Mutex::new(Some(Kept::new(core))) })
+        Ok(Bootstrap { address, world_size, core: Mutex::new(Some(DropWithoutGil::new(core))) })
     }
 
     /// This rank's address: opaque bytes that all ranks need for `connect`.
@@ -106,7 +108,8 @@ impl Bootstrap {
         }
         let bootstrap = lock(&self.core).take();
         let bootstrap = bootstrap.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
-        let core = waiting::aside(py, move || core::Communicator::new(bootstrap.into_inner().connect(&addresses)?))?;
+        let core =
+            interrupt::run_on_thread(py, move || core::Communicator::new(bootstrap.into_inner().connect(&addresses)?))?;
         Ok(Communicator::of(core))
     }
 }

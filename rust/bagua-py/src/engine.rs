@@ -1,6 +1,5 @@
 //! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -8,13 +7,17 @@ use bagua_core::bucket;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
-use bagua_core::op::{CallbackOp, CentralizedOp};
-use bagua_core::types::{DType, Shape};
+use bagua_core::op::{CallbackOp, CentralizedOp, ExtraTensor};
+use bagua_core::types::DType;
+use bagua_core::wait::wait_in_slices;
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
-use crate::tensor::{self, Operands};
-use crate::waiting::{self, Kept};
+use crate::gil::{self, DropWithoutGil};
+use crate::interrupt;
+use crate::request::{Call, Request};
+use crate::tensor;
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -28,13 +31,13 @@ impl Handle {
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || !self.core.is_completed())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
 #[pymethods]
 impl Handle {
-    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it), and hears Ctrl-C.
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it). Ctrl-C ends the wait.
     ///
     /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
     #[pyo3(signature = (timeout=None))]
@@ -43,10 +46,78 @@ impl Handle {
         self.finish(py, timeout)
     }
 
+    /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.
+    ///
+    /// When the operation is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks", which
+    /// calls the callbacks of all handles of the process one after another: a callback may block and start operations, and
+    /// only other callbacks wait for it. An exception of a callback goes to `sys.unraisablehook`; only one that is no Exception
+    /// (KeyboardInterrupt, SystemExit) is raised here, when the call happens here.
+    ///
+    /// Raises TypeError for what is not callable, BaguaError in a forked child while the operation is pending.
+    #[pyo3(signature = (callback, /))]
+    fn then(&self, py: Python<'_>, callback: Bound<'_, PyAny>) -> PyResult<()> {
+        let later = callable(&callback)?;
+        let call_later = move |result: &Result<()>| {
+            // Without an interpreter, which has shut down then, there is nothing to call.
+            let _ = gil::attach_own_thread(|py| {
+                let callback = later.into_bound(py);
+                if let Err(raised) = call_with(&callback, result) {
+                    raised.write_unraisable(py, Some(&callback));
+                }
+            });
+        };
+        // With the GIL: no thread waits for the GIL while it holds a lock of a handle or of the queue of callbacks.
+        let added = self.core.add_callback(call_later).map_err(|e| errors::raise(py, e))?;
+        match added.map(|(_, result)| call_with(&callback, &result)) {
+            Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {
+                raised.write_unraisable(py, Some(&callback));
+                Ok(())
+            }
+            Some(called) => called,
+            None => Ok(()),
+        }
+    }
+
     /// True when the operation is done, well or not.
     fn is_completed(&self) -> bool {
         self.core.is_completed()
     }
+
+    /// The handle of an operation that had nothing to do.
+    #[staticmethod]
+    fn completed() -> Handle {
+        Handle::of(core::Handle::completed(Ok(())))
+    }
+}
+
+/// Calls a callback with the error of an operation, or None.
+fn call_with(callback: &Bound<'_, PyAny>, result: &Result<()>) -> PyResult<()> {
+    let py = callback.py();
+    let error = result.as_ref().err().map(|error| errors::raise(py, error.clone()).into_value(py));
+    callback.call1((error,)).map(drop)
+}
+
+/// A reference to a callable. TypeError for anything else.
+fn callable(object: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    if !object.is_callable() {
+        let text = format!("{} is not callable", object.repr()?);
+        return Err(errors::raise(object.py(), Error::UnsupportedType(text)));
+    }
+    Ok(object.clone().unbind())
+}
+
+/// Waits until every callback that was given to `Handle.then` has returned. For the end of a program, after its groups were left.
+///
+/// Raises BaguaError when some have not after `timeout` seconds, ValueError in a callback, which would wait for itself.
+#[pyfunction]
+pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
+    let timeout = seconds("timeout", timeout)?;
+    let timed_out = |after: Duration| {
+        Error::other(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
+    };
+    interrupt::wait_in_slices(py, |slice, between| {
+        wait_in_slices(Some(timeout), slice, core::wait_for_callbacks, between, timed_out)
+    })
 }
 
 /// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
@@ -56,24 +127,24 @@ impl Handle {
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Bucket {
     core: core::SharedBucket,
-    /// Names of its tensors.
-    tensors: Vec<String>,
+    /// How many of its tensors can be marked ready: all but padding.
+    markable: usize,
 }
 
 #[pymethods]
 impl Bucket {
     #[new]
     fn new(py: Python<'_>, name: &str, tensors: Vec<(String, usize, usize, u8, bool)>) -> PyResult<Bucket> {
-        let names = tensors.iter().map(|(name, ..)| name.clone()).collect();
+        let markable = tensors.iter().filter(|(.., padding)| !padding).count();
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let region = tensor::on_loan(address, count, tensor::dtype(dtype)?)?;
+                let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
         };
         let bucket = build().map_err(|e| errors::raise(py, e))?;
-        Ok(Bucket { core: core::SharedBucket::new(bucket), tensors: names })
+        Ok(Bucket { core: core::SharedBucket::new(bucket), markable })
     }
 
     /// Its name.
@@ -94,7 +165,8 @@ impl Bucket {
         self.core.dtype() as u8
     }
 
-    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` and `scattergather` are wishes about the route.
+    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` combines inside hosts first, also where the group would
+    /// go flat; `scattergather` changes nothing, as every route is a reduce-scatter followed by an all-gather.
     #[pyo3(signature = (average, hierarchical, scattergather))]
     fn append_centralized(
         &self,
@@ -110,16 +182,25 @@ impl Bucket {
     /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
     ///
     /// An exception in it fails the engine and the group, naming its class and text. `clear_ops` lets go of the function.
-    fn append_callback(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
-        if !function.bind(py).is_callable() {
-            let text = format!("{} is not callable", function.bind(py).repr()?);
-            return Err(errors::raise(py, Error::UnsupportedType(text)));
-        }
+    fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
+        let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
-            let called = Python::try_attach(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| told(py, &e)));
+            let called =
+                gil::attach_own_thread(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
+    /// replaced. The address stays valid as long as the bucket is registered. Raises ValueError while the bucket is being
+    /// communicated.
+    fn attach(&self, py: Python<'_>, name: &str, address: usize, count: usize, dtype: u8) -> PyResult<()> {
+        let attach = || -> Result<()> {
+            let region = tensor::region_at(address, count, tensor::dtype(dtype)?)?;
+            self.core.attach(ExtraTensor { name: name.to_owned(), region })
+        };
+        attach().map_err(|e| errors::raise(py, e))
     }
 
     /// Removes all operations. Raises ValueError while the bucket is being communicated.
@@ -133,8 +214,8 @@ impl Bucket {
     }
 }
 
-/// A Python exception as the core can carry it to other threads and ranks.
-fn told(py: Python<'_>, raised: &PyErr) -> Error {
+/// A Python exception as an error that the core can send to other threads and ranks.
+fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
     Error::other(format!("{class}: {}", raised.value(py)))
 }
@@ -142,18 +223,18 @@ fn told(py: Python<'_>, raised: &PyErr) -> Error {
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Engine {
-    core: Kept<Arc<core::Engine>>,
+    core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
-    /// Element type of each registered tensor, for `mark_ready` with an address. Never locked while waiting.
-    dtypes: Mutex<HashMap<String, DType>>,
+    /// Element type of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
+    dtypes: Mutex<Vec<DType>>,
 }
 
 impl Engine {
     pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: Kept::new(Arc::new(core)), group, dtypes: Mutex::default() }
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
     }
 
-    fn dtypes(&self) -> MutexGuard<'_, HashMap<String, DType>> {
+    fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
         self.dtypes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -169,7 +250,7 @@ impl Engine {
             drop(keep);
             outcome
         };
-        let core = py.detach(|| self.core.submit(Box::new(job))).map_err(|e| errors::raise(py, e))?;
+        let core = py.detach(|| self.core.submit(job)).map_err(|e| errors::raise(py, e))?;
         let handle = Handle::of(core);
         if async_op {
             return Ok(Some(handle));
@@ -184,36 +265,37 @@ impl Engine {
 impl Engine {
     /// Waits for what is pending, then replaces the buckets. Their order is the order of communication, equal on all ranks.
     ///
-    /// Raises ValueError for a tensor name, or the memory of a tensor, that appears twice.
-    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<()> {
+    /// Returns the names of the tensors, padding left out: a tensor's index in this list is its number. Raises ValueError for a
+    /// tensor name, or the memory of a tensor, that appears twice.
+    fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
-        waiting::blocking(py, &self.group, || self.core.register(cores))?;
-        *self.dtypes() = buckets
-            .iter()
-            .flat_map(|bucket| bucket.tensors.iter().map(|name| (name.clone(), bucket.core.dtype())))
-            .collect();
-        Ok(())
+        gil::run_released(py, &self.group, || self.core.register(cores))?;
+        *self.dtypes() =
+            buckets.iter().flat_map(|bucket| std::iter::repeat_n(bucket.core.dtype(), bucket.markable)).collect();
+        Ok(self.core.tensors())
     }
 
-    /// A tensor's values are final for this step. `address` and `count` say where it is now, if it moved.
+    /// The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved.
     ///
-    /// Raises ValueError for an unknown name or one that was marked already, and what went wrong on the communication thread.
-    #[pyo3(signature = (name, address=None, count=None))]
-    fn mark_ready(&self, py: Python<'_>, name: &str, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
+    /// Raises ValueError for an unknown number or a tensor that was marked already, and what went wrong on the communication thread.
+    #[pyo3(signature = (number, address=None, count=None))]
+    fn mark_ready(&self, py: Python<'_>, number: usize, address: Option<usize>, count: Option<usize>) -> PyResult<()> {
         let mark = || -> Result<()> {
-            let region = match (address, count, self.dtypes().get(name)) {
-                (None, None, _) => None,
-                (Some(address), Some(count), Some(dtype)) => Some(tensor::on_loan(address, count, *dtype)?),
-                // The core says that it does not know the name.
-                (Some(_), Some(_), None) => None,
+            let region = match (address, count) {
+                (None, None) => None,
+                // The core refuses an unknown number.
+                (Some(address), Some(count)) => match self.dtypes().get(number) {
+                    Some(dtype) => Some(tensor::region_at(address, count, *dtype)?),
+                    None => None,
+                },
                 _ => {
                     return Err(Error::InvalidArgument(
                         "a tensor that moved needs both its address and its count".to_owned(),
                     ));
                 }
             };
-            self.core.mark_ready(name, region)
+            self.core.mark_ready(number, region)
         };
         py.detach(mark).map_err(|e| errors::raise(py, e))
     }
@@ -224,8 +306,7 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        // A deadline of an operation, as opposed to that of this wait, is the group's first cause.
-        waiting::in_slices(py, timeout, |slice| self.core.wait(slice), || self.group.health().check().is_ok())
+        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.
@@ -238,57 +319,25 @@ impl Engine {
         py.detach(|| self.core.shutdown());
     }
 
-    /// As the communicator's, in order with the buckets.
-    #[pyo3(signature = (src, dst, count, dtype, op, *, shape=None, timeout=None, async_op=false, keep=None))]
-    fn all_reduce(
+    /// A verb: see the communicator's; in order with the buckets.
+    #[pyo3(signature = (verb, src, dst, count, dtype, op=0, root=0, *, shape=None, timeout=None, async_op=false, keep=None))]
+    fn run(
         &self,
         py: Python<'_>,
+        verb: u8,
         src: Option<usize>,
-        dst: usize,
+        dst: Option<usize>,
         count: usize,
         dtype: u8,
         op: u8,
-        shape: Option<Vec<usize>>,
-        timeout: Option<f64>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
-    ) -> PyResult<Option<Handle>> {
-        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let shape = shape.as_deref().map(Shape::new);
-        let prepare = || -> Result<_> {
-            let (kind, op) = (tensor::dtype(dtype)?, tensor::reduce_op(op)?);
-            let src = src.map(|address| tensor::on_loan(address, count, kind)).transpose()?;
-            Ok((kind, op, Operands::new(src, tensor::on_loan(dst, count, kind)?)?))
-        };
-        let (kind, op, mut operands) = prepare().map_err(|e| errors::raise(py, e))?;
-        self.go(py, async_op, keep, move |lane| {
-            lane.all_reduce(&Options { timeout, shape, label: "" }, kind, operands.io(), op)
-        })
-    }
-
-    /// As the communicator's, in order with the buckets.
-    #[pyo3(signature = (address, count, dtype, root, *, shape=None, timeout=None, async_op=false, keep=None))]
-    fn broadcast(
-        &self,
-        py: Python<'_>,
-        address: usize,
-        count: usize,
-        dtype: u8,
         root: usize,
         shape: Option<Vec<usize>>,
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Option<Handle>> {
-        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let shape = shape.as_deref().map(Shape::new);
-        let prepare = || -> Result<_> {
-            let kind = tensor::dtype(dtype)?;
-            Ok((kind, tensor::on_loan(address, count, kind)?))
-        };
-        let (kind, mut data) = prepare().map_err(|e| errors::raise(py, e))?;
-        self.go(py, async_op, keep, move |lane| {
-            lane.broadcast(&Options { timeout, shape, label: "" }, kind, data.bytes_mut(), root)
-        })
+        let Call { shape, timeout, async_op, keep } = Call::new(shape, timeout, async_op, keep)?;
+        let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root))?;
+        self.go(py, async_op, keep, move |lane| request.run(lane, &Options { timeout, shape, ..Options::DEFAULT }))
     }
 }

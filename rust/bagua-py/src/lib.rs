@@ -1,16 +1,18 @@
-//! The door between Python and bagua-core: a table of contents, no logic.
+//! The Python bindings of bagua-core: a table of contents, no logic.
 //!
-//! | file | what comes through it |
+//! | file | what it binds or does |
 //! |---|---|
-//! | [`pending`] | `Bootstrap`: a rank on its way into a group |
+//! | [`bootstrap`] | `Bootstrap`: a rank that is joining a group |
 //! | [`group`] | `Communicator`: a group's verbs by address |
-//! | [`at_once`] | its verbs on plain tensors |
-//! | [`arena`] | `Arena`: memory that peers on this host see |
+//! | [`fast_path`] | its blocking verbs on plain tensors in one call |
+//! | [`arena`] | `Arena`: memory that the ranks of a host share |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
-//! | [`rendezvous`] | spreading addresses; what this machine offers |
-//! | [`waiting`] | the GIL is released around work, and Ctrl-C is heard |
-//! | [`tensor`] | addresses become memory on loan; with `look` the only unsafe file |
-//! | [`look`] | where a tensor or an array lies |
+//! | [`request`] | a verb's codes and addresses become one request |
+//! | [`rendezvous`] | exchanging addresses; what this machine offers |
+//! | [`gil`] | releasing the GIL around blocking operations and drops |
+//! | [`interrupt`] | Ctrl-C during waits |
+//! | [`tensor`] | addresses become regions of memory; with `tensor_reader` the only unsafe file |
+//! | [`tensor_reader`] | address, size and type of a tensor or an array |
 //! | [`errors`] | core errors become Python exceptions |
 
 #![deny(unsafe_code)]
@@ -20,11 +22,13 @@ mod bootstrap;
 mod engine;
 mod errors;
 mod fast_path;
+mod gil;
 mod group;
+mod interrupt;
 mod rendezvous;
+mod request;
 mod tensor;
 mod tensor_reader;
-mod waiting;
 
 /// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
 #[pyo3::pymodule]
@@ -34,15 +38,37 @@ mod _bagua {
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
-    use crate::engine::{Bucket, Engine, Handle};
+    use crate::engine::{Bucket, Engine, Handle, wait_for_callbacks};
     #[pymodule_export]
     use crate::group::Communicator;
+    #[pymodule_export]
+    use crate::interrupt::listen_for_interrupts;
     #[pymodule_export]
     use crate::rendezvous::{
         RendezvousServer, local_address_towards, present, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
     };
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
-    #[pymodule_export]
-    use crate::waiting::listen_for_interrupts;
+
+    use bagua_core::collective::Algorithm;
+    use bagua_core::group::MAX_STREAMS;
+    use bagua_core::types::{DType, Kind, ReduceOp};
+    use pyo3::prelude::*;
+    use pyo3::types::PyDict;
+
+    /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
+    /// operation (`VERBS`) by name, names of the algorithms of all_reduce between hosts (`ALGORITHMS`), and the most streams per peer.
+    #[pymodule_init]
+    fn tables(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {
+            let table = PyDict::new(module.py());
+            entries.iter().try_for_each(|(name, code)| table.set_item(name, code))?;
+            Ok(table)
+        };
+        module.add("DTYPES", dict(&DType::ALL.map(|dtype| (dtype.name(), dtype as u8)))?)?;
+        module.add("OPS", dict(&ReduceOp::ALL.map(|op| (op.name(), op as u8)))?)?;
+        module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
+        module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
+        module.add("MAX_STREAMS", MAX_STREAMS)
+    }
 }

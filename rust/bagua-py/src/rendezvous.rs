@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors;
-use crate::waiting;
+use crate::interrupt;
 
 fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
     addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect()
@@ -35,8 +35,9 @@ pub fn rendezvous_tcp(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses =
-        waiting::aside(py, move || group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout))?;
+    let addresses = interrupt::run_on_thread(py, move || {
+        group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout)
+    })?;
     Ok(blobs(py, addresses))
 }
 
@@ -85,7 +86,7 @@ impl RendezvousServer {
         let server = lock(&self.server).take();
         let called_twice = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(called_twice)?;
-        let addresses = waiting::aside(py, move || server.serve(world_size, &address, &secret, timeout))?;
+        let addresses = interrupt::run_on_thread(py, move || server.serve(world_size, &address, &secret, timeout))?;
         Ok(blobs(py, addresses))
     }
 }
@@ -107,8 +108,9 @@ pub fn rendezvous_at(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (server, timeout) = (socket_address(py, host, port)?, errors::seconds("timeout", timeout)?);
-    let addresses =
-        waiting::aside(py, move || group::rendezvous_at(server, rank, world_size, &address, &secret, timeout))?;
+    let addresses = interrupt::run_on_thread(py, move || {
+        group::rendezvous_at(server, rank, world_size, &address, &secret, timeout)
+    })?;
     Ok(blobs(py, addresses))
 }
 
@@ -126,7 +128,8 @@ pub fn rendezvous_file(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses = waiting::aside(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
+    let addresses =
+        interrupt::run_on_thread(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
     Ok(blobs(py, addresses))
 }
 

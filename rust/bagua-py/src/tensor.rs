@@ -1,32 +1,32 @@
-//! Addresses become memory on loan: with `look`, the only file of the door with `unsafe`.
+//! Addresses become regions of memory: with `tensor_reader`, the only file of the bindings with `unsafe`.
 //!
-//! The promise, made by whoever calls a verb, a `Bucket` or an `Engine` of this module with an address: from the call until the
+//! The promise of every caller that passes an address to a verb, a `Bucket` or an `Engine` of this module: from the call until the
 //! verb has returned (or its handle is done; for a bucket's tensor, as long as the bucket is registered) the address is that of
 //! `count` elements of `dtype` that stay allocated, writable where they are a destination, and neither read nor written by
 //! others while the core works on them. `bagua.arrays` and `bagua.torch_api` keep it by holding the owner.
 
 #![allow(unsafe_code)]
 
-use bagua_core::collective::Io;
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::Region;
+use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
 
 /// `count` elements at `address`, by the promise above.
-pub fn on_loan(address: usize, count: usize, dtype: DType) -> Result<Region> {
+pub fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
     // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
     unsafe { Region::new(address as *mut u8, count, dtype) }
 }
 
 /// `per_rank` elements for each of `ranks` ranks at `address`.
-pub fn chunks_on_loan(address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
+pub fn shards_at(address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
     let count = per_rank.checked_mul(ranks).ok_or_else(|| {
         Error::InvalidArgument(format!(
             "{ranks} chunks of {per_rank} {} elements do not fit the address space",
             dtype.name()
         ))
     })?;
-    on_loan(address, count, dtype)
+    region_at(address, count, dtype)
 }
 
 /// What a verb reads and writes; moves to the communication thread with its job.
@@ -76,8 +76,8 @@ impl Operands {
     /// As the core takes them.
     pub fn io(&mut self) -> Io<'_> {
         match self {
-            Operands::InPlace(both) => Io::InPlace(both.bytes_mut()),
-            Operands::Split { src, dst } => Io::Split { src: src.bytes(), dst: dst.bytes_mut() },
+            Operands::InPlace(both) => Io::InPlace(both.buffer_mut()),
+            Operands::Split { src, dst } => Io::Split { src: src.buffer(), dst: dst.buffer_mut() },
         }
     }
 }

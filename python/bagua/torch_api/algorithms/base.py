@@ -7,28 +7,49 @@ arrived. An algorithm replaces what it does differently.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..bucket import BaguaBucket
-from ..groups import BaguaProcessGroup
+from ..data_parallel.backend import Backend
+from ..data_parallel.gradients import GradientExchange
+from ..process_group import ProcessGroup
 
-if TYPE_CHECKING:
-    from ..ddp import BaguaDistributedDataParallel
+
+class WrappedModel(Protocol):
+    """What an algorithm may use of the model that it communicates for: ``model.bagua_ddp``."""
+
+    #: Name of the model, the same on all ranks.
+    bagua_module_name: str
+    bagua_optimizers: list[torch.optim.Optimizer]
+    #: In the order of communication.
+    bagua_buckets: list[BaguaBucket]
+    #: Training forwards so far.
+    bagua_train_step_counter: int
+    process_group: ProcessGroup
+    backend: Backend
+    gradients: GradientExchange
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model."""
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Name and parameter of every gradient to communicate, in the model's order."""
 
 
 class AlgorithmImpl:
     """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered."""
 
-    def __init__(self, process_group: BaguaProcessGroup) -> None:
+    def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
 
     def need_reset(self) -> bool:
         """Asked before each training forward: True has everything initialised anew, broadcast included."""
         return False
 
-    def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """The tensors to communicate, registered, in the order in which they become ready."""
         return bagua_ddp.gradients.register()
 
@@ -37,10 +58,10 @@ class AlgorithmImpl:
         group = self.process_group
         return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(tensors)]
 
-    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends the operations to a bucket."""
 
-    def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: WrappedModel) -> Callable[[Any], None]:
         """Called with the model's inputs before each training forward."""
 
         def hook(inputs: Any) -> None:
@@ -48,17 +69,15 @@ class AlgorithmImpl:
 
         return hook
 
-    def init_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[str, torch.nn.Parameter], None]:
+    def init_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[str, torch.nn.Parameter], None]:
         """Called with name and parameter when a gradient has its final local value."""
         return bagua_ddp.gradients.arrived
 
-    def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[], None]:
         """Called when the whole backward is done, before it returns."""
         return bagua_ddp.gradients.finish
 
-    def init_post_optimizer_step_hook(
-        self, bagua_ddp: BaguaDistributedDataParallel
-    ) -> Callable[[torch.optim.Optimizer], None]:
+    def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
         """Called with the optimizer after each of its steps."""
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
@@ -70,7 +89,7 @@ class AlgorithmImpl:
 class Algorithm:
     """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
 
-    def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
+    def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
         """A fresh implementation."""
         raise NotImplementedError(f"{type(self).__name__}.reify")
 

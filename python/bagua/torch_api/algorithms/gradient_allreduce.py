@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..bucket import BaguaBucket
-from ..groups import BaguaProcessGroup
-from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
-
-if TYPE_CHECKING:
-    from ..ddp import BaguaDistributedDataParallel
+from ..process_group import ProcessGroup
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """One all_reduce per bucket of gradients."""
 
-    def __init__(self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True) -> None:
+    def __init__(self, process_group: ProcessGroup, hierarchical: bool = False, average: bool = True) -> None:
         super().__init__(process_group)
         self.hierarchical = hierarchical
         self.average = average
 
-    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """All-reduces the bucket."""
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
@@ -35,7 +30,7 @@ class GradientAllReduceAlgorithm(Algorithm):
         self.hierarchical = hierarchical
         self.average = average
 
-    def reify(self, process_group: BaguaProcessGroup) -> GradientAllReduceAlgorithmImpl:
+    def reify(self, process_group: ProcessGroup) -> GradientAllReduceAlgorithmImpl:
         """A fresh implementation."""
         return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
 

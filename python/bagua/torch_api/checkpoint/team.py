@@ -10,8 +10,8 @@ import torch
 from bagua.errors import BaguaError
 
 from .. import env
-from ..collectives import allgather, broadcast_object
-from ..groups import Communicator, _get_default_group, is_initialized
+from ..communication import _get_default_group, is_initialized
+from ..process_group import Communicator
 
 T = TypeVar("T")
 
@@ -48,14 +48,14 @@ class Team:
         if self._communicator is None:
             return [well]
         everybody = torch.empty(self.size, dtype=torch.uint8)
-        allgather(torch.tensor([well], dtype=torch.uint8), everybody, self._communicator)
+        self._communicator.allgather(torch.tensor([well], dtype=torch.uint8), everybody)
         return [bool(value) for value in everybody.tolist()]
 
     def from_first(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self._communicator is None:
             return value
-        found: T = broadcast_object(value, 0, self._communicator)
+        found: T = self._communicator.broadcast_object(value)
         return found
 
     def first_only(self, what: str, work: Callable[[], None]) -> None:

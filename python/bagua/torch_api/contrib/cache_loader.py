@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from multiprocessing import util as exits
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from bagua import config
+from bagua.lifecycle import cache_state
 
 from .utils.counters import SharedCounters
 from .utils.lmdb_store import LmdbStore
@@ -84,8 +82,8 @@ class CacheLoader:
         self._buffer: dict[str, bytes] = {}
         self._writing = threading.RLock()
         self._seen_failures = {"failed_reads": 0, "failed_writes": 0}
-        _loaders.add(self)
-        _flush_at_exit()
+        cache_state().loaders.add(self)
+        cache_state().flush_at_exit()
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
@@ -238,49 +236,12 @@ class CacheLoader:
             self._seen_failures = failures
         self._counters.publish()
 
-    def _in_child(self) -> None:
-        # The parent flushed before the fork. What another of its threads wrote meanwhile is the parent's.
+    def in_child(self) -> None:
+        """After a fork: the parent flushed before it; values that its other threads added since belong to it."""
         self._buffer = {}
         self._writing = threading.RLock()
         self._counters.in_child()
         self._seen_failures = self._failures()
-
-
-_loaders: weakref.WeakSet[CacheLoader] = weakref.WeakSet()
-
-
-def _flush_all() -> None:
-    for loader in list(_loaders):
-        try:
-            loader.flush()
-        except Exception:
-            # At a fork or at exit nobody is there to be told, and the samples can be computed again.
-            _log.exception("cached values were not written")
-
-
-def _flush_at_exit() -> None:
-    # multiprocessing's own exit handling also runs at the end of DataLoader workers, where atexit does not. Before
-    # servers of this process end (priority -10).
-    exits.Finalize(None, _flush_all, exitpriority=100)
-
-
-def _in_child() -> None:
-    for loader in list(_loaders):
-        loader._in_child()
-    if len(_loaders):
-        _flush_at_exit()
-
-
-os.register_at_fork(before=_flush_all, after_in_child=_in_child)
-
-
-def _after_multiprocessing_fork(_: Any) -> None:
-    # Its children forget every finalizer after the hook above has run.
-    if len(_loaders):
-        _flush_at_exit()
-
-
-exits.register_after_fork(CacheLoader, _after_multiprocessing_fork)
 
 
 def default_path(dataset_name: str) -> Path:

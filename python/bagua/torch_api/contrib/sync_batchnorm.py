@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from .. import env
-from ..collectives import allgather, allreduce_inplace
-from ..groups import BaguaProcessGroup, Communicator, is_initialized, to_bagua_process_group
+from ..communication import is_initialized, to_bagua_process_group
+from ..process_group import Communicator, ProcessGroup
 
-Group = BaguaProcessGroup | dist.ProcessGroup | None
+Group = ProcessGroup | dist.ProcessGroup | None
 
 
 class _Reference:
@@ -192,7 +192,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         grad_input = None
         if needs_input:
             total = sums.to("cpu", torch.float64, copy=True)
-            allreduce_inplace(total, comm=ctx.communicator)
+            ctx.communicator.allreduce_inplace(total)
             first, second = (total / ctx.count).to(mean.device, mean.dtype)
             slope = invstd if weight is None else invstd * weight.to(mean.dtype)
             grad_input = (
@@ -216,7 +216,7 @@ def _common_statistics(input: torch.Tensor, communicator: Communicator) -> tuple
         mine[channels:-1] = local[1] * count
     mine[-1] = count
     everybody = torch.empty(communicator.nranks() * mine.numel(), dtype=torch.float64)
-    allgather(mine, everybody, communicator)
+    communicator.allgather(mine, everybody)
     rows = everybody.view(communicator.nranks(), -1)
     means, deviations, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = float(counts.sum())

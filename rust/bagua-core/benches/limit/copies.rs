@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Instant;
 
-use bagua_core::collective::Io;
+use bagua_core::collective::{self, Io};
 use bagua_core::group::{Lane, Options};
 use bagua_core::types::{DType, ReduceOp};
 
@@ -197,11 +197,15 @@ impl Bare<'_> {
 fn ours(lane: &mut Lane, verb: Verb, source: &[u8], target: &mut [u8]) {
     let options = Options::default();
     let done = match verb {
-        Verb::AllReduce => lane.all_reduce(&options, DType::F32, Io::InPlace(target), ReduceOp::Sum),
-        Verb::Broadcast => lane.broadcast(&options, DType::F32, target, 0),
+        Verb::AllReduce => {
+            lane.run(&options, DType::F32, collective::Verb::AllReduce(ReduceOp::Sum), Io::in_place(target))
+        }
+        Verb::Broadcast => {
+            lane.run(&options, DType::F32, collective::Verb::Broadcast { root: 0 }, Io::in_place(target))
+        }
         Verb::AllGather => {
             let src = &source[..target.len() / 2];
-            lane.all_gather(&options, DType::F32, Io::Split { src, dst: target })
+            lane.run(&options, DType::F32, collective::Verb::AllGather, Io::split(src, target))
         }
     };
     done.expect("all ranks live");

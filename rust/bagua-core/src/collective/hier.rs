@@ -1,34 +1,31 @@
-//! Collectives in stages: inside each host first, between the hosts' leaders then.
+//! Hierarchical collectives: inside each host first, then between the hosts' leaders, then inside each host again.
 //!
-//! The leader of a host is its first rank. all_reduce, reduce, broadcast and barrier go in stages; for the others stages would
-//! move the same bytes more often, so they go over one flat mesh with the best link per pair.
+//! The leader of a host is its first rank. all_reduce, reduce, broadcast and barrier are hierarchical; the other verbs would move
+//! the same bytes more often that way, so they go over one flat mesh with the best link per pair.
 //!
 //! Sums are made inside hosts first, so results equal those of the flat collectives within rounding, and themselves bit for bit.
-//! Every stage runs under the fingerprint of the whole operation. A difference between hosts is seen by the leaders; the ranks
-//! behind them hear it as the group's first cause.
+//! Every phase runs under the fingerprint of the whole operation. The leaders see a difference between hosts; the other ranks get
+//! it as the group's first cause.
 //!
-//! Large tensors go chunk by chunk, so that what a stage holds in between stays bounded, and stages of different chunks overlap. In
-//! all_reduce a leader works with its host between two looks at its streams ([`Stages`]). Bytes of reduce and broadcast go one
-//! way: what a leader has sent travels, and what comes waits in the sockets, while it works with its host.
-//!
-//! Two hosts of two ranks on two cores have no core to spare for the overlap: at 3 and 10 Gbit/s and at full rate 16 MiB took as long
-//! without it, as far as two runs agree. A second thread on the leader, for the same purpose, took 8 % at full rate.
+//! Large tensors go chunk by chunk, so that the scratch memory of a phase stays bounded. Leaders that added up the next chunk with
+//! their host while one travels were as fast as leaders that do not, within the spread of two runs (2 hosts of 2 ranks on 2 cores,
+//! 16 MiB at 1, 3 and 10 Gbit/s and at full rate, `benchmarks/network.py`), so chunks follow each other.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 
-use super::stages::chunk_by_chunk;
-use super::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::Result;
 use crate::reduce::divide;
 use crate::types::ReduceOp;
 
-/// Bytes that go through all stages at a time: a few times what the stages themselves cut into pieces.
+/// Bytes that go through all phases at a time: a few times the chunk of the collectives below.
 const CHUNK: usize = 512 << 10;
 
-/// Chunks that hosts add up while the leaders combine the one before them.
-const AHEAD: usize = 2;
+/// Index of a leader on its host.
+const LEADER: usize = 0;
 
-/// Stages over other collectives.
+/// Hierarchical collectives over others.
 pub struct Hier {
     /// The ranks of this host, by their index on it.
     intra: Box<dyn Collective>,
@@ -44,7 +41,7 @@ pub struct Hier {
 
 impl Hier {
     /// `hosts` are the group ranks of each host, ascending, hosts by their first rank. `intra` spans this rank's host, `inter` the
-    /// hosts' first ranks (on those only), `flat` (a [`super::Net`]) the group.
+    /// hosts' first ranks (on those only), `flat` the group.
     ///
     /// # Panics
     /// When the parts do not fit together: they are built in one place, from one list of hosts.
@@ -64,74 +61,106 @@ impl Hier {
     }
 
     /// Index of a rank's host, and of the rank on it.
-    fn place(&self, rank: usize) -> (usize, usize) {
+    fn index_of(&self, rank: usize) -> (usize, usize) {
         let on = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().enumerate().find_map(|(host, members)| on(members).map(|local| (host, local)));
         found.expect("every rank of the group is on one of the hosts")
     }
 
-    /// Moves one piece from `from` to `to`, both on this host; nothing for other ranks.
-    fn hand(&mut self, cx: &OpContext<'_>, data: &mut [u8], from: usize, to: usize) -> Result<()> {
-        let fingerprint = cx.fingerprint;
+    /// Sends one chunk from `from` to `to`, both on this host; nothing for other ranks.
+    fn forward(&mut self, cx: &OpContext<'_>, data: &mut [u8], from: usize, to: usize) -> Result<()> {
         if from == to {
             Ok(())
         } else if self.intra.rank() == from {
-            self.intra.exchange(cx, &[Outgoing { peer: to, fingerprint, data }], &mut [])
+            self.intra.exchange(cx, &[Outgoing::new(to, cx.fingerprint, &*data)], &mut [])
         } else if self.intra.rank() == to {
-            self.intra.exchange(cx, &[], &mut [Incoming { peer: from, fingerprint, data }])
+            self.intra.exchange(cx, &[], &mut [Incoming::new(from, cx.fingerprint, data)])
         } else {
             Ok(())
         }
     }
-}
 
-/// What a host does with a chunk before and after its leader has combined it with the other leaders.
-struct Host<'a, 'c> {
-    intra: &'a mut dyn Collective,
-    cx: &'a OpContext<'c>,
-    op: ReduceOp,
-    /// This rank's values; `None` where they are in the chunk already.
-    src: Option<&'a [u8]>,
-    /// Ranks of the group.
-    ranks: usize,
-    /// This rank is the leader.
-    leads: bool,
-}
-
-impl Stages for Host<'_, '_> {
-    fn before(&mut self, range: Range<usize>, chunk: &mut [u8]) -> Result<()> {
-        let io = match self.src {
-            None => Io::InPlace(chunk),
-            Some(src) => Io::Split { src: &src[range], dst: chunk },
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let (src, out) = match io {
+            HostIo::InPlace(data) => (None, data),
+            HostIo::Split { src, dst } => (Some(src), dst),
         };
-        self.intra.reduce(self.cx, io, staged(self.op), LEADER)
-    }
-
-    fn after(&mut self, chunk: &mut [u8]) -> Result<()> {
-        if self.leads && self.op == ReduceOp::Avg {
-            divide(self.cx.dtype(), chunk, self.ranks);
+        let sum = op.undivided();
+        for range in chunks(out.len()) {
+            let chunk = &mut out[range.clone()];
+            let io = match src {
+                None => Io::in_place(chunk),
+                Some(src) => Io::split(&src[range], chunk),
+            };
+            self.intra.run(cx, Verb::Reduce { op: sum, root: LEADER }, io)?;
+            if let Some(inter) = &mut self.inter {
+                inter.run(cx, Verb::AllReduce(sum), Io::in_place(chunk))?;
+                if op == ReduceOp::Avg {
+                    divide(cx.dtype(), chunk, self.flat.size());
+                }
+            }
+            self.intra.run(cx, Verb::Broadcast { root: LEADER }, Io::in_place(chunk))?;
         }
-        self.intra.broadcast(self.cx, chunk, LEADER)
+        Ok(())
+    }
+
+    fn reduce(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        let (root_host, root_local) = self.index_of(root);
+        let (my_host, _) = self.index_of(self.rank());
+        let len = io.input().len();
+        let undivided = op.undivided();
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.resize(len.min(CHUNK), 0);
+        for range in chunks(len) {
+            let sum = &mut scratch[..range.len()];
+            let to_leader = Verb::Reduce { op: undivided, root: LEADER };
+            self.intra.run(cx, to_leader, Io::split(&io.input()[range.clone()], sum))?;
+            if let Some(inter) = &mut self.inter {
+                inter.run(cx, Verb::Reduce { op: undivided, root: root_host }, Io::in_place(sum))?;
+            }
+            if my_host == root_host {
+                self.forward(cx, sum, LEADER, root_local)?;
+            }
+            if self.rank() == root {
+                let out = &mut io.output()[range];
+                out.copy_from_slice(sum);
+                if op == ReduceOp::Avg {
+                    divide(cx.dtype(), out, self.size());
+                }
+            }
+        }
+        self.scratch = scratch;
+        Ok(())
+    }
+
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        let (root_host, root_local) = self.index_of(root);
+        let (my_host, _) = self.index_of(self.rank());
+        for range in chunks(data.len()) {
+            let chunk = &mut data[range];
+            if my_host == root_host {
+                self.forward(cx, chunk, root_local, LEADER)?;
+            }
+            if let Some(inter) = &mut self.inter {
+                inter.run(cx, Verb::Broadcast { root: root_host }, Io::in_place(chunk))?;
+            }
+            self.intra.run(cx, Verb::Broadcast { root: LEADER }, Io::in_place(chunk))?;
+        }
+        Ok(())
+    }
+
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        self.intra.run(cx, Verb::Barrier, Io::none())?;
+        if let Some(inter) = &mut self.inter {
+            inter.run(cx, Verb::Barrier, Io::none())?;
+        }
+        self.intra.run(cx, Verb::Barrier, Io::none())
     }
 }
 
-/// Index of a leader on its host.
-const LEADER: usize = 0;
-
-/// How a tensor goes through the stages.
-fn cut(len: usize) -> Chunks {
-    Chunks { len, each: CHUNK, ahead: AHEAD }
-}
-
-/// Its chunks.
+/// The chunks of a tensor; one empty chunk of an empty tensor, so that fingerprints are compared all the same.
 fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
-    let chunks = cut(len);
-    (0..chunks.count()).map(move |chunk| chunks.range(chunk))
-}
-
-/// What is added up in the stages: an average is divided once, after the last of them.
-fn staged(op: ReduceOp) -> ReduceOp {
-    if op == ReduceOp::Avg { ReduceOp::Sum } else { op }
+    (0..len.div_ceil(CHUNK).max(1)).map(move |chunk| chunk * CHUNK..((chunk + 1) * CHUNK).min(len))
 }
 
 impl Collective for Hier {
@@ -151,108 +180,21 @@ impl Collective for Hier {
         self.flat.transports()
     }
 
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let len = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
-        let (src, out) = match io {
-            Io::InPlace(data) => (None, data),
-            Io::Split { src, dst } => (Some(src), dst),
-        };
-        let chunks = cut(len);
-        let mut host =
-            Host { intra: &mut *self.intra, cx, op, src, ranks: self.flat.size(), leads: self.inter.is_some() };
-        if let Some(inter) = &mut self.inter {
-            return inter.all_reduce_in_stages(cx, out, staged(op), chunks, &mut host);
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        if matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier) {
+            cx.stats.hierarchical.fetch_add(1, Relaxed);
         }
-        // Those behind a leader take the same steps, and get what it has combined in the second of them.
-        chunk_by_chunk(out, chunks, &mut host, |_| Ok(()))
-    }
-
-    fn reduce(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        let (root_host, root_local) = self.place(root);
-        let (my_host, _) = self.place(self.rank());
-        let len = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
-        let mut scratch = std::mem::take(&mut self.scratch);
-        scratch.resize(len.min(CHUNK), 0);
-        for range in chunks(len) {
-            let sum = &mut scratch[..range.len()];
-            let src = match &io {
-                Io::InPlace(data) => &data[range.clone()],
-                Io::Split { src, .. } => &src[range.clone()],
-            };
-            self.intra.reduce(cx, Io::Split { src, dst: sum }, staged(op), LEADER)?;
-            if let Some(inter) = &mut self.inter {
-                inter.reduce(cx, Io::InPlace(sum), staged(op), root_host)?;
-            }
-            if my_host == root_host {
-                self.hand(cx, sum, LEADER, root_local)?;
-            }
-            if self.rank() == root {
-                let out = match &mut io {
-                    Io::InPlace(data) => &mut data[range],
-                    Io::Split { dst, .. } => &mut dst[range],
-                };
-                out.copy_from_slice(sum);
-                if op == ReduceOp::Avg {
-                    divide(cx.dtype(), out, self.size());
-                }
-            }
+        match verb {
+            Verb::AllReduce(op) => self.all_reduce(cx, io.into_host()?, op),
+            Verb::Reduce { op, root } => self.reduce(cx, io.into_host()?, op, root),
+            Verb::Broadcast { root } => self.broadcast(cx, io.into_host()?.output(), root),
+            Verb::Barrier => self.barrier(cx),
+            _ => self.flat.run(cx, verb, io),
         }
-        self.scratch = scratch;
-        Ok(())
-    }
-
-    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
-        let (root_host, root_local) = self.place(root);
-        let (my_host, _) = self.place(self.rank());
-        for range in chunks(data.len()) {
-            let part = &mut data[range];
-            if my_host == root_host {
-                self.hand(cx, part, root_local, LEADER)?;
-            }
-            if let Some(inter) = &mut self.inter {
-                inter.broadcast(cx, part, root_host)?;
-            }
-            self.intra.broadcast(cx, part, LEADER)?;
-        }
-        Ok(())
-    }
-
-    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.flat.all_gather(cx, io)
-    }
-
-    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.flat.gather(cx, io, root)
-    }
-
-    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.flat.scatter(cx, io, root)
-    }
-
-    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.flat.reduce_scatter(cx, io, op)
-    }
-
-    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.flat.all_to_all(cx, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.flat.exchange(cx, sends, recvs)
-    }
-
-    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        self.intra.barrier(cx)?;
-        if let Some(inter) = &mut self.inter {
-            inter.barrier(cx)?;
-        }
-        self.intra.barrier(cx)
     }
 }
 
@@ -313,18 +255,7 @@ mod tests {
     }
 
     fn print(kind: Kind, seq: u64, count: usize) -> Fingerprint {
-        let (dtype, count64) = (DType::F32, count as u64);
-        Fingerprint {
-            epoch: 1,
-            channel: 0,
-            kind,
-            seq,
-            dtype,
-            op: None,
-            root: None,
-            count: count64,
-            shape: Shape::flat(count),
-        }
+        Fingerprint { epoch: 1, seq, shape: Shape::flat(count), ..Fingerprint::new(kind, DType::F32, count) }
     }
 
     fn with<T>(health: &GroupHealth, fingerprint: Fingerprint, run: impl FnOnce(&OpContext<'_>) -> T) -> T {
@@ -373,17 +304,19 @@ mod tests {
                         let src = bytes(&values(rank, count));
                         let mut data = src.clone();
                         let all_reduce = print(Kind::AllReduce, seq as u64, count);
-                        with(health, all_reduce, |cx| hier.all_reduce(cx, Io::InPlace(&mut data), op)).unwrap();
+                        with(health, all_reduce, |cx| hier.run(cx, Verb::AllReduce(op), Io::in_place(&mut data)))
+                            .unwrap();
                         assert!(data == expected, "all_reduce of {count} in place over {hosts:?}");
                         let mut dst = vec![1; src.len()];
-                        with(health, all_reduce, |cx| hier.all_reduce(cx, Io::Split { src: &src, dst: &mut dst }, op))
+                        with(health, all_reduce, |cx| hier.run(cx, Verb::AllReduce(op), Io::split(&src, &mut dst)))
                             .unwrap();
                         assert!(dst == expected, "all_reduce of {count} over {hosts:?}");
                         for root in 0..n {
                             let reduce =
                                 Fingerprint { root: Some(root as u32), ..print(Kind::Reduce, seq as u64, count) };
                             let mut data = src.clone();
-                            with(health, reduce, |cx| hier.reduce(cx, Io::InPlace(&mut data), op, root)).unwrap();
+                            with(health, reduce, |cx| hier.run(cx, Verb::Reduce { op, root }, Io::in_place(&mut data)))
+                                .unwrap();
                             assert!(
                                 data == *if rank == root { &expected } else { &src },
                                 "reduce to {root} over {hosts:?}"
@@ -391,8 +324,10 @@ mod tests {
                         }
                         let mut dst = vec![1; if rank == n - 1 { src.len() } else { 0 }];
                         let reduce = print(Kind::Reduce, seq as u64, count);
-                        with(health, reduce, |cx| hier.reduce(cx, Io::Split { src: &src, dst: &mut dst }, op, n - 1))
-                            .unwrap();
+                        with(health, reduce, |cx| {
+                            hier.run(cx, Verb::Reduce { op, root: n - 1 }, Io::split(&src, &mut dst))
+                        })
+                        .unwrap();
                         assert!(rank != n - 1 || dst == expected);
                     }
                 }
@@ -407,7 +342,7 @@ mod tests {
                 let count = 4 * CHUNK / 4 + 5;
                 let mut data = bytes(&values(rank, count));
                 let say = print(Kind::AllReduce, 0, count);
-                with(health, say, |cx| hier.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
+                with(health, say, |cx| hier.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))).unwrap();
                 let sum = |at| (0..5).map(|r| ((at * 13 + r * 7) % 64) as f32).sum();
                 assert!(data == bytes(&(0..count).map(sum).collect::<Vec<f32>>()), "{}", algorithm.name());
             });
@@ -422,7 +357,8 @@ mod tests {
                     for root in 0..hier.size() {
                         let mut data = bytes(&values(rank, count));
                         let say = Fingerprint { root: Some(root as u32), ..print(Kind::Broadcast, seq as u64, count) };
-                        with(health, say, |cx| hier.broadcast(cx, &mut data, root)).unwrap();
+                        with(health, say, |cx| hier.run(cx, Verb::Broadcast { root }, Io::in_place(&mut data)))
+                            .unwrap();
                         assert!(data == bytes(&values(root, count)), "from {root} over {hosts:?}");
                     }
                 }
@@ -437,7 +373,8 @@ mod tests {
         on_all(WORLDS[1], |_, hier, health| {
             for round in 1..=50 {
                 come.fetch_add(1, Ordering::SeqCst);
-                with(health, print(Kind::Barrier, round as u64, 0), |cx| hier.barrier(cx)).unwrap();
+                with(health, print(Kind::Barrier, round as u64, 0), |cx| hier.run(cx, Verb::Barrier, Io::none()))
+                    .unwrap();
                 assert!(come.load(Ordering::SeqCst) >= round * hier.size());
             }
         });
@@ -449,8 +386,8 @@ mod tests {
             let count = if rank < 2 { 100 } else { 200 };
             let mut data = bytes(&values(rank, count));
             let say = print(Kind::AllReduce, 0, count);
-            // A group's control plane would tell the others; here those who wait for their leader run into a short deadline.
-            within(300, health, say, |cx| hier.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Sum))
+            // Without a control plane, ranks that wait for their leader run into a short deadline.
+            within(300, health, say, |cx| hier.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)))
         });
         for leader in [0, 2] {
             assert!(matches!(outcomes[leader], Err(Error::Mismatch(_))), "{:?}", outcomes[leader]);
@@ -472,8 +409,10 @@ mod tests {
                         for collective in [&mut shm as &mut dyn Collective, &mut flat] {
                             let mut data = bytes(&values(index, 50_000));
                             let say = print(Kind::AllReduce, round, 50_000);
-                            with(&health, say, |cx| collective.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Max))
-                                .unwrap();
+                            with(&health, say, |cx| {
+                                collective.run(cx, Verb::AllReduce(ReduceOp::Max), Io::in_place(&mut data))
+                            })
+                            .unwrap();
                             let both = values(0, 50_000).into_iter().zip(values(1, 50_000));
                             assert!(data == bytes(&both.map(|(left, right)| left.max(right)).collect::<Vec<_>>()));
                         }

@@ -1,30 +1,34 @@
 //! The communication thread, the queue of buckets, and handles.
 //!
 //! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a
-//! [`Communicator`] is a group with one worker for its verbs; an [`Engine`] is a worker with a schedule of buckets.
+//! [`Communicator`] is a group with one worker for its verbs; an [`Engine`] is a worker with a schedule of buckets. The completion
+//! thread runs the callbacks of handles.
 //!
 //! Invariants, quoted by the tests:
 //!
 //! 1. **Program order.** What one thread submits and runs on a worker happens in that order.
-//! 2. **No error is lost.** It reaches the handle; if nobody holds the handle, the worker's next call; if it concerns a bucket,
-//!    the next `wait`. The group's first cause wins over its consequences.
-//! 3. **No waiter is left behind.** A job ends by its result, its panic (a `System` error), or the end of the worker (`Aborted`).
+//! 2. **No error is lost.** It reaches the handle and its callbacks; without a handle and a callback, the worker's next call; if it
+//!    concerns a bucket, the next `wait`. The group's first cause wins over its consequences.
+//! 3. **No waiter is left behind**, and no callback. A job ends by its result, its panic (a `System` error), or the end of the
+//!    worker (`Aborted`).
 //! 4. **Marking never waits for communication.** A bucket's memory travels to the thread by value, and its lock is held for
 //!    moments only.
 //! 5. **A forked child owns nothing here.** Its calls are errors, and its drops neither join nor close anything.
 
+mod completion;
 mod handle;
 mod queue;
 mod shared;
 mod worker;
 
+pub use completion::wait_for_callbacks;
 pub use handle::Handle;
 pub use queue::Engine;
 pub use shared::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
 use crate::error::Result;
-use crate::group::{Group, Lane};
+use crate::group::{Group, Lane, Lanes};
 
 /// A group's main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
 /// starts with the first of them), in program order.
@@ -32,16 +36,16 @@ pub struct Communicator {
     /// First field, so that the lane goes before the group does.
     worker: LaneWorker,
     group: Group,
-    /// As the lane told at the start, so that asking never waits for a running operation.
+    /// Read once when the lane was opened, so that reading it never waits for a running operation.
     transports: (&'static str, Vec<&'static str>),
 }
 
 impl Communicator {
     /// Opens the group's main lane. Collective.
     pub fn new(group: Group) -> Result<Communicator> {
-        let lane = group.lane()?;
-        let transports = (lane.collective(), lane.transports());
-        let worker = LaneWorker::over(lane, group.health().clone(), group.name());
+        let lanes = Lanes::of(&group)?;
+        let transports = (lanes.global.collective(), lanes.global.transports());
+        let worker = LaneWorker::over(lanes, group.health().clone(), group.name());
         Ok(Communicator { worker, group, transports })
     }
 
@@ -57,12 +61,12 @@ impl Communicator {
 
     /// See [`LaneWorker::run`].
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
-        self.worker.run(job)
+        self.worker.run(|lanes| job(&mut lanes.global))
     }
 
     /// See [`LaneWorker::submit`].
-    pub fn submit(&self, job: Job) -> Result<Handle> {
-        self.worker.submit("an asynchronous operation", job)
+    pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
+        self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// See [`LaneWorker::shutdown`].

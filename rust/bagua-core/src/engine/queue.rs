@@ -5,15 +5,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::handle::Handle;
+use super::handle::{Handle, timed_out};
 use super::shared::{InFlight, SharedBucket};
 use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
-use crate::group::{Group, Lane};
+use crate::group::{Group, Lane, Lanes};
 use crate::health::GroupHealth;
 use crate::memory::Region;
 use crate::op::Op;
 use crate::schedule::Schedule;
+use crate::wait::{Waited, wait_in_slices, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 pub struct Engine {
@@ -37,14 +38,14 @@ struct State {
 impl Engine {
     /// Opens a lane and starts the thread. Collective.
     pub fn new(group: &Group, name: &str) -> Result<Engine> {
-        let mut engine = Engine::over(group.lane()?, group.health().clone(), name)?;
+        let mut engine = Engine::over(Lanes::of(group)?, group.health().clone(), name)?;
         engine._group = Some(group.clone());
         Ok(engine)
     }
 
-    /// An engine over a lane of a group with this health: for groups that are not made of processes, as in tests and benchmarks.
-    pub fn over(lane: Lane, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
-        let worker = LaneWorker::over(lane, health, &format!("engine '{name}'"));
+    /// An engine over lanes of a group with this health: for groups that are not made of processes, as in tests and benchmarks.
+    pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
+        let worker = LaneWorker::over(lanes, health, &format!("engine '{name}'"));
         worker.start()?;
         Ok(Engine { worker, _group: None, state: Mutex::new(State::default()) })
     }
@@ -54,26 +55,34 @@ impl Engine {
     /// appears twice, naming both places; then everything stays as it was.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
         self.worker.check()?;
-        self.settle(None)?;
+        wait_once(None, |limit| self.settle(limit), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
+        buckets.iter().for_each(SharedBucket::restart);
         let mut state = self.state();
         *state =
             State { schedule, went: vec![false; buckets.len()], buckets, pending: std::mem::take(&mut state.pending) };
         Ok(())
     }
 
-    /// A tensor's values are final for this step. `region` replaces its memory (same count and dtype) when it moved.
-    /// An unknown name, or a tensor marked twice before its bucket was communicated, is an error. Never waits for communication.
-    pub fn mark_ready(&self, tensor: &str, region: Option<Region>) -> Result<()> {
+    /// Names of the registered tensors by their number, padding left out.
+    pub fn tensors(&self) -> Vec<String> {
+        self.state().schedule.names().map(str::to_owned).collect()
+    }
+
+    /// The values of the tensor with this number (see [`Engine::tensors`]) are final for this step. `region` replaces its memory
+    /// (same count and dtype) when it moved. An unknown number, or a tensor marked twice before its bucket was communicated, is an
+    /// error. Never waits for communication.
+    pub fn mark_ready(&self, tensor: usize, region: Option<Region>) -> Result<()> {
         self.worker.check()?;
         let mut state = self.state();
         let place = state.schedule.check(tensor)?;
         {
             let mut bucket = state.buckets[place.bucket].lock();
-            bucket
-                .check_idle()
-                .map_err(|error| Error::InvalidArgument(format!("tensor '{tensor}' was marked ready, but {error}")))?;
+            bucket.check_idle().map_err(|error| {
+                let name = bucket.tensors().nth(place.tensor).map_or("", |(name, _)| name);
+                Error::InvalidArgument(format!("tensor '{name}' was marked ready, but {error}"))
+            })?;
             if let Some(region) = region {
                 bucket.replace(place.tensor, region)?;
             }
@@ -92,7 +101,7 @@ impl Engine {
         let (in_flight, ops) = state.buckets[bucket].check_out()?;
         let what = format!("bucket '{}'", in_flight.name());
         let stopping = self.worker.stopping();
-        let job: Job = Box::new(move |lane| run_ops(in_flight, &ops, &stopping, lane));
+        let job: Job = Box::new(move |lanes| run_ops(in_flight, &ops, &stopping, lanes));
         state.pending.push(self.worker.submit_fatal(&what, job)?);
         state.went[bucket] = true;
         Ok(())
@@ -101,15 +110,43 @@ impl Engine {
     /// Waits until every scheduled bucket is done, and returns how many were. A bucket that is partly ready is an error that
     /// names the tensors that are missing, and starts afresh. The first error of the step is raised here.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<usize> {
-        self.worker.check_process()?;
-        // Not `check`: after an error the buckets' own outcomes come first, and they hold the same cause.
-        let done = self.settle(timeout)?;
+        wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
+    }
+
+    /// As [`Engine::wait`], in slices: see [`wait_in_slices`].
+    pub fn wait_in_slices<E>(
+        &self,
+        timeout: Option<Duration>,
+        slice: Duration,
+        between: impl FnMut() -> std::result::Result<(), E>,
+    ) -> std::result::Result<Result<usize>, E> {
+        wait_in_slices(timeout, slice, |limit| self.wait_for(limit), between, |after| self.timed_out(after))
+    }
+
+    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then.
+    pub fn wait_for(&self, limit: Duration) -> Waited<usize> {
+        if let Err(error) = self.worker.check_process() {
+            return Waited::Done(Err(error));
+        }
+        match self.settle(limit) {
+            Waited::Pending => Waited::Pending,
+            // Not `worker.check()`: after an error the buckets' own outcomes come first, and they hold the same cause.
+            Waited::Done(done) => Waited::Done(done.and_then(|done| self.end_step(done))),
+        }
+    }
+
+    fn timed_out(&self, after: Duration) -> Error {
+        timed_out(after, self.worker.world_rank())
+    }
+
+    /// The result of a wait that found `done` buckets done and none failed.
+    fn end_step(&self, done: usize) -> Result<usize> {
         let mut state = self.state();
         let missing: Vec<String> = state.schedule.blocking().into_iter().map(quoted).collect();
         if state.pending.is_empty() {
             state.went.fill(false);
         }
-        // A step that is complete stays so, even if a faster rank has failed in its next one by now: the next call hears of that.
+        // A complete step succeeds, even if a faster rank has failed in its next one by now: the next call returns that error.
         if done == 0 || !missing.is_empty() {
             self.worker.check()?;
         }
@@ -126,38 +163,33 @@ impl Engine {
         )))
     }
 
-    /// Waits for the buckets that went so far, and returns how many those were, or the first error among them.
-    fn settle(&self, timeout: Option<Duration>) -> Result<usize> {
+    /// Waits for the buckets that went so far, at most `limit`: how many those were, or the first error among them.
+    fn settle(&self, limit: Duration) -> Waited<usize> {
         let pending = self.state().pending.clone();
         let start = Instant::now();
         let mut first = None;
         for handle in &pending {
-            let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
-            let Err(error) = handle.wait(left) else { continue };
-            if !handle.is_completed() {
-                return Err(match error {
-                    Error::Timeout { missing, noticed_by, progress, .. } => {
-                        let after = timeout.unwrap_or_default();
-                        Error::Timeout { after, missing, noticed_by, progress }
-                    }
-                    other => other,
-                });
+            match handle.wait_for(limit.saturating_sub(start.elapsed())) {
+                Waited::Pending => return Waited::Pending,
+                Waited::Done(Ok(())) => {}
+                Waited::Done(Err(error)) => {
+                    first.get_or_insert(error);
+                }
             }
-            first.get_or_insert(error);
         }
         let mut state = self.state();
         // Another thread may have waited for some of the same, and marked more.
         let before = state.pending.len();
         state.pending.retain(|handle| !handle.is_completed());
         let done = before - state.pending.len();
-        match first {
+        Waited::Done(match first {
             None => Ok(done),
             Some(error) => {
                 state.schedule.reset();
                 state.went.fill(false);
                 Err(error)
             }
-        }
+        })
     }
 
     /// Names of the tensors that are not ready yet, of buckets that were not communicated since the last `wait`.
@@ -168,13 +200,13 @@ impl Engine {
     }
 
     /// Runs a job on the communication thread, in order with the buckets.
-    pub fn submit(&self, job: Job) -> Result<Handle> {
-        self.worker.submit("an asynchronous operation", job)
+    pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
+        self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// Runs a job on this thread, after every bucket that went before.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
-        self.worker.run(job)
+        self.worker.run(|lanes| job(&mut lanes.global))
     }
 
     /// Ends the thread: what is queued fails with `Aborted`, what is running ends soon. Idempotent; drop does the same. See
@@ -189,13 +221,13 @@ impl Engine {
 }
 
 /// Runs a bucket's operations, in order.
-fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lane: &mut Lane) -> Result<()> {
+fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
     let name = in_flight.name().to_owned();
     for op in ops {
         if stopping.load(Ordering::Acquire) {
             return Err(Error::Aborted(format!("the engine was shut down before '{}' of bucket '{name}'", op.name())));
         }
-        op.run(&name, &mut in_flight.regions, lane)?;
+        op.run(&mut in_flight.cx(lanes))?;
     }
     Ok(())
 }

@@ -2,13 +2,14 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::bucket::Bucket;
+use crate::bucket::{Bucket, CheckedOut};
 use crate::error::Result;
+use crate::group::Lanes;
 use crate::memory::Region;
-use crate::op::Op;
+use crate::op::{BucketCx, ExtraTensor, Op};
 use crate::types::DType;
 
-/// A [`Bucket`] behind a lock that is held for moments only: while the bucket is communicated, its memory is lent out and the
+/// A [`Bucket`] behind a lock that is held for moments only: while the bucket is communicated, its memory is checked out and the
 /// lock is free. Cheap to clone; all clones are one bucket.
 #[derive(Clone)]
 pub struct SharedBucket {
@@ -64,10 +65,20 @@ impl SharedBucket {
         self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// See [`Bucket::attach`].
+    pub fn attach(&self, extra: ExtraTensor) -> Result<()> {
+        self.lock().attach(extra)
+    }
+
+    /// See [`Bucket::restart`].
+    pub(super) fn restart(&self) {
+        self.lock().restart();
+    }
+
     /// Takes the bucket's memory and operations for one communication.
     pub(super) fn check_out(&self) -> Result<(InFlight, Vec<Arc<dyn Op>>)> {
-        let checked_out = self.lock().check_out()?;
-        Ok((InFlight { bucket: self.clone(), regions: checked_out.regions }, checked_out.ops))
+        let CheckedOut { regions, extra, ops, step } = self.lock().check_out()?;
+        Ok((InFlight { bucket: self.clone(), regions, extra, step }, ops))
     }
 }
 
@@ -75,17 +86,27 @@ impl SharedBucket {
 /// job that never ran can lose it.
 pub(super) struct InFlight {
     bucket: SharedBucket,
-    pub(super) regions: Vec<Region>,
+    regions: Vec<Region>,
+    extra: Vec<ExtraTensor>,
+    /// How often the bucket was communicated before.
+    step: u64,
 }
 
 impl InFlight {
     pub(super) fn name(&self) -> &str {
         self.bucket.name()
     }
+
+    /// What an operation gets.
+    pub(super) fn cx<'a>(&'a mut self, lanes: &'a mut Lanes) -> BucketCx<'a> {
+        let InFlight { bucket, regions, extra, step } = self;
+        BucketCx { bucket: bucket.name(), step: *step, tensors: regions, extra, lanes }
+    }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.bucket.lock().check_in(std::mem::take(&mut self.regions));
+        let (regions, extra) = (std::mem::take(&mut self.regions), std::mem::take(&mut self.extra));
+        self.bucket.lock().check_in(regions, extra);
     }
 }

@@ -8,9 +8,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::completion::{CompletionThread, WorkerRegistration};
 use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
-use crate::group::{Lane, OwnerProcess};
+use crate::group::{Lanes, OwnerProcess};
 use crate::health::GroupHealth;
 use crate::wait::blocking_wait;
 
@@ -22,13 +23,15 @@ const GRACE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A job for a communication thread.
-pub type Job = Box<dyn FnOnce(&mut Lane) -> Result<()> + Send + 'static>;
+pub type Job = Box<dyn FnOnce(&mut Lanes) -> Result<()> + Send + 'static>;
 
 /// See the module.
 pub struct LaneWorker {
     shared: Arc<Shared>,
     /// The thread, from the first `submit` to `shutdown`.
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Keeps the completion thread until `shutdown`.
+    registration: Mutex<Option<WorkerRegistration>>,
 }
 
 struct Shared {
@@ -38,7 +41,7 @@ struct Shared {
     owner: OwnerProcess,
     health: Arc<GroupHealth>,
     /// Held for one job at a time, by the thread or by `run`.
-    lane: Mutex<Lane>,
+    lanes: Mutex<Lanes>,
     /// Jobs submitted and not finished; changed under `queue`, read without it on `run`'s fast path.
     pending: AtomicUsize,
     /// Mirror of `!queue.failed.is_empty()`, for the same reason.
@@ -59,9 +62,9 @@ struct Queue {
     submitted: u64,
     /// Jobs finished so far; they finish in the order of submission.
     finished: u64,
-    /// What the thread is doing.
+    /// The job that the thread runs.
     running: Option<String>,
-    /// Handles of jobs that failed and that nobody was seen to wait for.
+    /// Handles of failed jobs whose result was not read.
     failed: Vec<Handle>,
 }
 
@@ -74,14 +77,14 @@ struct Entry {
 }
 
 impl LaneWorker {
-    /// A worker over a lane. `health` is the lane's group's.
-    pub fn over(lane: Lane, health: Arc<GroupHealth>, name: &str) -> LaneWorker {
+    /// A worker over lanes. `health` is that of their group.
+    pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> LaneWorker {
         LaneWorker {
             shared: Arc::new(Shared {
                 name: name.to_owned(),
                 owner: OwnerProcess::current(),
                 health,
-                lane: Mutex::new(lane),
+                lanes: Mutex::new(lanes.into()),
                 pending: AtomicUsize::new(0),
                 failures: AtomicBool::new(false),
                 stopping: Arc::new(AtomicBool::new(false)),
@@ -90,6 +93,7 @@ impl LaneWorker {
                 settled: Condvar::new(),
             }),
             thread: Mutex::new(None),
+            registration: Mutex::new(Some(CompletionThread::of_process().add_worker())),
         }
     }
 
@@ -124,9 +128,9 @@ impl LaneWorker {
 
     /// Runs a job on this thread, after everything that was submitted before.
     ///
-    /// While nothing is pending this is one lock and no thread change. An error of an earlier job that nobody can see any more,
+    /// While nothing is pending this is one lock and no thread change. An error of an earlier job whose result nobody can read any more,
     /// because its handle is gone, is returned here instead, and the job does not run.
-    pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
+    pub fn run<T>(&self, job: impl FnOnce(&mut Lanes) -> Result<T>) -> Result<T> {
         self.check()?;
         if self.shared.pending.load(Ordering::Acquire) > 0 {
             let ticket = self.shared.queue().submitted;
@@ -141,8 +145,8 @@ impl LaneWorker {
         } else if self.shared.failures.load(Ordering::Acquire) {
             self.shared.take_lost_error(&mut self.shared.queue())?;
         }
-        let mut lane = self.shared.free_lane();
-        self.shared.guarded(false, || job(&mut lane))
+        let mut lanes = self.shared.free_lanes();
+        self.shared.guarded(false, || job(&mut lanes))
     }
 
     /// Hands a job to the communication thread. `what` says what it is, for error texts.
@@ -211,6 +215,7 @@ impl LaneWorker {
             self.shared.pending.fetch_sub(1, Ordering::Release);
         }
         self.shared.settled.notify_all();
+        drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());
         let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if thread.thread().id() == std::thread::current().id() {
             // A job ended its own worker; the thread ends when the job returns.
@@ -253,19 +258,19 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lane(&self) -> MutexGuard<'_, Lane> {
+    fn lanes(&self) -> MutexGuard<'_, Lanes> {
         // A job's panic poisons the group, which says more than a poisoned lock.
-        self.lane.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// As `lane`, for a thread that may hold what the lane's user needs to come to its end.
-    fn free_lane(&self) -> MutexGuard<'_, Lane> {
+    fn free_lanes(&self) -> MutexGuard<'_, Lanes> {
         loop {
-            match self.lane.try_lock() {
-                Ok(lane) => return lane,
-                Err(TryLockError::Poisoned(lane)) => return lane.into_inner(),
+            match self.lanes.try_lock() {
+                Ok(lanes) => return lanes,
+                Err(TryLockError::Poisoned(lanes)) => return lanes.into_inner(),
                 // Somebody else may have it again when this returns.
-                Err(TryLockError::WouldBlock) => blocking_wait(|| drop(self.lane())),
+                Err(TryLockError::WouldBlock) => blocking_wait(|| drop(self.lanes())),
             }
         }
     }
@@ -288,8 +293,8 @@ impl Shared {
             queue.running = Some(what);
             drop(queue);
             let result = {
-                let mut lane = self.lane();
-                self.health.check().and_then(|()| self.guarded(fatal, || job(&mut lane)))
+                let mut lanes = self.lanes();
+                self.health.check().and_then(|()| self.guarded(fatal, || job(&mut lanes)))
             };
             let failed = result.is_err();
             handle.finish(result);

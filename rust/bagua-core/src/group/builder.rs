@@ -23,12 +23,11 @@ use super::control::{Control, Dial};
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::{Purpose, digest};
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo};
+use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Arena, Registry, SharedArena, part_stride};
+use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
-use crate::types::ReduceOp;
 use crate::wait::{Deadline, SLICE};
 
 /// `index` of the streams between all ranks.
@@ -36,6 +35,9 @@ const FLAT: u32 = 0;
 
 /// `index` of the streams between the first ranks of hosts.
 const LEADERS: u32 = 1;
+
+/// `index` of the streams between the ranks of one machine that do not share memory.
+const MACHINE: u32 = 2;
 
 /// `index` of the connections over which the descriptor of a lane's segment is passed.
 const LANE_SEGMENT: u32 = 0;
@@ -67,15 +69,18 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
+/// Collectives of a machine and, on its first rank, of the machines' first ranks.
+type ByMachine = (Box<dyn Collective>, Option<Box<dyn Collective>>);
+
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl LaneBuilder<'_> {
     /// Connects the lane and returns its collective.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let (rank, size) = (self.health.rank(), self.health.size());
+        let size = self.health.size();
         if size == 1 {
-            return Ok(Box::new(Solo::new()));
+            return self.bound(Box::new(Solo::new()), self.hosts, Vec::new());
         }
         let (host, local) = self.host()?;
         let arena = if host.len() > 1 {
@@ -98,17 +103,59 @@ impl LaneBuilder<'_> {
                     Some(arena) => Box::new(shm(arena)?),
                     None => Box::new(Solo::new()),
                 };
-                let leaders: Vec<usize> = self.hosts.iter().map(|host| host[0]).collect();
-                let inter: Option<Box<dyn Collective>> = if leaders.contains(&rank) {
-                    let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
-                    let streams = self.streams(&others, LEADERS, &mut fork_fds)?;
-                    Some(Box::new(self.mesh(leaders, streams, None)))
-                } else {
-                    None
-                };
+                let inter = self.leaders(self.hosts, &mut fork_fds)?;
                 Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
             }
         };
+        self.bound(inner, self.hosts, fork_fds)
+    }
+
+    /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
+    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<ByMachine> {
+        let rank = self.health.rank();
+        let (host, local) = self.host()?;
+        let machine = machines.iter().find(|machine| machine.contains(&rank));
+        let machine = machine.ok_or_else(|| Error::other("this rank is on no machine of its group"))?;
+        let mut fork_fds = Vec::new();
+        let intra: Box<dyn Collective> = if machine.len() == 1 {
+            Box::new(Solo::new())
+        } else if machine.as_slice() == host {
+            let arena = Arc::new(self.memory(host, LANE_SEGMENT, "bagua-lane", segment_len(host.len()))?);
+            fork_fds.push(ForkFd::new(&arena.fd()));
+            Box::new(Shm::new(arena, local, host.to_vec())?.knowing(Arc::clone(self.registry)))
+        } else {
+            let others: Vec<usize> = machine.iter().copied().filter(|other| *other != rank).collect();
+            let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
+            Box::new(self.mesh(machine.clone(), streams, None))
+        };
+        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds)?;
+        let mut fork_fds = Vec::new();
+        let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
+        let inter = self.leaders(machines, &mut fork_fds)?;
+        Ok((intra, inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?))
+    }
+
+    /// The collective of the hosts' first ranks, if this is one of them.
+    fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
+        let rank = self.health.rank();
+        let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
+        if !leaders.contains(&rank) {
+            return Ok(None);
+        }
+        let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
+        let streams = self.streams(&others, LEADERS, fork_fds)?;
+        Ok(Some(Box::new(self.mesh(leaders, streams, None))))
+    }
+
+    /// The collective as the factories of the configuration wrap it, for this process only.
+    fn bound(
+        &self,
+        collective: Box<dyn Collective>,
+        hosts: &[Vec<usize>],
+        fork_fds: Vec<ForkFd>,
+    ) -> Result<Box<dyn Collective>> {
+        let factories = &self.control.plane.config.factories;
+        let inner = factories.iter().try_fold(collective, |inner, factory| factory.wrap(inner, hosts))?;
         Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
     }
 
@@ -362,43 +409,15 @@ impl Collective for ProcessBound {
         self.inner().transports()
     }
 
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.checked()?.all_reduce(cx, io, op)
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        self.inner().reaches(place)
     }
 
-    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.checked()?.reduce(cx, io, op, root)
-    }
-
-    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
-        self.checked()?.broadcast(cx, data, root)
-    }
-
-    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.all_gather(cx, io)
-    }
-
-    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.checked()?.gather(cx, io, root)
-    }
-
-    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.checked()?.scatter(cx, io, root)
-    }
-
-    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.checked()?.reduce_scatter(cx, io, op)
-    }
-
-    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.all_to_all(cx, io)
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        self.checked()?.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.checked()?.exchange(cx, sends, recvs)
-    }
-
-    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        self.checked()?.barrier(cx)
     }
 }

@@ -1,15 +1,16 @@
 //! The parameters of a group on one rank.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::collective::Algorithm;
+use crate::collective::{Algorithm, CollectiveFactory};
 
 /// Default number of streams to a peer.
 const DEFAULT_STREAMS: usize = 2;
 
 /// The most streams to a peer that a configuration may ask for.
-pub(super) const MAX_STREAMS: usize = 64;
+pub const MAX_STREAMS: usize = 64;
 
 /// The transports that a group may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +51,8 @@ pub struct Config {
     pub streams_per_peer: usize,
     /// Algorithm of all_reduce between hosts; must be equal on all ranks.
     pub algorithm: Algorithm,
+    /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
+    pub factories: Vec<Arc<dyn CollectiveFactory>>,
 }
 
 impl Config {
@@ -70,6 +73,7 @@ impl Config {
             transport: TransportChoice::Auto,
             streams_per_peer: DEFAULT_STREAMS,
             algorithm: Algorithm::Auto,
+            factories: Vec::new(),
         }
     }
 }

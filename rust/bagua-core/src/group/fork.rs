@@ -13,7 +13,7 @@
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
 
@@ -69,24 +69,29 @@ extern "C" fn close_in_child() {
     }
 }
 
+/// Installs [`close_in_child`], once per process; returns 0 or the error code.
+fn install_handler() -> i32 {
+    static INSTALLED: OnceLock<i32> = OnceLock::new();
+    // SAFETY: the handler exists as long as the program and only does what is allowed between fork and exec.
+    *INSTALLED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(close_in_child)) })
+}
+
 /// The process that created an object, as opposed to its forked children. A check costs a load; `getpid` costs 130 ns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OwnerProcess(u64);
 
 impl OwnerProcess {
-    /// This process. Installs the fork handler.
+    /// This process, for objects that need the fork handler.
     pub(super) fn install() -> Result<OwnerProcess> {
-        static INSTALLED: OnceLock<i32> = OnceLock::new();
-        // SAFETY: the handler exists as long as the program and only does what is allowed between fork and exec.
-        let code = *INSTALLED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(close_in_child)) });
-        if code != 0 {
-            return Err(Error::system("pthread_atfork", std::io::Error::from_raw_os_error(code)));
+        match install_handler() {
+            0 => Ok(OwnerProcess(GENERATION.load(Ordering::SeqCst))),
+            code => Err(Error::system("pthread_atfork", std::io::Error::from_raw_os_error(code))),
         }
-        Ok(OwnerProcess(GENERATION.load(Ordering::SeqCst)))
     }
 
-    /// This process, for objects of a group: building the group has installed the handler.
+    /// This process. If the handler cannot be installed, which also prevents building a group, a child counts as its parent.
     pub(crate) fn current() -> OwnerProcess {
+        install_handler();
         OwnerProcess(GENERATION.load(Ordering::SeqCst))
     }
 
@@ -104,6 +109,41 @@ impl OwnerProcess {
             "this process was forked from the process that built the group; only that process can communicate"
                 .to_owned(),
         ))
+    }
+}
+
+/// One value per process. A forked child gets a new value: a thread of the parent may have held a lock of the parent's value at the fork.
+pub(crate) struct PerProcess<T> {
+    /// Null, or the value and the process that created it. Never freed: at most one per fork between the first process and this one.
+    current: AtomicPtr<(OwnerProcess, T)>,
+}
+
+impl<T: Default + Send + Sync + 'static> PerProcess<T> {
+    /// Without a value yet.
+    pub(crate) const fn new() -> PerProcess<T> {
+        PerProcess { current: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// The value of this process, created by the first call.
+    pub(crate) fn get(&self) -> &'static T {
+        let mut current = self.current.load(Ordering::Acquire);
+        loop {
+            // SAFETY: null, or a pointer that the exchange below published; its target is never freed or changed.
+            if let Some((owner, value)) = unsafe { current.as_ref::<'static>() }
+                && owner.is_current()
+            {
+                return value;
+            }
+            let created = Box::into_raw(Box::new((OwnerProcess::current(), T::default())));
+            match self.current.compare_exchange(current, created, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => current = created,
+                Err(other) => {
+                    // SAFETY: created by `into_raw` above and not published.
+                    drop(unsafe { Box::from_raw(created) });
+                    current = other;
+                }
+            }
+        }
     }
 }
 
@@ -151,6 +191,21 @@ impl Drop for ForkFd {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_threads_of_a_process_get_one_value() {
+        static VALUE: PerProcess<AtomicUsize> = PerProcess::new();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..1000 {
+                        VALUE.get().fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(VALUE.get().load(Ordering::Relaxed), 8000);
+    }
 
     #[test]
     fn a_freed_slot_is_used_again() {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::builder::LaneBuilder;
 use super::control::Control;
 use super::handshake::digest;
-use super::lane::Lane;
+use super::lane::{HostLanes, Lane};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Registry, SharedArena, part_stride};
@@ -99,6 +99,21 @@ impl Group {
         self.membership.hosts.clone()
     }
 
+    /// Group ranks on each machine, in the order of the machines' first ranks. As [`Group::hosts`], except that ranks of one machine that
+    /// may not share memory are one machine.
+    pub fn machines(&self) -> Vec<Vec<usize>> {
+        let Ok(world) = self.membership.control.plane.world() else { return self.hosts() };
+        let mut machines: Vec<(&str, Vec<usize>)> = Vec::new();
+        for (rank, world_rank) in self.ranks().iter().enumerate() {
+            let host = world.addresses[*world_rank].host_id.as_str();
+            match machines.iter_mut().find(|(known, _)| *known == host) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => machines.push((host, vec![rank])),
+            }
+        }
+        machines.into_iter().map(|(_, ranks)| ranks).collect()
+    }
+
     /// Default deadline of an operation.
     pub fn timeout(&self) -> Duration {
         self.membership.control.plane.config.timeout
@@ -130,6 +145,20 @@ impl Group {
         let channel = builder.channel;
         let collective = builder.build().map_err(|error| health.fail(error))?;
         Ok(Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout()))
+    }
+
+    /// Opens the lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].
+    ///
+    /// # Errors
+    /// As [`Group::lane`].
+    pub(super) fn host_lanes(&self) -> Result<HostLanes> {
+        let Membership { health, stats, epoch, channels, .. } = &*self.membership;
+        let builder = self.builder("lane", channels)?;
+        let number = builder.channel;
+        let lane =
+            |collective| Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, number, self.timeout());
+        let (intra, inter) = builder.build_by_machine(&self.machines()).map_err(|error| health.fail(error))?;
+        Ok(HostLanes { intra: lane(intra), inter: inter.map(lane) })
     }
 
     /// Allocates an arena: memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups

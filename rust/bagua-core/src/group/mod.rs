@@ -9,7 +9,7 @@
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
-//! | `builder`, `lane` | connecting a lane: streams, shared memory, collective; the operations of a lane |
+//! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
 //! | `fork` | closing the descriptors of a group in forked children |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
@@ -22,14 +22,16 @@ mod control;
 mod fork;
 mod handshake;
 mod lane;
+mod lanes;
 mod listen;
 mod membership;
 mod rendezvous;
 mod wire;
 
 pub use bootstrap::Bootstrap;
-pub use config::{Config, TransportChoice};
-pub(crate) use fork::OwnerProcess;
-pub use lane::{Chunks, Lane, Options};
+pub use config::{Config, MAX_STREAMS, TransportChoice};
+pub(crate) use fork::{OwnerProcess, PerProcess};
+pub use lane::{HostLanes, Lane, Options, PartLayout};
+pub use lanes::Lanes;
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::mapping::Mapping;
 use crate::error::{Error, Result};
+use crate::sync::{self, AtomicU32, AtomicU64};
 
 /// An anonymous shared-memory file and its mapping in this process.
 ///
@@ -78,7 +79,7 @@ impl Arena {
     pub fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset <= self.len() - 4);
         // SAFETY: in bounds and aligned (checked); the memory lives as long as self; atomics allow shared writes.
-        unsafe { AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) }
+        sync::word(unsafe { atomic::AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
     /// The 8-byte atomic at `offset`.
@@ -88,7 +89,7 @@ impl Arena {
     pub fn long(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset <= self.len() - 8);
         // SAFETY: as in `word`.
-        unsafe { AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) }
+        sync::long(unsafe { atomic::AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
     /// See [`Mapping::slice`].

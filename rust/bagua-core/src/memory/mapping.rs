@@ -7,6 +7,7 @@ use std::ptr::NonNull;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
+use crate::sync;
 
 /// Mapped memory, readable and writable.
 #[derive(Debug)]
@@ -85,7 +86,9 @@ impl Mapping {
     pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (checked); no writer by this function's promise.
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().add(range.start), range.len()) }
+        let bytes = unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().add(range.start), range.len()) };
+        sync::reads(bytes);
+        bytes
     }
 
     /// The bytes in `range`, to write.
@@ -102,7 +105,9 @@ impl Mapping {
     pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (checked); exclusive by this function's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().add(range.start), range.len()) }
+        let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().add(range.start), range.len()) };
+        sync::writes(bytes);
+        bytes
     }
 }
 

@@ -1,16 +1,18 @@
-//! Memory: tensors on loan, and memory that peers on this host map.
+//! Memory: borrowed tensors on the host or a device, and memory that peers on this host map.
 //!
-//! One of the few rooms where `unsafe` is allowed: everything above works on slices that come from here.
+//! One of the few rooms where `unsafe` is allowed: everything above works on slices and buffers of this module.
 
 #![allow(unsafe_code)]
 
 mod arena;
+mod device;
 mod mapping;
 pub(crate) mod prefetch;
 mod region;
 mod shared;
 
 pub use arena::Arena;
+pub use device::{Buffer, BufferMut, Device, DeviceRef, kind_of};
 pub use mapping::Mapping;
 pub use region::Region;
 pub use shared::{Finder, Registry, SharedArena, part_stride};

@@ -1,9 +1,7 @@
 //! An operation that the caller wrote: a function of the bucket's name.
 
-use super::Op;
+use super::{BucketCx, Op};
 use crate::error::{Error, Result};
-use crate::group::Lane;
-use crate::memory::Region;
 
 type Callback = Box<dyn Fn(&str) -> Result<()> + Send + Sync>;
 
@@ -25,7 +23,8 @@ impl Op for CallbackOp {
         "callback"
     }
 
-    fn run(&self, bucket: &str, _tensors: &mut [Region], _lane: &mut Lane) -> Result<()> {
+    fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
+        let bucket = cx.bucket;
         (self.callback)(bucket).map_err(|error| {
             let place = |text: String| format!("in the callback of bucket '{bucket}': {text}");
             match error {

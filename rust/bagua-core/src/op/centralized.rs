@@ -2,23 +2,22 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::Op;
-use crate::collective::Io;
+use super::{BucketCx, Op};
 use crate::error::Result;
-use crate::group::{Lane, Options};
+use crate::group::Options;
 use crate::memory::Region;
+use crate::request::Io;
 use crate::types::{DType, ReduceOp};
 
 /// All-reduce of a bucket, in place when its tensors lie back to back, through a buffer of its own otherwise.
 ///
-/// `hierarchical` and `scattergather` ask for a route, not for a result. The group chose its route when it was built, from where
-/// the ranks live: inside hosts first and then between them where that is shorter. A centralised exchange is a reduce-scatter
-/// followed by an all-gather on every route. Both wishes are kept for reports, and change no number.
+/// `hierarchical` adds inside hosts first, also where the group would go flat; without it the group's own route is taken.
+/// `scattergather` names the algorithm that every route uses anyway, a reduce-scatter followed by an all-gather.
 pub struct CentralizedOp {
     average: bool,
     hierarchical: bool,
     scattergather: bool,
-    /// Where tensors that are not neighbours are gathered; kept between runs, because fresh pages cost more than the copy.
+    /// Where tensors that are not adjacent are gathered; kept between runs, because fresh pages cost more than the copy.
     scratch: Mutex<Vec<u8>>,
 }
 
@@ -33,8 +32,8 @@ impl CentralizedOp {
         self.average
     }
 
-    /// The routes that were asked for: (hierarchical, scattergather).
-    pub fn wishes(&self) -> (bool, bool) {
+    /// (hierarchical, scattergather).
+    pub fn route(&self) -> (bool, bool) {
         (self.hierarchical, self.scattergather)
     }
 
@@ -52,23 +51,27 @@ impl Op for CentralizedOp {
         self.reduce_op().check(dtype)
     }
 
-    fn run(&self, bucket: &str, tensors: &mut [Region], lane: &mut Lane) -> Result<()> {
-        let Some(dtype) = tensors.first().map(Region::dtype) else { return Ok(()) };
-        let options = Options { label: bucket, ..Options::default() };
-        if let Some(mut whole) = Region::joined(tensors) {
-            return lane.all_reduce(&options, dtype, Io::InPlace(whole.bytes_mut()), self.reduce_op());
+    fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
+        let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
+        let options = Options { label: cx.bucket, ..Options::DEFAULT };
+        let (op, hierarchical) = (self.reduce_op(), self.hierarchical);
+        if let Some(whole) = Region::joined(cx.tensors) {
+            return cx.lanes.all_reduce(&options, dtype, Io::InPlace(whole), op, hierarchical);
         }
         // A panic in the middle of a copy leaves bytes that the next run overwrites.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        scratch.clear();
-        for tensor in tensors.iter() {
-            scratch.extend_from_slice(tensor.bytes());
+        scratch.resize(cx.tensors.iter().map(Region::len).sum(), 0);
+        let mut rest = scratch.as_mut_slice();
+        for tensor in &*cx.tensors {
+            let (head, tail) = rest.split_at_mut(tensor.len());
+            tensor.buffer().copy_to(head)?;
+            rest = tail;
         }
-        lane.all_reduce(&options, dtype, Io::InPlace(&mut scratch), self.reduce_op())?;
+        cx.lanes.all_reduce(&options, dtype, Io::in_place(&mut scratch), op, hierarchical)?;
         let mut rest = scratch.as_slice();
-        for tensor in tensors {
+        for tensor in &mut *cx.tensors {
             let (head, tail) = rest.split_at(tensor.len());
-            tensor.bytes_mut().copy_from_slice(head);
+            tensor.buffer_mut().copy_from(head)?;
             rest = tail;
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! What is done to a bucket: one trait, one file per operation. `noop` is the one to read first.
+//! The operations on a bucket: one trait, one file per operation. `noop` is the one to read first.
 
 mod callback;
 mod centralized;
@@ -8,24 +8,74 @@ pub use callback::CallbackOp;
 pub use centralized::CentralizedOp;
 pub use noop::NoOp;
 
-use crate::error::Result;
-use crate::group::Lane;
+use crate::error::{Error, Result};
+use crate::group::Lanes;
 use crate::memory::Region;
+use crate::stats::Stats;
 use crate::types::DType;
 
-/// One operation on a bucket. Runs on the communication thread; must not wait for anything but the lane.
+/// A tensor that belongs to a bucket's operations, not to its communication: peer weights, replicas, error memory.
+#[derive(Debug)]
+pub struct ExtraTensor {
+    /// Unique in its bucket.
+    pub name: String,
+    /// Its memory.
+    pub region: Region,
+}
+
+/// One communication of a bucket, as its operations see it.
+pub struct BucketCx<'a> {
+    /// Name of the bucket, for error texts.
+    pub bucket: &'a str,
+    /// How often the bucket was communicated before, since it was registered. Equal on all ranks.
+    pub step: u64,
+    /// The bucket's tensors in order, padding included, all of one dtype.
+    pub tensors: &'a mut [Region],
+    /// Tensors that were registered beside the bucket's own.
+    pub extra: &'a mut [ExtraTensor],
+    /// The lanes of the group: all ranks, this host, the hosts' first ranks.
+    pub lanes: &'a mut Lanes,
+}
+
+impl BucketCx<'_> {
+    /// Counters of the group.
+    pub fn stats(&self) -> &Stats {
+        self.lanes.global.stats()
+    }
+
+    /// The extra tensor of this name.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the bucket has none.
+    pub fn extra(&mut self, name: &str) -> Result<&mut Region> {
+        let bucket = self.bucket;
+        self.extra
+            .iter_mut()
+            .find(|extra| extra.name == name)
+            .map(|extra| &mut extra.region)
+            .ok_or_else(|| Error::InvalidArgument(format!("bucket '{bucket}' has no extra tensor '{name}'")))
+    }
+}
+
+/// One operation on a bucket. Runs on the communication thread; must not wait for anything but the lanes.
 ///
-/// An error poisons the group, whatever its class: a bucket half done on one rank cannot be made good.
+/// An error poisons the group, whatever its class: a bucket half done on one rank cannot be completed.
 pub trait Op: Send + Sync {
     /// Short name for reports.
     fn name(&self) -> &'static str;
 
     /// Whether it can work on this element type; asked when it is added to a bucket, before any communication.
+    ///
+    /// # Errors
+    /// `UnsupportedType` for a dtype that it cannot work on.
     fn check(&self, dtype: DType) -> Result<()> {
         let _ = dtype;
         Ok(())
     }
 
-    /// Does it. `bucket` is the bucket's name, `tensors` its memory in order, padding included, all of one dtype.
-    fn run(&self, bucket: &str, tensors: &mut [Region], lane: &mut Lane) -> Result<()>;
+    /// Runs it on one communication of the bucket.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it poisons the group.
+    fn run(&self, cx: &mut BucketCx<'_>) -> Result<()>;
 }

@@ -1,9 +1,7 @@
 //! The operation that does nothing: the shape of every other one.
 
-use super::Op;
+use super::{BucketCx, Op};
 use crate::error::Result;
-use crate::group::Lane;
-use crate::memory::Region;
 
 /// See the module.
 #[derive(Clone, Copy, Debug, Default)]
@@ -14,7 +12,7 @@ impl Op for NoOp {
         "noop"
     }
 
-    fn run(&self, _bucket: &str, _tensors: &mut [Region], _lane: &mut Lane) -> Result<()> {
+    fn run(&self, _cx: &mut BucketCx<'_>) -> Result<()> {
         Ok(())
     }
 }

@@ -1,12 +1,13 @@
-//! The half types for x86-64 processors with AVX-512 F and BW: as in `avx2`, with twice as many elements to a register.
+//! The half types for x86-64 processors with AVX-512 F and BW: as in `avx2`, with twice as many elements per register. AMD's
+//! processors use `zen4` instead.
 //!
-//! Measured on two cores, each combining its half of two ranks' 1 MiB, rewritten before every call; as multiples of float32's time:
-//! bfloat16 1.24 on `avx2`, 1.03 here, float16 1.26 and 1.03.
+//! Measured on two Intel cores, each combining its half of two ranks' 1 MiB, rewritten before every call; as multiples of float32's
+//! time: bfloat16 1.24 on `avx2`, 1.03 here, float16 1.26 and 1.03.
 //!
-//! Every other type stays with `avx2`: float32 gained 2 %. Not here either: AVX512_BF16's instruction that rounds float32 to bfloat16,
-//! which takes subnormal numbers for zero, and which without a remedy for that was as fast as the seven that stand here; AVX512_FP16's
-//! addition, which for two ranks gives the same bits and was 10 % faster still, but serves neither more ranks nor averages that
-//! overflow on the way.
+//! Every other type stays with `avx2`: float32 gained 2 %. Two instructions were tried on Intel and left out: the one of AVX512_BF16 that
+//! rounds float32 to bfloat16 takes subnormal numbers for zeros, and was as fast as the seven instructions below without a correction
+//! for that; the addition of AVX512_FP16 gives the same bits for two ranks and was 10 % faster, but not for more ranks nor for averages
+//! whose sum overflows.
 
 #![allow(unsafe_code)]
 
@@ -21,9 +22,8 @@ use std::arch::x86_64::{
 use std::ops::Range;
 
 use super::element::{BLOCK, Element, element};
-use super::kernel::Work;
+use super::kernel::{PREFETCH, Work};
 use super::op::{Fraction, Number, Op, Ordered, Pair};
-use crate::memory::prefetch::prefetch_write;
 
 /// Proof that the processor has AVX-512 F and BW.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,14 +51,14 @@ fn run<E: Element, O: Op<E::Acc>>(op: O, work: &mut Work<'_, '_>, range: Range<u
 
 /// Sixteen float32.
 ///
-/// Only elements below accumulate in it, and only [`run`] runs loops over those: AVX-512 F and BW are there whenever one of its
-/// methods is called.
+/// Only the elements below and those of `zen4` accumulate in it, and only functions compiled with AVX-512 F and BW run loops over
+/// those.
 #[derive(Clone, Copy)]
-pub(super) struct F32x16(__m512);
+pub(super) struct F32x16(pub(super) __m512);
 
 impl F32x16 {
     #[inline(always)]
-    fn zero() -> Self {
+    pub(super) fn zero() -> Self {
         // SAFETY: AVX-512 F is there, see `F32x16`.
         F32x16(unsafe { _mm512_setzero_ps() })
     }
@@ -115,15 +115,14 @@ impl Fraction for F32x16 {
 }
 
 element!(
-    /// Thirty-two float16: a line of memory, and one store for it to each tensor, where sixteen made the compiler convert once more for
-    /// every store.
+    /// Thirty-two float16: a cache line, and one store to each tensor; with sixteen the compiler repeated the conversion for every store.
     F16x32,
     64,
     Pair<F32x16>,
     Pair(F32x16::zero(), F32x16::zero()),
     from_f16,
     to_f16,
-    prefetch_write
+    PREFETCH
 );
 element!(
     /// Thirty-two bfloat16, two to a word as in `avx2`.
@@ -133,7 +132,7 @@ element!(
     Pair(F32x16::zero(), F32x16::zero()),
     from_bf16,
     to_bf16,
-    prefetch_write
+    PREFETCH
 );
 
 #[inline(always)]
@@ -158,7 +157,7 @@ fn to_f16(Pair(first, second): Pair<F32x16>) -> [u8; 64] {
 }
 
 #[inline(always)]
-fn from_bf16(bytes: [u8; 64]) -> Pair<F32x16> {
+pub(super) fn from_bf16(bytes: [u8; 64]) -> Pair<F32x16> {
     // SAFETY: AVX-512 F is there, see `F32x16`; the load reads the 64 bytes of the array and needs no alignment.
     unsafe {
         let words = _mm512_loadu_si512(bytes.as_ptr().cast::<__m512i>());
@@ -168,18 +167,18 @@ fn from_bf16(bytes: [u8; 64]) -> Pair<F32x16> {
 }
 
 #[inline(always)]
-fn to_bf16(Pair(lower, upper): Pair<F32x16>) -> [u8; 64] {
+pub(super) fn to_bf16(Pair(lower, upper): Pair<F32x16>) -> [u8; 64] {
     let mut bytes = [0; 64];
     // SAFETY: AVX-512 F and BW are there, see `F32x16`; the store writes the 64 bytes of the array and needs no alignment.
     unsafe {
         let (low, high) = (_mm512_castps_si512(lower.0), _mm512_castps_si512(upper.0));
         let mut kept = upper_halves(low, high);
         let cut = _mm512_mask_blend_epi16(UPPER, low, _mm512_slli_epi32::<16>(high));
-        // As in `avx2`: up where this is above 0x8000.
+        // As in `avx2`: round up where this is above 0x8000.
         let above = _mm512_ternarylogic_epi32::<OR_AND>(cut, kept, _mm512_set1_epi16(1));
         let up = _mm512_cmpgt_epu16_mask(above, _mm512_set1_epi16(i16::MIN));
         kept = _mm512_mask_sub_epi16(kept, up, kept, _mm512_set1_epi16(-1));
-        // One look for both: a comparison is unordered where either side is NaN.
+        // One comparison tests both registers: it is unordered where either operand is NaN.
         if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lower.0, upper.0) != 0 {
             kept = quiet(lower.0, upper.0, kept);
         }
@@ -188,19 +187,19 @@ fn to_bf16(Pair(lower, upper): Pair<F32x16>) -> [u8; 64] {
     bytes
 }
 
-/// The upper half of every word.
+/// The upper half of every 32-bit word.
 const UPPER: u32 = 0xaaaa_aaaa;
-/// The table of `a | b & c`.
+/// The truth table of `a | b & c`.
 const OR_AND: i32 = 0xf8;
 
-/// The upper halves of the words of both, side by side.
+/// The upper halves of the 32-bit words of both, interleaved.
 #[inline(always)]
 fn upper_halves(low: __m512i, high: __m512i) -> __m512i {
     // SAFETY: AVX-512 F and BW are there, see `F32x16`.
     unsafe { _mm512_mask_blend_epi16(UPPER, _mm512_srli_epi32::<16>(low), high) }
 }
 
-/// `otherwise`, but where an element is NaN its own upper half, made quiet.
+/// `otherwise`; where an element is NaN, its upper half with the quiet bit set.
 #[inline(always)]
 fn quiet(lower: __m512, upper: __m512, otherwise: __m512i) -> __m512i {
     // SAFETY: AVX-512 F and BW are there, see `F32x16`.

@@ -12,7 +12,7 @@ pub(super) fn combine(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option
     work(level, dtype, op, Work::Into { inputs, out });
 }
 
-/// As [`super::combine_everywhere_after`], on a given level and in stretches of so many bytes, a multiple of 64.
+/// As [`super::combine_everywhere_after`], on a given level and in blocks of `stretch` bytes, a multiple of 64.
 pub(super) fn combine_everywhere(
     level: Level,
     dtype: DType,
@@ -63,7 +63,7 @@ fn check(dtype: DType, inputs: &[Option<&[u8]>], out: &[u8]) {
     }
 }
 
-/// [`ReduceOp::check`] stands before every operation, so this is a fault of the caller's.
+/// [`ReduceOp::check`] refuses this before every operation, so the caller made a mistake.
 fn refused(op: ReduceOp) -> ! {
     panic!("{} of this element type should have been refused", op.name())
 }
@@ -73,6 +73,7 @@ where
     E: Widen<Acc: Fraction + Ordered>,
     E::Wide: Element<Acc: Fraction + Ordered>,
     E::Widest: Element<Acc: Fraction + Ordered>,
+    E::Zen: Element<Acc: Fraction + Ordered>,
 {
     match op {
         ReduceOp::Sum => run::<E, _>(level, Sum, work),
@@ -89,6 +90,7 @@ where
     E: Widen<Acc: Fraction>,
     E::Wide: Element<Acc: Fraction>,
     E::Widest: Element<Acc: Fraction>,
+    E::Zen: Element<Acc: Fraction>,
 {
     if divisor.is_power_of_two() {
         run::<E, _>(level, SumOverPower(divisor), work);
@@ -97,12 +99,12 @@ where
     }
 }
 
-/// `W` is what wrapping arithmetic is done in: the type itself, or one of the same size for which the bits come out the same
-/// and whose loop exists anyway. Bitwise operations are done byte by byte for the same reason.
+/// `W` is the type of the wrapping arithmetic: `E` itself, or one of the same size that gives the same bits and whose loop exists
+/// anyway. Bitwise operations work byte by byte for the same reason.
 fn integer<E, W>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where
-    E: Widen<Wide = E, Widest = E, Acc: Ordered>,
-    W: Widen<Wide = W, Widest = W, Acc: Number>,
+    E: Widen<Wide = E, Widest = E, Zen = E, Acc: Ordered>,
+    W: Widen<Wide = W, Widest = W, Zen = W, Acc: Number>,
 {
     match op {
         ReduceOp::Sum => run::<W, _>(level, Sum, work),

@@ -1,16 +1,16 @@
-//! Element types: how one lies in memory, and what it accumulates in.
+//! Element types: their layout in memory, and the type of their accumulators.
 
 use half::f16;
 
-/// Bytes of the output that are finished before the next ones are begun: accumulators and a copy of the output's old values
-/// for this many stay in the first-level cache beside the inputs.
+/// Bytes of the output that a loop over many inputs finishes at a time: their accumulators and a copy of the output's old values stay
+/// in the first-level cache beside the inputs.
 pub(super) const BLOCK: usize = 4096;
 
-/// What a kernel moves as one piece: an element, or (in `avx2`, `avx512` and `neon`) a register full of them.
+/// The unit that a kernel loads and stores: one element or, in `avx2`, `avx512`, `zen4` and `neon`, a register or a cache line of them.
 pub(super) trait Element {
-    /// As it lies in memory; bytes, so that any address will do.
+    /// In memory; bytes, so that any address is aligned.
     type Bytes: Copy + 'static;
-    /// What is computed with.
+    /// The accumulator.
     type Acc: Copy;
     /// Accumulators for [`BLOCK`] bytes of elements.
     type Block: AsMut<[Self::Acc]>;
@@ -25,14 +25,13 @@ pub(super) trait Element {
     fn load(bytes: Self::Bytes) -> Self::Acc;
     /// To memory, rounding to nearest even where the accumulator is wider.
     fn store(acc: Self::Acc) -> Self::Bytes;
-    /// What lies there will be written soon; any address will do. Nothing, where the processor need not hear of it.
-    #[inline(always)]
-    fn soon(_: *const Self::Bytes) {}
+    /// Bytes between the cache line that is combined and the one that is prefetched for writing; 0 for no prefetching.
+    const PREFETCH: usize;
 }
 
 /// An element type whose tag is `$tag`, of `$size` bytes, that accumulates in `$acc`.
 macro_rules! element {
-    ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr $(, $soon:expr)?) => {
+    ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr $(, $prefetch:expr)?) => {
         $(#[$about])*
         pub(super) struct $tag;
 
@@ -65,12 +64,8 @@ macro_rules! element {
             fn store(acc: $acc) -> [u8; $size] {
                 $store(acc)
             }
-            $(
-                #[inline(always)]
-                fn soon(place: *const [u8; $size]) {
-                    $soon(place.cast());
-                }
-            )?
+
+            const PREFETCH: usize = 0 $(+ $prefetch)?;
         }
     };
 }
@@ -88,7 +83,7 @@ element!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes)
 element!(Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
     bf16_bits(acc).to_ne_bytes()
 });
-// The `_const` conversions are pure integer arithmetic; the others would look up the processor's features at every element.
+// The `_const` conversions are integer arithmetic; the others detect the processor's features at every element.
 element!(F16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_const(), |acc| {
     f16::from_f32_const(acc).to_ne_bytes()
 });
@@ -103,7 +98,6 @@ fn bf16_bits(value: f32) -> u16 {
     (kept >> 16) as u16
 }
 
-/// Here rather than in `tests`, to reach `bf16_bits`.
 #[cfg(test)]
 #[test]
 fn bf16_rounds_as_the_half_crate_does_at_every_upper_half_and_its_ties() {

@@ -1,24 +1,26 @@
-//! The loop: block by block, so that every byte of main memory is read once and written once however many inputs there are.
+//! The loop: block by block, so that every byte of main memory is read once and written once for any number of inputs.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
 use super::element::{BLOCK, Element};
 use super::op::Op;
+use crate::memory::prefetch::prefetch_write;
 
-/// Bytes between what is combined and what is fetched meanwhile. A half type takes twice as many instructions to a line of memory as
-/// float32, and a processor looks only so many instructions ahead for lines that it will need: without help, fewer of them are under
-/// way from the peer's cache at a time. Measured on two cores, 1 MiB of each, against float32 without it: bfloat16 took 1.28 times as
-/// long and takes 1.03, float16 1.15 and 1.03, float32 itself 0.95; with 512 bytes or a stretch at a time 1.14 and more, with 2 KiB
-/// the same.
-const AHEAD: usize = 1024;
-/// What a processor fetches at a time.
+/// Bytes between a cache line that is combined and the one prefetched meanwhile, on Intel processors. The kernels of the half types
+/// execute twice as many instructions per cache line as float32, and an out-of-order window reaches only so many instructions ahead:
+/// without prefetching, fewer lines are in flight from the peer's cache at a time. Measured on two Intel cores, 1 MiB of each type,
+/// against float32 without prefetching: bfloat16 took 1.28 times as long and takes 1.03, float16 1.15 and 1.03, float32 itself 0.95;
+/// with 512 bytes or a block at a time 1.14 and more, with 2 KiB the same. For AMD processors see `zen4`.
+pub(super) const PREFETCH: usize = 1024;
+/// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// What [`super::combine_everywhere_after`] calls: with a range of bytes, and the parts that are about to be combined there.
+/// The function that [`super::combine_everywhere_after`] calls with a range of bytes, and with the parts that it combines there next.
 pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
 
-/// What a loop works on.
+/// Inputs and outputs of a loop.
 pub(super) enum Work<'w, 'a> {
     /// See [`super::combine`].
     Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
@@ -43,7 +45,15 @@ impl Work<'_, '_> {
         }
     }
 
-    /// Combines the bytes in `range`, a whole number of elements, in the registers of whoever this is compiled into.
+    /// False where results go to one place that does not begin with a cache line.
+    pub(super) fn is_aligned(&self) -> bool {
+        match self {
+            Work::Into { out, .. } => out.as_ptr().addr().is_multiple_of(LINE),
+            Work::Everywhere { .. } => true,
+        }
+    }
+
+    /// Combines the bytes in `range`, a whole number of elements, compiled for the features of the calling function.
     #[inline(always)]
     pub(super) fn run<E: Element, O: Op<E::Acc>>(&mut self, op: O, range: Range<usize>) {
         match self {
@@ -59,17 +69,27 @@ impl Work<'_, '_> {
 #[inline(always)]
 fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
     let in_place = inputs.iter().any(Option::is_none);
-    let mut held = [0; BLOCK];
+    // Not zeroed: that took as long as combining 1 KiB.
+    let mut held = [const { MaybeUninit::<u8>::uninit() }; BLOCK];
     let mut start = range.start;
     while start < range.end {
         let end = range.end.min(start + BLOCK);
         let out = &mut out[start..end];
-        let held = &mut held[..end - start];
-        if in_place {
-            held.copy_from_slice(out);
-        }
+        let held = if in_place { copy_of(out, &mut held) } else { &[] };
         block::<E, O>(op, inputs, start, held, out);
         start = end;
+    }
+}
+
+/// A copy of `bytes`, at most [`BLOCK`] of them.
+#[inline(always)]
+#[allow(unsafe_code)]
+fn copy_of<'a>(bytes: &[u8], into: &'a mut [MaybeUninit<u8>; BLOCK]) -> &'a [u8] {
+    let into = &mut into[..bytes.len()];
+    // SAFETY: `into` has the length of `bytes` and is written whole before it is read; MaybeUninit<u8> has the layout of u8.
+    unsafe {
+        into.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        std::slice::from_raw_parts(into.as_ptr().cast(), into.len())
     }
 }
 
@@ -94,11 +114,11 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
                 let units = E::units_mut(&mut only[now]);
                 units.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
             }
-            // No accumulators in memory, and nothing is written that is not a result: the case that is measured against the limit.
+            // No accumulators in memory, and only results are written: the case that `--bench limit` compares with a plain loop.
             [first, second] => {
                 both::<E, O>(op, left, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now]));
             }
-            // As many ranks as hosts often have: again nothing is kept in memory, which is a third faster than the general case.
+            // A common number of ranks per host: again without accumulators in memory, a third faster than the general case.
             [a, b, c, d] => {
                 four::<E, O>(
                     op,
@@ -140,20 +160,21 @@ fn many<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<
     }
 }
 
-/// Fetches what comes [`AHEAD`] of the units at this index of a stretch, if that is among the bytes `left` from its beginning: what
-/// follows them may be another rank's to write, from whom it would be taken away.
+/// Prefetches the cache lines [`Element::PREFETCH`] bytes behind the units at this index, where those lie among the `left` bytes from
+/// index 0: another rank may be writing what follows, and would lose the cache line.
 #[inline(always)]
-fn look_ahead<E: Element, const PARTS: usize>(index: usize, left: usize, units: [&E::Bytes; PARTS]) {
+fn prefetch<E: Element, const PARTS: usize>(index: usize, left: usize, units: [&E::Bytes; PARTS]) {
     let at = index * size_of::<E::Bytes>();
-    if at.is_multiple_of(LINE) && at + AHEAD < left {
-        units.into_iter().for_each(|unit| E::soon(ptr::from_ref(unit).wrapping_byte_add(AHEAD)));
+    if E::PREFETCH > 0 && at.is_multiple_of(LINE) && at + E::PREFETCH < left {
+        let line = |unit| ptr::from_ref::<E::Bytes>(unit).wrapping_byte_add(E::PREFETCH).cast();
+        units.into_iter().for_each(|unit| prefetch_write(line(unit)));
     }
 }
 
 #[inline(always)]
 fn both<E: Element, O: Op<E::Acc>>(op: O, left: usize, a: &mut [E::Bytes], b: &mut [E::Bytes]) {
     for (index, (a, b)) in a.iter_mut().zip(b).enumerate() {
-        look_ahead::<E, 2>(index, left, [a, b]);
+        prefetch::<E, 2>(index, left, [a, b]);
         let result = E::store(op.finish(op.apply(E::load(*a), E::load(*b))));
         *a = result;
         *b = result;
@@ -170,14 +191,14 @@ fn four<E: Element, O: Op<E::Acc>>(
     d: &mut [E::Bytes],
 ) {
     for (index, (((a, b), c), d)) in a.iter_mut().zip(b).zip(c).zip(d).enumerate() {
-        look_ahead::<E, 4>(index, left, [a, b, c, d]);
+        prefetch::<E, 4>(index, left, [a, b, c, d]);
         let first = op.apply(E::load(*a), E::load(*b));
         let result = E::store(op.finish(op.apply(op.apply(first, E::load(*c)), E::load(*d))));
         (*a, *b, *c, *d) = (result, result, result, result);
     }
 }
 
-/// One block: `out` are the bytes from `start` of the whole, `held` are their old values if somebody needs them.
+/// One block: `out` are the bytes from `start` on, `held` their old values, if an input is `None`.
 #[inline(always)]
 fn block<'a, E: Element, O: Op<E::Acc>>(
     op: O,
@@ -190,7 +211,7 @@ fn block<'a, E: Element, O: Op<E::Acc>>(
     let out = E::units_mut(out);
     let units =
         |input: Option<&'a [u8]>| -> &'a [E::Bytes] { E::units(input.map_or(held, |bytes| &bytes[start..end])) };
-    // One and two inputs need no accumulators in memory; with more, the first two open them and the last one closes them.
+    // One and two inputs need no accumulators in memory; with more, the first two initialise them and the last one is added while storing.
     match *inputs {
         [] => unreachable!("combine refuses to combine nothing"),
         [only] => one::<E, O>(op, units(only), out),

@@ -1,4 +1,4 @@
-//! Which compilation of the loops runs: what this processor has, and what each element type makes of it.
+//! Which compilation of the loops runs: the levels of instructions that this processor has, and the element type of each level.
 
 #[cfg(target_arch = "x86_64")]
 use super::avx2::{Avx2, Bf16x16, F16x8, F32x16};
@@ -7,17 +7,21 @@ use super::avx512::{Avx512, Bf16x32, F16x32};
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 use super::element::F16 as F16x8;
 #[cfg(not(target_arch = "x86_64"))]
-use super::element::{Bf16 as Bf16x16, Bf16 as Bf16x32, F16 as F16x32, F32 as F32x16};
+use super::element::{
+    Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, F16 as F16x32, F16 as ZenF16, F32 as F32x16, F32 as ZenF32,
+};
 use super::element::{Bf16, Bool, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::Work;
 #[cfg(target_arch = "aarch64")]
 use super::neon::F16x8;
 use super::op::Op;
+#[cfg(target_arch = "x86_64")]
+use super::zen4::{Bf16x32 as ZenBf16, F16x32 as ZenF16, F32x16 as ZenF32, Zen4};
 
 /// Which compilation of the kernels runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
-    /// What every processor of the target has.
+    /// The instructions that every processor of the target has.
     Portable,
     /// 256-bit registers and the half-precision conversions of x86-64 processors since 2013.
     #[cfg(target_arch = "x86_64")]
@@ -25,19 +29,60 @@ pub(super) enum Level {
     /// 512-bit registers for the half types; the rest as on [`Level::Avx2`].
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512, Avx2),
+    /// 256- and 512-bit registers as AMD's processors execute them fastest.
+    #[cfg(target_arch = "x86_64")]
+    Zen4(Zen4, Avx2),
     /// The half-precision conversions that every 64-bit ARM processor has.
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
 
 impl Level {
-    /// The widest that this processor has.
+    /// The fastest that this processor has.
+    #[inline]
     pub(super) fn best() -> Level {
-        Level::available().next().expect("every processor has the portable level")
+        #[cfg(target_arch = "x86_64")]
+        if Zen4::is_best()
+            && let Some(zen4) = Level::zen4()
+        {
+            return zen4;
+        }
+        Level::generic().next().expect("every processor has the portable level")
     }
 
-    /// All that this processor has, the widest first. The detection is cached by the standard library.
+    /// All that this processor has.
     pub(super) fn available() -> impl Iterator<Item = Level> {
+        #[cfg(target_arch = "x86_64")]
+        let special = Level::zen4();
+        #[cfg(not(target_arch = "x86_64"))]
+        let special = None;
+        Level::generic().chain(special)
+    }
+
+    /// Its name in benchmarks.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(..) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Level::Zen4(..) => "zen4",
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => "neon",
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    fn zen4() -> Option<Level> {
+        Zen4::new().zip(Avx2::new()).map(|(zen4, avx2)| Level::Zen4(zen4, avx2))
+    }
+
+    /// Those for processors of any vendor, the widest first. The standard library caches the detection.
+    #[inline]
+    fn generic() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
         let wide = {
             let avx2 = Avx2::new();
@@ -52,28 +97,33 @@ impl Level {
     }
 }
 
-/// What an element type becomes where registers are wider: one that does the same for many elements at once. Itself, where loops
-/// over it vectorise without help.
+/// An element type's counterparts for wider registers, which do the same for many elements at once; the type itself where compilers
+/// vectorise loops over it.
 pub(super) trait Widen: Element {
     /// On the levels `Avx2` and `Neon`.
     type Wide: Element;
     /// On the level `Avx512`; itself, where 512 bits gain nothing.
     type Widest: Element;
+    /// On the level `Zen4`; itself, where the element of `Avx2` is as fast.
+    type Zen: Element;
 }
 
 impl Widen for F16 {
     type Wide = F16x8;
     type Widest = F16x32;
+    type Zen = ZenF16;
 }
 
 impl Widen for Bf16 {
     type Wide = Bf16x16;
     type Widest = Bf16x32;
+    type Zen = ZenBf16;
 }
 
 impl Widen for F32 {
     type Wide = F32x16;
     type Widest = Self;
+    type Zen = ZenF32;
 }
 
 macro_rules! itself {
@@ -81,6 +131,7 @@ macro_rules! itself {
         impl Widen for $element {
             type Wide = Self;
             type Widest = Self;
+            type Zen = Self;
         }
     )*};
 }
@@ -91,20 +142,27 @@ itself!(F64, U8, I8, I32, I64, Bool);
 pub(super) fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)
 where
     E: Widen,
-    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc>,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc> + Op<<E::Zen as Element>::Acc>,
 {
     let len = work.len();
-    // What the comparisons of sizes say is known at compile time: no loop is compiled that would never run.
+    // The sizes are known at compile time: no loop is compiled that would never run.
     let done = match level {
         Level::Portable => 0,
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2(avx2) | Level::Avx512(_, avx2) => {
+        Level::Avx2(avx2) | Level::Avx512(_, avx2) | Level::Zen4(_, avx2) => {
             let mut done = 0;
-            if let Level::Avx512(avx512, _) = level
-                && size::<E::Widest>() > size::<E>()
-            {
-                done = len - len % size::<E::Widest>();
-                avx512.run::<E::Widest, O>(op, &mut work, 0..done);
+            match level {
+                Level::Avx512(avx512, _) if size::<E::Widest>() > size::<E>() => {
+                    done = len - len % size::<E::Widest>();
+                    avx512.run::<E::Widest, O>(op, &mut work, 0..done);
+                }
+                // A 64-byte store to an address that is no multiple of 64 writes two cache lines: with float32, whose loop only loads
+                // and stores, that takes 1.2 times as long as two registers of 32 bytes (reduce_scatter of 1 MiB in an arena).
+                Level::Zen4(zen4, _) if size::<E::Zen>() > size::<E>() && (size::<E>() < 4 || work.is_aligned()) => {
+                    done = len - len % size::<E::Zen>();
+                    zen4.run::<E::Zen, O>(op, &mut work, 0..done);
+                }
+                _ => {}
             }
             let wide = len - len % size::<E::Wide>();
             if done < wide {
@@ -129,7 +187,7 @@ where
     }
 }
 
-/// Bytes of one.
+/// Bytes of a unit.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const fn size<E: Element>() -> usize {
     size_of::<E::Bytes>()

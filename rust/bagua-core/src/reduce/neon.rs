@@ -1,9 +1,9 @@
 //! float16 for 64-bit ARM processors, every one of which has NEON and its conversions of four elements at once.
 //!
-//! The portable loops of all other types become NEON instructions without help, bfloat16 included. float16's conversions are integer
-//! arithmetic with branches there, which compilers leave one element at a time.
+//! Compilers vectorise the portable loops of all other types, bfloat16 included. float16's portable conversions are integer arithmetic
+//! with branches, which compilers do not vectorise.
 //!
-//! The conversions are written as assembly, because the functions that stand for them became stable with Rust 1.94.
+//! The conversions are assembly, because their intrinsics became stable with Rust 1.94.
 
 #![allow(unsafe_code)]
 
@@ -15,7 +15,7 @@ use std::mem::transmute;
 use super::element::{BLOCK, Element, element};
 use super::op::{Fraction, Number, Ordered};
 
-/// Eight float32: two registers. Plain arithmetic on each, which the compiler joins again.
+/// Eight float32: two registers. Arithmetic per element, which the compiler vectorises.
 #[derive(Clone, Copy)]
 pub(super) struct F32x8([f32; 8]);
 
@@ -73,7 +73,7 @@ element!(
 fn from_f16(bytes: [u8; 16]) -> F32x8 {
     let (lower, upper): (float32x4_t, float32x4_t);
     // SAFETY: every processor of this target has these instructions; they write the two registers named as outputs and nothing else.
-    // The types that are taken for each other have the same size and no bits that are not a value.
+    // The transmuted types have the same size, and any bits are a value of them.
     unsafe {
         asm!(
             "fcvtl {lower:v}.4s, {halves:v}.4h",
@@ -93,7 +93,7 @@ fn to_f16(values: F32x8) -> [u8; 16] {
     // SAFETY: as in `from_f16`.
     unsafe {
         let [lower, upper] = transmute::<[f32; 8], [float32x4_t; 2]>(values.0);
-        // Rounds to nearest even, unless somebody gave this thread another mode.
+        // Rounds to nearest even unless this thread set another rounding mode.
         asm!(
             "fcvtn {halves:v}.4h, {lower:v}.4s",
             "fcvtn2 {halves:v}.8h, {upper:v}.4s",

@@ -2,10 +2,10 @@
 
 /// How two accumulators become one.
 pub(super) trait Op<A>: Copy {
-    /// The next input joins what came before it.
+    /// Combines the next input with the accumulator of those before it.
     fn apply(self, before: A, next: A) -> A;
 
-    /// After the last input.
+    /// Applied after the last input.
     #[inline(always)]
     fn finish(self, acc: A) -> A {
         acc
@@ -18,7 +18,7 @@ pub(super) trait Number: Copy {
     fn times(self, other: Self) -> Self;
 }
 
-/// The smaller and the larger of two; NaN wins over both.
+/// The smaller and the larger of two; NaN where either is NaN.
 pub(super) trait Ordered: Copy {
     fn smaller(self, other: Self) -> Self;
     fn larger(self, other: Self) -> Self;

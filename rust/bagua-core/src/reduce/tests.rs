@@ -199,8 +199,8 @@ fn everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]])
     dispatch::combine_everywhere(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// What the portable level makes of the parts, byte for byte, on a given level in every part. Only where arithmetic meets two NaNs
-/// may it choose.
+/// Asserts that every part holds the portable level's result, byte for byte. Only a NaN that arithmetic made from two NaNs may
+/// differ.
 fn assert_portable_everywhere(level: Level, dtype: DType, op: ReduceOp, before: &[Vec<u8>], after: &[&mut [u8]]) {
     let inputs: Vec<Option<&[u8]>> = before.iter().map(|part| Some(part.as_slice())).collect();
     let mut expected = vec![0; before[0].len()];
@@ -249,7 +249,7 @@ fn any_half_with_any_special_one_gives_the_same_bits_on_every_level() {
 fn floats_of_any_length_from_any_address_give_the_same_bits_on_every_level_and_nothing_beside_them_changes() {
     let mut random = Random(5);
     for (dtype, op) in pairs().filter(|(dtype, _)| dtype.is_float()) {
-        // The last one is long enough for what is fetched ahead.
+        // The last one is long enough for prefetching.
         for count in (0..=130).chain([1201]) {
             for ranks in 1..=5 {
                 let before: Vec<Vec<u8>> = (0..ranks).map(|_| random.wild(count * dtype.size())).collect();

@@ -1,28 +1,33 @@
-//! The header that stands before every message: 64 bytes, little-endian.
+//! The header of every message: 80 bytes, little-endian.
 //!
 //! | bytes | field | |
 //! |---|---|---|
-//! | 0..4 | magic | `BGW1` |
+//! | 0..4 | magic | `BGW2` |
 //! | 4 | kind | code of [`Kind`] |
 //! | 5 | dtype | code of [`DType`] |
 //! | 6 | op | code of [`ReduceOp`], 255 for none |
 //! | 7 | ndim | dimensions of the tensor, saturating |
 //! | 8..12 | epoch | |
-//! | 12..16 | channel | |
+//! | 12..16 | lane | |
 //! | 16..20 | root | `u32::MAX` for none |
-//! | 20..24 | part | number of the message's step within the operation |
+//! | 20..24 | part | number of the message within the operation |
 //! | 24..32 | seq | |
 //! | 32..40 | count | |
 //! | 40..48 | body | bytes that follow |
 //! | 48..64 | dims | four times u32 |
+//! | 64..68 | tag | 0 for collectives |
+//! | 68 | codec | id of the codec, 0 for none |
+//! | 69 | device | kind of the device, 0 for the host |
+//! | 70..72 | flags | see [`crate::types::flags`] |
+//! | 72..80 | reserved | 0 |
 
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
 /// Bytes of a header.
-pub const LEN: usize = 64;
+pub const LEN: usize = 80;
 
 /// The first four bytes of every header; the digit is the version of the wire format.
-pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW1");
+pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW2");
 
 const NO_OP: u8 = 255;
 const NO_ROOT: u32 = u32::MAX;
@@ -38,7 +43,7 @@ pub struct Header {
     pub body: u64,
 }
 
-/// Why 64 bytes are not a header.
+/// Why 80 bytes are not a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadFrame {
     /// Not this protocol, or another version of it, or a stream that lost its place.
@@ -53,6 +58,9 @@ pub enum BadFrame {
     /// A code that no reduce operation has.
     #[error("an unknown reduce operation (code {0})")]
     Op(u8),
+    /// Reserved bytes that are not 0.
+    #[error("reserved bytes of the header are not 0")]
+    Reserved,
 }
 
 impl Header {
@@ -66,15 +74,19 @@ impl Header {
         out[6] = f.op.map_or(NO_OP, |op| op as u8);
         out[7] = f.shape.ndim;
         out[8..12].copy_from_slice(&f.epoch.to_le_bytes());
-        out[12..16].copy_from_slice(&f.channel.to_le_bytes());
+        out[12..16].copy_from_slice(&f.lane.to_le_bytes());
         out[16..20].copy_from_slice(&f.root.unwrap_or(NO_ROOT).to_le_bytes());
         out[20..24].copy_from_slice(&self.part.to_le_bytes());
         out[24..32].copy_from_slice(&f.seq.to_le_bytes());
         out[32..40].copy_from_slice(&f.count.to_le_bytes());
         out[40..48].copy_from_slice(&self.body.to_le_bytes());
-        for (slot, dim) in out[48..].chunks_exact_mut(4).zip(f.shape.dims) {
+        for (slot, dim) in out[48..64].chunks_exact_mut(4).zip(f.shape.dims) {
             slot.copy_from_slice(&dim.to_le_bytes());
         }
+        out[64..68].copy_from_slice(&f.tag.to_le_bytes());
+        out[68] = f.codec;
+        out[69] = f.device;
+        out[70..72].copy_from_slice(&f.flags.to_le_bytes());
         out
     }
 
@@ -94,7 +106,7 @@ impl Header {
         let root = u32_at(bytes, 16);
         let fingerprint = Fingerprint {
             epoch: u32_at(bytes, 8),
-            channel: u32_at(bytes, 12),
+            lane: u32_at(bytes, 12),
             kind: Kind::from_code(bytes[4]).ok_or(BadFrame::Kind(bytes[4]))?,
             seq: u64_at(bytes, 24),
             dtype: DType::from_code(bytes[5]).ok_or(BadFrame::DType(bytes[5]))?,
@@ -102,7 +114,14 @@ impl Header {
             root: (root != NO_ROOT).then_some(root),
             count: u64_at(bytes, 32),
             shape: Shape { ndim: bytes[7], dims: [0, 1, 2, 3].map(|i| u32_at(bytes, 48 + 4 * i)) },
+            tag: u32_at(bytes, 64),
+            codec: bytes[68],
+            device: bytes[69],
+            flags: u16::from_le_bytes([bytes[70], bytes[71]]),
         };
+        if u64_at(bytes, 72) != 0 {
+            return Err(BadFrame::Reserved);
+        }
         Ok(Header { fingerprint, part: u32_at(bytes, 20), body: u64_at(bytes, 40) })
     }
 }
@@ -125,7 +144,7 @@ mod tests {
         Header {
             fingerprint: Fingerprint {
                 epoch: 0x0102_0304,
-                channel: 5,
+                lane: 5,
                 kind: Kind::Reduce,
                 seq: 0x1112_1314_1516_1718,
                 dtype: DType::BF16,
@@ -133,6 +152,10 @@ mod tests {
                 root: Some(6),
                 count: 0x2122_2324_2526_2728,
                 shape: Shape::new(&[7, 8, 9]),
+                tag: 0x4142_4344,
+                codec: 11,
+                device: 12,
+                flags: 0x5152,
             },
             part: 10,
             body: 0x3132_3334_3536_3738,
@@ -142,10 +165,11 @@ mod tests {
     #[test]
     fn the_golden_bytes_of_a_header_never_change() {
         let golden: [u8; LEN] = [
-            b'B', b'G', b'W', b'1', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
+            b'B', b'G', b'W', b'2', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
             6, 0, 0, 0, 10, 0, 0, 0, 0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, //
             0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21, 0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31, //
-            7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0,
+            7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, //
+            0x44, 0x43, 0x42, 0x41, 11, 12, 0x52, 0x51, 0, 0, 0, 0, 0, 0, 0, 0,
         ];
         assert_eq!(example().encode(), golden);
         assert_eq!(Header::decode(&golden), Ok(example()));
@@ -158,11 +182,12 @@ mod tests {
             bytes[at] = value;
             Header::decode(&bytes)
         };
-        assert_eq!(spoiled(3, b'2'), Err(BadFrame::Magic(u32::from_le_bytes(*b"BGW2"))));
+        assert_eq!(spoiled(3, b'1'), Err(BadFrame::Magic(u32::from_le_bytes(*b"BGW1"))));
         assert_eq!(spoiled(4, 0), Err(BadFrame::Kind(0)));
         assert_eq!(spoiled(4, 13), Err(BadFrame::Kind(13)));
-        assert_eq!(spoiled(5, 9), Err(BadFrame::DType(9)));
+        assert_eq!(spoiled(5, 99), Err(BadFrame::DType(99)));
         assert_eq!(spoiled(6, 4), Err(BadFrame::Op(4)));
+        assert_eq!(spoiled(79, 1), Err(BadFrame::Reserved));
     }
 
     proptest! {
@@ -173,10 +198,11 @@ mod tests {
             longs in any::<[u64; 3]>(),
             root in proptest::option::of(0..u32::MAX),
             shape in any::<(u8, [u32; 4])>(),
+            added in any::<(u32, u8, u8, u16)>(),
         ) {
             let fingerprint = Fingerprint {
                 epoch: words[0],
-                channel: words[1],
+                lane: words[1],
                 kind: Kind::ALL[codes.0],
                 seq: longs[0],
                 dtype: DType::ALL[codes.1],
@@ -184,6 +210,10 @@ mod tests {
                 root,
                 count: longs[1],
                 shape: Shape { ndim: shape.0, dims: shape.1 },
+                tag: added.0,
+                codec: added.1,
+                device: added.2,
+                flags: added.3,
             };
             let header = Header { fingerprint, part: words[2], body: longs[2] };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
@@ -191,16 +221,14 @@ mod tests {
 
         #[test]
         fn random_bytes_are_refused_or_are_exactly_a_header(
-            mut bytes in proptest::array::uniform32(any::<u8>()).prop_flat_map(|a| {
-                proptest::array::uniform32(any::<u8>()).prop_map(move |b| {
-                    let mut all = [0; LEN];
-                    all[..32].copy_from_slice(&a);
-                    all[32..].copy_from_slice(&b);
-                    all
-                })
-            }),
+            bytes in proptest::collection::vec(any::<u8>(), LEN),
             with_magic in any::<bool>(),
+            with_reserved in any::<bool>(),
         ) {
+            let mut bytes: [u8; LEN] = bytes.try_into().expect("as many as a header has");
+            if !with_reserved {
+                bytes[72..].fill(0);
+            }
             if with_magic {
                 bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
             }

@@ -9,10 +9,11 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::{Broken, Readiness, Transport};
 use crate::memory::Arena;
+use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::wait::{BellWords, Doorbell};
 
 /// Two cache lines: the hardware prefetches lines in pairs, and words of different writers must not share a pair.
@@ -29,7 +30,7 @@ const DATA: usize = 4 * LINE;
 
 /// Capacity of one ring, in bytes.
 const fn capacity(ranks: usize) -> usize {
-    if ranks <= 16 { 128 << 10 } else { 32 << 10 }
+    buffer_len(if ranks <= 16 { 128 << 10 } else { 32 << 10 })
 }
 
 /// Bytes of shared memory that the doorbells and rings of `ranks` ranks need.
@@ -217,6 +218,9 @@ impl Drop for ShmLink {
         self.bell.ring();
     }
 }
+
+#[cfg(all(test, model))]
+mod model;
 
 #[cfg(test)]
 mod tests {

@@ -1,12 +1,13 @@
 //! The contract of `Collective`, verb by verb, against the oracle; the numbers of the invariants are those of
 //! `bagua_core::collective`.
 
-use bagua_core::collective::Io;
+use bagua_core::collective::{Io, Verb};
 use bagua_core::types::{DType, Kind, ReduceOp};
 
 use crate::oracle::{assert_combined, input, noise};
+use crate::toy::{toy_hier, toy_local, toy_shm};
 use crate::world::{
-    Rank, Ranks, Say, bundled, direct, doubling, each, local, mixed, ring, shm, shm_once, shm_windows, tcp, world,
+    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, solo, tcp, world,
 };
 
 macro_rules! contract {
@@ -55,15 +56,18 @@ contract!(net_bundled, bundled, [2, 3, 5]);
 contract!(net_direct, direct, [20]);
 contract!(net_ring, ring, [2, 3, 7]);
 contract!(net_doubling, doubling, [2, 3, 5, 9]);
+contract!(solo, solo, [1]);
+contract!(hier, hier, [1, 2, 3, 4, 5, 8]);
+contract!(toy_local, toy_local, [1, 2, 3, 4]);
+contract!(toy_shm, toy_shm, [1, 2, 3, 4]);
+contract!(toy_hier, toy_hier, [1, 2, 3, 4]);
 contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
-contract!(shm_once, shm_once, [2, 3, 4]);
-contract!(shm_windows, shm_windows, [2, 3, 4]);
 
-/// True where every element is combined in rank order: not in a ring, not by doubling, and not in worlds in which one of those may be
-/// chosen.
+/// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling, and not in worlds in which
+/// one of those may be chosen.
 fn in_rank_order(ranks: Ranks, size: usize) -> bool {
     let is = |other: Ranks| std::ptr::fn_addr_eq(ranks, other);
-    size <= 2 || !is(ring) && !is(doubling) && (size <= 16 || is(direct))
+    size <= 2 || !is(hier) && !is(toy_hier) && !is(ring) && !is(doubling) && (size <= 16 || is(direct))
 }
 
 const SMALL: [usize; 4] = [0, 1, 7, 1023];
@@ -102,26 +106,26 @@ fn reduce_all(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize, root
         ) -> bagua_core::error::Result<()>| {
             if split {
                 let mut dst = vec![0xee; out];
-                rank.call(say, |c, cx| verb(c, cx, Io::Split { src, dst: &mut dst })).unwrap();
+                rank.call(say, |c, cx| verb(c, cx, Io::split(src, &mut dst))).unwrap();
                 dst
             } else {
                 let mut data = src.to_vec();
-                rank.call(say, |c, cx| verb(c, cx, Io::InPlace(&mut data))).unwrap();
+                rank.call(say, |c, cx| verb(c, cx, Io::in_place(&mut data))).unwrap();
                 data
             }
         };
-        let all_reduce = run(say, &mine, mine.len(), &|c, cx, io| c.all_reduce(cx, io, op));
+        let all_reduce = run(say, &mine, mine.len(), &|c, cx, io| c.run(cx, Verb::AllReduce(op), io));
         say.kind = Kind::Reduce;
         say.root = Some(root);
         let out = if r == root { mine.len() } else { 0 };
-        let mut reduce = run(say, &mine, out, &|c, cx, io| c.reduce(cx, io, op, root));
+        let mut reduce = run(say, &mine, out, &|c, cx, io| c.run(cx, Verb::Reduce { op, root }, io));
         if r != root && !split {
             assert_eq!(reduce, mine, "reduce changed rank {r}, which is not root");
             reduce.clear();
         }
         (say.kind, say.root) = (Kind::ReduceScatter, None);
         let c = chunk_of(count) * dtype.size();
-        let mut reduce_scatter = run(say, &chunks, c, &|c, cx, io| c.reduce_scatter(cx, io, op));
+        let mut reduce_scatter = run(say, &chunks, c, &|c, cx, io| c.run(cx, Verb::ReduceScatter(op), io));
         if !split {
             let own = reduce_scatter[r * c..(r + 1) * c].to_vec();
             reduce_scatter[r * c..(r + 1) * c].copy_from_slice(&chunks[r * c..(r + 1) * c]);
@@ -211,45 +215,45 @@ fn verbs_that_move_bytes_put_each_where_it_belongs(ranks: Ranks, size: usize) {
             let mut say = Say::new(Kind::Broadcast, DType::U8, c);
             say.root = Some(root);
             let mut data = mark(r, c);
-            rank.call(say, |x, cx| x.broadcast(cx, &mut data, root)).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::Broadcast { root }, Io::in_place(&mut data))).unwrap();
             assert!(data == mark(root, c), "broadcast of {c} from {root} to {r}");
 
             (say.kind, say.root) = (Kind::AllGather, None);
             let mut dst = vec![0xee; n * c];
-            rank.call(say, |x, cx| x.all_gather(cx, Io::Split { src: &mark(r, c), dst: &mut dst })).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::AllGather, Io::split(&mark(r, c), &mut dst))).unwrap();
             assert!(dst == everybody, "all_gather of {c} to {r}");
             let mut data = vec![0xee; n * c];
             data[own.clone()].copy_from_slice(&mark(r, c));
-            rank.call(say, |x, cx| x.all_gather(cx, Io::InPlace(&mut data))).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::AllGather, Io::in_place(&mut data))).unwrap();
             assert!(data == everybody, "all_gather of {c} in place on {r}");
 
             (say.kind, say.root) = (Kind::Gather, Some(root));
             let mut dst = vec![0xee; if r == root { n * c } else { 0 }];
-            rank.call(say, |x, cx| x.gather(cx, Io::Split { src: &mark(r, c), dst: &mut dst }, root)).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::Gather { root }, Io::split(&mark(r, c), &mut dst))).unwrap();
             assert!(r != root || dst == everybody, "gather of {c} on {root}");
             let mut data = vec![0xee; n * c];
             data[own.clone()].copy_from_slice(&mark(r, c));
             let before = data.clone();
-            rank.call(say, |x, cx| x.gather(cx, Io::InPlace(&mut data), root)).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::Gather { root }, Io::in_place(&mut data))).unwrap();
             assert!(data == if r == root { everybody.clone() } else { before }, "gather of {c} in place on {r}");
 
             say.kind = Kind::Scatter;
             let src = if r == root { everybody.clone() } else { Vec::new() };
             let mut dst = vec![0xee; c];
-            rank.call(say, |x, cx| x.scatter(cx, Io::Split { src: &src, dst: &mut dst }, root)).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::Scatter { root }, Io::split(&src, &mut dst))).unwrap();
             assert!(dst == mark(r, c), "scatter of {c} from {root} to {r}");
             let mut data = if r == root { everybody.clone() } else { vec![0xee; n * c] };
             let mut expected = data.clone();
             expected[own.clone()].copy_from_slice(&mark(r, c));
-            rank.call(say, |x, cx| x.scatter(cx, Io::InPlace(&mut data), root)).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::Scatter { root }, Io::in_place(&mut data))).unwrap();
             assert!(data == expected, "scatter of {c} in place on {r}");
 
             (say.kind, say.root) = (Kind::AllToAll, None);
             let mut dst = vec![0xee; n * c];
-            rank.call(say, |x, cx| x.all_to_all(cx, Io::Split { src: &mark(r, n * c), dst: &mut dst })).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::AllToAll, Io::split(&mark(r, n * c), &mut dst))).unwrap();
             assert!(dst == crossed(r), "all_to_all of {c} to {r}");
             let mut data = mark(r, n * c);
-            rank.call(say, |x, cx| x.all_to_all(cx, Io::InPlace(&mut data))).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::AllToAll, Io::in_place(&mut data))).unwrap();
             assert!(data == crossed(r), "all_to_all of {c} in place on {r}");
         });
     }
@@ -270,9 +274,9 @@ fn messages_of_an_exchange_arrive_in_the_order_given(ranks: Ranks, size: usize) 
         let mut got: Vec<(usize, Vec<u8>)> = expected.iter().map(|(from, m)| (*from, vec![0xee; m.len()])).collect();
         rank.call(Say::new(Kind::Exchange, DType::U8, 0), |x, cx| {
             let fingerprint = cx.fingerprint;
-            let sends: Vec<_> = out.iter().map(|(peer, data)| Outgoing { peer: *peer, fingerprint, data }).collect();
+            let sends: Vec<_> = out.iter().map(|(peer, data)| Outgoing::new(*peer, fingerprint, data)).collect();
             let mut recvs: Vec<_> =
-                got.iter_mut().map(|(peer, data)| Incoming { peer: *peer, fingerprint, data }).collect();
+                got.iter_mut().map(|(peer, data)| Incoming::new(*peer, fingerprint, data)).collect();
             x.exchange(cx, &sends, &mut recvs)
         })
         .unwrap();
@@ -287,7 +291,7 @@ fn a_barrier_waits_for_every_rank(ranks: Ranks, size: usize) {
     each(&mut ranks, |_, rank| {
         for turn in 1..=20 {
             arrived.fetch_add(1, SeqCst);
-            rank.call(Say::new(Kind::Barrier, DType::U8, 0), |x, cx| x.barrier(cx)).unwrap();
+            rank.call(Say::new(Kind::Barrier, DType::U8, 0), |x, cx| x.run(cx, Verb::Barrier, Io::none())).unwrap();
             assert!(arrived.load(SeqCst) >= turn * size);
         }
     });

@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use bagua_core::collective::{Collective, Incoming, Io, Net, Outgoing};
+use bagua_core::collective::{Collective, Incoming, Io, Net, Outgoing, Verb};
 use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
@@ -24,7 +24,7 @@ const SOON: Duration = Duration::from_secs(1);
 fn all_reduce(rank: &mut Rank, say: Say) -> Result<()> {
     let op = say.op.unwrap_or(ReduceOp::Sum);
     let mut data = vec![0; say.count * say.dtype.size()];
-    rank.call(Say { op: Some(op), ..say }, |x, cx| x.all_reduce(cx, Io::InPlace(&mut data), op))
+    rank.call(Say { op: Some(op), ..say }, |x, cx| x.run(cx, Verb::AllReduce(op), Io::in_place(&mut data)))
 }
 
 fn floats(count: usize) -> Say {
@@ -68,14 +68,13 @@ fn send_all(peer: &mut dyn Transport, bytes: &[u8]) {
 
 fn header(kind: Kind, count: usize, body: usize) -> Header {
     let (dtype, shape) = (DType::U8, Shape::flat(count));
-    let count = count as u64;
-    let fingerprint = Fingerprint { epoch: 1, channel: 0, kind, seq: 0, dtype, op: None, root: None, count, shape };
+    let fingerprint = Fingerprint { epoch: 1, shape, ..Fingerprint::new(kind, dtype, count) };
     Header { fingerprint, part: 0, body: body as u64 }
 }
 
 fn receive(rank: &mut Rank, into: &mut [u8]) -> Result<()> {
     rank.call(Say::new(Kind::Send, DType::U8, into.len()), |x, cx| {
-        x.exchange(cx, &[], &mut [Incoming { peer: 1, fingerprint: cx.fingerprint, data: into }])
+        x.exchange(cx, &[], &mut [Incoming::new(1, cx.fingerprint, into)])
     })
 }
 
@@ -129,7 +128,10 @@ fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_stands() {
 fn garbage_on_a_stream_is_an_error_that_names_the_peer() {
     for ends in [local_ends, tcp_ends] as [Ends; 2] {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
-        send_all(peer.as_mut(), b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser of some sort\r\n\r\n");
+        send_all(
+            peer.as_mut(),
+            b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser that is longer than a header\r\n\r\n",
+        );
         let mut into = [0; 100];
         let error = receive(&mut rank, &mut into).unwrap_err();
         let text = error.to_string();
@@ -171,9 +173,9 @@ fn ranks_that_disagree_both_see_what_the_other_does() {
             let outcomes = each(&mut world(ranks, 2), |r, rank| match if r == 0 { say.kind } else { other.kind } {
                 Kind::AllGather => {
                     let mut all = vec![0; 8000];
-                    rank.call(other, |x, cx| x.all_gather(cx, Io::InPlace(&mut all)))
+                    rank.call(other, |x, cx| x.run(cx, Verb::AllGather, Io::in_place(&mut all)))
                 }
-                Kind::Barrier => rank.call(other, |x, cx| x.barrier(cx)),
+                Kind::Barrier => rank.call(other, |x, cx| x.run(cx, Verb::Barrier, Io::none())),
                 _ => all_reduce(rank, if r == 0 { say } else { other }),
             });
             for (r, outcome) in outcomes.into_iter().enumerate() {
@@ -221,7 +223,8 @@ fn a_deadline_ends_two_ranks_that_both_receive() {
         let outcomes = each(&mut world(ranks, 2), |r, rank| {
             let say = Say { limit: Duration::from_millis(50), ..Say::new(Kind::Send, DType::U8, 5) };
             rank.call(say, |x, cx| {
-                let recv = Incoming { peer: 1 - r, fingerprint: cx.fingerprint, data: &mut [0; 5] };
+                let mut data = [0; 5];
+                let recv = Incoming::new(1 - r, cx.fingerprint, &mut data);
                 x.exchange(cx, &[], &mut [recv])
             })
         });
@@ -237,9 +240,7 @@ fn a_deadline_ends_a_send_that_nobody_receives() {
         let mut world = world(ranks, 2);
         let data = vec![0; 64 << 20];
         let say = Say { limit: Duration::from_millis(50), ..Say::new(Kind::Send, DType::U8, data.len()) };
-        let outcome = world[0].call(say, |x, cx| {
-            x.exchange(cx, &[Outgoing { peer: 1, fingerprint: cx.fingerprint, data: &data }], &mut [])
-        });
+        let outcome = world[0].call(say, |x, cx| x.exchange(cx, &[Outgoing::new(1, cx.fingerprint, &data)], &mut []));
         assert!(matches!(&outcome, Err(Error::Timeout { missing, .. }) if *missing == [1]), "{outcome:?}");
     }
 }
@@ -269,7 +270,7 @@ fn a_failure_elsewhere_ends_a_wait_at_once_with_that_cause() {
 fn a_message_to_oneself_is_refused_and_nothing_is_lost() {
     let mut world = world(local, 2);
     let refused = world[0].call(Say::new(Kind::Send, DType::U8, 1), |x, cx| {
-        x.exchange(cx, &[Outgoing { peer: 0, fingerprint: cx.fingerprint, data: &[1] }], &mut [])
+        x.exchange(cx, &[Outgoing::new(0, cx.fingerprint, &[1])], &mut [])
     });
     assert!(refused.unwrap_err().is_argument());
     world[0].seq = 0;
@@ -284,7 +285,7 @@ fn bytes_on_a_wire_are_counted_and_bytes_in_memory_are_not() {
         for rank in &world {
             let stats = rank.stats.of(Kind::AllReduce);
             let moved = (stats.wire_bytes_sent.load(Relaxed), stats.wire_bytes_received.load(Relaxed));
-            assert_eq!(moved, (is_wire * 4064, is_wire * 4064));
+            assert_eq!(moved, (is_wire * 4080, is_wire * 4080));
             assert!(stats.snapshot().reduce_s > 0.0);
         }
     }

@@ -5,5 +5,6 @@ mod collectives;
 mod failures;
 mod oracle;
 mod streams;
+mod toy;
 mod transports;
 mod world;

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use bagua_core::collective::{Incoming, Io, Net, Outgoing};
+use bagua_core::collective::{Incoming, Io, Net, Outgoing, Verb};
 use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
@@ -36,7 +36,7 @@ fn rank_and_raw_peer() -> (Rank, [Local; 2]) {
 fn chunk(message: u64, body: usize, offset: u64, length: u64) -> Vec<u8> {
     let (dtype, shape, kind) = (DType::U8, Shape::flat(body), Kind::Exchange);
     let count = body as u64;
-    let fingerprint = Fingerprint { epoch: 1, channel: 0, kind, seq: 0, dtype, op: None, root: None, count, shape };
+    let fingerprint = Fingerprint { epoch: 1, shape, ..Fingerprint::new(kind, dtype, body) };
     let mut bytes = Header { fingerprint, part: 0, body: count }.encode().to_vec();
     [message, offset, length].iter().for_each(|field| bytes.extend(field.to_le_bytes()));
     bytes.extend((offset..offset.saturating_add(length).min(offset.saturating_add(1000))).map(|at| at as u8));
@@ -47,7 +47,7 @@ fn chunk(message: u64, body: usize, offset: u64, length: u64) -> Vec<u8> {
 fn receive(rank: &mut Rank, into: &mut [[u8; 100]]) -> Result<()> {
     rank.call(Say::new(Kind::Exchange, DType::U8, 100), |x, cx| {
         let fingerprint = cx.fingerprint;
-        let mut recvs: Vec<_> = into.iter_mut().map(|data| Incoming { peer: 1, fingerprint, data }).collect();
+        let mut recvs: Vec<_> = into.iter_mut().map(|data| Incoming::new(1, fingerprint, data)).collect();
         x.exchange(cx, &[], &mut recvs)
     })
 }
@@ -192,8 +192,8 @@ fn a_stream_at_a_tenth_of_the_rate_does_not_hold_up_the_other() {
             let mut into = vec![0; len];
             rank.call(Say::new(Kind::Exchange, DType::U8, len), |x, cx| {
                 let fingerprint = cx.fingerprint;
-                let send = Outgoing { peer: 1 - r, fingerprint, data: &out };
-                x.exchange(cx, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
+                let send = Outgoing::new(1 - r, fingerprint, &out);
+                x.exchange(cx, &[send], &mut [Incoming::new(1 - r, fingerprint, &mut into)])
             })
             .unwrap();
             assert!(into.iter().all(|byte| usize::from(*byte) == 2 - r));
@@ -211,7 +211,7 @@ fn pieces_of_a_reduction_overtake_a_slow_stream_too() {
         each(&mut ranks, |r, rank| {
             let mut data = (r as f32 + 1.0).to_ne_bytes().repeat(len / 4);
             let say = Say { op: Some(ReduceOp::Sum), ..Say::new(Kind::AllReduce, DType::F32, len / 4) };
-            rank.call(say, |x, cx| x.all_reduce(cx, Io::InPlace(&mut data), ReduceOp::Sum)).unwrap();
+            rank.call(say, |x, cx| x.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))).unwrap();
             assert!(data.chunks_exact(4).all(|element| element == 3.0f32.to_ne_bytes()));
         });
         // Of two ranks each sends as many bytes as the tensor has.
@@ -228,8 +228,8 @@ fn a_stream_that_breaks_in_the_middle_loses_the_peer_on_both_sides() {
         let mut into = vec![0; 8 << 20];
         rank.call(Say { limit: Duration::from_secs(10), ..Say::new(Kind::Exchange, DType::U8, 0) }, |x, cx| {
             let fingerprint = cx.fingerprint;
-            let send = Outgoing { peer: 1 - r, fingerprint, data: &out };
-            x.exchange(cx, &[send], &mut [Incoming { peer: 1 - r, fingerprint, data: &mut into }])
+            let send = Outgoing::new(1 - r, fingerprint, &out);
+            x.exchange(cx, &[send], &mut [Incoming::new(1 - r, fingerprint, &mut into)])
         })
     });
     for outcome in outcomes {

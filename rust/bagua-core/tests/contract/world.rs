@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bagua_core::collective::shm::{Shm, segment_len};
-use bagua_core::collective::{Algorithm, Collective, Net, OpContext};
+use bagua_core::collective::{Algorithm, Collective, Hier, Net, OpContext, Solo};
 use bagua_core::error::Result;
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
@@ -55,14 +55,11 @@ impl Rank {
     ) -> Result<T> {
         let fingerprint = Fingerprint {
             epoch: 1,
-            channel: 0,
-            kind: say.kind,
             seq: self.seq,
-            dtype: say.dtype,
             op: say.op,
             root: say.root.map(|root| root as u32),
-            count: say.count as u64,
             shape: Shape::flat(say.count),
+            ..Fingerprint::new(say.kind, say.dtype, say.count)
         };
         self.seq += 1;
         let stats = self.stats.of(say.kind);
@@ -210,20 +207,32 @@ pub fn shm(size: usize) -> Vec<Box<dyn Collective>> {
     mappings(size, segment_len(size)).into_iter().enumerate().map(shm).collect()
 }
 
-/// `shm` that has the kernel copy every broadcast that does not fit a slot from tensor to tensor.
-pub fn shm_once(size: usize) -> Vec<Box<dyn Collective>> {
-    shm_from(size, 1)
+/// `solo`: a world of one rank.
+pub fn solo(size: usize) -> Vec<Box<dyn Collective>> {
+    assert_eq!(size, 1);
+    vec![Box::new(Solo::new())]
 }
 
-/// `shm` where the kernel does not copy between processes.
-pub fn shm_windows(size: usize) -> Vec<Box<dyn Collective>> {
-    shm_from(size, usize::MAX)
-}
-
-fn shm_from(size: usize, once: usize) -> Vec<Box<dyn Collective>> {
-    let shm = |(rank, arena)| Shm::new(arena, rank, (0..size).collect()).unwrap().copying_once_from(once);
-    let arenas = mappings(size, segment_len(size)).into_iter().enumerate();
-    arenas.map(|place| Box::new(shm(place)) as Box<dyn Collective>).collect()
+/// `hier`: even ranks on one host, odd ranks on another, streams between threads between them.
+pub fn hier(size: usize) -> Vec<Box<dyn Collective>> {
+    let hosts: Vec<Vec<usize>> = [0, 1]
+        .map(|host| (host..size).step_by(2).collect())
+        .into_iter()
+        .filter(|host: &Vec<usize>| !host.is_empty())
+        .collect();
+    let mut flat: Vec<_> = local_mesh(size).into_iter().map(|mesh| Some(Net::new(mesh))).collect();
+    let mut ranks: Vec<Option<Box<dyn Collective>>> = (0..size).map(|_| None).collect();
+    for (members, leaders) in hosts.iter().zip(local_mesh(hosts.len())) {
+        let mut leaders = Some(leaders);
+        let arenas = mappings(members.len(), segment_len(members.len()));
+        for (index, (rank, arena)) in members.iter().zip(arenas).enumerate() {
+            let intra = Box::new(Shm::new(arena, index, members.clone()).unwrap());
+            let inter = leaders.take().map(|mesh| Box::new(Net::new(mesh)) as Box<dyn Collective>);
+            let flat = flat[*rank].take().expect("every rank is on one host");
+            ranks[*rank] = Some(Box::new(Hier::new(intra, inter, flat, hosts.clone())));
+        }
+    }
+    ranks.into_iter().map(|rank| rank.expect("every rank is on one host")).collect()
 }
 
 /// The ends of a pair of rings in shared memory.

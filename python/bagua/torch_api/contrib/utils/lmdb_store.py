@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bagua.lifecycle import cache_state
 
 from .store import LossyStore, Shared
 
 __all__ = ["LmdbStore"]
 
-# By real path: a file may be opened only once per process (http://www.lmdb.tech/doc/ on mdb_env_open), so
-# loaders share. Each entry: the environment, and how many stores use it.
-_open: dict[str, tuple[Any, int]] = {}
-_lock = threading.Lock()
-
-
-def _in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-    # LMDB forbids using an environment after fork. Closing it frees this process's mapping and descriptors; the slots
-    # and locks of the parent are the parent's, by process number.
-    for environment, _ in _open.values():
-        environment.close()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
+_state = cache_state()
 
 
 class LmdbStore(LossyStore):
@@ -78,14 +63,14 @@ class LmdbStore(LossyStore):
     def _env(self) -> Any:
         if self._process == os.getpid() and self._environment is not None:
             return self._environment
-        with _lock:
-            environment, users = _open.get(self._path, (None, 0))
+        with _state.lmdb_lock:
+            environment, users = _state.lmdb_environments.get(self._path, (None, 0))
             if environment is None:
                 # Without metasync a power failure may undo the last transaction, and never damages the file.
                 environment = self._lmdb.open(
                     self._path, map_size=self._capacity, metasync=False, max_readers=1024, mode=0o600, readahead=False
                 )
-            _open[self._path] = environment, users + 1
+            _state.lmdb_environments[self._path] = environment, users + 1
         self._environment, self._process = environment, os.getpid()
         return environment
 
@@ -135,10 +120,10 @@ class LmdbStore(LossyStore):
         if self._environment is None or self._process != os.getpid():
             return
         self._environment = None
-        with _lock:
-            environment, users = _open.pop(self._path)
+        with _state.lmdb_lock:
+            environment, users = _state.lmdb_environments.pop(self._path)
             if users > 1:
-                _open[self._path] = environment, users - 1
+                _state.lmdb_environments[self._path] = environment, users - 1
             else:
                 environment.sync(True)
                 environment.close()

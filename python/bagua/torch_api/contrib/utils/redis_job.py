@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua import config
 from bagua.errors import BaguaTimeoutError
+from bagua.lifecycle import cache_state
 
 from .redis_server import RedisServer, address_towards, new_password
 
@@ -23,10 +23,7 @@ __all__ = ["Server", "job_servers", "stop_job_servers"]
 #: host, port and password of one server.
 Server = dict[str, Any]
 
-_lock = threading.Lock()
-# What this process's first call found; and the server that this process started, if it did.
-_known: tuple[list[Server], int] | None = None
-_own: RedisServer | None = None
+_state = cache_state()
 
 
 def job_servers(capacity: int) -> tuple[list[Server], int]:
@@ -36,24 +33,22 @@ def job_servers(capacity: int) -> tuple[list[Server], int]:
     RuntimeError on every rank, with the reason, if a host cannot start its server; BaguaTimeoutError names ranks that
     did not come.
     """
-    global _known, _own
-    with _lock:
-        if _known is None:
+    with _state.job_lock:
+        if _state.job_servers is None:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                _known = _together(capacity)
+                _state.job_servers = _together(capacity)
             else:
-                _own = RedisServer("127.0.0.1", capacity, password=new_password())
-                _known = [_described(_own)], 0
-        return _known
+                _state.own_server = RedisServer("127.0.0.1", capacity, password=new_password())
+                _state.job_servers = [_described(_state.own_server)], 0
+        return _state.job_servers
 
 
 def stop_job_servers() -> None:
     """Ends the server that this process started, if it did. The next call of :func:`job_servers` starts anew."""
-    global _known, _own
-    with _lock:
-        if _own is not None:
-            _own.stop()
-        _known = _own = None
+    with _state.job_lock:
+        if _state.own_server is not None:
+            _state.own_server.stop()
+        _state.job_servers = _state.own_server = None
 
 
 def _described(server: RedisServer) -> Server:
@@ -61,7 +56,6 @@ def _described(server: RedisServer) -> Server:
 
 
 def _together(capacity: int) -> tuple[list[Server], int]:
-    global _own
     board = _Board()
     hosts = board.everybody("host", _host_identity())
     # The lowest rank of each host starts its server.
@@ -70,17 +64,17 @@ def _together(capacity: int) -> tuple[list[Server], int]:
     if board.rank in leaders:
         try:
             address = _own_address(board, leaders)
-            _own = RedisServer(address, capacity, password=new_password())
-            said: dict[str, Any] = _described(_own)
+            _state.own_server = RedisServer(address, capacity, password=new_password())
+            said: dict[str, Any] = _described(_state.own_server)
         except Exception as failure:
             # The others wait for a word, not for a deadline.
             said = {"error": f"rank {board.rank}: {failure}"}
         board.say("server", json.dumps(said))
     servers: list[Server] = [json.loads(text) for text in board.read("server", leaders)]
     if wrong := [str(server["error"]) for server in servers if "error" in server]:
-        if _own is not None:
-            _own.stop()
-            _own = None
+        if _state.own_server is not None:
+            _state.own_server.stop()
+            _state.own_server = None
         raise RuntimeError("the job's cache servers did not start: " + "; ".join(wrong))
     return servers, mine
 

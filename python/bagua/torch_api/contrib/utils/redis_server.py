@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from multiprocessing import util as exits
 
+from bagua.lifecycle import cache_state
+
 __all__ = ["RedisServer", "address_towards", "start_redis_server_cli"]
 
 #: Seconds until a started server must answer.
@@ -110,7 +112,7 @@ class RedisServer:
             )
             assert self._process.stdin is not None
             self._line = os.dup(self._process.stdin.fileno())
-            _lines.add(self._line)
+            cache_state().server_pipes.add(self._line)
             with contextlib.suppress(BrokenPipeError), self._process.stdin as configuration:
                 configuration.write("".join(f"{name} {value}\n" for name, value in lines).encode() + b"end\n")
             if self._answers():
@@ -144,22 +146,8 @@ def _stop(process: subprocess.Popen[bytes], line: int) -> None:
     with contextlib.suppress(OSError):
         os.write(line, b"stopped\n")
     process.wait()
-    _lines.discard(line)
+    cache_state().server_pipes.discard(line)
     os.close(line)
-
-
-# The writing ends that this process holds.
-_lines: set[int] = set()
-
-
-def _in_child() -> None:
-    # A child that kept the writing end would keep the server alive after its owner's death.
-    for line in _lines:
-        os.close(line)
-    _lines.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def _free_port(host: str) -> int:
@@ -184,9 +172,6 @@ def new_password() -> str:
     return secrets.token_urlsafe(32)
 
 
-_started: list[RedisServer] = []
-
-
 def start_redis_server_cli(port: int, capacity: int, *args: str) -> RedisServer:
     """Starts a server on this machine's loopback address that holds at most ``capacity`` bytes.
 
@@ -204,5 +189,5 @@ def start_redis_server_cli(port: int, capacity: int, *args: str) -> RedisServer:
     server = RedisServer(
         "127.0.0.1", capacity, port=port, settings=[(name, " ".join(values)) for name, values in settings]
     )
-    _started.append(server)
+    cache_state().cli_servers.append(server)
     return server

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bagua.lifecycle import cache_state
+
 __all__ = ["Serializer", "UnreadableError"]
 
 _HEADER = struct.Struct("<2sB8sI")
@@ -282,8 +284,8 @@ class _Reader:
         return self.array(body)[()]
 
 
-_tensor_forms: dict[bytes, tuple[torch.dtype, list[int], int, str]] = {}
-_array_forms: dict[bytes, tuple[np.dtype[Any], list[int], int]] = {}
+_tensor_forms: dict[bytes, tuple[torch.dtype, list[int], int, str]] = cache_state().tensor_forms
+_array_forms: dict[bytes, tuple[np.dtype[Any], list[int], int]] = cache_state().array_forms
 
 
 def _remember(forms: dict[bytes, Any], body: bytes, form: Any) -> None:

@@ -7,12 +7,12 @@ Stores of a cache may lose what they were given: a value that is gone is compute
 from __future__ import annotations
 
 import logging
-import os
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
+
+from bagua.lifecycle import cache_state
 
 from .counters import SharedCounters
 
@@ -21,17 +21,6 @@ __all__ = ["ClusterStore", "LossyStore", "Store"]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Shared = Literal["job", "host", "process"]
-
-# By store: what was warned of. One server is one warning, however many loaders and DataLoader workers lose it.
-_spoken: weakref.WeakValueDictionary[str, SharedCounters] = weakref.WeakValueDictionary()
-
-
-def _in_child() -> None:
-    for counters in list(_spoken.values()):
-        counters.in_child()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 class Store(ABC):
@@ -103,7 +92,7 @@ class LossyStore(Store):
         self.lost = False
         self._pause = 0.0
         self._again = 0.0
-        self._spoken = _spoken.setdefault(name, SharedCounters(("refusal", "loss")))
+        self._warned: SharedCounters = cache_state().warnings.setdefault(name, SharedCounters(("refusal", "loss")))
 
     def _attempt(self, action: Callable[[], T], otherwise: T, *, reads: int = 0, writes: int = 0) -> T:
         """What ``action`` returns, or ``otherwise`` if it fails as stores fail. Programming errors come through."""
@@ -132,7 +121,7 @@ class LossyStore(Store):
 
     def _warn(self, kind: str, text: str) -> None:
         # Logged, not warnings.warn: where warnings are errors the sample would be lost with the server.
-        if self._spoken.first(kind):
+        if self._warned.first(kind):
             _log.warning("%s", text)
 
     def failures(self) -> dict[str, int]:

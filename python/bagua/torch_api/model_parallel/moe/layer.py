@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ... import ddp, env
-from ...collectives import ReduceOp, allreduce_inplace, alltoall
-from ...groups import Communicator, _get_default_group, is_initialized
+from ... import env
+from ...communication import _get_default_group, is_initialized
+from ...data_parallel.model import owner_of
+from ...process_group import Communicator, ReduceOp
 from .experts import Experts
 from .gate import Routing, TopKGate
 
@@ -23,14 +24,14 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, communicator: Communicator) -> torch.Tensor:
         ctx.communicator = communicator
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        alltoall(input, output, communicator)
+        communicator.alltoall(input, output)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         back = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        alltoall(grad, back, ctx.communicator)
+        ctx.communicator.alltoall(grad, back)
         return back, None
 
 
@@ -111,7 +112,7 @@ class MOELayer(torch.nn.Module):
         return returned
 
     def _averaged(self) -> bool:
-        owner = next((found for p in self.gate.parameters() if (found := ddp.owner_of(p)) is not None), None)
+        owner = next((found for p in self.gate.parameters() if (found := owner_of(p)) is not None), None)
         return owner is not None and getattr(owner.bagua_algorithm, "average", True)
 
 
@@ -120,7 +121,7 @@ def _largest(capacity: int, communicator: Communicator | None) -> int:
     if communicator is None:
         return capacity
     largest = torch.tensor([capacity], dtype=torch.int64)
-    allreduce_inplace(largest, ReduceOp.MAX, communicator)
+    communicator.allreduce_inplace(largest, ReduceOp.MAX)
     return int(largest.item())
 
 

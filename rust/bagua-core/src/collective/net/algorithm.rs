@@ -5,22 +5,22 @@
 //!
 //! | algorithm | time | buys |
 //! |---|---|---|
-//! | whole: everybody sends everything to everybody | a + 2 (n - 1) o + (n - 1) N t | one latency |
+//! | one-shot: every rank sends everything to every rank | a + 2 (n - 1) o + (n - 1) N t | one latency |
 //! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
-//! | direct: reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
+//! | direct (two-shot): reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
 //! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
 //!
-//! Whole wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
+//! One-shot wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
 //! bytes that direct moves without waiting for sums (every rank adds N elements instead of N / 2, many times faster than any
 //! network brings them). Direct moves as few bytes as a ring and has fewer
 //! latencies, so that by the model it always wins over the ring; what the model does not see is that n - 1 senders meet at one
 //! port, whose switch drops what its buffers cannot hold, and that a rank polls n - 1 streams. Hence the ring for many ranks,
-//! when each share is long enough to hide 2 (n - 1) latencies. With as many ranks and few bytes the 4 (n - 1) o of direct are
+//! when each shard is long enough to hide 2 (n - 1) latencies. With as many ranks and few bytes the 4 (n - 1) o of direct are
 //! the whole cost, and doubling has log2(n) of them.
 //!
-//! Whole and direct combine in rank order. The ring begins each share at another rank, and doubling combines neighbours first, so
+//! One-shot and direct combine in rank order. The ring begins each shard at another rank, and doubling combines neighbours first, so
 //! their sums differ in the last bits from those of the others, and f16 and bf16 are rounded at every hop: these types stay with
-//! direct. The choice depends only on what all ranks know: bytes, ranks and type.
+//! direct. The choice depends only on bytes, ranks and dtype, which are equal on all ranks.
 
 use crate::types::DType;
 
@@ -61,16 +61,16 @@ impl Algorithm {
 /// Bytes up to which the number of rounds costs more than the bytes.
 pub(super) const SMALL: usize = 16 << 10;
 
-/// Ranks up to which everybody sends a small tensor to everybody.
+/// Ranks up to which a small tensor is reduced one-shot.
 pub(super) const FEW: usize = 8;
 
 /// Ranks up to which large tensors are combined in rank order whatever their type.
 const DIRECT: usize = 16;
 
-/// Bytes of a share from which a ring hides its latencies.
-const RING_SHARE: usize = 64 << 10;
+/// Bytes of a shard from which a ring hides its latencies.
+const RING_SHARD: usize = 64 << 10;
 
-/// What [`Algorithm`] comes down to.
+/// The algorithm of one all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chosen {
     OneShot,
@@ -90,7 +90,7 @@ pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize
         Algorithm::Direct => Chosen::Direct,
         Algorithm::Auto if ranks <= DIRECT || rounds_once => Chosen::Direct,
         Algorithm::Auto if small => Chosen::Doubling,
-        Algorithm::Auto if bytes / ranks >= RING_SHARE => Chosen::Ring,
+        Algorithm::Auto if bytes / ranks >= RING_SHARD => Chosen::Ring,
         Algorithm::Auto => Chosen::Direct,
     }
 }

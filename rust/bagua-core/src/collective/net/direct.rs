@@ -1,4 +1,5 @@
-//! Reductions in which each rank combines its share of the elements (or everything): piece by piece, while further pieces travel both ways.
+//! Direct reductions: each rank combines its shard of the elements (or everything) piece by piece, while further pieces travel both
+//! ways.
 //!
 //! A message to a peer is a piece of what the peer combines, or of what this rank has combined. Results go first, while they are
 //! in the cache; inputs fill the line otherwise. A piece is combined as soon as it is there from all ranks, and while that
@@ -12,17 +13,17 @@ use crate::reduce::combine;
 use crate::transport::Plan;
 use crate::types::{Fingerprint, ReduceOp};
 
-/// Combines what is there from every rank, in rank order; `None` is what `out` holds.
+/// Combines the values of every rank in rank order; `None` stands for the values in `out`.
 pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     let start = Instant::now();
     combine(cx.dtype(), op, inputs, out);
     cx.stats.add_reduce(start.elapsed());
 }
 
-/// Who gets what a rank has combined.
+/// The ranks that get a combined piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Results {
-    /// Everybody.
+    /// Every rank.
     All,
     /// This rank.
     Root(usize),
@@ -30,111 +31,72 @@ pub(super) enum Results {
     Kept,
 }
 
-/// Where a rank's tensor lies.
-pub(super) enum Place<'a> {
+/// The buffers of a rank's tensor.
+pub(super) enum Buffers<'a> {
     /// One buffer for inputs and results.
     Whole(&'a mut [u8]),
     /// Inputs and results, both of the whole tensor.
     Two(&'a [u8], &'a mut [u8]),
-    /// Inputs of the whole tensor, results of this rank's share only.
+    /// Inputs of the whole tensor, results of this rank's shard only.
     Share(&'a [u8], &'a mut [u8]),
 }
 
-impl Place<'_> {
+impl Buffers<'_> {
     /// Bytes of the tensor.
     pub fn len(&self) -> usize {
         match self {
-            Place::Whole(data) => data.len(),
-            Place::Two(src, _) | Place::Share(src, _) => src.len(),
+            Buffers::Whole(data) => data.len(),
+            Buffers::Two(src, _) | Buffers::Share(src, _) => src.len(),
         }
     }
 }
 
-/// How a tensor is cut: into chunks that become ready one after the other (one, where all of it is there from the beginning), a
-/// chunk into everybody's shares, and a share into pieces. A rank's pieces are numbered through all chunks.
-pub(super) struct Cut {
-    /// Bytes of a chunk, the last one excepted.
-    pub chunk: usize,
-    /// How many; at least one.
-    pub chunks: usize,
-    /// By rank: the bytes of a chunk that it combines, from the beginning of the chunk. Shares may overlap where nobody else gets
-    /// the results.
-    pub shares: Vec<Range<usize>>,
-    /// The same of the last chunk.
-    pub last: Vec<Range<usize>>,
-    /// Bytes of a piece, the last one of a share excepted: whole elements.
+/// How a tensor is partition: into the ranks' shards, and a shard into pieces.
+pub(super) struct Partition {
+    /// By rank: the bytes that it combines. Shards may overlap where no other rank gets the results.
+    pub shards: Vec<Range<usize>>,
+    /// Bytes of a piece, the last one of a shard excepted: whole elements.
     pub piece: usize,
 }
 
-impl Cut {
-    /// One chunk.
-    pub fn whole(len: usize, shares: Vec<Range<usize>>, piece: usize) -> Cut {
-        Cut { chunk: len, chunks: 1, last: shares.clone(), shares, piece }
+impl Partition {
+    /// How many pieces a rank combines; at least one, so that headers are compared although the shard is empty.
+    pub fn pieces(&self, owner: usize) -> usize {
+        self.shards[owner].len().div_ceil(self.piece).max(1)
     }
 
-    /// A rank's share of a chunk.
-    fn share(&self, owner: usize, chunk: usize) -> &Range<usize> {
-        if chunk + 1 == self.chunks { &self.last[owner] } else { &self.shares[owner] }
-    }
-
-    /// How many pieces a rank's share of a chunk has; at least one, so that headers are compared though it be empty.
-    pub fn per(&self, owner: usize, chunk: usize) -> usize {
-        self.share(owner, chunk).len().div_ceil(self.piece).max(1)
-    }
-
-    /// How many pieces a rank combines of the first `chunks` chunks.
-    pub fn before(&self, owner: usize, chunks: usize) -> usize {
-        let last = if chunks < self.chunks { 0 } else { self.per(owner, self.chunks - 1) };
-        chunks.min(self.chunks - 1) * self.per(owner, 0) + last
-    }
-
-    /// Bytes that a rank combines.
-    pub fn bytes(&self, owner: usize) -> usize {
-        (self.chunks - 1) * self.shares[owner].len() + self.last[owner].len()
-    }
-
-    /// The chunk that a rank's piece belongs to.
-    pub fn chunk_of(&self, owner: usize, number: usize) -> usize {
-        (number / self.per(owner, 0)).min(self.chunks - 1)
-    }
-
-    /// Bytes of piece `number` of a rank's shares, from the beginning of the tensor.
+    /// Bytes of piece `number` of a rank's shard, from the beginning of the tensor.
     fn range(&self, owner: usize, number: usize) -> Range<usize> {
-        let chunk = self.chunk_of(owner, number);
-        let Range { start, end } = self.share(owner, chunk);
-        let at = (start + (number - self.before(owner, chunk)) * self.piece).min(*end);
-        let base = chunk * self.chunk;
-        base + at..base + (at + self.piece).min(*end)
+        let Range { start, end } = self.shards[owner];
+        let at = (start + number * self.piece).min(end);
+        at..(at + self.piece).min(end)
     }
 }
 
 /// See the module.
-pub(super) struct Shares<'a, 'c> {
+pub(super) struct DirectReduce<'a, 'c> {
     /// What the operation says of itself.
     pub cx: &'a OpContext<'c>,
     /// How elements are combined.
     pub op: ReduceOp,
     /// This rank.
     pub rank: usize,
-    /// Who gets them, besides the rank itself.
+    /// The ranks that get the results, besides the rank itself.
     pub results: Results,
-    /// Who combines what.
-    pub cut: Cut,
-    /// Chunks that hold this rank's values: all before this one.
-    pub ready: usize,
+    /// The shard of each rank.
+    pub partition: Partition,
     /// Where this rank's tensor lies.
-    pub place: Place<'a>,
+    pub buffers: Buffers<'a>,
     /// Groups of slots: a slot of a piece for every rank.
     pub staging: &'a mut [u8],
     /// By place in the window of pieces that may be under way at once: the piece's group, if something of it has arrived, and
     /// from how many peers it is complete.
     pub window: Vec<(Option<usize>, usize)>,
-    /// Groups that are free. What was left last is taken first, so that as little memory is used as the peers allow, and that
-    /// from the cache.
+    /// Free groups. The group freed last is used first: little memory is used, and it is in the cache.
     pub free: Vec<usize>,
-    /// By piece: peers that must be sent this rank's values before the sum can take their place. Empty where shares do not overlap.
+    /// By piece: peers that must be sent this rank's values before the sum can take their buffers. Empty where shards do not overlap.
     pub unsent: Vec<usize>,
-    /// Pieces of the own share that are combined: all before this one.
+    /// Pieces of the own shard that are combined: all before this one.
     pub folded: usize,
     /// By peer: inputs that came from it.
     pub came: Vec<usize>,
@@ -144,15 +106,15 @@ pub(super) struct Shares<'a, 'c> {
     pub total: u64,
 }
 
-impl Shares<'_, '_> {
+impl DirectReduce<'_, '_> {
     /// How many ranks there are.
     fn ranks(&self) -> usize {
-        self.cut.shares.len()
+        self.partition.shards.len()
     }
 
     /// How many pieces a rank combines.
     pub fn pieces(&self, owner: usize) -> usize {
-        self.cut.before(owner, self.cut.chunks)
+        self.partition.pieces(owner)
     }
 
     pub fn gets(&self, rank: usize) -> bool {
@@ -163,12 +125,12 @@ impl Shares<'_, '_> {
         }
     }
 
-    /// Combines every piece that is there from all ranks and whose turn has come.
+    /// Combines, in order, every piece that has arrived from all ranks.
     pub fn fold(&mut self) {
-        let (rank, n, piece) = (self.rank, self.ranks(), self.cut.piece);
-        let pieces = self.cut.before(rank, self.ready);
+        let (rank, n, piece) = (self.rank, self.ranks(), self.partition.piece);
+        let pieces = self.partition.pieces(rank);
         while self.folded < pieces {
-            let range = self.cut.range(rank, self.folded);
+            let range = self.partition.range(rank, self.folded);
             let places = self.window.len();
             let (group, present) = &mut self.window[self.folded % places];
             if *present < n - 1 || self.unsent.get(self.folded).is_some_and(|peers| *peers > 0) {
@@ -179,11 +141,13 @@ impl Shares<'_, '_> {
             let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
             self.free.push(group);
             let slots = &self.staging[group * n * piece..(group + 1) * n * piece];
-            let start = self.cut.last[rank].start;
-            let (own, out) = match &mut self.place {
-                Place::Whole(data) => (None, &mut data[range]),
-                Place::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
-                Place::Share(src, dst) => (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start]),
+            let start = self.partition.shards[rank].start;
+            let (own, out) = match &mut self.buffers {
+                Buffers::Whole(data) => (None, &mut data[range]),
+                Buffers::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
+                Buffers::Share(src, dst) => {
+                    (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start])
+                }
             };
             let slots = slots.chunks_exact(piece).enumerate();
             let inputs: Vec<_> =
@@ -194,7 +158,7 @@ impl Shares<'_, '_> {
     }
 }
 
-impl Plan for Shares<'_, '_> {
+impl Plan for DirectReduce<'_, '_> {
     fn counts(&self, peer: usize) -> (usize, usize) {
         let (mine, theirs) = (self.pieces(self.rank), self.pieces(peer));
         let to = theirs + if self.gets(peer) { mine } else { 0 };
@@ -203,13 +167,12 @@ impl Plan for Shares<'_, '_> {
 
     fn next(&mut self, peer: usize) -> Option<usize> {
         let inputs = self.pieces(peer);
-        let ready = self.cut.before(peer, self.ready);
         let gets = self.gets(peer);
         let (input, result) = &mut self.begun[peer];
         if gets && *result < self.folded {
             *result += 1;
             Some(inputs + *result - 1)
-        } else if *input < ready {
+        } else if *input < inputs {
             *input += 1;
             Some(*input - 1)
         } else {
@@ -220,14 +183,18 @@ impl Plan for Shares<'_, '_> {
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
         let inputs = self.pieces(peer);
         let is_input = number < inputs;
-        let range = if is_input { self.cut.range(peer, number) } else { self.cut.range(self.rank, number - inputs) };
-        let bytes = match &self.place {
-            Place::Whole(data) => &data[range],
-            Place::Two(src, _) if is_input => &src[range],
-            Place::Two(_, dst) => &dst[range],
-            Place::Share(src, _) if is_input => &src[range],
-            Place::Share(_, dst) => {
-                let start = self.cut.last[self.rank].start;
+        let range = if is_input {
+            self.partition.range(peer, number)
+        } else {
+            self.partition.range(self.rank, number - inputs)
+        };
+        let bytes = match &self.buffers {
+            Buffers::Whole(data) => &data[range],
+            Buffers::Two(src, _) if is_input => &src[range],
+            Buffers::Two(_, dst) => &dst[range],
+            Buffers::Share(src, _) if is_input => &src[range],
+            Buffers::Share(_, dst) => {
+                let start = self.partition.shards[self.rank].start;
                 &dst[range.start - start..range.end - start]
             }
         };
@@ -243,8 +210,11 @@ impl Plan for Shares<'_, '_> {
 
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
         let inputs = self.pieces(self.rank);
-        let range =
-            if number < inputs { self.cut.range(self.rank, number) } else { self.cut.range(peer, number - inputs) };
+        let range = if number < inputs {
+            self.partition.range(self.rank, number)
+        } else {
+            self.partition.range(peer, number - inputs)
+        };
         (self.cx.fingerprint, range.len())
     }
 
@@ -255,20 +225,20 @@ impl Plan for Shares<'_, '_> {
     fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
         let inputs = self.pieces(self.rank);
         if number < inputs {
-            let len = self.cut.range(self.rank, number).len();
+            let len = self.partition.range(self.rank, number).len();
             let places = self.window.len();
             let group = &mut self.window[number % places].0;
             // There are as many groups as places.
             let group = *group.get_or_insert_with(|| self.free.pop().expect("a group for every place"));
-            let start = (group * self.ranks() + peer) * self.cut.piece;
+            let start = (group * self.ranks() + peer) * self.partition.piece;
             return &mut self.staging[start..start + len];
         }
-        let range = self.cut.range(peer, number - inputs);
-        match &mut self.place {
-            Place::Whole(data) => &mut data[range],
-            Place::Two(_, dst) => &mut dst[range],
+        let range = self.partition.range(peer, number - inputs);
+        match &mut self.buffers {
+            Buffers::Whole(data) => &mut data[range],
+            Buffers::Two(_, dst) => &mut dst[range],
             // Results come only to ranks that have a place for them.
-            Place::Share(..) => &mut [],
+            Buffers::Share(..) => &mut [],
         }
     }
 

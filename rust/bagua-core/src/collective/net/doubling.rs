@@ -14,32 +14,32 @@ use crate::transport::Step;
 use crate::types::ReduceOp;
 
 impl Net {
-    /// Combines everybody's `data` in place.
+    /// Combines all ranks' `data` in place.
     pub(super) fn reduce_doubling(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = cx.fingerprint;
-        let sum = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        let sum = op.undivided();
         let rounds = n.ilog2();
         let power = 1 << rounds;
         let extra = n - power;
         // The first 2 * extra ranks make pairs, of which the lower one takes part in the rounds; the others are on their own.
-        let is_guest = rank < 2 * extra && rank % 2 == 1;
-        let place = if rank < 2 * extra { rank / 2 } else { rank - extra };
-        let real = |place: usize| if place < extra { 2 * place } else { place + extra };
+        let folded = rank < 2 * extra && rank % 2 == 1;
+        let virtual_rank = if rank < 2 * extra { rank / 2 } else { rank - extra };
+        let real = |virtual_rank: usize| if virtual_rank < extra { 2 * virtual_rank } else { virtual_rank + extra };
         if self.staging.len() < data.len() {
             self.staging.resize(data.len(), 0);
         }
         let theirs = &mut self.staging[..data.len()];
         let mesh = &mut self.mesh;
         let len = data.len() as u64;
-        // Part 0 is the guests' values, part 1 + r is round r, the last one what guests get.
+        // Part 0 carries the values of the folded ranks, part 1 + r is round r, the last part carries the result to the folded ranks.
         let mut step = |part: u32, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]| {
             let step = Step { part, before: u64::from(part) * len, total: u64::from(rounds + 2) * len };
             mesh.exchange_step(cx, step, sends, recvs)
         };
-        if is_guest {
-            step(0, &[Outgoing { peer: rank - 1, fingerprint, data }], &mut [])?;
-            return step(rounds + 1, &[], &mut [Incoming { peer: rank - 1, fingerprint, data }]);
+        if folded {
+            step(0, &[Outgoing::new(rank - 1, fingerprint, &*data)], &mut [])?;
+            return step(rounds + 1, &[], &mut [Incoming::new(rank - 1, fingerprint, data)]);
         }
         let fold = |theirs: &[u8], data: &mut [u8], lower: bool| {
             let start = Instant::now();
@@ -47,22 +47,22 @@ impl Net {
             combine(cx.dtype(), sum, &inputs, data);
             cx.stats.add_reduce(start.elapsed());
         };
-        let hosts = rank < 2 * extra;
-        if hosts {
-            step(0, &[], &mut [Incoming { peer: rank + 1, fingerprint, data: theirs }])?;
+        let has_folded_partner = rank < 2 * extra;
+        if has_folded_partner {
+            step(0, &[], &mut [Incoming::new(rank + 1, fingerprint, &mut *theirs)])?;
             fold(theirs, data, true);
         }
         for round in 0..rounds {
-            let peer = real(place ^ 1 << round);
-            let sends = [Outgoing { peer, fingerprint, data }];
-            step(1 + round, &sends, &mut [Incoming { peer, fingerprint, data: &mut *theirs }])?;
+            let peer = real(virtual_rank ^ 1 << round);
+            let sends = [Outgoing::new(peer, fingerprint, &*data)];
+            step(1 + round, &sends, &mut [Incoming::new(peer, fingerprint, &mut *theirs)])?;
             fold(theirs, data, rank < peer);
         }
         if op == ReduceOp::Avg {
             divide(cx.dtype(), data, n);
         }
-        if hosts {
-            step(rounds + 1, &[Outgoing { peer: rank + 1, fingerprint, data }], &mut [])?;
+        if has_folded_partner {
+            step(rounds + 1, &[Outgoing::new(rank + 1, fingerprint, &*data)], &mut [])?;
         }
         Ok(())
     }

@@ -2,22 +2,20 @@
 //!
 //! | verb | when | how |
 //! |---|---|---|
-//! | all_reduce | as [`algorithm`] says | every rank combines everything, or its share; or a ring; or doubling |
-//! | all_reduce in stages | whole or direct | the same chunk by chunk; chunks overlap |
-//! | | otherwise | one chunk after the other |
+//! | all_reduce | as [`algorithm`] chooses | one-shot, direct (two-shot), ring, or recursive doubling |
 //! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
-//! | | otherwise | each rank combines its share and sends the result to root; pieces overlap |
+//! | | otherwise | each rank combines its shard and sends the result to root; pieces overlap |
 //! | broadcast | at most [`STAR`] ranks | root sends to all |
 //! | | otherwise | binomial tree; pieces overlap |
-//! | reduce_scatter | always | each rank combines its chunk; pieces overlap |
+//! | reduce_scatter | always | each rank combines its shard; pieces overlap |
 //! | all_gather, gather, scatter, all_to_all | always | direct |
 //! | barrier | always | an empty message between every pair |
 //!
 //! Up to 16 ranks, and for f16 and bf16 always, an element is combined on one rank (or on all, alike) from all ranks' values in rank
 //! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
 //! once, hence both sides of a disagreement see it. A ring and a doubling combine in another order, the same on every rank and
-//! from run to run, and leave pairs that never meet: there a neighbour sees the disagreement, and the others hear of it as the
-//! group's first cause.
+//! from run to run, and leave pairs of ranks that exchange no message: there a neighbour finds the disagreement, and the others get
+//! it as the group's first cause.
 
 mod algorithm;
 mod direct;
@@ -25,12 +23,10 @@ mod doubling;
 mod partition;
 mod reduce;
 mod ring;
-mod staged;
 
 pub use algorithm::Algorithm;
 
-use super::stages::chunk_by_chunk;
-use super::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
@@ -40,14 +36,14 @@ use partition::Pieces;
 /// Ranks up to which a broadcast goes straight from root to all.
 const STAR: usize = 4;
 
-/// Bytes that wait for their turn, for all peers together, and the least and the most of one piece of one peer.
+/// Bytes staged for all peers together, and the least and the most of one piece of one peer.
 const STAGING: usize = 16 << 20;
 const PIECE: (usize, usize) = (64 << 10, 1 << 20);
 
 /// Collectives over a [`Mesh`].
 pub struct Net {
     mesh: Mesh,
-    /// Memory for what peers send and what is not yet combined, kept from call to call: a slot per rank.
+    /// Received data that is not combined yet: a slot per rank. Kept between calls.
     staging: Vec<u8>,
     /// How to all_reduce.
     algorithm: Algorithm,
@@ -88,17 +84,198 @@ fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
     (0..ranks).map(|_| rest.split_off_mut(..slot).expect("there is a slot for every rank")).collect()
 }
 
-/// Every rank's chunk of a buffer of `ranks` equal ones.
+/// Every rank's shard of a buffer of `ranks` equal ones.
 fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize> + use<> {
     let each = data.len() / ranks;
     move |rank| rank * each..(rank + 1) * each
 }
 
-/// Splits a buffer of equal chunks into them.
+/// Splits a buffer into equal shards.
 fn split(data: &mut [u8], ranks: usize) -> Vec<&mut [u8]> {
     let each = data.len() / ranks;
     let mut rest = data;
-    (0..ranks).map(|_| rest.split_off_mut(..each).expect("the buffer has a chunk for every rank")).collect()
+    (0..ranks).map(|_| rest.split_off_mut(..each).expect("the buffer has a shard for every rank")).collect()
+}
+
+impl Net {
+    fn all_reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let bytes = io.input().len();
+        let n = self.size();
+        let way = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
+        match way {
+            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_one_shot(cx, io, op, None),
+            Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
+            Chosen::Direct => return self.reduce_two_shot(cx, io, op),
+            Chosen::Ring | Chosen::Doubling => {}
+        }
+        let data = match io {
+            HostIo::InPlace(data) => data,
+            HostIo::Split { src, dst } => {
+                dst.copy_from_slice(src);
+                dst
+            }
+        };
+        if way == Chosen::Ring { self.reduce_ring(cx, data, op) } else { self.reduce_doubling(cx, data, op) }
+    }
+
+    fn reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        let bytes = io.input().len();
+        if bytes <= SMALL { self.reduce_one_shot(cx, io, op, Some(root)) } else { self.reduce_to(cx, io, op, root) }
+    }
+
+    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = cx.fingerprint;
+        if n <= STAR {
+            if rank == root {
+                let sends: Vec<_> = self.peers().map(|peer| Outgoing::new(peer, fingerprint, &*data)).collect();
+                return self.mesh.exchange(cx, &sends, &mut []);
+            }
+            return self.mesh.exchange(cx, &[], &mut [Incoming::new(root, fingerprint, data)]);
+        }
+        // Ranks renumbered so that root is 0: the parent of v is v without its highest bit, the children are v with a higher one.
+        let virtual_rank = (rank + n - root) % n;
+        let real = |virtual_rank: usize| (virtual_rank + root) % n;
+        let parent = virtual_rank.checked_ilog2().map(|top| real(virtual_rank - (1 << top)));
+        let lowest = virtual_rank.checked_ilog2().map_or(0, |top| top + 1);
+        let children: Vec<usize> = (lowest..usize::BITS)
+            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(virtual_rank).filter(|v| *v < n))
+            .map(real)
+            .collect();
+        let pieces = self.pieces(data.len(), 1);
+        for step in 0..=pieces.steps {
+            let range = pieces.range(step, data.len());
+            let (before, rest) = data.split_at_mut(range.start);
+            let arriving = &mut rest[..range.len()];
+            let arrived = &before[step.saturating_sub(1).saturating_mul(pieces.each).min(before.len())..];
+            let sends: Vec<_> =
+                children.iter().filter(|_| step > 0).map(|peer| Outgoing::new(*peer, fingerprint, arrived)).collect();
+            let mut recvs: Vec<_> = parent
+                .filter(|_| step < pieces.steps)
+                .map(|peer| Incoming::new(peer, fingerprint, arriving))
+                .into_iter()
+                .collect();
+            let at = Step { part: 0, before: before.len() as u64, total: 0 };
+            self.mesh.exchange_step(cx, at, &sends, &mut recvs)?;
+        }
+        Ok(())
+    }
+
+    fn all_gather(&mut self, cx: &OpContext<'_>, io: HostIo<'_>) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = cx.fingerprint;
+        let (own, mut parts) = match io {
+            HostIo::InPlace(data) => {
+                let mut parts = split(data, n);
+                (&*std::mem::take(&mut parts[rank]), parts)
+            }
+            HostIo::Split { src, dst } => {
+                let mut parts = split(dst, n);
+                parts[rank].copy_from_slice(src);
+                (src, parts)
+            }
+        };
+        let sends: Vec<_> = self.peers().map(|peer| Outgoing::new(peer, fingerprint, own)).collect();
+        let mut recvs: Vec<_> =
+            self.peers().map(|peer| Incoming::new(peer, fingerprint, std::mem::take(&mut parts[peer]))).collect();
+        self.mesh.exchange(cx, &sends, &mut recvs)
+    }
+
+    fn gather(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = cx.fingerprint;
+        if rank != root {
+            let data = match &io {
+                HostIo::InPlace(data) => &data[chunks(data, n)(rank)],
+                HostIo::Split { src, .. } => src,
+            };
+            return self.mesh.exchange(cx, &[Outgoing::new(root, fingerprint, data)], &mut []);
+        }
+        let mut parts = match io {
+            HostIo::InPlace(data) => split(data, n),
+            HostIo::Split { src, dst } => {
+                let mut parts = split(dst, n);
+                parts[rank].copy_from_slice(src);
+                parts
+            }
+        };
+        let mut recvs: Vec<_> =
+            self.peers().map(|peer| Incoming::new(peer, fingerprint, std::mem::take(&mut parts[peer]))).collect();
+        self.mesh.exchange(cx, &[], &mut recvs)
+    }
+
+    fn scatter(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = cx.fingerprint;
+        if rank != root {
+            let data = match io {
+                HostIo::InPlace(data) => {
+                    let own = chunks(data, n)(rank);
+                    &mut data[own]
+                }
+                HostIo::Split { dst, .. } => dst,
+            };
+            return self.mesh.exchange(cx, &[], &mut [Incoming::new(root, fingerprint, data)]);
+        }
+        let all = match io {
+            HostIo::InPlace(data) => &*data,
+            HostIo::Split { src, dst } => {
+                dst.copy_from_slice(&src[chunks(src, n)(rank)]);
+                src
+            }
+        };
+        let chunk = chunks(all, n);
+        let sends: Vec<_> = self.peers().map(|peer| Outgoing::new(peer, fingerprint, &all[chunk(peer)])).collect();
+        self.mesh.exchange(cx, &sends, &mut [])
+    }
+
+    fn all_to_all(&mut self, cx: &OpContext<'_>, io: HostIo<'_>) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = cx.fingerprint;
+        match io {
+            HostIo::Split { src, dst } => {
+                let chunk = chunks(src, n);
+                dst[chunk(rank)].copy_from_slice(&src[chunk(rank)]);
+                let mut parts = split(dst, n);
+                let sends: Vec<_> =
+                    self.peers().map(|peer| Outgoing::new(peer, fingerprint, &src[chunk(peer)])).collect();
+                let mut recvs: Vec<_> = self
+                    .peers()
+                    .map(|peer| Incoming::new(peer, fingerprint, std::mem::take(&mut parts[peer])))
+                    .collect();
+                self.mesh.exchange(cx, &sends, &mut recvs)
+            }
+            HostIo::InPlace(data) => {
+                let total = data.len() as u64 - data.len() as u64 / n as u64;
+                let mut parts = split(data, n);
+                let each = parts[rank].len();
+                let pieces = self.pieces(each, 1);
+                let mut before = 0;
+                for step in 0..pieces.steps {
+                    let range = pieces.range(step, each);
+                    let mut copies = slots(&mut self.staging, n, range.len());
+                    for (copy, part) in copies.iter_mut().zip(&parts) {
+                        copy.copy_from_slice(&part[range.clone()]);
+                    }
+                    let peers = (1..n).map(|distance| (rank + distance) % n);
+                    let sends: Vec<_> = peers.map(|peer| Outgoing::new(peer, fingerprint, &*copies[peer])).collect();
+                    let others = parts.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
+                    let mut recvs: Vec<_> =
+                        others.map(|(peer, part)| Incoming::new(peer, fingerprint, &mut part[range.clone()])).collect();
+                    self.mesh.exchange_step(cx, Step { part: step as u32, before, total }, &sends, &mut recvs)?;
+                    before += (range.len() * (n - 1)) as u64;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        let fingerprint = cx.fingerprint;
+        let sends: Vec<_> = self.peers().map(|peer| Outgoing::new(peer, fingerprint, &[])).collect();
+        let mut recvs: Vec<_> = self.peers().map(|peer| Incoming::new(peer, fingerprint, &mut [])).collect();
+        self.mesh.exchange(cx, &sends, &mut recvs)
+    }
 }
 
 impl Collective for Net {
@@ -118,216 +295,22 @@ impl Collective for Net {
         self.mesh.names()
     }
 
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let bytes = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
-        let n = self.size();
-        let way = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
-        match way {
-            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_whole(cx, io, op, None),
-            Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
-            Chosen::Direct => return self.reduce_shares(cx, io, op),
-            Chosen::Ring | Chosen::Doubling => {}
-        }
-        let data = match io {
-            Io::InPlace(data) => data,
-            Io::Split { src, dst } => {
-                dst.copy_from_slice(src);
-                dst
-            }
-        };
-        if way == Chosen::Ring { self.reduce_ring(cx, data, op) } else { self.reduce_doubling(cx, data, op) }
-    }
-
-    fn all_reduce_in_stages(
-        &mut self,
-        cx: &OpContext<'_>,
-        data: &mut [u8],
-        op: ReduceOp,
-        chunks: Chunks,
-        stages: &mut dyn Stages,
-    ) -> Result<()> {
-        let way = choose(self.algorithm, cx.dtype(), data.len(), self.size());
-        if chunks.count() == 1 || self.size() == 1 || !matches!(way, Chosen::OneShot | Chosen::Direct) {
-            return chunk_by_chunk(data, chunks, stages, |chunk| self.all_reduce(cx, Io::InPlace(chunk), op));
-        }
-        self.reduce_in_stages(cx, data, op, (chunks, stages), way == Chosen::OneShot)
-    }
-
-    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        let bytes = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
-        if bytes <= SMALL { self.reduce_whole(cx, io, op, Some(root)) } else { self.reduce_to(cx, io, op, root) }
-    }
-
-    fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
-        let (rank, n) = (self.rank(), self.size());
-        let fingerprint = cx.fingerprint;
-        if n <= STAR {
-            if rank == root {
-                let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data }).collect();
-                return self.mesh.exchange(cx, &sends, &mut []);
-            }
-            return self.mesh.exchange(cx, &[], &mut [Incoming { peer: root, fingerprint, data }]);
-        }
-        // Ranks renumbered so that root is 0: the parent of v is v without its highest bit, the children are v with a higher one.
-        let place = (rank + n - root) % n;
-        let real = |place: usize| (place + root) % n;
-        let parent = place.checked_ilog2().map(|top| real(place - (1 << top)));
-        let lowest = place.checked_ilog2().map_or(0, |top| top + 1);
-        let children: Vec<usize> = (lowest..usize::BITS)
-            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(place).filter(|v| *v < n))
-            .map(real)
-            .collect();
-        let pieces = self.pieces(data.len(), 1);
-        for step in 0..=pieces.steps {
-            let range = pieces.range(step, data.len());
-            let (before, rest) = data.split_at_mut(range.start);
-            let arriving = &mut rest[..range.len()];
-            let arrived = &before[step.saturating_sub(1).saturating_mul(pieces.each).min(before.len())..];
-            let sends: Vec<_> = children
-                .iter()
-                .filter(|_| step > 0)
-                .map(|peer| Outgoing { peer: *peer, fingerprint, data: arrived })
-                .collect();
-            let mut recvs: Vec<_> = parent
-                .filter(|_| step < pieces.steps)
-                .map(|peer| Incoming { peer, fingerprint, data: arriving })
-                .into_iter()
-                .collect();
-            let at = Step { part: 0, before: before.len() as u64, total: 0 };
-            self.mesh.exchange_step(cx, at, &sends, &mut recvs)?;
-        }
-        Ok(())
-    }
-
-    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        let (rank, n) = (self.rank(), self.size());
-        let fingerprint = cx.fingerprint;
-        let (own, mut parts) = match io {
-            Io::InPlace(data) => {
-                let mut parts = split(data, n);
-                (&*std::mem::take(&mut parts[rank]), parts)
-            }
-            Io::Split { src, dst } => {
-                let mut parts = split(dst, n);
-                parts[rank].copy_from_slice(src);
-                (src, parts)
-            }
-        };
-        let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
-        let mut recvs: Vec<_> =
-            self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
-        self.mesh.exchange(cx, &sends, &mut recvs)
-    }
-
-    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        let (rank, n) = (self.rank(), self.size());
-        let fingerprint = cx.fingerprint;
-        if rank != root {
-            let data = match &io {
-                Io::InPlace(data) => &data[chunks(data, n)(rank)],
-                Io::Split { src, .. } => src,
-            };
-            return self.mesh.exchange(cx, &[Outgoing { peer: root, fingerprint, data }], &mut []);
-        }
-        let mut parts = match io {
-            Io::InPlace(data) => split(data, n),
-            Io::Split { src, dst } => {
-                let mut parts = split(dst, n);
-                parts[rank].copy_from_slice(src);
-                parts
-            }
-        };
-        let mut recvs: Vec<_> =
-            self.peers().map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) }).collect();
-        self.mesh.exchange(cx, &[], &mut recvs)
-    }
-
-    fn scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        let (rank, n) = (self.rank(), self.size());
-        let fingerprint = cx.fingerprint;
-        if rank != root {
-            let data = match io {
-                Io::InPlace(data) => {
-                    let own = chunks(data, n)(rank);
-                    &mut data[own]
-                }
-                Io::Split { dst, .. } => dst,
-            };
-            return self.mesh.exchange(cx, &[], &mut [Incoming { peer: root, fingerprint, data }]);
-        }
-        let all = match io {
-            Io::InPlace(data) => &*data,
-            Io::Split { src, dst } => {
-                dst.copy_from_slice(&src[chunks(src, n)(rank)]);
-                src
-            }
-        };
-        let chunk = chunks(all, n);
-        let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: &all[chunk(peer)] }).collect();
-        self.mesh.exchange(cx, &sends, &mut [])
-    }
-
-    fn reduce_scatter(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.reduce_chunks(cx, io, op)
-    }
-
-    fn all_to_all(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        let (rank, n) = (self.rank(), self.size());
-        let fingerprint = cx.fingerprint;
-        match io {
-            Io::Split { src, dst } => {
-                let chunk = chunks(src, n);
-                dst[chunk(rank)].copy_from_slice(&src[chunk(rank)]);
-                let mut parts = split(dst, n);
-                let sends: Vec<_> =
-                    self.peers().map(|peer| Outgoing { peer, fingerprint, data: &src[chunk(peer)] }).collect();
-                let mut recvs: Vec<_> = self
-                    .peers()
-                    .map(|peer| Incoming { peer, fingerprint, data: std::mem::take(&mut parts[peer]) })
-                    .collect();
-                self.mesh.exchange(cx, &sends, &mut recvs)
-            }
-            Io::InPlace(data) => {
-                let total = data.len() as u64 - data.len() as u64 / n as u64;
-                let mut parts = split(data, n);
-                let each = parts[rank].len();
-                let pieces = self.pieces(each, 1);
-                let mut before = 0;
-                for step in 0..pieces.steps {
-                    let range = pieces.range(step, each);
-                    let mut copies = slots(&mut self.staging, n, range.len());
-                    for (copy, part) in copies.iter_mut().zip(&parts) {
-                        copy.copy_from_slice(&part[range.clone()]);
-                    }
-                    let peers = (1..n).map(|distance| (rank + distance) % n);
-                    let sends: Vec<_> =
-                        peers.map(|peer| Outgoing { peer, fingerprint, data: &*copies[peer] }).collect();
-                    let others = parts.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-                    let mut recvs: Vec<_> = others
-                        .map(|(peer, part)| Incoming { peer, fingerprint, data: &mut part[range.clone()] })
-                        .collect();
-                    self.mesh.exchange_step(cx, Step { part: step as u32, before, total }, &sends, &mut recvs)?;
-                    before += (range.len() * (n - 1)) as u64;
-                }
-                Ok(())
-            }
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        let mut io = io.into_host()?;
+        match verb {
+            Verb::AllReduce(op) => self.all_reduce(cx, io, op),
+            Verb::Reduce { op, root } => self.reduce(cx, io, op, root),
+            Verb::Broadcast { root } => self.broadcast(cx, io.output(), root),
+            Verb::AllGather => self.all_gather(cx, io),
+            Verb::Gather { root } => self.gather(cx, io, root),
+            Verb::Scatter { root } => self.scatter(cx, io, root),
+            Verb::ReduceScatter(op) => self.reduce_chunks(cx, io, op),
+            Verb::AllToAll => self.all_to_all(cx, io),
+            Verb::Barrier => self.barrier(cx),
         }
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.mesh.exchange(cx, sends, recvs)
-    }
-
-    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        let fingerprint = cx.fingerprint;
-        let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, fingerprint, data: &[] }).collect();
-        let mut recvs: Vec<_> = self.peers().map(|peer| Incoming { peer, fingerprint, data: &mut [] }).collect();
-        self.mesh.exchange(cx, &sends, &mut recvs)
     }
 }

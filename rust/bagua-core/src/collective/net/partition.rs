@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-/// The elements of `count` that are rank `rank`'s share: as even as possible, the remainder spread over the first ranks.
-pub fn share(count: usize, ranks: usize, rank: usize) -> Range<usize> {
+/// The elements of `count` that are rank `rank`'s shard: as even as possible, the remainder spread over the first ranks.
+pub fn shard(count: usize, ranks: usize, rank: usize) -> Range<usize> {
     let (each, rest) = (count / ranks, count % ranks);
     let start = rank * each + rank.min(rest);
     start..start + each + usize::from(rank < rest)
@@ -39,16 +39,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_even_and_cover_everything_even_beyond_two_to_the_31_elements() {
+    fn shards_are_even_and_cover_everything_even_beyond_two_to_the_31_elements() {
         for count in [0, 1, 7, 1023, (1 << 31) + 5, (3 << 31) + 1, usize::MAX / 8, usize::MAX] {
             for ranks in [1usize, 2, 3, 33, 1 << 20] {
                 for rank in (0..ranks).take(40).chain(ranks.saturating_sub(40)..ranks) {
-                    let range = share(count, ranks, rank);
-                    let end = rank.checked_sub(1).map_or(0, |before| share(count, ranks, before).end);
+                    let range = shard(count, ranks, rank);
+                    let end = rank.checked_sub(1).map_or(0, |before| shard(count, ranks, before).end);
                     assert_eq!(range.start, end, "{count} over {ranks}");
                     assert!(range.len() == count / ranks || range.len() == count.div_ceil(ranks));
                 }
-                assert_eq!(share(count, ranks, ranks - 1).end, count);
+                assert_eq!(shard(count, ranks, ranks - 1).end, count);
             }
         }
     }

@@ -1,13 +1,12 @@
-//! The reducing verbs of [`Net`]: who combines what, and the buffers for it.
+//! The reducing verbs of [`Net`]: the shard of each rank, and the buffers.
 
 use std::ops::Range;
 
-use super::direct::{Cut, Place, Results, Shares, fold};
-use super::partition::share;
+use super::direct::{Buffers, DirectReduce, Partition, Results, fold};
+use super::partition::shard;
 use super::ring::Ring;
-use super::staged::Staged;
 use super::{Net, slots};
-use crate::collective::{Chunks, Collective, Incoming, Io, OpContext, Outgoing, Stages};
+use crate::collective::{Collective, HostIo, Incoming, OpContext, Outgoing};
 use crate::error::Result;
 use crate::transport::Mesh;
 use crate::types::ReduceOp;
@@ -15,24 +14,24 @@ use crate::types::ReduceOp;
 /// Bytes of all pieces that may be under way at once.
 const STAGING: usize = 16 << 20;
 
-/// The shortest and the longest piece. A piece is combined while it is in the second-level cache, and a share has several, so
+/// The shortest and the longest piece. A piece is combined while it is in the second-level cache, and a shard has several, so
 /// that the first result is on its way while inputs still arrive.
 const PIECE: (usize, usize) = (64 << 10, 256 << 10);
 
-/// Pieces that a share is cut into where that makes them neither too short nor too long.
+/// Pieces that a shard is cut into where that makes them neither too short nor too long.
 const CUTS: usize = 4;
 
 /// The fewest and the most pieces that may be under way at once.
 const WINDOW: (usize, usize) = (2, 16);
 
-/// Bytes of a piece of shares of which the longest has `longest` bytes; a multiple of every element's size.
+/// Bytes of a piece of shards of which the longest has `longest` bytes; a multiple of every element's size.
 fn piece(longest: usize) -> usize {
     longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
 }
 
-/// Bytes of the longest share.
-fn longest(shares: &[Range<usize>]) -> usize {
-    shares.iter().map(Range::len).max().unwrap_or(0)
+/// Bytes of the longest shard.
+fn longest(shards: &[Range<usize>]) -> usize {
+    shards.iter().map(Range::len).max().unwrap_or(0)
 }
 
 /// At least so many bytes.
@@ -44,11 +43,11 @@ fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
 }
 
 impl Net {
-    /// Root, or every rank where there is none, gets all tensors whole and combines them.
-    pub(super) fn reduce_whole(
+    /// One-shot: root, or every rank where there is none, gets all tensors and combines them.
+    pub(super) fn reduce_one_shot(
         &mut self,
         cx: &OpContext<'_>,
-        io: Io<'_>,
+        io: HostIo<'_>,
         op: ReduceOp,
         root: Option<usize>,
     ) -> Result<()> {
@@ -56,18 +55,18 @@ impl Net {
         let fingerprint = cx.fingerprint;
         let combines = root.is_none_or(|root| root == rank);
         let (src, dst) = match io {
-            Io::InPlace(data) if combines => (None, data),
-            Io::InPlace(data) => (Some(&*data), &mut [][..]),
-            Io::Split { src, dst } => (Some(src), dst),
+            HostIo::InPlace(data) if combines => (None, data),
+            HostIo::InPlace(data) => (Some(&*data), &mut [][..]),
+            HostIo::Split { src, dst } => (Some(src), dst),
         };
         let own = src.unwrap_or(&*dst);
         let targets = self.peers().filter(|peer| root.is_none_or(|root| root == *peer));
-        let sends: Vec<_> = targets.map(|peer| Outgoing { peer, fingerprint, data: own }).collect();
+        let sends: Vec<_> = targets.map(|peer| Outgoing::new(peer, fingerprint, own)).collect();
         let mut landing = slots(&mut self.staging, n, if combines { own.len() } else { 0 });
         let mut recvs: Vec<_> = Vec::new();
         if combines {
             let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-            recvs.extend(others.map(|(peer, data)| Incoming { peer, fingerprint, data }));
+            recvs.extend(others.map(|(peer, data)| Incoming::new(peer, fingerprint, &mut **data)));
         }
         self.mesh.exchange(cx, &sends, &mut recvs)?;
         drop(recvs);
@@ -79,143 +78,105 @@ impl Net {
         Ok(())
     }
 
-    /// Everybody's share of a tensor, in bytes.
-    fn shares(&self, len: usize, size: usize) -> Vec<Range<usize>> {
+    /// The shard of each rank, in bytes.
+    fn shards(&self, len: usize, size: usize) -> Vec<Range<usize>> {
         let n = self.size();
-        let share = |rank| share(len / size, n, rank);
-        (0..n).map(share).map(|share| share.start * size..share.end * size).collect()
+        let shard = |rank| shard(len / size, n, rank);
+        (0..n).map(shard).map(|shard| shard.start * size..shard.end * size).collect()
     }
 
     /// Every rank combines everything.
-    pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let place = match io {
-            Io::InPlace(data) => Place::Whole(data),
-            Io::Split { src, dst } => Place::Two(src, dst),
+    pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let buffers = match io {
+            HostIo::InPlace(data) => Buffers::Whole(data),
+            HostIo::Split { src, dst } => Buffers::Two(src, dst),
         };
-        let shares = vec![0..place.len(); self.size()];
-        self.run_shares(cx, op, place, shares, Results::Kept)
+        let shards = vec![0..buffers.len(); self.size()];
+        self.run_direct(cx, op, buffers, shards, Results::Kept)
     }
 
-    /// Each rank combines its share of the elements and sends the result to all.
-    pub(super) fn reduce_shares(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let place = match io {
-            Io::InPlace(data) => Place::Whole(data),
-            Io::Split { src, dst } => Place::Two(src, dst),
+    /// Two-shot: each rank combines its shard of the elements and sends the result to all.
+    pub(super) fn reduce_two_shot(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let buffers = match io {
+            HostIo::InPlace(data) => Buffers::Whole(data),
+            HostIo::Split { src, dst } => Buffers::Two(src, dst),
         };
-        let shares = self.shares(place.len(), cx.dtype().size());
-        self.run_shares(cx, op, place, shares, Results::All)
+        let shards = self.shards(buffers.len(), cx.dtype().size());
+        self.run_direct(cx, op, buffers, shards, Results::All)
     }
 
-    /// Each rank combines its share of the elements and sends the result to root; of two ranks root combines everything.
-    pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
+    /// Each rank combines its shard of the elements and sends the result to root; of two ranks root combines everything.
+    pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let len = match &io {
-            Io::InPlace(data) => data.len(),
-            Io::Split { src, .. } => src.len(),
-        };
-        let shares = if n == 2 {
+        let len = io.input().len();
+        let shards = if n == 2 {
             (0..n).map(|owner| 0..if owner == root { len } else { 0 }).collect()
         } else {
-            self.shares(len, cx.dtype().size())
+            self.shards(len, cx.dtype().size())
         };
         // A rank that gets nothing has no other place for what it combines.
-        let mut kept = vec![0; if rank == root { 0 } else { shares[rank].len() }];
-        let place = match io {
-            Io::InPlace(data) if rank == root => Place::Whole(data),
-            Io::Split { src, dst } if rank == root => Place::Two(src, dst),
-            Io::InPlace(data) => Place::Share(data, &mut kept),
-            Io::Split { src, .. } => Place::Share(src, &mut kept),
+        let mut kept = vec![0; if rank == root { 0 } else { shards[rank].len() }];
+        let buffers = match io {
+            HostIo::InPlace(data) if rank == root => Buffers::Whole(data),
+            HostIo::Split { src, dst } if rank == root => Buffers::Two(src, dst),
+            HostIo::InPlace(data) => Buffers::Share(data, &mut kept),
+            HostIo::Split { src, .. } => Buffers::Share(src, &mut kept),
         };
-        self.run_shares(cx, op, place, shares, Results::Root(root))
+        self.run_direct(cx, op, buffers, shards, Results::Root(root))
     }
 
-    /// Each rank combines its own chunk of all tensors.
-    pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        let place = match io {
-            Io::InPlace(data) => Place::Whole(data),
-            Io::Split { src, dst } => Place::Share(src, dst),
+    /// Each rank combines its own shard of all tensors.
+    pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let buffers = match io {
+            HostIo::InPlace(data) => Buffers::Whole(data),
+            HostIo::Split { src, dst } => Buffers::Share(src, dst),
         };
-        let shares = self.shares(place.len(), cx.dtype().size());
-        self.run_shares(cx, op, place, shares, Results::Kept)
+        let shards = self.shards(buffers.len(), cx.dtype().size());
+        self.run_direct(cx, op, buffers, shards, Results::Kept)
     }
 
-    /// all_reduce in place of a tensor that becomes ready chunk by chunk; `everywhere` as [`Net::reduce_everywhere`] does it, otherwise
-    /// as [`Net::reduce_shares`].
-    pub(super) fn reduce_in_stages(
-        &mut self,
-        cx: &OpContext<'_>,
-        data: &mut [u8],
-        op: ReduceOp,
-        (chunks, stages): (Chunks, &mut dyn Stages),
-        everywhere: bool,
-    ) -> Result<()> {
-        let (mesh, mut plan) = self.stage(cx, data, op, (chunks, stages), everywhere);
-        mesh.run(cx, &mut plan)
-    }
-
-    /// What of that travels, and what carries it.
-    pub(super) fn stage<'a, 'c>(
-        &'a mut self,
-        cx: &'a OpContext<'c>,
-        data: &'a mut [u8],
-        op: ReduceOp,
-        (chunks, stages): (Chunks, &'a mut dyn Stages),
-        everywhere: bool,
-    ) -> (&'a mut Mesh, Staged<'a, 'c>) {
-        let (n, size) = (self.size(), cx.dtype().size());
-        let shares = |len| if everywhere { vec![0..len; n] } else { self.shares(len, size) };
-        let count = chunks.count();
-        let (full, last) = (shares(chunks.range(0).len()), shares(chunks.range(count - 1).len()));
-        let cut = Cut { chunk: chunks.each, chunks: count, piece: piece(longest(&full)), shares: full, last };
-        let results = if everywhere { Results::Kept } else { Results::All };
-        let (mesh, mut shares) = self.prepare(cx, op, Place::Whole(data), cut, results);
-        shares.ready = 0;
-        (mesh, Staged::new(shares, chunks, stages))
-    }
-
-    fn run_shares(
+    fn run_direct(
         &mut self,
         cx: &OpContext<'_>,
         op: ReduceOp,
-        place: Place<'_>,
-        shares: Vec<Range<usize>>,
+        buffers: Buffers<'_>,
+        shards: Vec<Range<usize>>,
         results: Results,
     ) -> Result<()> {
-        let piece = piece(longest(&shares));
-        let cut = Cut::whole(place.len(), shares, piece);
-        let (mesh, mut plan) = self.prepare(cx, op, place, cut, results);
+        let piece = piece(longest(&shards));
+        let partition = Partition { shards, piece };
+        let (mesh, mut plan) = self.prepare(cx, op, buffers, partition, results);
         // For a rank that is alone.
         plan.fold();
         mesh.run(cx, &mut plan)
     }
 
-    /// What travels, and what carries it.
+    /// The transfers of a reduction, and the mesh that carries them.
     fn prepare<'a, 'c>(
         &'a mut self,
         cx: &'a OpContext<'c>,
         op: ReduceOp,
-        place: Place<'a>,
-        cut: Cut,
+        buffers: Buffers<'a>,
+        partition: Partition,
         results: Results,
-    ) -> (&'a mut Mesh, Shares<'a, 'c>) {
+    ) -> (&'a mut Mesh, DirectReduce<'a, 'c>) {
         let (rank, n) = (self.rank(), self.size());
-        let most = (0..n).map(|owner| cut.before(owner, cut.chunks)).max().unwrap_or(1);
-        let window = window(n * cut.piece, most);
-        let own = cut.bytes(rank);
+        let most = (0..n).map(|owner| partition.pieces(owner)).max().unwrap_or(1);
+        let window = window(n * partition.piece, most);
+        let own = partition.shards[rank].len();
         let gets = results == Results::All || results == Results::Root(rank);
-        let total = (own * (n - 1) + if gets { place.len() - own } else { 0 }) as u64;
-        let overlap = n > 1 && own > 0 && cut.shares.iter().all(|share| *share == cut.shares[rank]);
-        let waits_for_sending = overlap && matches!(place, Place::Whole(_));
-        let pieces = cut.before(rank, cut.chunks);
-        let shares = Shares {
+        let total = (own * (n - 1) + if gets { buffers.len() - own } else { 0 }) as u64;
+        let overlap = n > 1 && own > 0 && partition.shards.iter().all(|shard| *shard == partition.shards[rank]);
+        let waits_for_sending = overlap && matches!(buffers, Buffers::Whole(_));
+        let pieces = partition.pieces(rank);
+        let shards = DirectReduce {
             cx,
             op,
             rank,
             results,
-            ready: cut.chunks,
-            place,
-            staging: grown(&mut self.staging, window * n * cut.piece),
-            cut,
+            buffers,
+            staging: grown(&mut self.staging, window * n * partition.piece),
+            partition,
             window: vec![(None, 0); window],
             free: (0..window).rev().collect(),
             unsent: if waits_for_sending { vec![n - 1; pieces] } else { Vec::new() },
@@ -224,14 +185,14 @@ impl Net {
             begun: vec![(0, 0); n],
             total,
         };
-        (&mut self.mesh, shares)
+        (&mut self.mesh, shards)
     }
 
     /// Sums go round a ring. `data` are this rank's values.
     pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let n = self.size();
-        let shares = self.shares(data.len(), cx.dtype().size());
-        let longest = longest(&shares);
+        let shards = self.shards(data.len(), cx.dtype().size());
+        let longest = longest(&shards);
         let piece = piece(longest);
         let pieces = longest.div_ceil(piece).max(1);
         let window = window(piece, (n - 1) * pieces);
@@ -239,7 +200,7 @@ impl Net {
             cx,
             op,
             rank: self.mesh.rank(),
-            shares,
+            shards,
             piece,
             pieces,
             data,
@@ -255,7 +216,7 @@ impl Net {
     }
 }
 
-/// How many pieces may be under way at once, of `each` bytes of staging and `pieces` in all.
+/// Pieces in flight at once, of `each` bytes of staging and `pieces` in all.
 fn window(each: usize, pieces: usize) -> usize {
     (STAGING / each).clamp(WINDOW.0, WINDOW.1).min(pieces.max(1))
 }

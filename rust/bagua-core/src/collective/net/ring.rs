@@ -1,7 +1,7 @@
 //! all_reduce along a ring (Patarasuk and Yuan, 2009): every rank sends to the next and receives from the one before.
 //!
-//! The tensor is cut into a share per rank. In n - 1 rounds each share goes once round, and every rank adds its own values; in
-//! n - 1 more the sums go round. Shares travel in pieces, and a piece is sent on as soon as it has arrived, so that the rounds
+//! The tensor is cut into a shard per rank. In n - 1 rounds each shard goes once round, and every rank adds its own values; in
+//! n - 1 more the sums go round. DirectReduce travel in pieces, and a piece is sent on as soon as it has arrived, so that the rounds
 //! of different pieces overlap.
 
 use std::ops::Range;
@@ -20,11 +20,11 @@ pub(super) struct Ring<'a, 'c> {
     pub op: ReduceOp,
     /// This rank.
     pub rank: usize,
-    /// By rank: the bytes of its share.
-    pub shares: Vec<Range<usize>>,
+    /// By rank: the bytes of its shard.
+    pub shards: Vec<Range<usize>>,
     /// Bytes of a piece: whole elements.
     pub piece: usize,
-    /// Pieces of a share, the same number for all.
+    /// Pieces of a shard, the same number for all.
     pub pieces: usize,
     /// This rank's values, then sums.
     pub data: &'a mut [u8],
@@ -45,27 +45,27 @@ pub(super) struct Ring<'a, 'c> {
 impl Ring<'_, '_> {
     /// Messages each way.
     pub fn messages(&self) -> usize {
-        2 * (self.shares.len() - 1) * self.pieces
+        2 * (self.shards.len() - 1) * self.pieces
     }
 
-    /// The bytes of message `number`, `behind` ranks behind its sender's place: 0 for what this rank sends, 1 for what it gets.
+    /// The bytes of message `number`, `behind` ranks behind its sender's buffers: 0 for what this rank sends, 1 for what it gets.
     fn range(&self, number: usize, behind: usize) -> Range<usize> {
-        let n = self.shares.len();
+        let n = self.shards.len();
         let round = number / self.pieces;
-        let Range { start, end } = self.shares[(self.rank + 2 * n - behind - round) % n];
+        let Range { start, end } = self.shards[(self.rank + 2 * n - behind - round) % n];
         let at = (start + number % self.pieces * self.piece).min(end);
         at..(at + self.piece).min(end)
     }
 
     /// True for messages that carry values, not sums.
     fn adds(&self, number: usize) -> bool {
-        number < (self.shares.len() - 1) * self.pieces
+        number < (self.shards.len() - 1) * self.pieces
     }
 }
 
 impl Plan for Ring<'_, '_> {
     fn counts(&self, peer: usize) -> (usize, usize) {
-        let n = self.shares.len();
+        let n = self.shards.len();
         let next = (self.rank + 1) % n == peer;
         let before = (peer + 1) % n == self.rank;
         (if next { self.messages() } else { 0 }, if before { self.messages() } else { 0 })
@@ -112,10 +112,10 @@ impl Plan for Ring<'_, '_> {
                 let sum = &self.staging[slot * self.piece..slot * self.piece + range.len()];
                 // An average is divided once, by the rank that adds the last values.
                 let last = !self.adds(number + self.pieces);
-                let op = if self.op == ReduceOp::Avg { ReduceOp::Sum } else { self.op };
+                let op = self.op.undivided();
                 combine(self.cx.dtype(), op, &[Some(sum), None], &mut self.data[range.clone()]);
                 if last && self.op == ReduceOp::Avg {
-                    divide(self.cx.dtype(), &mut self.data[range], self.shares.len());
+                    divide(self.cx.dtype(), &mut self.data[range], self.shards.len());
                 }
                 self.free.push(slot);
             }
@@ -132,7 +132,7 @@ impl Plan for Ring<'_, '_> {
     }
 
     fn progress(&self) -> (u64, u64) {
-        let own = self.shares[self.rank].len() as u64;
+        let own = self.shards[self.rank].len() as u64;
         (0, 2 * (self.data.len() as u64 - own))
     }
 }

@@ -26,7 +26,7 @@ impl Announcement {
         let it = &self.fingerprint;
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         [
-            pair(it.epoch, it.channel),
+            pair(it.epoch, it.lane),
             it.kind as u64
                 | (it.dtype as u64) << 8
                 | it.op.map_or(NONE, |op| op as u64) << 16
@@ -36,7 +36,11 @@ impl Announcement {
             it.count,
             pair(it.shape.dims[0], it.shape.dims[1]),
             pair(it.shape.dims[2], it.shape.dims[3]),
-            u64::from(it.shape.ndim) | (self.verb as u64) << 8,
+            u64::from(it.shape.ndim)
+                | (self.verb as u64) << 8
+                | u64::from(it.codec) << 16
+                | u64::from(it.device) << 24
+                | u64::from(it.flags) << 32,
             self.bytes,
         ]
     }
@@ -51,7 +55,7 @@ impl Announcement {
         };
         let fingerprint = Fingerprint {
             epoch: low(0),
-            channel: high(0),
+            lane: high(0),
             kind: Kind::from_code(byte(1, 0))?,
             seq: words[2],
             dtype: DType::from_code(byte(1, 1))?,
@@ -59,6 +63,11 @@ impl Announcement {
             root: (byte(1, 3) != 0).then(|| high(1)),
             count: words[3],
             shape: Shape { ndim: byte(6, 0), dims: [low(4), high(4), low(5), high(5)] },
+            // Only messages have one, and they travel by the mesh.
+            tag: 0,
+            codec: byte(6, 2),
+            device: byte(6, 3),
+            flags: high(6) as u16,
         };
         Some(Announcement { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
     }
@@ -118,7 +127,7 @@ mod tests {
         let plain = Announcement {
             fingerprint: Fingerprint {
                 epoch: 0xfeed_beef,
-                channel: 7,
+                lane: 7,
                 kind: Kind::Reduce,
                 seq: u64::MAX - 1,
                 dtype: DType::I64,
@@ -126,6 +135,10 @@ mod tests {
                 root: Some(u32::MAX),
                 count: 3 << 40,
                 shape: Shape { ndim: 255, dims: [1, 2, 3, u32::MAX] },
+                tag: 0,
+                codec: 255,
+                device: 254,
+                flags: u16::MAX,
             },
             verb: Kind::Broadcast,
             bytes: 1 << 50,

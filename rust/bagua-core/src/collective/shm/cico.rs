@@ -19,9 +19,9 @@ use std::ops::Range;
 
 use super::pieces::{Cut, Timer, combine_into, inputs};
 use super::protocol::Phase;
+use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};
-use super::{others, shifted};
-use crate::collective::{Io, OpContext};
+use crate::collective::{HostIo, OpContext};
 use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;
 
@@ -54,7 +54,7 @@ impl Reduction<'_> {
     }
 
     /// The pattern for [`super::protocol::Protocol::run`], which is to be told to collect where this rank gets the result.
-    pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut Io<'_>) {
+    pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut HostIo<'_>) {
         let (first, pieces) = (self.cut.range(0), self.cut.pieces);
         match phase {
             Phase::Fill(0) => self.turn_over(segment, buffer, Beside { out: &mut [], into: &io.input()[first] }),
@@ -92,18 +92,18 @@ impl Reduction<'_> {
     }
 
     /// A piece of an all_reduce, and what is beside it.
-    fn step(&self, segment: &Segment, piece: usize, buffer: Buffer, io: &mut Io<'_>) {
+    fn step(&self, segment: &Segment, piece: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, next) = (segment.index, buffer.other());
         let range = self.cut.range(piece);
         let (before, behind) = (self.cut.before(piece), self.cut.behind(piece));
         let mine = self.share(segment, me, range.len());
         let (src, out, dst, into): (Option<&[u8]>, _, _, &[u8]) = match io {
-            Io::InPlace(data) => {
+            HostIo::InPlace(data) => {
                 let (done, rest) = data.split_at_mut(range.start);
                 let (now, rest) = rest.split_at_mut(range.len());
                 (None, &mut done[before], now, &rest[..behind.len()])
             }
-            Io::Split { src, dst } => {
+            HostIo::Split { src, dst } => {
                 let (done, rest) = dst.split_at_mut(range.start);
                 (
                     Some(&src[shifted(mine.clone(), range.start)]),
@@ -134,7 +134,7 @@ impl Reduction<'_> {
     }
 
     /// A piece of a reduce, and what is beside it.
-    fn step_towards(&self, segment: &Segment, root: usize, piece: usize, buffer: Buffer, io: &mut Io<'_>) {
+    fn step_towards(&self, segment: &Segment, root: usize, piece: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, ranks) = (segment.index, segment.ranks);
         if root == me {
             let out = &mut io.output()[self.cut.before(piece)];

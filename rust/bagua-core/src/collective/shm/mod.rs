@@ -5,8 +5,7 @@
 //! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `announcement` compares what the ranks are
 //! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
-//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`. And a large
-//! broadcast goes from tensor to tensor where the kernel copies between these processes: `reach`.
+//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`.
 
 #![allow(unsafe_code)]
 
@@ -15,21 +14,20 @@ mod cico;
 mod oversubscription;
 mod pairwise;
 mod pieces;
-mod prefetch_copy;
 mod protocol;
-mod reach;
+mod ranges;
 mod segment;
 #[cfg(test)]
 mod tests;
 mod zero_copy;
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Collective, Incoming, Io, OpContext, Outgoing};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Finder, Registry};
+use crate::sync::buffer_len;
 use crate::transport::shm::ring_links;
 use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
@@ -40,12 +38,13 @@ pub use segment::segment_len;
 use announce::Announcement;
 use cico::Reduction;
 use pairwise::Pairwise;
-use pieces::{Cut, combine_into, fill_for_each, inputs};
-use protocol::{BufferOffer, Location, Phase, Protocol, Route};
+use pieces::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
+use protocol::{BufferOffer, Phase, Protocol, Route};
+use ranges::{others, shifted};
 use segment::{ALIGN, Buffer, SLOT, Segment};
 use zero_copy::{ArenaSlot, PeerBuffers};
 
-/// A broadcast is cut at least into pieces of this size, so that the readers start while the root still writes.
+/// The shortest chunk of a broadcast.
 const EARLY: usize = 32 << 10;
 
 /// The ranks of one host, or some of them, in shared memory.
@@ -78,14 +77,6 @@ impl Shm {
         Shm { finder: Finder::new(registry), ..self }
     }
 
-    /// Has the kernel copy a broadcast from tensor to tensor from this size on, where it is allowed and they lie in no arena;
-    /// `usize::MAX` for never. The ranks may differ.
-    #[must_use]
-    pub fn copying_once_from(mut self, bytes: usize) -> Shm {
-        self.protocol.reach.from = bytes;
-        self
-    }
-
     fn index(&self) -> usize {
         self.protocol.segment.index
     }
@@ -95,7 +86,7 @@ impl Shm {
     }
 
     /// An operation that never works in place.
-    fn run(
+    fn execute(
         &mut self,
         cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
@@ -119,28 +110,15 @@ impl Shm {
         slot: Option<ArenaSlot>,
         phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<PeerBuffers>> {
-        let offer = slot.as_ref().map_or(BufferOffer::Nowhere, ArenaSlot::offer);
-        match (self.meet(cx, (verb, bytes), (route, collect), offer, phase)?, slot) {
-            (Some(offsets), Some(slot)) => {
-                self.guarded(|protocol| slot.tensors(cx, &protocol.members, &offsets).map(Some))
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// The same for any offer. With `Some`, every rank has made such a one: where, by rank.
-    fn meet(
-        &mut self,
-        cx: &OpContext<'_>,
-        (verb, bytes): (Kind, usize),
-        (route, collect): (Route, bool),
-        offer: BufferOffer,
-        phase: impl FnMut(&Segment, Phase, Buffer),
-    ) -> Result<Option<Vec<u64>>> {
         self.guarded(|protocol| {
             let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
-            let offer = if matches!(route, Route::Windows(_)) { offer } else { BufferOffer::Never };
-            protocol.run(cx, &announcement, route, collect, offer, phase)
+            let offer = match route {
+                Route::Windows(_) => slot.as_ref().map_or(BufferOffer::Nowhere, ArenaSlot::offer),
+                Route::Nothing | Route::Slots => BufferOffer::Never,
+            };
+            let offsets = protocol.run(cx, &announcement, route, collect, offer, phase)?;
+            let met = offsets.zip(slot);
+            met.map(|(offsets, slot)| slot.tensors(cx, &protocol.members, &offsets)).transpose()
         })
     }
 
@@ -160,7 +138,6 @@ impl Shm {
         }
         let outcome = body(&mut self.protocol);
         if let Err(error) = &outcome {
-            self.protocol.reach.take_back(&self.protocol.segment);
             self.broken = Some(error.clone());
         }
         outcome
@@ -171,7 +148,7 @@ impl Shm {
         &mut self,
         cx: &OpContext<'_>,
         verb: Kind,
-        mut io: Io<'_>,
+        mut io: HostIo<'_>,
         op: ReduceOp,
         root: Option<usize>,
     ) -> Result<()> {
@@ -179,10 +156,10 @@ impl Shm {
         let total = io.input().len();
         let gets = root.is_none_or(|root| root == me);
         if total == 0 {
-            return self.run(cx, (verb, 0), Route::Nothing, |_, _, _| {});
+            return self.execute(cx, (verb, 0), Route::Nothing, |_, _, _| {});
         }
         if total <= small(ranks) {
-            return self.run(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
+            return self.execute(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
                 Phase::Fill(_) => {
                     // SAFETY: S2, and S1 for who read this slot last.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
@@ -197,15 +174,15 @@ impl Shm {
         }
         let cut = Cut::new(total, self.protocol.segment.window());
         let slot = match &io {
-            Io::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
-            Io::Split { .. } => None,
+            HostIo::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
+            HostIo::Split { .. } => None,
         };
         let route = (Route::Windows(cut.pieces), gets);
         let reduction = Reduction { cx, op, root, cut };
         let phase = |segment: &Segment, phase, buffer| reduction.phase(segment, phase, buffer, &mut io);
         let met = self.run_or_meet(cx, (verb, total), route, slot, phase)?;
         match (met, io) {
-            (Some(tensors), Io::InPlace(data)) => {
+            (Some(tensors), HostIo::InPlace(data)) => {
                 self.run_zero_copy(cx, total, || tensors.reduce(cx, op, me, root, data))
             }
             _ => Ok(()),
@@ -213,18 +190,18 @@ impl Shm {
     }
 
     /// all_gather (no root) and gather.
-    fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: Io<'_>, root: Option<usize>) -> Result<()> {
+    fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: HostIo<'_>, root: Option<usize>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let gets = root.is_none_or(|root| root == me);
         let (chunk, own) = match &io {
-            Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
-            Io::Split { src, .. } => (src.len(), 0),
+            HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
+            HostIo::Split { src, .. } => (src.len(), 0),
         };
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
-            self.route(chunk, chunk, if pair { pairwise::PIECE } else { self.protocol.segment.window() });
+            self.route(chunk, chunk, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
         let slot = ArenaSlot::of(&io.input()[own..own + chunk], &mut self.finder);
-        let swap = Pairwise { cut, give: own, get: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
+        let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
         let swaps = pair && matches!(route, Route::Windows(_));
         let met = self.run_or_meet(cx, (verb, chunk), (route, false), slot, |segment, phase, buffer| match phase {
             _ if swaps => swap.phase(segment, phase, &mut io),
@@ -232,7 +209,7 @@ impl Shm {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
                 let out = unsafe { segment.write(me, buffer, 0..range.len()) };
-                out.copy_from_slice(&io.input()[shifted(range, own)]);
+                copy(&io.input()[shifted(range, own)], out);
             }
             Phase::Take(piece) if gets => {
                 let range = cut.range(piece);
@@ -240,7 +217,7 @@ impl Shm {
                 for rank in others(me, ranks) {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
-                    io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
                 }
             }
             Phase::Fill(_) | Phase::Take(_) => {}
@@ -275,103 +252,53 @@ impl Shm {
     }
 }
 
-impl Collective for Shm {
-    fn name(&self) -> &'static str {
-        "shm"
-    }
-
-    fn rank(&self) -> usize {
-        self.index()
-    }
-
-    fn size(&self) -> usize {
-        self.ranks()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
-    }
-
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.reduce_to(cx, Kind::AllReduce, io, op, None)
-    }
-
-    fn reduce(&mut self, cx: &OpContext<'_>, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.reduce_to(cx, Kind::Reduce, io, op, Some(root))
-    }
-
+impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
-        let part = (total / 4).clamp(EARLY, self.protocol.segment.window());
-        let (route, cut) = self.route(total, total, part / ALIGN * ALIGN);
+        // At least eight chunks, so that the readers start while the root still writes.
+        let part = (total / 8 / ALIGN * ALIGN).clamp(EARLY, self.protocol.segment.window());
+        let (route, cut) = self.route(total, total, part);
         let slot = ArenaSlot::of(data, &mut self.finder);
-        let protocol = &mut self.protocol;
-        let offer = match &slot {
-            Some(slot) => slot.offer(),
-            None if protocol.reach.spans(&protocol.segment, data) => {
-                BufferOffer::At(Location { arena: Location::PRIVATE, offset: data.as_mut_ptr() as u64 })
-            }
-            None => BufferOffer::Nowhere,
-        };
         let verb = (Kind::Broadcast, total);
-        let met = self.meet(cx, verb, (route, false), offer, |segment, phase, buffer| match phase {
+        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
             Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W2.
-                unsafe { segment.write(me, buffer, 0..range.len()) }.copy_from_slice(&data[range]);
+                copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
             }
             Phase::Take(piece) if me != root => {
                 let range = cut.range(piece);
-                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
-                let from = unsafe { segment.read(root, buffer, 0..range.len()) };
-                data[range].copy_from_slice(from);
+                if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
+                    // SAFETY: W1: the root leaves its window alone until this rank has arrived, and there is no third rank.
+                    let window = unsafe { segment.write(root, buffer, 0..range.len()) };
+                    copy_and_own(window, &mut data[range]);
+                } else {
+                    // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                    let from = unsafe { segment.read(root, buffer, 0..range.len()) };
+                    copy(from, &mut data[range]);
+                }
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })?;
-        match (met, slot) {
-            (None, _) => Ok(()),
-            (Some(offsets), Some(slot)) => {
-                let tensors = self.guarded(|protocol| slot.tensors(cx, &protocol.members, &offsets))?;
-                self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
-            }
-            (Some(addresses), None) => self.guarded(|protocol| {
-                // SAFETY: D2 and D3: all ranks lent their tensors; the root touches the end of each, the others the rest of their own.
-                let copied = unsafe { protocol.reach.broadcast(&protocol.segment, root, &addresses, data) };
-                copied.map_err(|(rank, error)| {
-                    let lost = cx.health.attribute_disconnect(
-                        protocol.members[rank],
-                        &format!("copying between its memory and this process's: {error}"),
-                    );
-                    lost.during(cx.progress(0, total as u64))
-                })?;
-                protocol.leave(cx, total as u64)
-            }),
-        }
+        let Some(tensors) = met else { return Ok(()) };
+        self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
     }
 
-    fn all_gather(&mut self, cx: &OpContext<'_>, io: Io<'_>) -> Result<()> {
-        self.gather_to(cx, Kind::AllGather, io, None)
-    }
-
-    fn gather(&mut self, cx: &OpContext<'_>, io: Io<'_>, root: usize) -> Result<()> {
-        self.gather_to(cx, Kind::Gather, io, Some(root))
-    }
-
-    fn scatter(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, root: usize) -> Result<()> {
+    fn scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, root: usize) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let (chunk, slot) = match &io {
-            Io::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
-            Io::Split { dst, .. } => (dst.len(), 0),
+            HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
+            HostIo::Split { dst, .. } => (dst.len(), 0),
         };
         let (route, cut, stride) = self.route_for_each(chunk);
-        self.run(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
+        self.execute(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
             Phase::Fill(piece) if piece < cut.pieces && me == root => {
                 let range = cut.range(piece);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
                     // SAFETY: S2 or W2.
                     let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
-                    out.copy_from_slice(&io.input()[shifted(range.clone(), rank * chunk)]);
+                    copy(&io.input()[shifted(range.clone(), rank * chunk)], out);
                 }
                 io.keep_own(shifted(range.clone(), me * chunk), slot + range.start);
             }
@@ -379,16 +306,16 @@ impl Collective for Shm {
                 let range = cut.range(piece);
                 // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
                 let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
-                io.output()[shifted(range, slot)].copy_from_slice(from);
+                copy(from, &mut io.output()[shifted(range, slot)]);
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })
     }
 
-    fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: Io<'_>, op: ReduceOp) -> Result<()> {
+    fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
-        let to = if matches!(io, Io::InPlace(_)) { me * chunk } else { 0 };
+        let to = if matches!(io, HostIo::InPlace(_)) { me * chunk } else { 0 };
         let (route, cut, stride) = self.route_for_each(chunk);
         let slot = ArenaSlot::of(io.input(), &mut self.finder);
         let verb = (Kind::ReduceScatter, chunk);
@@ -416,20 +343,20 @@ impl Collective for Shm {
         })
     }
 
-    fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: Io<'_>) -> Result<()> {
+    fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let chunk = io.input().len() / ranks;
         let (mut route, mut cut, stride) = self.route_for_each(chunk);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(chunk, usize::MAX, pairwise::PIECE);
+            (route, cut) = self.route(chunk, usize::MAX, pairwise::CHUNK);
         }
         let peer = 1 - me.min(1);
-        let swap = Pairwise { cut, give: peer * chunk, get: peer * chunk, keep: (me * chunk, me * chunk) };
+        let swap = Pairwise { cut, send: peer * chunk, recv: peer * chunk, keep: (me * chunk, me * chunk) };
         // In place a rank would overwrite what its peers have not read yet.
         let slot = match &io {
-            Io::InPlace(_) => None,
-            Io::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
+            HostIo::InPlace(_) => None,
+            HostIo::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
         };
         let verb = (Kind::AllToAll, chunk);
         let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
@@ -445,7 +372,7 @@ impl Collective for Shm {
                 for rank in others(me, ranks) {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
-                    io.output()[shifted(range.clone(), rank * chunk)].copy_from_slice(from);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
                 }
             }
         })?;
@@ -455,6 +382,39 @@ impl Collective for Shm {
             io.keep_own(own.clone(), own.start);
             tensors.pull(me, own, |rank| shifted(0..chunk, rank * chunk), io.output());
         })
+    }
+}
+
+impl Collective for Shm {
+    fn name(&self) -> &'static str {
+        "shm"
+    }
+
+    fn rank(&self) -> usize {
+        self.index()
+    }
+
+    fn size(&self) -> usize {
+        self.ranks()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
+    }
+
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        let mut io = io.into_host()?;
+        match verb {
+            Verb::AllReduce(op) => self.reduce_to(cx, verb.kind(), io, op, None),
+            Verb::Reduce { op, root } => self.reduce_to(cx, verb.kind(), io, op, Some(root)),
+            Verb::Broadcast { root } => self.broadcast(cx, io.output(), root),
+            Verb::AllGather => self.gather_to(cx, verb.kind(), io, None),
+            Verb::Gather { root } => self.gather_to(cx, verb.kind(), io, Some(root)),
+            Verb::Scatter { root } => self.scatter(cx, io, root),
+            Verb::ReduceScatter(op) => self.reduce_scatter(cx, io, op),
+            Verb::AllToAll => self.all_to_all(cx, io),
+            Verb::Barrier => self.execute(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {}),
+        }
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
@@ -466,10 +426,6 @@ impl Collective for Shm {
         self.broken = outcome.as_ref().err().cloned();
         outcome
     }
-
-    fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        self.run(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {})
-    }
 }
 
 /// Streams over the second set of rings of a lane's segment, for a group that connects the ranks of one host by streams beside
@@ -480,14 +436,5 @@ pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Optio
 
 /// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
 fn small(ranks: usize) -> usize {
-    (4 * SLOT / ranks).clamp(2 << 10, SLOT)
-}
-
-/// The peers of `me`, beginning with its neighbour, so that not all ranks pull at the same memory first.
-fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
-    (1..ranks).map(move |step| (me + step) % ranks)
-}
-
-fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
-    range.start + by..range.end + by
+    (4 * SLOT / ranks).clamp(buffer_len(2 << 10), SLOT)
 }

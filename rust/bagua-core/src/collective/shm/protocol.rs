@@ -18,21 +18,20 @@
 //! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
 //!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
 //!   and what W1 says of arrival p holds for arrival p + 1.
-//! - **D2.** In place, or where the kernel copies from tensor to tensor: between everybody's first arrival and everybody's second,
-//!   the tensors that were offered are touched by this operation only; the pattern says which rank touches which range of which
-//!   tensor.
+//! - **D2.** In place: between everybody's first arrival and everybody's second, the tensors that were offered are touched by this
+//!   operation only; the pattern says which rank touches which range of which tensor.
 //! - **D3.** Nobody returns from such an operation before everybody's second arrival, except with an error.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::announce::{Announcement, NONSENSE};
 use super::oversubscription::{self, Oversubscription};
-use super::reach::Reach;
 use super::segment::{Buffer, Segment};
 use crate::collective::OpContext;
 use crate::error::Result;
+use crate::sync::{Instant, SPINS, spin_loop};
 use crate::wait::{SLICE, blocking_wait, futex_wait, futex_wake};
 
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
@@ -47,10 +46,14 @@ const PROBE: u32 = 16;
 /// How long a rank without a core of its own lets others run before it sleeps. Four ranks on two cores, evenly spread, at 1 KiB and
 /// 1 MiB: 1.27 and 1.65 times as fast as OpenMPI with 50 us, 1.4 and 1.75 with this.
 const PATIENT: Duration = Duration::from_micros(200);
-/// In an arrival word: somebody sleeps on it. The count is in the bits above.
+/// In an arrival word: a rank sleeps on it, or is about to.
 const SLEEPERS: u32 = 1;
-/// Counts have 31 bits and wrap; ranks are never half the circle apart.
-const COUNT: u32 = u32::MAX >> 1;
+/// In an arrival word: its rank has closed the segment and does not arrive any more.
+const CLOSED: u32 = 2;
+/// Where the count begins in an arrival word.
+const SHIFT: u32 = 2;
+/// Counts have 30 bits and wrap; ranks are never half the circle apart.
+const COUNT: u32 = u32::MAX >> SHIFT;
 
 /// What the two ends of a piece are asked to do. Pieces count from 0.
 pub(super) enum Phase {
@@ -84,19 +87,13 @@ pub(super) enum BufferOffer {
     At(Location),
 }
 
-/// A place in an arena, or in the memory of a rank's process.
+/// A place in an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
-    /// Which arena; not 0. [`Location::PRIVATE`] for none.
+    /// Which arena; not 0.
     pub(super) arena: u64,
-    /// Where in the rank's part, or at which address.
+    /// Where in the rank's part.
     pub(super) offset: u64,
-}
-
-impl Location {
-    /// Stands for an arena where the kernel copies from one process to another. The numbers of arenas are digests, and no more likely
-    /// to be this one than to be each other's.
-    pub(super) const PRIVATE: u64 = u64::MAX;
 }
 
 /// What the offers of all ranks mean.
@@ -114,16 +111,14 @@ pub(super) struct Protocol {
     pub(super) segment: Segment,
     /// Group rank of each rank on this host, for errors.
     pub(super) members: Vec<usize>,
-    /// The peers' private memory, where this rank may touch it.
-    pub(super) reach: Reach,
-    /// Own arrivals so far, modulo 2^31.
+    /// Own arrivals so far, modulo 2^30.
     arrivals: u32,
     /// The count at which all have let go of this rank's windows.
     windows_free: u32,
     /// Parity of the number of operations so far.
     parity: usize,
     /// Every rank of this host can have a core of its own.
-    spins: bool,
+    pub(super) spins: bool,
     /// Full spins in vain since the last one that was worth it, and short ones since then.
     vain: Cell<u32>,
     /// Where the ranks run, when there are too few cores.
@@ -134,11 +129,9 @@ impl Protocol {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Protocol {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
-        let reach = Reach::publish(&segment);
         Protocol {
             segment,
             members,
-            reach,
             arrivals: 0,
             windows_free: 0,
             parity: 0,
@@ -159,8 +152,8 @@ impl Protocol {
     /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
     /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
     ///
-    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host; and so
-    /// when all offer private memory. The caller works there, and then calls [`Protocol::leave`].
+    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host. The
+    /// caller works there, and then calls [`Protocol::leave`].
     pub(super) fn run(
         &mut self,
         cx: &OpContext<'_>,
@@ -294,14 +287,13 @@ impl Protocol {
         self.arrivals = self.arrivals.wrapping_add(1) & COUNT;
         let word = self.segment.arrived(self.segment.index);
         // Release: what was written before is seen by whoever sees the count. The swap takes the sleepers' mark with it.
-        if word.swap(self.arrivals << 1, Ordering::AcqRel) & SLEEPERS != 0 {
+        if word.swap(self.arrivals << SHIFT, Ordering::AcqRel) & SLEEPERS != 0 {
             futex_wake(word);
         }
     }
 
     fn has_come(&self, peer: usize, target: u32) -> bool {
-        let count = self.segment.arrived(peer).load(Ordering::Acquire) >> 1;
-        count.wrapping_sub(target) & COUNT <= COUNT / 2
+        reached(self.segment.arrived(peer).load(Ordering::Acquire), target)
     }
 
     /// Returns when every rank's count has reached `target`.
@@ -340,14 +332,14 @@ impl Protocol {
             let limit = if full { SPIN } else { SHORT_SPIN };
             // The clock costs as much as a line that comes from the peer, so it is read last.
             loop {
-                for _ in 0..32 {
+                for _ in 0..SPINS {
                     if self.has_come(peer, target) {
                         if full {
                             self.vain.set(0);
                         }
                         return Ok(());
                     }
-                    std::hint::spin_loop();
+                    spin_loop();
                 }
                 if begun.elapsed() >= limit {
                     break;
@@ -370,11 +362,11 @@ impl Protocol {
         }
         let word = self.segment.arrived(peer);
         loop {
-            let closed = self.segment.closed(peer).load(Ordering::Acquire) != 0;
-            if self.has_come(peer, target) {
+            let seen = word.load(Ordering::Acquire);
+            if reached(seen, target) {
                 return Ok(());
             }
-            if closed {
+            if seen & CLOSED != 0 {
                 let lost = cx.health.attribute_disconnect(self.members[peer], "its shared memory was closed");
                 return Err(lost.during(cx.progress(done, total)));
             }
@@ -383,8 +375,9 @@ impl Protocol {
                 // It may have come, and left, while the health was asked.
                 return if self.has_come(peer, target) { Ok(()) } else { Err(error) };
             }
+            // From here on an arrival and a closing each wake this rank, and change the word that it has seen.
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
-            if !self.has_come(peer, target) {
+            if !reached(seen, target) && seen & CLOSED == 0 {
                 futex_wait(word, seen, SLICE.min(cx.deadline.left().max(Duration::from_micros(100))));
             }
         }
@@ -396,20 +389,27 @@ impl Protocol {
         (0..self.segment.ranks).filter(absent).map(|peer| self.members[peer]).collect()
     }
 
-    /// Begins counting shortly before the counter wraps, on every rank alike.
+    /// Begins counting `left` arrivals before the counter wraps, on every rank alike.
     #[cfg(test)]
-    pub(super) fn wind_forward(&mut self) {
-        self.arrivals = COUNT - 5;
+    pub(super) fn wind_forward(&mut self, left: u32) {
+        self.arrivals = COUNT - left;
         self.windows_free = self.arrivals;
-        self.segment.arrived(self.segment.index).store(self.arrivals << 1, Ordering::Release);
+        self.segment.arrived(self.segment.index).store(self.arrivals << SHIFT, Ordering::Release);
     }
 }
 
 impl Drop for Protocol {
     fn drop(&mut self) {
-        self.segment.closed(self.segment.index).store(1, Ordering::Release);
-        futex_wake(self.segment.arrived(self.segment.index));
+        let word = self.segment.arrived(self.segment.index);
+        if word.fetch_or(CLOSED, Ordering::AcqRel) & SLEEPERS != 0 {
+            futex_wake(word);
+        }
     }
+}
+
+/// Whether an arrival word's count has reached `target`.
+fn reached(word: u32, target: u32) -> bool {
+    (word >> SHIFT).wrapping_sub(target) & COUNT <= COUNT / 2
 }
 
 /// The share of `total` that `piece` of `pieces` is; u128 because total * piece may not fit.

@@ -7,22 +7,22 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::error::{Error, Result};
 use crate::memory::Arena;
+use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::transport::shm::rings_len;
 
 /// Two cache lines: the hardware fetches lines in pairs.
 const LINE: usize = 128;
-/// Bytes of a control block: the announcement, the closed word and the process, two fingerprints, each on lines of its own.
+/// Bytes of a control block: the announcement and two fingerprints, each on lines of its own.
 ///
 /// The announcement is the one line that travels for every operation: the arrival word and, for each parity, three words that
 /// all peers read (digest, arena, offset). A fingerprint is read by nobody unless digests differ, so it stays in its writer's cache.
 /// With a fingerprint that travels, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from Python, by the run.
-const CONTROL: usize = 4 * LINE;
+const CONTROL: usize = 3 * LINE;
 /// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
-pub(super) const SLOT: usize = 16 << 10;
+pub(super) const SLOT: usize = buffer_len(16 << 10);
 /// Pieces of a window that belong to different ranks begin on lines of their own.
 pub(super) const ALIGN: usize = 64;
 /// Words of a fingerprint.
@@ -31,7 +31,7 @@ pub(super) const WORDS: usize = 8;
 /// Bytes of a window. Measured: 256 KiB with two ranks. With four ranks on two cores 64 and 128 KiB are equal, and twice that
 /// takes 1.2 times as long at 1 MiB.
 const fn window_len(ranks: usize) -> usize {
-    if ranks <= 2 { 256 << 10 } else { 128 << 10 }
+    buffer_len(if ranks <= 2 { 256 << 10 } else { 128 << 10 })
 }
 
 const fn rank_len(ranks: usize) -> usize {
@@ -102,19 +102,9 @@ impl Segment {
         self.arena.word(rank * rank_len(self.ranks) + 4)
     }
 
-    /// Not 0 when a rank has let go of the segment.
-    pub(super) fn closed(&self, rank: usize) -> &AtomicU32 {
-        self.arena.word(rank * rank_len(self.ranks) + LINE)
-    }
-
-    /// Who a rank is to the kernel: the number of its process, its mark, and where that lies (see [`super::reach`]).
-    pub(super) fn process(&self, rank: usize, word: usize) -> &AtomicU64 {
-        self.arena.long(rank * rank_len(self.ranks) + LINE + 8 * (1 + word))
-    }
-
     /// A word of the fingerprint of a rank's operation with this parity.
     pub(super) fn fingerprint(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
-        self.arena.long(rank * rank_len(self.ranks) + (2 + parity) * LINE + 8 * word)
+        self.arena.long(rank * rank_len(self.ranks) + (1 + parity) * LINE + 8 * word)
     }
 
     /// The digest of the fingerprint of a rank's operation with this parity.

@@ -11,6 +11,9 @@ use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Shape};
 use crate::wait::Deadline;
 
+#[cfg(model)]
+mod model;
+
 /// What a thread needs to be a rank.
 struct Rank {
     shm: Shm,
@@ -32,17 +35,8 @@ impl Rank {
         self.seq += 1;
         let count = bytes / dtype.size();
         let root = root.map(|root| root as u32);
-        Fingerprint {
-            epoch: 1,
-            channel: 2,
-            kind,
-            seq: self.seq,
-            dtype,
-            op,
-            root,
-            count: count as u64,
-            shape: Shape::flat(count),
-        }
+        let shape = Shape::flat(count);
+        Fingerprint { epoch: 1, lane: 2, seq: self.seq, op, root, shape, ..Fingerprint::new(kind, dtype, count) }
     }
 
     fn with<T>(&mut self, fingerprint: Fingerprint, run: impl FnOnce(&mut Shm, &OpContext<'_>) -> T) -> T {
@@ -57,7 +51,7 @@ fn ranks_of(n: usize) -> Vec<Rank> {
     let one = |index: usize| {
         let fd: OwnedFd = arena.fd().try_clone_to_owned().unwrap();
         let mut shm = Shm::new(Arc::new(Arena::from_fd(fd).unwrap()), index, (0..n).collect()).unwrap();
-        shm.protocol.wind_forward();
+        shm.protocol.wind_forward(5);
         let limit = Duration::from_secs(60);
         Rank { shm, health: GroupHealth::local(index, n), stats: OpStats::default(), seq: 0, limit }
     };
@@ -141,25 +135,25 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
     let mut buffer = vec![0xee; 1 + whole.max(chunk)];
     let shown: Vec<u8>;
     let run = |shm: &mut Shm, cx: &OpContext<'_>, io: Io<'_>| match verb {
-        Kind::AllReduce => shm.all_reduce(cx, io, op),
-        Kind::Reduce => shm.reduce(cx, io, op, root),
-        Kind::AllGather => shm.all_gather(cx, io),
-        Kind::Gather => shm.gather(cx, io, root),
-        Kind::Scatter => shm.scatter(cx, io, root),
-        Kind::ReduceScatter => shm.reduce_scatter(cx, io, op),
-        Kind::AllToAll => shm.all_to_all(cx, io),
-        _ => shm.barrier(cx),
+        Kind::AllReduce => shm.run(cx, Verb::AllReduce(op), io),
+        Kind::Reduce => shm.run(cx, Verb::Reduce { op, root }, io),
+        Kind::AllGather => shm.run(cx, Verb::AllGather, io),
+        Kind::Gather => shm.run(cx, Verb::Gather { root }, io),
+        Kind::Scatter => shm.run(cx, Verb::Scatter { root }, io),
+        Kind::ReduceScatter => shm.run(cx, Verb::ReduceScatter(op), io),
+        Kind::AllToAll => shm.run(cx, Verb::AllToAll, io),
+        _ => shm.run(cx, Verb::Barrier, Io::none()),
     };
     if verb == Kind::Broadcast {
         let data = &mut buffer[1..1 + chunk];
         data.copy_from_slice(&input);
-        rank.with(print, |shm, cx| shm.broadcast(cx, data, root)).unwrap();
+        rank.with(print, |shm, cx| shm.run(cx, Verb::Broadcast { root }, Io::in_place(data))).unwrap();
         shown = data.to_vec();
     } else if split {
         let ignored = matches!(verb, Kind::Reduce | Kind::Gather) && me != root;
         let dst = &mut buffer[1..1 + if ignored { 0 } else { out_len }];
         let src = if verb == Kind::Scatter && me != root { &[][..] } else { &input[..] };
-        rank.with(print, |shm, cx| run(shm, cx, Io::Split { src, dst })).unwrap();
+        rank.with(print, |shm, cx| run(shm, cx, Io::split(src, dst))).unwrap();
         shown = dst.to_vec();
     } else {
         let chunks = !matches!(verb, Kind::AllReduce | Kind::Reduce | Kind::Barrier);
@@ -171,7 +165,7 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
             data.copy_from_slice(&input)
         }
         let before = data.to_vec();
-        rank.with(print, |shm, cx| run(shm, cx, Io::InPlace(data))).unwrap();
+        rank.with(print, |shm, cx| run(shm, cx, Io::in_place(data))).unwrap();
         if matches!(verb, Kind::Scatter | Kind::ReduceScatter) {
             let others = |it: &[u8]| [&it[..at(me).start], &it[at(me).end..]].concat();
             assert!(others(data) == others(&before), "{verb:?}: chunks of others changed");
@@ -248,54 +242,6 @@ fn ten_thousand_operations_of_random_verbs_and_sizes_stay_in_step() {
     }
 }
 
-/// Whether a broadcast of this many bytes left the root's windows as they were.
-fn goes_from_tensor_to_tensor(n: usize, bytes: usize, from: impl Fn(usize) -> usize + Sync) -> bool {
-    let untouched = on_all(n, |index, mut rank| {
-        rank.shm = rank.shm.copying_once_from(from(index));
-        // Now all have said where they are.
-        one(&mut rank, Kind::Barrier, DType::U8, ReduceOp::Sum, 0, 0, false);
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, bytes, 1, false);
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, bytes, 1, false);
-        one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 4000, 0, true);
-        // SAFETY: no operation on windows follows.
-        unsafe { rank.shm.protocol.segment.read(1, Buffer::Window(0), 0..1000) }.iter().all(|byte| *byte == 0)
-    });
-    assert!(untouched.iter().all(|one| *one == untouched[0]));
-    untouched[0]
-}
-
-#[test]
-fn a_large_broadcast_goes_from_tensor_to_tensor_unless_one_rank_cannot() {
-    for n in [2, 3] {
-        for bytes in [SLOT + 1, 700_001, 3_000_017] {
-            assert!(goes_from_tensor_to_tensor(n, bytes, |_| 1));
-            assert!(!goes_from_tensor_to_tensor(n, bytes, |index| if index == 0 { usize::MAX } else { 1 }));
-            assert!(!goes_from_tensor_to_tensor(n, bytes, |_| bytes + 1));
-        }
-    }
-}
-
-/// As when its process ends between its offer and the copy.
-#[test]
-fn a_rank_whose_memory_cannot_be_copied_is_named_and_the_other_hears_of_it_in_a_second() {
-    let outcomes = on_all(2, |index, mut rank| {
-        let mut data = vec![index as u8; 1 << 20];
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, data.len(), 0, false);
-        one(&mut rank, Kind::Broadcast, DType::U8, ReduceOp::Sum, data.len(), 0, false);
-        let begun = Instant::now();
-        if index == 1 {
-            rank.shm.protocol.reach.forget();
-        }
-        let print = rank.print(Kind::Broadcast, DType::U8, None, Some(0), data.len());
-        let outcome = rank.with(print, |shm, cx| shm.broadcast(cx, &mut data, 0));
-        (outcome, begun.elapsed())
-    });
-    let [(root, first), (leaf, second)] = &outcomes[..] else { panic!("two ranks") };
-    assert!(matches!(root, Err(Error::PeerLost { rank: 1, .. })), "{root:?}");
-    assert!(matches!(leaf, Err(Error::PeerLost { rank: 0, .. })), "{leaf:?}");
-    assert!(first.max(second) < &Duration::from_secs(1));
-}
-
 #[test]
 fn late_rank_gets_a_timeout_that_names_it() {
     let outcomes = on_all(3, |index, mut rank| {
@@ -304,7 +250,7 @@ fn late_rank_gets_a_timeout_that_names_it() {
         }
         rank.limit = Duration::from_millis(150);
         let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-        rank.with(print, |shm, cx| shm.barrier(cx)).map(|()| rank)
+        rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none())).map(|()| rank)
     });
     for (index, outcome) in outcomes.into_iter().enumerate().filter(|(index, _)| *index != 1) {
         match outcome.err() {
@@ -324,7 +270,8 @@ fn rank_that_closes_its_memory_ends_the_waits_of_all_others_in_a_second() {
             }
             let print = rank.print(Kind::AllReduce, DType::F32, Some(ReduceOp::Sum), None, values.len());
             let begun = Instant::now();
-            let outcome = rank.with(print, |shm, cx| shm.all_reduce(cx, Io::InPlace(&mut values), ReduceOp::Sum));
+            let outcome =
+                rank.with(print, |shm, cx| shm.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut values)));
             if let Err(error) = outcome {
                 return Some((error, begun.elapsed()));
             }
@@ -344,7 +291,7 @@ fn rank_that_did_its_part_and_left_is_not_blamed() {
     for _ in 0..50 {
         on_all(2, |_, mut rank| {
             let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-            rank.with(print, |shm, cx| shm.barrier(cx)).unwrap();
+            rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none())).unwrap();
         });
     }
 }
@@ -362,8 +309,8 @@ fn ranks_that_disagree_all_hear_what_each_was_doing() {
             let mut values = vec![0; bytes];
             let print = rank.print(kind, dtype, Some(op), None, bytes);
             rank.with(print, |shm, cx| match kind {
-                Kind::Broadcast => shm.broadcast(cx, &mut values, 0),
-                _ => shm.all_reduce(cx, Io::InPlace(&mut values), op),
+                Kind::Broadcast => shm.run(cx, Verb::Broadcast { root: 0 }, Io::in_place(&mut values)),
+                _ => shm.run(cx, Verb::AllReduce(op), Io::in_place(&mut values)),
             })
         });
         for (index, outcome) in outcomes.into_iter().enumerate() {
@@ -386,17 +333,13 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
             let mut data = vec![0; 4 << 20];
             if index == 0 {
                 let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-                rank.with(print, |shm, cx| shm.barrier(cx))
+                rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none()))
             } else if receives {
                 let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
-                rank.with(fingerprint, |shm, cx| {
-                    shm.exchange(cx, &[], &mut [Incoming { peer: 0, fingerprint, data: &mut data }])
-                })
+                rank.with(fingerprint, |shm, cx| shm.exchange(cx, &[], &mut [Incoming::new(0, fingerprint, &mut data)]))
             } else {
                 let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
-                rank.with(fingerprint, |shm, cx| {
-                    shm.exchange(cx, &[Outgoing { peer: 0, fingerprint, data: &data }], &mut [])
-                })
+                rank.with(fingerprint, |shm, cx| shm.exchange(cx, &[Outgoing::new(0, fingerprint, &data)], &mut []))
             }
         });
         let Err(Error::Mismatch(text)) = &outcomes[1] else { panic!("{:?}", outcomes[1]) };
@@ -410,7 +353,7 @@ fn abort_ends_a_wait_with_its_cause() {
         if index == 0 {
             let cause = rank.health.fail(Error::Aborted("enough".to_owned()));
             let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-            assert_eq!(rank.with(print, |shm, cx| shm.barrier(cx)), Err(cause));
+            assert_eq!(rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none())), Err(cause));
         }
         rank
     });
@@ -424,8 +367,8 @@ fn messages_between_two_ranks_go_both_ways_at_once() {
             let print = Fingerprint { seq: 0, ..rank.print(Kind::Exchange, DType::U8, None, None, bytes) };
             let sent = data(index, 1, DType::U8, bytes);
             let mut got = vec![0; bytes];
-            let sends = [Outgoing { peer: next, fingerprint: print, data: &sent }];
-            let mut recvs = [Incoming { peer: before, fingerprint: print, data: &mut got }];
+            let sends = [Outgoing::new(next, print, &sent)];
+            let mut recvs = [Incoming::new(before, print, &mut got)];
             rank.with(print, |shm, cx| shm.exchange(cx, &sends, &mut recvs)).unwrap();
             assert!(got == data(before, 1, DType::U8, bytes));
         }

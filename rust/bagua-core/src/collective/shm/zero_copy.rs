@@ -5,9 +5,9 @@
 
 use std::ops::Range;
 
-use super::others;
 use super::pieces::Timer;
 use super::protocol::{BufferOffer, Location};
+use super::ranges::others;
 use super::segment::ALIGN;
 use crate::collective::OpContext;
 use crate::error::{Error, Result};

@@ -1,29 +1,17 @@
 //! What arguments must satisfy before anything is sent.
 
-use super::Chunks;
-use crate::collective::Io;
 use crate::error::{Error, Result};
+use crate::memory::BufferMut;
+use crate::request::{Io, Layout, Uses, Verb};
 use crate::types::DType;
 
-/// How the two buffers of an operation relate. n is the number of ranks.
+/// Where each rank's part of a buffer lies, in elements.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Layout {
-    /// Source and destination of one size, of any number of elements.
-    Equal,
-    /// Source and destination of one size, n chunks each.
-    EqualChunks,
-    /// The destination has n chunks of the source's size.
-    Grows,
-    /// The source has n chunks of the destination's size.
-    Shrinks,
-}
-
-/// Which of two separate buffers this rank uses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Uses {
-    Both,
-    SourceOnly,
-    DestinationOnly,
+pub struct PartLayout<'a> {
+    /// Elements per rank.
+    pub counts: &'a [usize],
+    /// First element per rank.
+    pub displs: &'a [usize],
 }
 
 /// Elements in a buffer of `bytes` bytes.
@@ -37,15 +25,25 @@ pub(super) fn elements(dtype: DType, bytes: usize, what: &str) -> Result<usize> 
     Ok(bytes / dtype.size())
 }
 
-/// Elements as the fingerprint counts them: of the whole tensor for [`Layout::Equal`], of one chunk for the others.
-pub(super) fn count(dtype: DType, io: &Io<'_>, layout: Layout, uses: Uses, size: usize) -> Result<usize> {
+/// Elements as the fingerprint counts them: of the whole tensor for [`Layout::Equal`], of one shard for the others.
+pub(super) fn verb(verb: Verb, dtype: DType, io: &Io<'_>, rank: usize, size: usize) -> Result<usize> {
+    if let Some(op) = verb.op() {
+        op.check(dtype)?;
+    }
+    if let Some(root) = verb.root() {
+        self::root(root, size)?;
+    }
+    let (layout, uses) = (verb.layout(), verb.uses(rank));
     let (src, dst) = match io {
         Io::InPlace(data) => {
             let all = elements(dtype, data.len(), "the buffer")?;
             return match layout {
                 Layout::Equal => Ok(all),
-                Layout::EqualChunks | Layout::Grows | Layout::Shrinks => chunk(all, size, "the buffer"),
+                Layout::EqualShards | Layout::Grows | Layout::Shrinks => shard(all, size, "the buffer"),
             };
+        }
+        Io::Split { .. } if matches!(verb, Verb::Broadcast { .. }) => {
+            return Err(Error::InvalidArgument("broadcast works in place, on one buffer".to_owned()));
         }
         Io::Split { src, dst } => (src.len(), dst.len()),
     };
@@ -55,21 +53,21 @@ pub(super) fn count(dtype: DType, io: &Io<'_>, layout: Layout, uses: Uses, size:
     match (layout, uses) {
         (Layout::Equal, Uses::SourceOnly) => source(()),
         (Layout::Equal, Uses::DestinationOnly) => destination(()),
-        (Layout::Equal | Layout::EqualChunks, _) => {
+        (Layout::Equal | Layout::EqualShards, _) => {
             let (src, dst) = (source(())?, destination(())?);
             if src != dst {
                 return Err(Error::InvalidArgument(format!("the source has {src} elements, the destination {dst}")));
             }
-            if matches!(layout, Layout::Equal) { Ok(src) } else { chunk(src, size, "the source") }
+            if matches!(layout, Layout::Equal) { Ok(src) } else { shard(src, size, "the source") }
         }
         (Layout::Grows, Uses::SourceOnly) => source(()),
-        (Layout::Grows, Uses::DestinationOnly) => chunk(destination(())?, size, "the destination"),
+        (Layout::Grows, Uses::DestinationOnly) => shard(destination(())?, size, "the destination"),
         (Layout::Grows, Uses::Both) => {
             let (one, all) = (source(())?, destination(())?);
             times(one, all, size, "source", "destination").map(|()| one)
         }
         (Layout::Shrinks, Uses::DestinationOnly) => destination(()),
-        (Layout::Shrinks, Uses::SourceOnly) => chunk(source(())?, size, "the source"),
+        (Layout::Shrinks, Uses::SourceOnly) => shard(source(())?, size, "the source"),
         (Layout::Shrinks, Uses::Both) => {
             let (all, one) = (source(())?, destination(())?);
             times(one, all, size, "destination", "source").map(|()| one)
@@ -77,7 +75,7 @@ pub(super) fn count(dtype: DType, io: &Io<'_>, layout: Layout, uses: Uses, size:
     }
 }
 
-fn chunk(all: usize, size: usize, what: &str) -> Result<usize> {
+fn shard(all: usize, size: usize, what: &str) -> Result<usize> {
     if !all.is_multiple_of(size) {
         return Err(Error::InvalidArgument(format!("{what} has {all} elements, not a multiple of the {size} ranks")));
     }
@@ -113,7 +111,7 @@ pub(super) fn peer(peer: usize, rank: usize, size: usize) -> Result<()> {
 }
 
 /// Every rank has a part, and every part lies within the `all` elements of the buffer.
-pub(super) fn parts(parts: &Chunks<'_>, all: usize, size: usize, what: &str) -> Result<()> {
+pub(super) fn parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str) -> Result<()> {
     for (name, given) in [("counts", parts.counts.len()), ("displacements", parts.displs.len())] {
         if given != size {
             return Err(Error::InvalidArgument(format!("{given} {what} {name} for {size} ranks")));
@@ -130,10 +128,11 @@ pub(super) fn parts(parts: &Chunks<'_>, all: usize, size: usize, what: &str) -> 
 }
 
 /// The part of each rank, to write. The parts lie within `data` (see [`parts`]); they must not overlap.
-pub(super) fn split<'a>(mut data: &'a mut [u8], parts: &Chunks<'_>, element: usize) -> Result<Vec<&'a mut [u8]>> {
+pub(super) fn split<'a>(data: BufferMut<'a>, parts: &PartLayout<'_>, element: usize) -> Result<Vec<BufferMut<'a>>> {
     let mut order: Vec<usize> = (0..parts.counts.len()).filter(|rank| parts.counts[*rank] > 0).collect();
     order.sort_by_key(|rank| parts.displs[*rank]);
-    let mut slices: Vec<&mut [u8]> = parts.counts.iter().map(|_| <&mut [u8]>::default()).collect();
+    let mut slices: Vec<BufferMut<'a>> = parts.counts.iter().map(|_| BufferMut::from(&mut [][..])).collect();
+    let mut data = data;
     let mut done = 0;
     let mut before = None;
     for rank in order {
@@ -141,7 +140,7 @@ pub(super) fn split<'a>(mut data: &'a mut [u8], parts: &Chunks<'_>, element: usi
         if let Some(before) = before.filter(|_| displ < done) {
             return Err(Error::InvalidArgument(format!("the receive parts of ranks {before} and {rank} overlap")));
         }
-        let (part, rest) = data.split_at_mut((displ - done) * element).1.split_at_mut(count * element);
+        let (part, rest) = data.split_at((displ - done) * element).1.split_at(count * element);
         slices[rank] = part;
         data = rest;
         done = displ + count;

@@ -13,12 +13,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use self::check::{Layout, Uses};
-use crate::collective::{Collective, Incoming, Io, OpContext, Outgoing};
+pub use self::check::PartLayout;
+use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
+use crate::memory::{Buffer, BufferMut, DeviceRef, kind_of};
+use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
 use crate::stats::Stats;
-use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
+use crate::types::{DType, Fingerprint, Kind, Shape};
 use crate::wait::Deadline;
 
 /// What a caller may say about one operation.
@@ -30,15 +32,17 @@ pub struct Options<'a> {
     pub label: &'a str,
     /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
     pub shape: Option<Shape>,
+    /// Tag of a message; both sides must give the same.
+    pub tag: u32,
+    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same.
+    pub codec: u8,
+    /// See [`Fingerprint::flags`].
+    pub flags: u16,
 }
 
-/// Where each rank's part of a buffer lies, in elements.
-#[derive(Clone, Copy, Debug)]
-pub struct Chunks<'a> {
-    /// Elements per rank.
-    pub counts: &'a [usize],
-    /// First element per rank.
-    pub displs: &'a [usize],
+impl Options<'_> {
+    /// The group's deadline, no label, no tag, no codec.
+    pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
 }
 
 /// See the module.
@@ -48,14 +52,14 @@ pub struct Chunks<'a> {
 pub struct Lane {
     /// Does the work.
     collective: Box<dyn Collective>,
-    /// The group's state of failure: asked before each operation, told of each failure.
+    /// The group's failure state: checked before each operation, set by each failure.
     health: Arc<GroupHealth>,
     /// The group's counters.
     stats: Arc<Stats>,
     /// Incarnation of the group, for fingerprints.
     epoch: u32,
     /// Which lane of the group this is, for fingerprints.
-    channel: u32,
+    number: u32,
     /// Deadline of operations that bring none.
     timeout: Duration,
     /// Collective operations begun; equal on all ranks that are in step.
@@ -68,14 +72,22 @@ pub struct Lane {
     received: Vec<u64>,
 }
 
+/// The lanes by host.
+pub struct HostLanes {
+    /// The ranks of this host; ranks in it are indices on the host.
+    pub intra: Lane,
+    /// The hosts' first ranks, on those only; ranks in it are indices of hosts.
+    pub inter: Option<Lane>,
+}
+
 impl Lane {
-    /// A lane over a collective. `channel` tells the lanes of one group apart.
+    /// A lane over a collective. `number` distinguishes the lanes of one group.
     pub fn new(
         collective: Box<dyn Collective>,
         health: Arc<GroupHealth>,
         stats: Arc<Stats>,
         epoch: u32,
-        channel: u32,
+        number: u32,
         timeout: Duration,
     ) -> Lane {
         let none = vec![0; collective.size()];
@@ -84,7 +96,7 @@ impl Lane {
             health,
             stats,
             epoch,
-            channel,
+            number,
             timeout,
             seq: 0,
             exchanges: 0,
@@ -108,94 +120,37 @@ impl Lane {
         self.collective.name()
     }
 
+    /// The group's counters.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
     /// Name of the transport towards each rank.
     pub fn transports(&self) -> Vec<&'static str> {
         self.collective.transports()
     }
 
-    /// See [`Collective::all_reduce`].
-    pub fn all_reduce(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, op: ReduceOp) -> Result<()> {
+    /// Runs a verb; [`Verb`] says which bytes of `io` it reads and writes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the group's first
+    /// cause.
+    pub fn run(&mut self, options: &Options<'_>, dtype: DType, verb: Verb, io: Io<'_>) -> Result<()> {
         self.health.check()?;
-        op.check(dtype)?;
-        let count = check::count(dtype, &io, Layout::Equal, Uses::Both, self.size())?;
-        let shape = options.shape.unwrap_or(Shape::flat(count));
-        let says = Fingerprint { op: Some(op), shape, ..self.next(Kind::AllReduce, dtype, count) };
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.all_reduce(cx, io, op))
-    }
-
-    /// See [`Collective::reduce`].
-    pub fn reduce(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, op: ReduceOp, root: usize) -> Result<()> {
-        self.health.check()?;
-        op.check(dtype)?;
-        let code = check::root(root, self.size())?;
-        let uses = if root == self.rank() { Uses::Both } else { Uses::SourceOnly };
-        let count = check::count(dtype, &io, Layout::Equal, uses, self.size())?;
-        let shape = options.shape.unwrap_or(Shape::flat(count));
-        let says = Fingerprint { op: Some(op), root: Some(code), shape, ..self.next(Kind::Reduce, dtype, count) };
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.reduce(cx, io, op, root))
-    }
-
-    /// See [`Collective::broadcast`].
-    pub fn broadcast(&mut self, options: &Options<'_>, dtype: DType, data: &mut [u8], root: usize) -> Result<()> {
-        self.health.check()?;
-        let code = check::root(root, self.size())?;
-        let count = check::elements(dtype, data.len(), "the buffer")?;
-        let shape = options.shape.unwrap_or(Shape::flat(count));
-        let says = Fingerprint { root: Some(code), shape, ..self.next(Kind::Broadcast, dtype, count) };
-        let payload = data.len();
-        self.perform(options, says, payload, |collective, cx| collective.broadcast(cx, data, root))
-    }
-
-    /// See [`Collective::all_gather`].
-    pub fn all_gather(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>) -> Result<()> {
-        self.health.check()?;
-        let count = check::count(dtype, &io, Layout::Grows, Uses::Both, self.size())?;
-        let says = self.next(Kind::AllGather, dtype, count);
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.all_gather(cx, io))
-    }
-
-    /// See [`Collective::gather`].
-    pub fn gather(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, root: usize) -> Result<()> {
-        self.health.check()?;
-        let code = check::root(root, self.size())?;
-        let uses = if root == self.rank() { Uses::Both } else { Uses::SourceOnly };
-        let count = check::count(dtype, &io, Layout::Grows, uses, self.size())?;
-        let says = Fingerprint { root: Some(code), ..self.next(Kind::Gather, dtype, count) };
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.gather(cx, io, root))
-    }
-
-    /// See [`Collective::scatter`].
-    pub fn scatter(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, root: usize) -> Result<()> {
-        self.health.check()?;
-        let code = check::root(root, self.size())?;
-        let uses = if root == self.rank() { Uses::Both } else { Uses::DestinationOnly };
-        let count = check::count(dtype, &io, Layout::Shrinks, uses, self.size())?;
-        let says = Fingerprint { root: Some(code), ..self.next(Kind::Scatter, dtype, count) };
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.scatter(cx, io, root))
-    }
-
-    /// See [`Collective::reduce_scatter`].
-    pub fn reduce_scatter(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>, op: ReduceOp) -> Result<()> {
-        self.health.check()?;
-        op.check(dtype)?;
-        let count = check::count(dtype, &io, Layout::Shrinks, Uses::Both, self.size())?;
-        let says = Fingerprint { op: Some(op), ..self.next(Kind::ReduceScatter, dtype, count) };
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.reduce_scatter(cx, io, op))
-    }
-
-    /// See [`Collective::all_to_all`].
-    pub fn all_to_all(&mut self, options: &Options<'_>, dtype: DType, io: Io<'_>) -> Result<()> {
-        self.health.check()?;
-        let count = check::count(dtype, &io, Layout::EqualChunks, Uses::Both, self.size())?;
-        let says = self.next(Kind::AllToAll, dtype, count);
-        let payload = payload(&io);
-        self.perform(options, says, payload, |collective, cx| collective.all_to_all(cx, io))
+        let count = check::verb(verb, dtype, &io, self.rank(), self.size())?;
+        let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
+        let place = io.device()?;
+        self.check_reach(place)?;
+        let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
+        let says = Fingerprint {
+            op: verb.op(),
+            root,
+            shape,
+            device: kind_of(place),
+            ..self.next(verb.kind(), dtype, count, options)
+        };
+        let payload = io.len();
+        self.perform(options, says, payload, |collective, cx| collective.run(cx, verb, io))
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
@@ -206,16 +161,19 @@ impl Lane {
         options: &Options<'_>,
         dtype: DType,
         io: Io<'_>,
-        send: Chunks<'_>,
-        recv: Chunks<'_>,
+        send: PartLayout<'_>,
+        recv: PartLayout<'_>,
     ) -> Result<()> {
         self.health.check()?;
-        let payload = payload(&io);
+        let payload = io.len();
+        self.check_reach(io.device()?)?;
         let copy;
         let (src, dst) = match io {
             Io::InPlace(data) => {
-                copy = data.to_vec();
-                (copy.as_slice(), data)
+                let mut bytes = vec![0; data.len()];
+                data.as_buffer().copy_to(&mut bytes)?;
+                copy = bytes;
+                (Buffer::from(copy.as_slice()), data)
             }
             Io::Split { src, dst } => (src, dst),
         };
@@ -228,12 +186,12 @@ impl Lane {
                 send.counts[rank], recv.counts[rank]
             )));
         }
-        let part = |to: usize| &src[send.displs[to] * element..(send.displs[to] + send.counts[to]) * element];
+        let part = |to: usize| src.slice(send.displs[to] * element..(send.displs[to] + send.counts[to]) * element);
         let mut targets = check::split(dst, &recv, element)?;
-        targets[rank].copy_from_slice(part(rank));
+        targets[rank].copy_from_buffer(part(rank))?;
 
         // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
-        let says = self.next(Kind::AllToAllV, dtype, 0);
+        let says = self.next(Kind::AllToAllV, dtype, 0, options);
         let peers = || (0..size).filter(|peer| *peer != rank);
         let sends: Vec<_> = peers().map(|peer| Outgoing { peer, fingerprint: says, data: part(peer) }).collect();
         let mut recvs: Vec<_> = targets
@@ -246,23 +204,39 @@ impl Lane {
     }
 
     /// One message to a rank of the group (itself is refused).
-    pub fn send(&mut self, options: &Options<'_>, dtype: DType, data: &[u8], to: usize) -> Result<()> {
+    pub fn send<'a>(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        data: impl Into<Buffer<'a>>,
+        to: usize,
+    ) -> Result<()> {
         self.health.check()?;
+        let data = data.into();
+        self.check_reach(data.device())?;
         check::peer(to, self.rank(), self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let seq = next(&mut self.sent[to]);
-        let says = self.message(dtype, count, seq);
+        let says = self.message(dtype, count, seq, options.tag);
         let sends = [Outgoing { peer: to, fingerprint: says, data }];
         self.perform(options, says, data.len(), |collective, cx| collective.exchange(cx, &sends, &mut []))
     }
 
     /// One message from a rank of the group (itself is refused).
-    pub fn recv(&mut self, options: &Options<'_>, dtype: DType, data: &mut [u8], from: usize) -> Result<()> {
+    pub fn recv<'a>(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        data: impl Into<BufferMut<'a>>,
+        from: usize,
+    ) -> Result<()> {
         self.health.check()?;
+        let data = data.into();
+        self.check_reach(data.device())?;
         check::peer(from, self.rank(), self.size())?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
         let seq = next(&mut self.received[from]);
-        let says = self.message(dtype, count, seq);
+        let says = self.message(dtype, count, seq, options.tag);
         let payload = data.len();
         let mut recvs = [Incoming { peer: from, fingerprint: says, data }];
         self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &[], &mut recvs))
@@ -273,12 +247,16 @@ impl Lane {
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        sends: &[(usize, &[u8])],
-        recvs: &mut [(usize, &mut [u8])],
+        sends: &[(usize, Buffer<'_>)],
+        recvs: &mut [(usize, BufferMut<'_>)],
     ) -> Result<()> {
         self.health.check()?;
         let (rank, size) = (self.rank(), self.size());
         let parts = sends.iter().map(|(peer, data)| (*peer, data.len()));
+        let places = sends.iter().map(|(_, data)| data.device());
+        for place in places.chain(recvs.iter().map(|(_, data)| data.device())) {
+            self.check_reach(place)?;
+        }
         let mut payload = 0;
         for (peer, len) in parts.chain(recvs.iter().map(|(peer, data)| (*peer, data.len()))) {
             check::peer(peer, rank, size)?;
@@ -288,51 +266,54 @@ impl Lane {
         let mut outgoing = Vec::with_capacity(sends.len());
         for (peer, data) in sends {
             let seq = next(&mut self.sent[*peer]);
-            let fingerprint = self.message(dtype, data.len() / dtype.size(), seq);
-            outgoing.push(Outgoing { peer: *peer, fingerprint, data });
+            let fingerprint = self.message(dtype, data.len() / dtype.size(), seq, options.tag);
+            outgoing.push(Outgoing { peer: *peer, fingerprint, data: *data });
         }
         let mut incoming = Vec::with_capacity(recvs.len());
         for (peer, data) in recvs {
             let seq = next(&mut self.received[*peer]);
-            let fingerprint = self.message(dtype, data.len() / dtype.size(), seq);
-            incoming.push(Incoming { peer: *peer, fingerprint, data });
+            let fingerprint = self.message(dtype, data.len() / dtype.size(), seq, options.tag);
+            incoming.push(Incoming { peer: *peer, fingerprint, data: data.reborrow() });
         }
         let says = Fingerprint {
             kind: Kind::Exchange,
             seq: next(&mut self.exchanges),
-            ..self.message(dtype, payload / dtype.size(), 0)
+            ..self.message(dtype, payload / dtype.size(), 0, options.tag)
         };
         self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &outgoing, &mut incoming))
     }
 
     /// Returns when every rank has called it.
+    ///
+    /// # Errors
+    /// As [`Lane::run`].
     pub fn barrier(&mut self, options: &Options<'_>) -> Result<()> {
-        self.health.check()?;
         // A barrier has no data; headers have to name some type.
-        let says = self.next(Kind::Barrier, DType::U8, 0);
-        self.perform(options, says, 0, |collective, cx| collective.barrier(cx))
+        self.run(options, DType::U8, Verb::Barrier, Io::none())
+    }
+
+    /// Refuses memory that the collective does not reach, before anything is sent.
+    fn check_reach(&self, place: DeviceRef<'_>) -> Result<()> {
+        match place {
+            Some(device) if !self.collective.reaches(place) => Err(Error::UnsupportedType(format!(
+                "the tensor is on {}, and the group has no collective for that device (it has {})",
+                device.name(),
+                self.collective.name()
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// The fingerprint of the next collective operation, without op, root and shape. Takes its number, so it comes after
     /// all checks.
-    fn next(&mut self, kind: Kind, dtype: DType, count: usize) -> Fingerprint {
+    fn next(&mut self, kind: Kind, dtype: DType, count: usize, options: &Options<'_>) -> Fingerprint {
         let seq = next(&mut self.seq);
-        Fingerprint { kind, ..self.message(dtype, count, seq) }
+        Fingerprint { kind, flags: options.flags, codec: options.codec, ..self.message(dtype, count, seq, 0) }
     }
 
     /// The fingerprint of a point-to-point message.
-    fn message(&self, dtype: DType, count: usize, seq: u64) -> Fingerprint {
-        Fingerprint {
-            epoch: self.epoch,
-            channel: self.channel,
-            kind: Kind::Send,
-            seq,
-            dtype,
-            op: None,
-            root: None,
-            count: count as u64,
-            shape: Shape::default(),
-        }
+    fn message(&self, dtype: DType, count: usize, seq: u64, tag: u32) -> Fingerprint {
+        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, ..Fingerprint::new(Kind::Send, dtype, count) }
     }
 
     /// Counts the call, sets its deadline, and turns its failure into the group's first cause.
@@ -352,7 +333,7 @@ impl Lane {
             if error.is_argument() {
                 return error;
             }
-            // What this rank was doing is told even when the first cause came from elsewhere and knows nothing of it.
+            // The error names this rank's operation also when another rank found the first cause.
             let progress = match &error {
                 Error::PeerLost { progress: Some(progress), .. } | Error::Timeout { progress: Some(progress), .. } => {
                     progress.as_ref().clone()
@@ -369,12 +350,4 @@ fn next(counter: &mut u64) -> u64 {
     let now = *counter;
     *counter += 1;
     now
-}
-
-/// Bytes of the user's tensor: of the larger one where there are two.
-fn payload(io: &Io<'_>) -> usize {
-    match io {
-        Io::InPlace(data) => data.len(),
-        Io::Split { src, dst } => src.len().max(dst.len()),
-    }
 }

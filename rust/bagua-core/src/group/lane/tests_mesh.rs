@@ -3,9 +3,10 @@
 use super::*;
 use crate::collective::Net;
 use crate::transport::local_mesh;
+use crate::types::ReduceOp;
 
 const SOON: Duration = Duration::from_secs(60);
-const O: &Options<'static> = &Options { timeout: None, label: "", shape: None };
+const O: &Options<'static> = &Options::DEFAULT;
 
 /// Runs `body` on every rank of a group of `size` and returns what each rank returned.
 fn world<T: Send>(size: usize, body: impl Fn(usize, &mut Lane) -> T + Sync) -> Vec<T> {
@@ -31,9 +32,9 @@ fn a_different_order_is_reported_on_both_sides_with_what_each_was_doing() {
     let errors = world(2, |rank, lane| {
         let data = &mut [0u8; 16];
         let first = if rank == 0 {
-            lane.all_reduce(O, DType::F32, Io::InPlace(data), ReduceOp::Sum)
+            lane.run(O, DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(data))
         } else {
-            lane.all_gather(O, DType::F32, Io::InPlace(data))
+            lane.run(O, DType::F32, Verb::AllGather, Io::in_place(data))
         };
         let error = first.unwrap_err();
         // The group is poisoned: the next operation, even one that both would agree on, says the same.
@@ -52,7 +53,8 @@ fn a_different_order_is_reported_on_both_sides_with_what_each_was_doing() {
 fn a_different_shape_of_as_many_elements_is_a_mismatch_on_both_sides() {
     let errors = world(2, |rank, lane| {
         let shape = Some(Shape::new(if rank == 0 { &[2, 3] } else { &[3, 2] }));
-        lane.all_reduce(&Options { shape, ..*O }, DType::F32, Io::InPlace(&mut [0; 24]), ReduceOp::Sum).unwrap_err()
+        lane.run(&Options { shape, ..*O }, DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut [0; 24]))
+            .unwrap_err()
     });
     for error in errors {
         let text = error.to_string();
@@ -65,10 +67,14 @@ fn an_argument_error_on_one_rank_leaves_the_ranks_in_step() {
     let sums = world(3, |rank, lane| {
         let mut data = [rank as u8 + 1; 6];
         if rank == 1 {
-            assert!(lane.all_reduce(O, DType::F32, Io::InPlace(&mut data), ReduceOp::Sum).unwrap_err().is_argument());
+            assert!(
+                lane.run(O, DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))
+                    .unwrap_err()
+                    .is_argument()
+            );
             assert!(lane.send(O, DType::U8, &data, 1).unwrap_err().is_argument());
         }
-        lane.all_reduce(O, DType::U8, Io::InPlace(&mut data), ReduceOp::Sum).unwrap();
+        lane.run(O, DType::U8, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)).unwrap();
         data
     });
     assert_eq!(sums, [[6; 6]; 3]);
@@ -100,14 +106,14 @@ fn all_to_all_v_delivers_uneven_parts_split_and_in_place() {
                 .rev()
                 .flat_map(|from| (0..count(from, rank)).flat_map(move |i| value(from, rank, i).to_ne_bytes()))
                 .collect();
-            let send = Chunks { counts: &send_counts, displs: &send_displs };
-            let recv = Chunks { counts: &recv_counts, displs: &recv_displs };
+            let send = PartLayout { counts: &send_counts, displs: &send_displs };
+            let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
             let mut dst = vec![0; expected.len()];
-            lane.all_to_all_v(O, DType::I32, Io::Split { src: &src, dst: &mut dst }, send, recv).unwrap();
+            lane.all_to_all_v(O, DType::I32, Io::split(&src, &mut dst), send, recv).unwrap();
             assert_eq!(dst, expected, "rank {rank} of {size}");
             let mut both = src.clone();
             both.resize(src.len().max(expected.len()), 0);
-            lane.all_to_all_v(O, DType::I32, Io::InPlace(&mut both), send, recv).unwrap();
+            lane.all_to_all_v(O, DType::I32, Io::in_place(&mut both), send, recv).unwrap();
             assert_eq!(both[..expected.len()], expected, "rank {rank} of {size}, in place");
         });
     }
@@ -116,9 +122,9 @@ fn all_to_all_v_delivers_uneven_parts_split_and_in_place() {
 #[test]
 fn counts_that_do_not_meet_are_an_error_on_the_rank_that_sees_it() {
     let errors = world(2, |rank, lane| {
-        let send = Chunks { counts: &[1, 1], displs: &[0, 1] };
-        let recv = Chunks { counts: if rank == 0 { &[1, 2] } else { &[1, 1] }, displs: &[0, 1] };
-        lane.all_to_all_v(O, DType::I32, Io::InPlace(&mut [0; 12]), send, recv)
+        let send = PartLayout { counts: &[1, 1], displs: &[0, 1] };
+        let recv = PartLayout { counts: if rank == 0 { &[1, 2] } else { &[1, 1] }, displs: &[0, 1] };
+        lane.all_to_all_v(O, DType::I32, Io::in_place(&mut [0; 12]), send, recv)
     });
     assert!(matches!(errors[0], Err(Error::Mismatch(_))), "{:?}", errors[0]);
 }
@@ -133,8 +139,8 @@ fn messages_sent_one_by_one_may_be_received_as_a_group_and_the_other_way_round()
             lane.recv(O, DType::U8, &mut a, 1).unwrap();
             lane.recv(O, DType::U8, &mut b, 1).unwrap();
         } else {
-            lane.exchange(O, DType::U8, &[], &mut [(0, &mut a), (0, &mut b)]).unwrap();
-            lane.exchange(O, DType::U8, &[(0, &[1, 2]), (0, &[3, 4, 5])], &mut []).unwrap();
+            lane.exchange(O, DType::U8, &[], &mut [(0, (&mut a).into()), (0, (&mut b).into())]).unwrap();
+            lane.exchange(O, DType::U8, &[(0, (&[1, 2]).into()), (0, (&[3, 4, 5]).into())], &mut []).unwrap();
         }
         assert_eq!((a, b), ([1, 2], [3, 4, 5]));
         lane.barrier(O).unwrap();

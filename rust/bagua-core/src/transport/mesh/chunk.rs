@@ -5,10 +5,10 @@
 //!
 //! | bytes | field | |
 //! |---|---|---|
-//! | 0..64 | header of the message | `body` is the length of the whole message |
-//! | 64..72 | message | number of the message among all messages of the sender to this peer |
-//! | 72..80 | offset | of the chunk in the message |
-//! | 80..88 | length | bytes that follow |
+//! | 0..80 | header of the message | `body` is the length of the whole message |
+//! | 80..88 | message | number of the message among all messages of the sender to this peer |
+//! | 88..96 | offset | of the chunk in the message |
+//! | 96..104 | length | bytes that follow |
 
 use crate::transport::frame::{self, BadFrame, Header};
 
@@ -124,8 +124,7 @@ mod tests {
     const FIRST: Pace = Pace { own: 0, best: 0 };
 
     fn example() -> Chunk {
-        let fingerprint =
-            Fingerprint { epoch: 1, channel: 2, seq: 4, ..Fingerprint::first(Kind::Send, DType::U8, 100) };
+        let fingerprint = Fingerprint { epoch: 1, lane: 2, seq: 4, ..Fingerprint::new(Kind::Send, DType::U8, 100) };
         let header = Header { fingerprint, part: 5, body: 100 };
         Chunk { header, message: 0x0102_0304_0506_0708, offset: 60, length: 40 }
     }
@@ -135,7 +134,7 @@ mod tests {
         let bytes = example().encode();
         assert_eq!(Chunk::decode(&bytes), Ok(example()));
         assert_eq!(
-            bytes[64..],
+            bytes[80..],
             [8, 7, 6, 5, 4, 3, 2, 1, 60, 0, 0, 0, 0, 0, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0],
             "the wire format changed"
         );

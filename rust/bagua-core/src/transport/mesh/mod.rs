@@ -105,8 +105,8 @@ impl Mesh {
     /// header of a message is compared with the expected one before any byte of its body is used.
     ///
     /// # Errors
-    /// The first cause of the group; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. `InvalidArgument`, with the
-    /// streams unchanged, for a message to or from this rank itself.
+    /// The first cause of the group; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. With the streams
+    /// unchanged: `InvalidArgument` for a message to or from this rank itself, `UnsupportedType` for one in device memory.
     pub fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.exchange_step(cx, Step::default(), sends, recvs)
     }
@@ -156,6 +156,8 @@ impl Mesh {
                 self.size()
             )));
         }
+        sends.iter().try_for_each(|message| message.data.as_host().map(drop))?;
+        recvs.iter().try_for_each(|message| message.data.as_buffer().as_host().map(drop))?;
         let (mut lists, mut begun) = std::mem::take(&mut self.lists);
         for (to, from) in &mut lists {
             to.clear();
@@ -209,8 +211,8 @@ impl Mesh {
         loop {
             // Read before the streams are polled, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
-            let moved = self.progress(transfer, plan)? | plan.work()?;
-            if self.active.is_empty() && plan.is_done() {
+            let moved = self.progress(transfer, plan)?;
+            if self.active.is_empty() {
                 return Ok(());
             }
             if moved {

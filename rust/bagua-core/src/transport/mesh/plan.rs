@@ -3,7 +3,6 @@
 //! Because no buffer is borrowed for longer than one call, an operation may send from and receive into the same buffer, reduce messages
 //! while others arrive, and forward reduced data, all in one run.
 
-use crate::error::Result;
 use crate::transport::{Incoming, Outgoing};
 use crate::types::Fingerprint;
 
@@ -68,17 +67,10 @@ pub(crate) trait Plan {
     fn elsewhere(&self, _peer: usize) -> Option<String> {
         None
     }
-
-    /// Does other work of the operation between two rounds of progress; false when there is none now.
-    fn work(&mut self) -> Result<bool> {
-        Ok(false)
-    }
-
-    /// False while more of that work will follow.
-    fn is_done(&self) -> bool {
-        true
-    }
 }
+
+/// [`super::Mesh::exchange`] refuses messages in device memory before it makes a plan.
+const ON_HOST: &str = "messages in host memory";
 
 /// By peer: indices of the messages to it and from it in the caller's lists.
 pub(super) type Lists = Vec<(Vec<usize>, Vec<usize>)>;
@@ -118,7 +110,7 @@ impl Plan for Listed<'_, '_, '_> {
 
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
         let message = &self.sends[self.lists[peer].0[number]];
-        (message.fingerprint, message.data)
+        (message.fingerprint, message.data.as_host().expect(ON_HOST))
     }
 
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
@@ -127,7 +119,8 @@ impl Plan for Listed<'_, '_, '_> {
     }
 
     fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
-        self.recvs[self.lists[peer].1[number]].data
+        let message = &mut self.recvs[self.lists[peer].1[number]];
+        message.data.reborrow().into_host().expect(ON_HOST)
     }
 
     fn part(&self, _number: usize) -> u32 {

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from bagua import config, engine, group, stores
+from bagua import config, engine, group, torch_store
 from bagua.errors import BaguaError
 
 __all__ = ["init"]
@@ -45,7 +45,7 @@ def init(
     spread, towards = _rendezvous(init_method, place, chosen)
     if spread is None:
         host, port = config.master()
-        joined, _ = stores.join(
+        joined, _ = torch_store.join(
             _agent_store(host, port, chosen.timeout),
             place.rank,
             place.world_size,

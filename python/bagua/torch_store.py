@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from bagua import config, engine, group
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
+from bagua.lifecycle import process
 
 __all__ = ["join"]
 
@@ -30,9 +31,6 @@ _Spread = Callable[[bytes, bytes], list[bytes]]
 
 # Seconds between two attempts at a place that does not answer: at first, and at most.
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-
-# By rank: the token of the place that this process joined by last, which nobody will serve again.
-_joined: dict[int, str] = {}
 
 
 def join(
@@ -85,7 +83,7 @@ def join(
         return build(towards, place.token, serve), number
 
     trouble = ""
-    for number, place in board.places(_joined.get(rank)):
+    for number, place in board.places(process.joined_places.get(rank)):
 
         def fetch(address: bytes, both: bytes, place: _Place = place) -> list[bytes]:
             left = max(board.left(), 0.0)
@@ -99,7 +97,7 @@ def join(
         except _Gone as gone:
             trouble = f" ({gone})"
         else:
-            _joined[rank] = place.token
+            process.joined_places[rank] = place.token
             return joined, number
     text = f"{what}: no word from rank(s) 0 after {timeout:.1f} s{trouble}"
     raise BaguaTimeoutError(text, missing=(0,), after=timeout, noticed_by=rank)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .tensor import effective
+from ..tensor import effective
 
 
 def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:

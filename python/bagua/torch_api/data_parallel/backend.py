@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagua import engine
-from bagua.errors import BaguaError
+from bagua.lifecycle import torch_state
 
-from .collectives import DTYPES, Handle, ReduceOp
-from .groups import BaguaProcessGroup, Communicator, _get_default_group
-from .tensor import effective, registration
+from ..bucket import BaguaBucket
+from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
+from ..tensor import effective, registration
 
-if TYPE_CHECKING:
-    from .bucket import BaguaBucket
+_state = torch_state()
 
 
 class Backend:
     """One strictly ordered queue of buckets with a communication thread of its own."""
 
-    def __init__(self, name: str, group: BaguaProcessGroup) -> None:
+    def __init__(self, name: str, group: ProcessGroup) -> None:
         communicator = group.get_global_communicator()
         if not isinstance(communicator, Communicator):
             raise ValueError(f"this rank is not in {group}, so it cannot communicate there")
@@ -31,7 +28,9 @@ class Backend:
         self.communicator = communicator
         self._engine = communicator.raw.engine(name)
         self._buckets: list[BaguaBucket] = []
-        _alive.add(self)
+        # Number of each registered tensor, padding left out.
+        self._numbers: dict[str, int] = {}
+        _state.all_backends.add(self)
 
     @property
     def rank(self) -> int:
@@ -47,17 +46,26 @@ class Backend:
         """Replaces the buckets. Their order is the order of communication, and must be the same on all ranks."""
         for bucket in buckets:
             bucket.check_group(self.group)
-        self._engine.register([bucket.backend_bucket for bucket in buckets])
+        names = self._engine.register([bucket.backend_bucket for bucket in buckets])
+        self._numbers = {name: number for number, name in enumerate(names)}
         self._buckets = list(buckets)
+
+    def number(self, name: str) -> int:
+        """The number by which a registered tensor is marked ready. ValueError for an unknown name."""
+        number = self._numbers.get(name)
+        if number is None:
+            raise ValueError(f"no registered bucket holds a tensor named {name!r}")
+        return number
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
         """A registered tensor has its final values for this step."""
         values = effective(tensor)
-        self.mark_ready(registration(tensor).name, values.data_ptr(), values.numel())
+        self.mark_ready(self.number(registration(tensor).name), values.data_ptr(), values.numel())
 
-    def mark_ready(self, name: str, ptr: int | None = None, count: int | None = None) -> None:
-        """The same by name. ``ptr`` says where the values lie now, if that changed; they must live until the wait."""
-        self._engine.mark_ready(name, ptr, count)
+    def mark_ready(self, number: int, ptr: int | None = None, count: int | None = None) -> None:
+        """The same by :meth:`number`. ``ptr`` is the address of the values, if it changed; they must live until the
+        wait."""
+        self._engine.mark_ready(number, ptr, count)
 
     def wait_pending_comm_ops(self) -> int:
         """Waits until every bucket that was complete is communicated, and returns how many were."""
@@ -66,15 +74,16 @@ class Backend:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         """In place, in order with the buckets."""
         code = DTYPES[tensor.dtype]
-        handle = self._engine.all_reduce(
-            None, tensor.data_ptr(), tensor.numel(), code, int(op), async_op=True, keep=tensor
+        handle = self._engine.run(
+            engine.ALL_REDUCE, None, tensor.data_ptr(), tensor.numel(), code, int(op), async_op=True, keep=tensor
         )
         return _present(handle)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, in order with the buckets."""
-        handle = self._engine.broadcast(
-            tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], root, async_op=True, keep=tensor
+        code = DTYPES[tensor.dtype]
+        handle = self._engine.run(
+            engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root, async_op=True, keep=tensor
         )
         _present(handle).wait()
 
@@ -89,39 +98,26 @@ def _present(handle: Handle | None) -> Handle:
     return handle
 
 
-_alive: weakref.WeakSet[Backend] = weakref.WeakSet()
-_named: dict[str, Backend] = {}
-
-
-def get_backend(model_name: str) -> Backend:
-    """The backend of a model by its name; a new one on the default group when there is none yet."""
-    found = _named.get(model_name)
-    if found is None:
-        found = _named[model_name] = Backend(model_name, _get_default_group())
+def find(model_name: str) -> Backend | None:
+    """The backend of a model by its name."""
+    found: Backend | None = _state.backends.get(model_name)
     return found
 
 
 def adopt(backend: Backend) -> None:
-    """Makes a model's backend the one that :func:`get_backend` finds."""
-    _named[backend.name] = backend
+    """Makes a backend that of the model of its name."""
+    _state.backends[backend.name] = backend
 
 
 def release(backend: Backend) -> None:
-    """Ends a model's backend."""
-    if _named.get(backend.name) is backend:
-        del _named[backend.name]
+    """Shuts a model's backend down."""
+    if _state.backends.get(backend.name) is backend:
+        del _state.backends[backend.name]
     backend.shutdown()
 
 
 def shut_down_all() -> None:
-    """Ends every backend, before the group is left."""
-    for backend in list(_alive):
+    """Shuts every backend down, before the group leaves."""
+    for backend in list(_state.all_backends):
         backend.shutdown()
-    _named.clear()
-
-
-def raw_bucket(name: str, tensors: list[tuple[str, int, int, int, bool]]) -> engine.Bucket:
-    """The core's bucket of these tensors: name, address, elements, dtype, whether it is padding."""
-    if not tensors:
-        raise BaguaError(f"bucket {name} has no tensors")
-    return engine.Bucket(name, tensors)
+    _state.backends.clear()

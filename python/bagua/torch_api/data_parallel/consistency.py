@@ -11,8 +11,7 @@ import torch
 
 from bagua.errors import MismatchError
 
-from .collectives import allgather, broadcast_object, check_on_cpu
-from .groups import Communicator
+from ..process_group import Communicator, check_on_cpu
 
 #: Bytes of one broadcast of parameters: enough for full speed, little beside the model.
 _PIECE = 64 << 20
@@ -51,7 +50,7 @@ def _gather(communicator: Communicator, data: bytes) -> list[bytes]:
     """Every rank's bytes; all must be equally many."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everybody = torch.empty(communicator.nranks() * len(data), dtype=torch.uint8)
-    allgather(mine, everybody, communicator)
+    communicator.allgather(mine, everybody)
     return [piece.numpy().tobytes() for piece in everybody.chunk(communicator.nranks())]
 
 
@@ -157,10 +156,10 @@ def broadcast_optimizer(
         for number, param in _numbered(optimizer, state):
             if id(param) in apart:
                 state["state"].pop(number, None)
-        broadcast_object(take_out(state), 0, communicator)
+        communicator.broadcast_object(take_out(state))
         broadcast_tensors(broadcast, rank, leaves)
     else:
-        state = put_in(broadcast_object(None, 0, communicator))
+        state = put_in(communicator.broadcast_object(None))
         broadcast_tensors(broadcast, rank, leaves)
         kept = {param: entry for param, entry in optimizer.state.items() if id(param) in apart}
         optimizer.load_state_dict(state)

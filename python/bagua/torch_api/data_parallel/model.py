@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua.errors import BaguaError
+from bagua.lifecycle import torch_state
 
+from .. import env
+from ..algorithms.base import Algorithm
+from ..bucket import BaguaBucket
+from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
+from ..tensor import forget
 from . import backend as backends
-from . import bucketing, env
-from .agreement import broadcast_optimizer, broadcast_tensors, describe, require_equal
-from .algorithms.base import Algorithm
-from .bucket import BaguaBucket
-from .collectives import check_on_cpu, dtype_code
+from . import bucketing
+from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal
 from .gradients import GradientExchange
-from .groups import BaguaProcessGroup, Communicator
-from .tensor import forget
 
-# Which wrapped model communicates a parameter's gradient.
-_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = WeakTensorKeyDictionary()
+# The wrapped model that communicates a parameter's gradient.
+_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = torch_state().gradient_owners
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
-    """What the forward hook of a wrapped model becomes in a copy of it: nothing, as the copy trains alone."""
+    """The forward hook of a copy of a wrapped model: without effect, as the copy trains alone."""
 
 
 def _unwrapped_hook() -> Any:
-    """What a pickled hook becomes."""
+    """The forward hook of a model that was pickled."""
     return _unwrapped
+
+
+def _never() -> bool:
+    return False
+
+
+# torch before 2.7 does not tell an export from a compilation.
+_is_exporting = getattr(torch.compiler, "is_exporting", _never)
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 class _ForwardHook:
@@ -43,9 +52,14 @@ class _ForwardHook:
     def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
 
-    # Communication is nothing to compile. The first call imports the compiler, as making an optimizer does.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        # A program that is recorded holds the forward and not the communication of one training step.
+        if not (_is_exporting() or _is_tracing()):
+            self._before_forward(module, inputs)
+
+    # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if (ddp := self._ddp()) is not None:
             ddp.before_forward(module, inputs)
 
@@ -54,6 +68,26 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unwrapped_hook, ()
+
+
+@contextlib.contextmanager
+def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
+    hidden = []
+    for child in module.modules():
+        hooks: Any = child._forward_pre_hooks
+        for key, hook in list(hooks.items()):
+            if hook is _unwrapped or isinstance(hook, _ForwardHook):
+                hidden.append((hooks, key, hook, list(hooks)))
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, key, hook, order in hidden:
+            hooks[key] = hook
+            for later in order[order.index(key) + 1 :]:
+                if later in hooks:
+                    hooks[later] = hooks.pop(later)
 
 
 class _GradHook:
@@ -79,7 +113,7 @@ class BaguaDistributedDataParallel:
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
-        process_group: BaguaProcessGroup,
+        process_group: ProcessGroup,
         do_flatten: bool,
         *,
         name: str,

@@ -15,10 +15,10 @@ import torch
 
 from bagua.errors import BaguaError
 
+from ..bucket import BaguaBucket
+from ..process_group import ReduceOp
+from ..tensor import BaguaTensor, layout_of, registration
 from .backend import Backend
-from .bucket import BaguaBucket
-from .collectives import ReduceOp
-from .tensor import BaguaTensor, layout_of, registration
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,8 @@ class _Slot:
     wire: torch.Tensor | None = None
     # Handed to the engine in this backward.
     sent: bool = False
+    # The engine's number of it, from the first backward on.
+    number: int | None = None
 
 
 @dataclass
@@ -158,10 +160,12 @@ class GradientExchange:
         if self._now.failure is not None:
             return
         try:
+            if slot.number is None:
+                slot.number = self._backend.number(slot.name)
             if wire is None:
-                self._backend.mark_ready(slot.name)
+                self._backend.mark_ready(slot.number)
             else:
-                self._backend.mark_ready(slot.name, wire.data_ptr(), wire.numel())
+                self._backend.mark_ready(slot.number, wire.data_ptr(), wire.numel())
         except (BaguaError, ValueError) as failure:
             self._now.failure = failure
 

@@ -1,8 +1,7 @@
-"""What a collective works on: reduce operations, element types, and where a tensor lies.
+"""Tensor arguments of a collective: reduce operations, dtypes, and the address of a tensor.
 
-A tensor is asked once. What the core can tell of it in one call (``engine.TensorReader``: a plain tensor, and a torch that
-knows how to answer) is taken from there; for every other tensor, and for what to say when it cannot be used, its
-attributes are asked.
+A tensor is read once. For a plain tensor, on a torch new enough, the bindings (``engine.TensorReader``) return address,
+count and dtype in one call; every other tensor, and every error message, goes through the tensor's attributes.
 """
 
 from __future__ import annotations
@@ -17,37 +16,27 @@ from bagua import engine
 
 
 class ReduceOp(IntEnum):
-    """How the elements of several ranks become one. The numbers are those of the original."""
+    """The reduction of the elements of several ranks. The numbers are those of the original."""
 
-    SUM = 0
-    PRODUCT = 1
-    MIN = 2
-    MAX = 3
-    BOR = 7
-    BAND = 8
-    BXOR = 9
-    AVG = 10
+    SUM = engine.OPS["sum"]
+    PRODUCT = engine.OPS["product"]
+    MIN = engine.OPS["min"]
+    MAX = engine.OPS["max"]
+    BOR = engine.OPS["bor"]
+    BAND = engine.OPS["band"]
+    BXOR = engine.OPS["bxor"]
+    AVG = engine.OPS["avg"]
 
 
-#: What can travel, and the number by which the core knows it.
-DTYPES: dict[torch.dtype, int] = {
-    torch.float16: 0,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.uint8: 4,
-    torch.int8: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 8,
-}
+#: The dtypes that can be communicated, and their codes in the core.
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
 
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
 _FLOATING = {code for dtype, code in DTYPES.items() if dtype.is_floating_point}
 _BITWISE = (ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR)
 
-#: Address, elements, code of the element type, shape (None: one dimension), and the tensor. The address is None as long
-#: as it is not certain that the tensor is plain: contiguous, and no negation that torch has put off.
+#: Address, number of elements, dtype code, shape (None: one dimension), and the tensor. The address is None unless the
+#: tensor is known to be plain: contiguous, and without torch's lazy negation.
 Seen: TypeAlias = tuple[int | None, int, int, tuple[int, ...] | None, torch.Tensor]
 
 
@@ -58,41 +47,46 @@ def _changed(tensor: tuple[torch.Tensor]) -> None:
 def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     count: Callable[[tuple[torch.Tensor]], None] = getattr(torch._C, "_increment_version", _changed)
     try:
-        # Without the function around it, which costs as much as this again; older ones take no tuple.
+        # The C function itself: the Python function around it doubles the cost. An older torch takes no tuple.
         count((torch.empty(0),))
     except TypeError:
         return _changed
     return count
 
 
-def _looks() -> engine.TensorReader:
-    # Negations and conjugates, by name. Tensor.is_neg would do, but it gives the GIL away to whoever may keep it.
+def _new_reader() -> engine.TensorReader:
+    # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", torch.Tensor.is_neg)
     try:
         return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
-    except (AttributeError, TypeError):  # torch before 2.10 cannot say where a tensor lies
+    except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
         return engine.TensorReader([], lazy_flags, _count_version)
 
 
-# Autograd must learn that values which it may have saved have changed, or are about to.
+# Increments a tensor's version counter, by which autograd detects that a saved tensor was written.
 _count_version = _version_counter()
 
-#: Knows where torch's tensors lie.
-look = _looks()
+#: Reads address, count and dtype of torch's tensors.
+reader = _new_reader()
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
-    """The core's number for a tensor's element type."""
-    code = DTYPES.get(tensor.dtype)
+    """The core's code of a tensor's dtype."""
+    return require_dtype(tensor.dtype, what)
+
+
+def require_dtype(dtype: torch.dtype, what: str) -> int:
+    """The core's code of a dtype. TypeError for one that cannot be communicated."""
+    code = DTYPES.get(dtype)
     if code is None:
         raise TypeError(
-            f"{what} has dtype {tensor.dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
+            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(_NAMES.values())}"
         )
     return code
 
 
 def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
-    """Refuses what does not lie in this process's ordinary memory."""
+    """Refuses a tensor outside host memory, or a sparse one."""
     if tensor.device.type != "cpu":
         raise NotImplementedError(f"{what} is on {tensor.device}: only CPU tensors can be communicated yet")
     if tensor.layout != torch.strided:
@@ -100,8 +94,8 @@ def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
 
 
 def seen(tensor: torch.Tensor, what: str) -> Seen:
-    """What can be communicated of a tensor, before it is known to be plain."""
-    found = look.at(tensor)
+    """Address, count and dtype of a tensor that can be communicated, plain or not."""
+    found = reader.at(tensor)
     if found is not None:
         return found
     if not isinstance(tensor, torch.Tensor):
@@ -111,18 +105,17 @@ def seen(tensor: torch.Tensor, what: str) -> Seen:
 
 
 def source(tensor: torch.Tensor, what: str) -> tuple[int, int, int, tuple[int, ...] | None, torch.Tensor]:
-    """A tensor to read; its last part is what holds the memory, which may be a copy."""
+    """A tensor to read; the last value owns the memory, which may be a copy."""
     address, count, code, shape, _ = seen(tensor, what)
     if address is None:
-        # Strides do not travel, nor does a negation that torch has put off; a copy is what anybody would make of such a
-        # tensor before sending it.
+        # The core reads contiguous memory: strides and a lazy negation need a copy.
         tensor = tensor.detach().contiguous().resolve_neg()
         address = tensor.data_ptr()
     return address, count, code, shape, tensor
 
 
 def target(found: Seen, what: str) -> int:
-    """The address of a tensor that is about to be written. The last check of a verb."""
+    """The address of a tensor to write. Must be the last check: it increments the version counter."""
     address, _, _, shape, tensor = found
     if address is None:
         if not tensor.is_contiguous():
@@ -144,33 +137,36 @@ def same_dtype(send: int, recv: int) -> None:
         )
 
 
-def part(part: int, count: int, whole: int, rank: int, code: int) -> int | None:
-    """The address ``part``; None, which is in place for the core, where it is rank ``rank``'s part of ``whole`` itself.
-
-    Whoever gives such a pair means what NCCL does with it.
+def own_shard(address: int, count: int, whole: int, rank: int, code: int) -> int | None:
+    """``address``; or None, which the core takes as in place, if it is the address of rank ``rank``'s shard of
+    ``whole``. NCCL defines in place by the same rule.
     """
-    return None if count > 0 and part == whole + rank * count * _SIZES[code] else part
+    return None if count > 0 and address == whole + rank * count * _SIZES[code] else address
 
 
 _SIZES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
-# What check_op has allowed before: that is a look-up instead of an enumeration's construction.
-_allowed: set[tuple[ReduceOp, int]] = set()
+
+
+def _is_defined(op: ReduceOp, dtype: int) -> bool:
+    floating = dtype in _FLOATING
+    return not (
+        (op is ReduceOp.AVG and not floating)
+        or (op is ReduceOp.SUM and _NAMES[dtype] == "bool")
+        or (op in _BITWISE and floating)
+    )
+
+
+_DEFINED = frozenset((op, dtype) for op in ReduceOp for dtype in _NAMES if _is_defined(op, dtype))
 
 
 def check_op(op: ReduceOp | int, dtype: int) -> int:
-    """The core's number for a reduction, if it means something for the element type with this code."""
-    # By class: torch.distributed's ReduceOp equals ours by number and means something else by it.
-    if type(op) is ReduceOp and (op, dtype) in _allowed:
+    """The core's number of a reduction, if it is defined for the dtype with this code."""
+    # By class: torch.distributed's ReduceOp compares equal by number, but its numbers mean other operations.
+    if type(op) is ReduceOp and (op, dtype) in _DEFINED:
         return op
     if not isinstance(op, int):
         raise TypeError(f"op must be a bagua.torch_api.ReduceOp, not {op!r}")
     op = ReduceOp(op)
-    floating = dtype in _FLOATING
-    if (
-        (op is ReduceOp.AVG and not floating)
-        or (op is ReduceOp.SUM and _NAMES[dtype] == "bool")
-        or (op in _BITWISE and floating)
-    ):
+    if (op, dtype) not in _DEFINED:
         raise TypeError(f"{op.name} of {_NAMES[dtype]} is not defined")
-    _allowed.add((op, dtype))
     return op

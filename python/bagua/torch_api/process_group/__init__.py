@@ -1,0 +1,18 @@
+"""Process groups: sets of ranks, their communicators, and the collectives on torch tensors. No default group."""
+
+from .collectives import Handle
+from .groups import NON_COMM_MEMBER, AnyCommunicator, Communicator, NonMember, ProcessGroup
+from .tensor_args import DTYPES, ReduceOp, check_on_cpu, dtype_code
+
+__all__ = [
+    "DTYPES",
+    "NON_COMM_MEMBER",
+    "AnyCommunicator",
+    "Communicator",
+    "Handle",
+    "NonMember",
+    "ProcessGroup",
+    "ReduceOp",
+    "check_on_cpu",
+    "dtype_code",
+]

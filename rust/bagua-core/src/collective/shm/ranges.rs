@@ -1,0 +1,13 @@
+//! Ranges of bytes, and the order in which a rank visits its peers.
+
+use std::ops::Range;
+
+/// The peers of `me`, beginning with its neighbour, so that not all ranks pull at the same memory first.
+pub(super) fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
+    (1..ranks).map(move |step| (me + step) % ranks)
+}
+
+/// The range, moved by an offset.
+pub(super) fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
+}

@@ -1,0 +1,318 @@
+//! Where tensor memory is: on the host, or on a device that only its own copy functions reach.
+//!
+//! A [`Device`] is the seam: this crate names no device. The trivial implementation to read first is the toy device of the
+//! contract tests, whose memory the host cannot read.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+
+/// Memory that the host cannot address, and how to copy it. A [`super::Region`] on the host has none.
+///
+/// Both copies return when the bytes are in place. They run on the thread that calls a verb and on communication threads.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// Name for errors and reports, e.g. "toy:0".
+    fn name(&self) -> &str;
+
+    /// Which kind of device, never 0 (the host). Ranks compare it: it is part of an operation's fingerprint.
+    fn kind(&self) -> u8;
+
+    /// Copies `into.len()` bytes from device memory to the host.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Safety
+    /// The bytes at `from` are memory of this device, valid for reading, and nobody writes them during the copy.
+    unsafe fn copy_to_host(&self, from: NonNull<u8>, into: &mut [u8]) -> Result<()>;
+
+    /// Copies `from` to device memory.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Safety
+    /// The `from.len()` bytes at `to` are memory of this device, valid for writing, and nobody else uses them during the copy.
+    unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()>;
+}
+
+/// A device, or `None` for the host.
+pub type DeviceRef<'a> = Option<&'a Arc<dyn Device>>;
+
+/// The kind that a fingerprint carries: 0 for the host.
+#[inline]
+pub fn kind_of(place: DeviceRef<'_>) -> u8 {
+    place.map_or(0, |device| device.kind())
+}
+
+/// The error for device memory where only host memory can be used.
+fn not_on_host(device: &dyn Device) -> Error {
+    Error::UnsupportedType(format!("the tensor is on {}, and host memory is needed here", device.name()))
+}
+
+/// Bytes to read, on the host or on a device.
+#[derive(Clone, Copy)]
+pub struct Buffer<'a> {
+    /// First byte; dangling when `len` is 0.
+    ptr: NonNull<u8>,
+    len: usize,
+    device: DeviceRef<'a>,
+    borrowed: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: a Buffer is a shared borrow, like `&[u8]`; devices are `Sync`.
+unsafe impl Send for Buffer<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Buffer<'_> {}
+
+impl<'a> From<&'a [u8]> for Buffer<'a> {
+    #[inline]
+    fn from(host: &'a [u8]) -> Buffer<'a> {
+        Buffer { ptr: NonNull::from(host).cast(), len: host.len(), device: None, borrowed: PhantomData }
+    }
+}
+
+impl<'a, const N: usize> From<&'a [u8; N]> for Buffer<'a> {
+    #[inline]
+    fn from(host: &'a [u8; N]) -> Buffer<'a> {
+        Buffer::from(host.as_slice())
+    }
+}
+
+impl<'a> Buffer<'a> {
+    /// Bytes of a region.
+    ///
+    /// # Safety
+    /// `len` bytes at `ptr` are memory of `device`, valid and not written to for `'a`.
+    #[inline]
+    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> Buffer<'a> {
+        Buffer { ptr, len, device, borrowed: PhantomData }
+    }
+
+    /// Size in bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there are no bytes.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The device that the bytes are on; `None` for the host.
+    #[inline]
+    pub fn device(&self) -> DeviceRef<'a> {
+        self.device
+    }
+
+    /// Address of the first byte, in the device's address space.
+    pub fn address(&self) -> usize {
+        self.ptr.as_ptr() as usize
+    }
+
+    /// The bytes, where they are on the host.
+    ///
+    /// # Errors
+    /// `UnsupportedType`, naming the device.
+    #[inline]
+    pub fn as_host(&self) -> Result<&'a [u8]> {
+        match self.device {
+            // SAFETY: host memory, valid and not written to for 'a by the promise of `new`.
+            None => Ok(unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }),
+            Some(device) => Err(not_on_host(&**device)),
+        }
+    }
+
+    /// Some of the bytes.
+    ///
+    /// # Panics
+    /// When the range is not within the buffer.
+    pub fn slice(&self, range: Range<usize>) -> Buffer<'a> {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: within the buffer.
+        let ptr = unsafe { self.ptr.add(range.start) };
+        Buffer { ptr, len: range.len(), ..*self }
+    }
+
+    /// Copies all bytes to the host.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_to(&self, host: &mut [u8]) -> Result<()> {
+        assert_eq!(host.len(), self.len);
+        match self.device {
+            None => host.copy_from_slice(self.as_host()?),
+            // SAFETY: memory of this device, by the promise of `new`; a shared borrow keeps writers away.
+            Some(device) => unsafe { device.copy_to_host(self.ptr, host)? },
+        }
+        Ok(())
+    }
+}
+
+/// Bytes to write, on the host or on a device.
+pub struct BufferMut<'a> {
+    /// As in [`Buffer`], and exclusive.
+    bytes: Buffer<'a>,
+    borrowed: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> From<&'a mut [u8]> for BufferMut<'a> {
+    #[inline]
+    fn from(host: &'a mut [u8]) -> BufferMut<'a> {
+        let len = host.len();
+        // SAFETY: the exclusive borrow of host memory lasts for 'a.
+        unsafe { BufferMut::new(NonNull::from(host).cast(), len, None) }
+    }
+}
+
+impl<'a, const N: usize> From<&'a mut [u8; N]> for BufferMut<'a> {
+    #[inline]
+    fn from(host: &'a mut [u8; N]) -> BufferMut<'a> {
+        BufferMut::from(host.as_mut_slice())
+    }
+}
+
+impl<'a> BufferMut<'a> {
+    /// Bytes of a region, to write.
+    ///
+    /// # Safety
+    /// `len` bytes at `ptr` are memory of `device`, valid for writing, and reached in no other way for `'a`.
+    #[inline]
+    pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> BufferMut<'a> {
+        // SAFETY: the caller promises more than a shared borrow needs.
+        BufferMut { bytes: unsafe { Buffer::new(ptr, len, device) }, borrowed: PhantomData }
+    }
+
+    /// Size in bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.bytes.len
+    }
+
+    /// True when there are no bytes.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The device that the bytes are on; `None` for the host.
+    #[inline]
+    pub fn device(&self) -> DeviceRef<'a> {
+        self.bytes.device
+    }
+
+    /// The same bytes, to read.
+    #[inline]
+    pub fn as_buffer(&self) -> Buffer<'_> {
+        Buffer { ptr: self.bytes.ptr, len: self.bytes.len, device: self.bytes.device, borrowed: PhantomData }
+    }
+
+    /// The same bytes for a shorter time.
+    #[inline]
+    pub fn reborrow(&mut self) -> BufferMut<'_> {
+        // SAFETY: `&mut self` is the only access for as long as the result lives.
+        unsafe { BufferMut::new(self.bytes.ptr, self.bytes.len, self.bytes.device) }
+    }
+
+    /// The bytes before `mid` and those from it on.
+    ///
+    /// # Panics
+    /// When `mid` is beyond the buffer.
+    pub fn split_at(self, mid: usize) -> (BufferMut<'a>, BufferMut<'a>) {
+        let (head, tail) = (self.bytes.slice(0..mid), self.bytes.slice(mid..self.bytes.len));
+        let part = |bytes| BufferMut { bytes, borrowed: PhantomData };
+        (part(head), part(tail))
+    }
+
+    /// Copies `from`, of one place with this buffer or not, over all bytes.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_from_buffer(&mut self, from: Buffer<'_>) -> Result<()> {
+        match from.device {
+            None => self.copy_from(from.as_host()?),
+            Some(_) => {
+                let mut host = vec![0; from.len];
+                from.copy_to(&mut host)?;
+                self.copy_from(&host)
+            }
+        }
+    }
+
+    /// The bytes, where they are on the host.
+    ///
+    /// # Errors
+    /// `UnsupportedType`, naming the device.
+    #[inline]
+    pub fn into_host(self) -> Result<&'a mut [u8]> {
+        match self.bytes.device {
+            // SAFETY: host memory, valid and reached in no other way for 'a by the promise of `new`.
+            None => Ok(unsafe { std::slice::from_raw_parts_mut(self.bytes.ptr.as_ptr(), self.bytes.len) }),
+            Some(device) => Err(not_on_host(&**device)),
+        }
+    }
+
+    /// Copies `host` over all bytes.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_from(&mut self, host: &[u8]) -> Result<()> {
+        assert_eq!(host.len(), self.len());
+        match self.bytes.device {
+            None => self.reborrow().into_host()?.copy_from_slice(host),
+            // SAFETY: memory of this device, by the promise of `new`; `&mut self` is the only access to it.
+            Some(device) => unsafe { device.copy_from_host(host, self.bytes.ptr)? },
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_bytes_pass_through_buffers_unchanged() {
+        let mut bytes = [1u8, 2, 3, 4];
+        let buffer = Buffer::from(&bytes[..]);
+        assert_eq!(
+            (buffer.as_host().unwrap(), buffer.slice(1..3).as_host().unwrap()),
+            (&[1, 2, 3, 4][..], &[2, 3][..])
+        );
+        let mut copy = [0; 4];
+        buffer.copy_to(&mut copy).unwrap();
+        let mut buffer = BufferMut::from(&mut bytes[..]);
+        buffer.copy_from(&[5, 6, 7, 8]).unwrap();
+        assert_eq!((copy, buffer.into_host().unwrap()), ([1, 2, 3, 4], &mut [5, 6, 7, 8][..]));
+    }
+
+    #[test]
+    fn the_parts_of_a_buffer_cover_it() {
+        let mut bytes = [1u8, 2, 3, 4];
+        let (mut head, tail) = BufferMut::from(&mut bytes).split_at(1);
+        head.copy_from_buffer(tail.as_buffer().slice(2..3)).unwrap();
+        assert_eq!((head.len(), tail.into_host().unwrap()), (1, &mut [2, 3, 4][..]));
+        assert_eq!(bytes, [4, 2, 3, 4]);
+    }
+
+    #[test]
+    #[should_panic(expected = "assertion failed")]
+    fn a_slice_beyond_the_buffer_panics() {
+        let _ = Buffer::from(&[0u8; 4][..]).slice(2..5);
+    }
+}

@@ -1,0 +1,82 @@
+//! What the lock-free parts are made of: atomics, locks, futexes, the clock, words and bytes of shared memory.
+//!
+//! In every build but one these are the standard library's and the kernel's, and what only the model checker needs is empty. Under
+//! `--cfg model` they are those of the model checker loom, so that the models (`make model`) run the product's own code. `loom` is
+//! not the name of the cfg because tokio takes its sockets away where that is set.
+
+#[cfg(model)]
+mod loom;
+#[cfg(all(test, model))]
+pub(crate) mod model;
+#[cfg(model)]
+pub(crate) use loom::*;
+
+#[cfg(not(model))]
+pub(crate) use machine::*;
+
+#[cfg(not(model))]
+mod machine {
+    pub(crate) use std::hint::spin_loop;
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
+    pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+    pub(crate) use std::time::Instant;
+
+    use std::time::Duration;
+
+    /// How often a spin looks before it reads the clock. Models do not spin: they look, and lie down.
+    pub(crate) const SPINS: u32 = 32;
+
+    /// The size of a buffer in shared memory. Models have small ones, so that few bytes fill them.
+    pub(crate) const fn buffer_len(bytes: usize) -> usize {
+        bytes
+    }
+
+    /// How long a wait lasts that is no part of a model.
+    pub(crate) const fn patience(time: Duration) -> Duration {
+        time
+    }
+
+    /// A 4-byte word of shared memory.
+    #[inline(always)]
+    pub(crate) fn word(memory: &AtomicU32) -> &AtomicU32 {
+        memory
+    }
+
+    /// An 8-byte word of shared memory.
+    #[inline(always)]
+    pub(crate) fn long(memory: &AtomicU64) -> &AtomicU64 {
+        memory
+    }
+
+    /// Notes that this thread is about to read bytes of shared memory.
+    #[inline(always)]
+    pub(crate) fn reads(_bytes: &[u8]) {}
+
+    /// Notes that this thread is about to write bytes of shared memory.
+    #[inline(always)]
+    pub(crate) fn writes(_bytes: &[u8]) {}
+
+    /// Waiting for a word to change. Works across processes on shared memory.
+    pub(crate) mod futex {
+        use std::sync::atomic::AtomicU32;
+        use std::time::Duration;
+
+        use rustix::thread::futex;
+
+        /// Sleeps while `*word == seen`, at most `timeout`. May return early.
+        pub(crate) fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
+            let timeout = futex::Timespec {
+                tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: timeout.subsec_nanos().into(),
+            };
+            // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
+            let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
+        }
+
+        /// Wakes every thread that sleeps on `word`, in every process.
+        pub(crate) fn wake(word: &AtomicU32) {
+            // No sleeper is not an error.
+            let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Models of the ring: two threads for two ranks, over one mapping, with rings of 512 bytes.
+//!
+//! loom reports a byte that one end writes while the other may still read it, or the other way round, and a wake that is missed.
+//! Each model found the mistakes that are named beside it, when they were made by hand in `transport/shm.rs`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use loom::thread;
+
+use super::{capacity, ring_links, rings_len};
+use crate::memory::Arena;
+use crate::sync::model::explore;
+use crate::transport::Transport;
+use crate::wait::Doorbell;
+
+/// Bytes that are sent and received at a time: shared memory is tracked in blocks of 64.
+const BLOCK: usize = 64;
+
+/// The links of two ranks to each other, and their doorbells.
+fn pair() -> [(Box<dyn Transport>, Doorbell); 2] {
+    let arena = Arc::new(Arena::create("bagua-model", rings_len(2)).unwrap());
+    [0, 1].map(|index| {
+        let (mut links, bell) = ring_links(&arena, 0, index, 2);
+        (links[1 - index].take().unwrap(), bell)
+    })
+}
+
+/// `blocks` blocks, the first of which is number `from`; each holds its number.
+fn data(from: usize, blocks: usize) -> Vec<u8> {
+    (from..from + blocks).flat_map(|block| [block as u8; BLOCK]).collect()
+}
+
+/// Sends all blocks, each message with a head of one block.
+fn send_all((link, bell): &mut (Box<dyn Transport>, Doorbell), blocks: usize) {
+    let mut sent = 0;
+    while sent < blocks {
+        let seen = bell.rings();
+        match link.send(&data(sent, 1), &data(sent + 1, blocks - sent - 1)).unwrap() {
+            0 => bell.wait(seen, Duration::from_secs(60)),
+            some => sent += some / BLOCK,
+        }
+    }
+}
+
+/// Receives all blocks, at most `most` at a time.
+fn receive_all((link, bell): &mut (Box<dyn Transport>, Doorbell), blocks: usize, most: usize) {
+    let (mut received, mut buffer) = (0, vec![0; most * BLOCK]);
+    while received < blocks {
+        let seen = bell.rings();
+        match link.recv(&mut buffer).unwrap() {
+            0 => bell.wait(seen, Duration::from_secs(60)),
+            some => {
+                assert_eq!(buffer[..some], data(received, some / BLOCK));
+                received += some / BLOCK;
+            }
+        }
+    }
+}
+
+/// Finds either count published or loaded with `Relaxed`, a writer's count published before the bytes are there, a writer that takes
+/// one block more than there is room for, and a doorbell that the writer rings before it publishes or either end not at all.
+#[test]
+fn bytes_arrive_once_in_order_beyond_the_end_of_the_ring() {
+    explore(|| {
+        let [mut left, mut right] = pair();
+        let blocks = capacity(2) / BLOCK + 3;
+        let sender = thread::spawn(move || {
+            send_all(&mut left, blocks);
+            left
+        });
+        receive_all(&mut right, blocks, 5);
+        drop(sender.join().unwrap());
+    });
+}
+
+/// Deadlocks when the reader rings before it publishes.
+#[test]
+fn a_reader_that_empties_the_ring_at_once_wakes_the_writer() {
+    explore(|| {
+        let [mut left, mut right] = pair();
+        let blocks = capacity(2) / BLOCK;
+        let sender = thread::spawn(move || {
+            send_all(&mut left, blocks + 1);
+            left
+        });
+        receive_all(&mut right, blocks + 1, blocks);
+        drop(sender.join().unwrap());
+    });
+}
+
+/// The same in both directions at once, where each rank's one bell serves the two rings.
+#[test]
+fn both_directions_at_once_share_a_bell() {
+    explore(|| {
+        let [mut left, mut right] = pair();
+        let other = thread::spawn(move || {
+            send_all(&mut left, 2);
+            receive_all(&mut left, 2, 2);
+            left
+        });
+        send_all(&mut right, 2);
+        receive_all(&mut right, 2, 2);
+        drop(other.join().unwrap());
+    });
+}
+
+/// Finds a writer's end that is closed, or seen to be closed, with `Relaxed`; a reader that does not look for bytes once more after it
+/// has seen that; and a link that does not ring when it is dropped.
+#[test]
+fn bytes_sent_before_the_peer_went_away_arrive_and_then_the_stream_is_broken() {
+    explore(|| {
+        let [mut left, mut right] = pair();
+        let sender = thread::spawn(move || send_all(&mut left, 2));
+        receive_all(&mut right, 2, 1);
+        let (link, bell) = &mut right;
+        loop {
+            let seen = bell.rings();
+            match link.recv(&mut [0; BLOCK]) {
+                Ok(0) => bell.wait(seen, Duration::from_secs(60)),
+                Ok(_) => panic!("bytes that were never sent"),
+                Err(_) => break,
+            }
+        }
+        sender.join().unwrap();
+    });
+}

@@ -1,0 +1,185 @@
+//! Ctrl-C during waits.
+//!
+//! Python runs signal handlers on its main thread, between two bytecodes: never while that thread is inside the extension. So:
+//! - a wait for a handle or an engine ([`wait_in_slices`]) returns to Python every [`SLICE`] and runs the handlers;
+//! - work that has no group yet ([`run_on_thread`]) runs on another thread, and the caller waits for it in slices;
+//! - a blocking verb (an [`Interruptible`] on the calling thread) cannot return to Python before it ends. A thread reads Python's
+//!   wakeup descriptor (`signal.set_wakeup_fd`; no GIL, no cost per verb but one uncontended lock) and poisons the verb's group
+//!   when the verb has not ended [`GRACE`] after SIGINT. The verb then fails, and [`py_result`] raises the pending
+//!   `KeyboardInterrupt` instead of its error.
+
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use bagua_core::error::{Error, Result};
+use bagua_core::group::Group;
+use pyo3::prelude::*;
+
+use crate::errors;
+
+/// The longest a thread sleeps before it lets Python's signal handlers run.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// How long a blocking verb may go on after Ctrl-C: a verb that is about to end by itself must not poison its group.
+const GRACE: Duration = Duration::from_millis(200);
+
+/// SIGINT on every Linux.
+const SIGINT: u8 = 2;
+
+/// What runs between two slices of a wait.
+pub type Between<'a> = &'a mut (dyn FnMut() -> PyResult<()> + Send);
+
+/// What the thread that reads the wakeup descriptor has to know.
+struct State {
+    /// The thread on which Python runs signal handlers, and its process; `None` before [`listen_for_interrupts`].
+    main_thread: Option<(ThreadId, u32)>,
+    /// The end of the socket pair that Python writes signal numbers to. Never closed, because Python keeps its number.
+    wakeup: Option<UnixStream>,
+    /// Blocking verbs of the main thread so far: tells whether it is still in the same one.
+    verbs: u64,
+    /// Group of the blocking verb that the main thread is in.
+    group: Option<Group>,
+}
+
+static STATE: Mutex<State> = Mutex::new(State { main_thread: None, wakeup: None, verbs: 0, group: None });
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts listening and returns the descriptor for `signal.set_wakeup_fd`. Call it on the main thread.
+///
+/// The first call starts a thread that never ends and never holds the GIL for longer than it takes to ask which handler
+/// SIGINT has. Later calls return the same descriptor; in a forked child there is nothing to interrupt, and it raises.
+#[pyfunction]
+pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
+    let start = || -> Result<i32> {
+        let process = std::process::id();
+        let mut state = state();
+        if let (Some((_, owner)), Some(wakeup)) = (state.main_thread, &state.wakeup) {
+            if owner != process {
+                return Err(Error::other("a forked child has no group to interrupt"));
+            }
+            return Ok(wakeup.as_raw_fd());
+        }
+        let failed = |e: std::io::Error| Error::system("listening for interrupts", e);
+        let (wakeup, signals) = UnixStream::pair().map_err(failed)?;
+        wakeup.set_nonblocking(true).map_err(failed)?;
+        std::thread::Builder::new()
+            .name("bagua-interrupts".to_owned())
+            .spawn(move || read_signals(signals))
+            .map_err(failed)?;
+        state.main_thread = Some((std::thread::current().id(), process));
+        Ok(state.wakeup.insert(wakeup).as_raw_fd())
+    };
+    start().map_err(|e| errors::raise(py, e))
+}
+
+/// The thread that reads the wakeup descriptor.
+fn read_signals(mut signals: UnixStream) {
+    let mut signal = [0u8];
+    while matches!(signals.read(&mut signal), Ok(1)) {
+        if signal != [SIGINT] {
+            continue;
+        }
+        let interrupted = {
+            let state = state();
+            if state.group.is_none() {
+                continue;
+            }
+            state.verbs
+        };
+        std::thread::sleep(GRACE);
+        let group = {
+            let state = state();
+            if state.verbs == interrupted { state.group.clone() } else { None }
+        };
+        if let Some(group) = group
+            && sigint_raises_keyboard_interrupt()
+        {
+            group.raise("KeyboardInterrupt", "interrupted by the user");
+        }
+    }
+}
+
+/// False when the program has its own SIGINT handler, which may not want to end anything; that one runs when the verb returns.
+fn sigint_raises_keyboard_interrupt() -> bool {
+    let asked = Python::try_attach(|py| -> PyResult<bool> {
+        let signal = py.import("signal")?;
+        let handler = signal.getattr("getsignal")?.call1((SIGINT,))?;
+        Ok(handler.is(signal.getattr("default_int_handler")?))
+    });
+    matches!(asked, Some(Ok(true)))
+}
+
+/// While it lives, Ctrl-C ends the waits of the group, if it was made on the main thread.
+pub struct Interruptible {
+    on_main_thread: bool,
+}
+
+impl Interruptible {
+    pub fn new(group: &Group) -> Interruptible {
+        let mut state = state();
+        let on_main_thread = state.main_thread.is_some_and(|(thread, _)| thread == std::thread::current().id());
+        if on_main_thread {
+            state.verbs += 1;
+            state.group = Some(group.clone());
+        }
+        Interruptible { on_main_thread }
+    }
+}
+
+impl Drop for Interruptible {
+    fn drop(&mut self) {
+        if self.on_main_thread {
+            // Taken under the lock and dropped after it: dropping the last clone of a group leaves the group.
+            let group = state().group.take();
+            drop(group);
+        }
+    }
+}
+
+/// The result of a blocking operation as Python gets it: an exception that is pending, as after Ctrl-C, comes before its error.
+pub fn py_result<T>(py: Python<'_>, result: Result<T>) -> PyResult<T> {
+    result.map_err(|error| py.check_signals().err().unwrap_or_else(|| errors::raise(py, error)))
+}
+
+/// Runs work on a thread of its own. An exception of a signal handler ends the wait, not the work, which ends by its deadline.
+pub fn run_on_thread<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    std::thread::Builder::new()
+        .name("bagua-joining".to_owned())
+        // After an interrupt there is no receiver; what was built is then dropped on that thread.
+        .spawn(move || drop(sender.send(work())))
+        .map_err(|e| errors::raise(py, Error::system("starting a thread", e)))?;
+    let receiver = Mutex::new(receiver);
+    loop {
+        let received = py.detach(|| receiver.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SLICE));
+        match received {
+            Ok(result) => return result.map_err(|e| errors::raise(py, e)),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(errors::raise(py, Error::other("the joining thread panicked")));
+            }
+        }
+    }
+}
+
+/// Runs a wait of the core in slices without the GIL, and Python's signal handlers between the slices. `wait` gets the length of a
+/// slice and what to run between two of them.
+pub fn wait_in_slices<T: Send>(
+    py: Python<'_>,
+    wait: impl FnOnce(Duration, Between<'_>) -> PyResult<Result<T>> + Send,
+) -> PyResult<T> {
+    // An interpreter that is shutting down runs no handlers.
+    let mut check_signals = || Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
+    py.detach(|| wait(SLICE, &mut check_signals))?.map_err(|e| errors::raise(py, e))
+}

@@ -1,0 +1,90 @@
+//! The arguments of a verb, as Python passes them, become one request for a lane.
+
+use std::time::Duration;
+
+use bagua_core::error::{Error, Result};
+use bagua_core::group::{Group, Lane, Options};
+use bagua_core::request::Verb;
+use bagua_core::types::{DType, Kind, Shape};
+use pyo3::prelude::*;
+
+use crate::errors::{self, seconds};
+use crate::tensor::{self, Operands};
+
+/// What every operation takes besides its operands.
+pub struct Call {
+    pub shape: Option<Shape>,
+    pub timeout: Option<Duration>,
+    pub async_op: bool,
+    /// Kept until the operation is done.
+    pub keep: Option<Py<PyAny>>,
+}
+
+impl Call {
+    #[inline]
+    pub fn new(
+        shape: Option<Vec<usize>>,
+        timeout: Option<f64>,
+        async_op: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Call> {
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        Ok(Call { shape: shape.as_deref().map(Shape::new), timeout, async_op, keep })
+    }
+
+    pub fn options(&self) -> Options<'static> {
+        Options { timeout: self.timeout, shape: self.shape, ..Options::DEFAULT }
+    }
+}
+
+/// A verb with its operands.
+pub struct Request {
+    verb: Verb,
+    dtype: DType,
+    operands: Operands,
+}
+
+/// Codes and addresses of a verb: kind, source, destination, elements, element type, reduce operation, root.
+pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
+
+impl Request {
+    /// The request that these codes and addresses mean, for this rank of the group.
+    #[inline]
+    pub fn new(py: Python<'_>, group: &Group, codes: Codes) -> PyResult<Request> {
+        Request::checked(group, codes).map_err(|e| errors::raise(py, e))
+    }
+
+    #[inline]
+    fn checked(group: &Group, (kind, src, dst, count, dtype, op, root): Codes) -> Result<Request> {
+        let kind = Kind::from_code(kind).ok_or_else(|| Error::InvalidArgument(format!("no verb has code {kind}")))?;
+        let verb = Verb::of(kind, tensor::reduce_op(op)?, root)?;
+        let dtype = tensor::dtype(dtype)?;
+        let (src_parts, dst_parts) = verb.parts(group.rank(), group.size(), src.is_some());
+        let dst = match (src, dst) {
+            (_, Some(address)) => address,
+            (Some(_), None) if dst_parts == 0 => 0,
+            (Some(_), None) => {
+                return Err(Error::InvalidArgument(format!("{} needs a destination on this rank", kind.name())));
+            }
+            (None, None) if matches!(verb, Verb::Barrier) => 0,
+            (None, None) => {
+                return Err(Error::InvalidArgument(format!("{} needs a source or a destination", kind.name())));
+            }
+        };
+        let src = src.map(|address| tensor::shards_at(address, count, src_parts, dtype)).transpose()?;
+        let operands = Operands::new(src, tensor::shards_at(dst, count, dst_parts, dtype)?)?;
+        Ok(Request { verb, dtype, operands })
+    }
+
+    /// Bytes of the larger buffer.
+    #[inline]
+    pub fn bytes(&self) -> usize {
+        self.operands.bytes()
+    }
+
+    /// Runs it.
+    #[inline]
+    pub fn run(&mut self, lane: &mut Lane, options: &Options<'_>) -> Result<()> {
+        lane.run(options, self.dtype, self.verb, self.operands.io())
+    }
+}

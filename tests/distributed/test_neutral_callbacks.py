@@ -1,0 +1,316 @@
+"""`Handle.then`: a callback of an asynchronous verb is called exactly once, however the verb or the process ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import engine
+
+World = Callable[..., Any]
+
+
+def kind(error: BaseException | None) -> str:
+    return type(error).__name__
+
+
+class Calls:
+    """A callback that remembers how it was called, and on which thread."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception | None] = []
+        self.threads: list[int] = []
+        self._called = threading.Event()
+
+    def __call__(self, error: Exception | None) -> None:
+        self.errors.append(error)
+        self.threads.append(threading.get_ident())
+        self._called.set()
+
+    def wait(self) -> list[str]:
+        """What each call got, after the first."""
+        assert self._called.wait(60)
+        return [kind(error) for error in self.errors]
+
+
+# --- which call, on which thread --------------------------------------------------------------------------------------
+
+
+def many_threads(rank: int) -> int:
+    group = bagua.init(timeout=60)
+    x = [np.full(100, number, np.float64) for number in range(100)]
+    calls = [[0] * 8 for _ in x]
+    wrong: list[object] = []
+    handles = [group.all_reduce(array, async_op=True) for array in x]
+
+    def register(thread: int) -> None:
+        def counter(number: int) -> Callable[[Exception | None], None]:
+            def count(error: Exception | None) -> None:
+                calls[number][thread] += 1
+                if error is not None or (x[number] != number * group.size).any():
+                    wrong.append((number, error))
+
+            return count
+
+        for number, handle in enumerate(handles):
+            handle.then(counter(number))
+
+    threads = [threading.Thread(target=register, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for handle in handles:
+        handle.wait()
+    engine.wait_for_callbacks(60)
+    assert not wrong
+    assert calls == [[1] * 8 for _ in x]
+    bagua.shutdown()
+    return sum(map(sum, calls))
+
+
+def test_callbacks_from_many_threads_are_called_once_each_with_the_result_in_place(world: World) -> None:
+    assert world(2).run(many_threads) == [800, 800]
+
+
+def now_and_later(rank: int) -> bool:
+    group = bagua.init(timeout=60)
+    other = group.new_group(range(group.size))
+    assert other is not None
+    later, now = Calls(), Calls()
+    order: list[int] = []
+    if rank == 0:
+        handle = other.barrier(async_op=True)
+        for number in range(5):
+            handle.then(lambda _, number=number: order.append(number))  # type: ignore[misc]
+        handle.then(later)
+        assert later.errors == []
+        group.barrier()
+        assert later.wait() == ["NoneType"]
+        assert later.threads != [threading.get_ident()]
+        assert order == [0, 1, 2, 3, 4]
+        handle.then(now)
+        assert (now.errors, now.threads) == ([None], [threading.get_ident()])
+    else:
+        group.barrier()
+        other.barrier()
+    with pytest.raises(TypeError, match="3 is not callable"):
+        group.barrier(async_op=True).then(3)  # type: ignore[arg-type]
+    bagua.shutdown()
+    return True
+
+
+def test_a_callback_of_a_done_verb_is_called_at_once_and_others_in_order_on_another_thread(world: World) -> None:
+    assert world(2).run(now_and_later) == [True, True]
+
+
+def chains(rank: int) -> list[float]:
+    group = bagua.init(timeout=60)
+    x = np.ones(4)
+    finished = threading.Event()
+    seen: list[float] = []
+
+    def next_verb(error: Exception | None) -> None:
+        assert error is None
+        seen.append(float(x[0]))
+        if len(seen) < 10:
+            group.all_reduce(x, async_op=True).then(next_verb)
+        else:
+            finished.set()
+
+    group.all_reduce(x, async_op=True).then(next_verb)
+    assert finished.wait(60)
+    bagua.shutdown()
+    return seen
+
+
+def test_a_callback_may_start_the_next_verb(world: World) -> None:
+    assert world(2).run(chains) == [[2.0**n for n in range(1, 11)]] * 2
+
+
+def drops_the_handle(rank: int) -> bool:
+    group = bagua.init(timeout=60)
+    calls = Calls()
+    x = np.ones(1 << 16)
+    alive = weakref.ref(x)
+    if rank == 0:
+        group.all_reduce(x, async_op=True).then(calls)
+        del x
+        gc.collect()
+        assert alive() is not None, "the other rank has not taken part"
+    group.new_group([0, 1]).barrier()  # type: ignore[union-attr]
+    if rank == 1:
+        group.all_reduce(x, async_op=True).then(calls)
+    assert calls.wait() == ["NoneType"]
+    bagua.shutdown()
+    return True
+
+
+def test_a_verb_keeps_its_array_when_the_handle_is_dropped(world: World) -> None:
+    assert world(2).run(drops_the_handle) == [True, True]
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def raises(rank: int) -> list[tuple[str, bool]]:
+    group = bagua.init(timeout=60)
+    other = group.new_group(range(group.size))
+    assert other is not None
+    reported: list[tuple[str, bool]] = []
+    if rank == 1:
+        group.barrier()
+        other.barrier()
+        other.all_reduce(np.ones(3))
+        bagua.shutdown()
+        return reported
+
+    def fails(error: Exception | None) -> None:
+        raise LookupError("in a callback")
+
+    def interrupts(error: Exception | None) -> None:
+        raise KeyboardInterrupt
+
+    sys.unraisablehook = lambda unraisable: reported.append(
+        (repr(unraisable.exc_value), unraisable.object in (fails, interrupts))
+    )
+    handle = other.barrier(async_op=True)
+    handle.then(fails)
+    handle.then(interrupts)
+    group.barrier()
+    handle.wait()
+    engine.wait_for_callbacks(60)
+    handle.then(fails)
+    with pytest.raises(KeyboardInterrupt):
+        handle.then(interrupts)
+    # Neither the group nor the thread has suffered.
+    calls = Calls()
+    other.all_reduce(np.ones(3), async_op=True).then(calls)
+    assert calls.wait() == ["NoneType"]
+    bagua.shutdown()
+    return reported
+
+
+def test_an_exception_of_a_callback_is_reported_and_harms_nothing(world: World) -> None:
+    failed, interrupted = ("LookupError('in a callback')", True), ("KeyboardInterrupt()", True)
+    assert world(2).run(raises) == [[failed, interrupted, failed], []]
+
+
+def loses_a_peer(rank: int) -> list[Any]:
+    group = bagua.init(timeout=60)
+    group.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first, second = Calls(), Calls()
+    handles = [group.all_reduce(np.ones(1000), async_op=True) for _ in range(2)]
+    handles[0].then(first)
+    handles[1].then(second)
+    got = first.wait() + second.wait()
+    error = first.errors[0]
+    assert isinstance(error, bagua.PeerLostError)
+    bagua.shutdown()
+    return [*got, error.rank]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_callback_gets_the_loss_of_a_peer(world: World, transport: str) -> None:
+    run = world(2, env={"BAGUA_TRANSPORT": transport}, expect_exit={1: -signal.SIGKILL})
+    assert run.run(loses_a_peer)[0] == ["PeerLostError", "PeerLostError", 1]
+
+
+# --- the end of the process -------------------------------------------------------------------------------------------
+
+
+def exits(rank: int, how: str) -> None:
+    group = bagua.init(timeout=60)
+    other = group.new_group([0, 1])
+    assert other is not None
+    if rank == 1:
+        # Takes no part in rank 0's barrier, and stays until rank 0 is gone.
+        with pytest.raises(bagua.PeerLostError):
+            group.recv(np.ones(1), 0)
+        return
+    handle = other.barrier(async_op=True)
+
+    def callback(error: Exception | None) -> None:
+        print(f"called with {kind(error)}", flush=True)
+        if how == "blocks":
+            threading.Event().wait()
+        while how == "computes":
+            sum(range(1000))
+        if how == "starts a verb":
+            other.barrier(async_op=True)
+
+    handle.then(callback)
+
+
+def test_the_interpreters_exit_calls_pending_callbacks(world: World) -> None:
+    run = world(2)
+    run.run(exits, "returns")
+    assert run.output[0].splitlines() == ["called with AbortedError"]
+
+
+def test_a_callback_at_the_interpreters_exit_that_starts_a_verb_gets_an_error(world: World) -> None:
+    run = world(2)
+    run.run(exits, "starts a verb")
+    assert run.output[0].splitlines()[0] == "called with AbortedError"
+    assert "AbortedError" in run.output[0].splitlines()[-1]
+
+
+@pytest.mark.parametrize("how", ["blocks", "computes"])
+def test_a_callback_that_does_not_return_does_not_hang_the_interpreters_exit(world: World, how: str) -> None:
+    run = world(2)
+    run.run(exits, how)
+    assert run.output[0].splitlines()[0] == "called with AbortedError"
+    assert "a callback of a handle has not returned after 5.0 s" in run.output[0]
+
+
+def forks(rank: int) -> list[str]:
+    group = bagua.init(timeout=60)
+    other = group.new_group([0, 1])
+    assert other is not None
+    if rank == 1:
+        group.barrier()
+        other.barrier()
+        bagua.shutdown()
+        return []
+    handle = other.barrier(async_op=True)
+    calls = Calls()
+    handle.then(calls)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # A child that ends as a program does, atexit and all.
+        try:
+            handle.then(lambda error: os.write(write, b"called in the child"))
+        except bagua.BaguaError as error:
+            os.write(write, str(error).encode())
+        engine.Handle.completed().then(lambda error: os.write(write, b"|at once"))
+        engine.wait_for_callbacks(60)
+        os.write(write, f"|{calls.errors}".encode())
+        raise SystemExit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert calls.errors == []
+    group.barrier()
+    got = calls.wait()
+    bagua.shutdown()
+    return [*said.split("|"), *got]
+
+
+def test_a_forked_child_calls_no_callback_of_its_parent(world: World) -> None:
+    refused, at_once, calls, got = world(2).run(forks)[0]
+    assert "forked" in refused
+    assert (at_once, calls, got) == ("at once", "[]", "NoneType")

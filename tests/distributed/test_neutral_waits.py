@@ -1,0 +1,109 @@
+"""Waits beside a busy Python thread: the waiter may get the GIL back at any moment, also just after the operation ends.
+
+A wait releases the GIL for 50 ms at a time, so operations that end about 50 ms late are the ones to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+
+World = Callable[..., Any]
+
+#: How late rank 1 calls the operation, in seconds: around the end of the first 50 ms.
+DELAYS = np.linspace(0.045, 0.06, 31).tolist()
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """A thread that holds the GIL whenever it can get it."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def waits_for_late_operations(rank: int) -> int:
+    group = bagua.init(timeout=60)
+    x = np.ones(8)
+    engine = bagua.Engine()
+    engine.register([bagua.Bucket("b", {"g": x}).append_centralized()])
+    done = 0
+    with busy_thread() if rank == 0 else contextlib.nullcontext():
+        for number, delay in enumerate(DELAYS):
+            group.barrier()
+            if rank == 1:
+                time.sleep(delay)
+            if number % 2:
+                group.all_reduce(x, "max", async_op=True).wait([None, 30.0][number // 2 % 2])
+                done += 1
+            else:
+                engine.mark_ready("g")
+                done += engine.wait([None, 30.0][number // 2 % 2])
+    assert (x == 1).all()
+    engine.shutdown()
+    bagua.shutdown()
+    return done
+
+
+def test_an_operation_that_succeeds_late_raises_nothing_beside_a_busy_thread(world: World) -> None:
+    assert world(2).run(waits_for_late_operations) == [len(DELAYS)] * 2
+
+
+def waits_for_a_frozen_peer(rank: int) -> list[str]:
+    group = bagua.init(timeout=60)
+    pids = group.all_gather(np.array([os.getpid()])).ravel().tolist()
+    arrays = [np.ones(8) for _ in range(8)]
+    engines = [bagua.Engine(f"model {number}") for number in range(len(arrays))]
+    for engine, array in zip(engines, arrays, strict=True):
+        engine.register([bagua.Bucket("b", {"g": array}).append_centralized()])
+    group.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raised = [""] * len(arrays)
+
+    def wait(number: int) -> None:
+        try:
+            if number % 2:
+                engines[number].mark_ready("g")
+                engines[number].wait()
+            else:
+                group.all_reduce(arrays[number], async_op=True).wait()
+        except bagua.BaguaError as error:
+            raised[number] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(len(arrays))]
+    with busy_thread():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    os.kill(pids[1], signal.SIGKILL)
+    bagua.shutdown()
+    return raised
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_frozen_peer_is_a_lost_peer_for_every_wait_beside_a_busy_thread(world: World, transport: str) -> None:
+    env = {"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport}
+    raised, _ = world(2, env=env, expect_exit={1: -signal.SIGKILL}).run(waits_for_a_frozen_peer)
+    assert [text.split()[:3] for text in raised] == [["PeerLostError:", "lost", "rank"]] * 8

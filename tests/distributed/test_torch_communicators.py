@@ -1,0 +1,218 @@
+"""Communicators as objects: memory in an arena, every collective as a method, abort."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.errors import AbortedError, BaguaError
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.process_group import Communicator, Handle
+from tests.distributed.torch_ranks import Case, check, run_cases
+
+
+def zero_copies() -> int:
+    return sum(kind.get("zero_copy", 0) for kind in neutral.stats()["groups"]["world"]["ops"].values())
+
+
+def tensors_in_an_arena_are_reduced_without_a_copy(rank: int) -> None:
+    size = bagua.get_world_size()
+    shared = bagua.empty((3, 30_000))
+    assert (shared.dtype, shared.shape, shared.count_nonzero().item()) == (torch.float32, (3, 30_000), 0)
+    halves = bagua.empty(70_000, dtype=torch.float16, group=bagua.new_group())
+    for tensor in (shared, shared[1], halves):
+        before = zero_copies()
+        tensor.fill_(rank + 1)
+        bagua.allreduce_inplace(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, size * (size + 1) / 2))
+        assert zero_copies() - before == (size > 1), tensor.shape
+    before = zero_copies()
+    bagua.allreduce_inplace(torch.ones(3, 30_000))
+    assert zero_copies() == before
+
+
+def a_bucket_that_a_user_flattens_lies_in_an_arena(rank: int) -> None:
+    size = bagua.get_world_size()
+    names = ("first", "second")
+    tensors = [torch.full((300, 101), float(rank + i)).ensure_bagua_tensor(name, "m") for i, name in enumerate(names)]
+    bucket = BaguaBucket(tensors, "by hand", flatten=True, alignment=7)
+    assert [tensor.mean().item() for tensor in tensors] == [rank, rank + 1]
+    assert bucket.backend_tensor is not None
+    before = zero_copies()
+    for tensor in tensors:
+        bagua.allreduce_inplace(tensor)
+    assert [tensor.mean().item() for tensor in tensors] == [sum(range(size)), sum(range(1, size + 1))]
+    bagua.allreduce_inplace(bucket.backend_tensor, bagua.ReduceOp.AVG)
+    assert zero_copies() - before == 3 * (size > 1)
+
+
+def an_arena_is_refused_before_any_communication(rank: int) -> None:
+    with pytest.raises(TypeError, match=r"dtype torch\.int16"):
+        bagua.empty(3, dtype=torch.int16)
+    for shape in (-1, (2, -3), (1 << 40, 1 << 40)):
+        with pytest.raises(ValueError, match="cannot exist"):
+            bagua.empty(shape)
+    assert bagua.empty((2, 0)).shape == (2, 0)
+    group = bagua.new_group([0])
+    if rank != 0:
+        with pytest.raises(ValueError, match="not in BaguaProcessGroup"):
+            bagua.empty(3, group=group)
+    else:
+        assert bagua.empty(3, torch.int64, group).tolist() == [0, 0, 0]
+
+
+def the_methods_of_a_communicator_equal_the_functions(rank: int) -> None:
+    size = bagua.get_world_size()
+    comm = bagua.new_group().get_global_communicator()
+    mine, out = torch.full((size,), float(rank)), torch.zeros(size)
+    total, shard = float(sum(range(size))), torch.zeros(1)
+    assert (comm.rank(), comm.nranks(), comm.device_id()) == (rank, size, -1)
+    comm.allreduce(mine, out)
+    assert out.tolist() == [total] * size
+    for call, expected in (
+        (lambda t: comm.allreduce_inplace(t, bagua.ReduceOp.MAX), [size - 1] * size),
+        (lambda t: comm.allreduce_coalesced_inplace([t]), [total] * size),
+        (lambda t: comm.reduce_inplace(t, 0), [total] * size if rank == 0 else [rank] * size),
+        (lambda t: comm.broadcast(t, size - 1), [size - 1] * size),
+        (lambda t: comm.broadcast_coalesced([t], size - 1), [size - 1] * size),
+        (lambda t: comm.allgather_inplace(t), list(range(size))),
+        (lambda t: comm.alltoall_inplace(t), list(range(size))),
+        (lambda t: comm.alltoall_v_inplace(t, [1] * size, range(size)), list(range(size))),
+        (lambda t: comm.gather_inplace(t, 1, 0), list(range(size)) if rank == 0 else [rank] * size),
+    ):
+        tensor = mine.clone()
+        call(tensor)
+        assert tensor.tolist() == expected
+    part = mine.clone()
+    comm.reduce_scatter_inplace(part)
+    assert part[rank] == total
+    comm.scatter_inplace(part.fill_(rank), 1, size - 1)
+    assert part[rank] == size - 1
+    comm.reduce(mine, out.zero_(), 0)
+    assert out.tolist() == ([total] * size if rank == 0 else [0.0] * size)
+    comm.reduce_scatter(mine, shard)
+    assert shard.item() == total
+    comm.allgather(torch.tensor([float(rank)]), out)
+    assert out.tolist() == list(range(size))
+    comm.gather(torch.tensor([float(rank)]), out.zero_(), 0)
+    assert out.tolist() == (list(range(size)) if rank == 0 else [0.0] * size)
+    comm.scatter(mine, shard, size - 1)
+    assert shard.item() == size - 1
+    for exchange in (
+        lambda: comm.alltoall(mine, out.zero_()),
+        lambda: comm.alltoall_v(mine, [1] * size, range(size), out.zero_(), [1] * size, range(size)),
+    ):
+        exchange()
+        assert out.tolist() == list(range(size))
+    assert comm.broadcast_object({"from": rank}, size - 1) == {"from": size - 1}
+    handle = comm.allreduce_inplace(mine, async_op=True)
+    handle.wait()
+    assert mine.tolist() == [total] * size
+    if size > 1 and rank < 2:
+        if rank == 0:
+            comm.send(torch.tensor([5.0]), 1)
+        else:
+            comm.recv(shard, 0)
+            assert shard.item() == 5.0
+    comm.barrier()
+    with pytest.raises(NotImplementedError, match="new_group"):
+        comm.generate_nccl_unique_id_str()
+
+
+def methods_outside_the_group_have_no_effect(rank: int) -> None:
+    comm = bagua.new_group([0]).get_global_communicator()
+    if rank == 0:
+        return
+    tensor = torch.ones(3)
+    names = [name for name in bagua.communication.__all__ if hasattr(Communicator, name) and name != "empty"]
+    assert len(names) == 23
+    for name in names:
+        if name == "broadcast_object":
+            assert comm.broadcast_object(tensor) is tensor
+            continue
+        assert getattr(comm, name)(tensor) is None
+        getattr(comm, name)(tensor, async_op=True).wait()
+    assert tensor.tolist() == [1.0] * 3
+    comm.abort()
+    assert not comm.check_abort()
+    assert (comm.rank(), comm.nranks(), comm.device_id()) == (-1, -1, -1)
+
+
+def abort_from_another_thread_ends_a_blocked_call(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        # Nothing blocks without a peer.
+        comm = bagua.new_group().get_global_communicator()
+        comm.abort()
+        assert comm.check_abort()
+        return
+    following = (rank + 1) % bagua.get_world_size()
+    main = threading.get_ident()
+    for blocking in (True, False):
+        comm = bagua.new_group().get_global_communicator()
+
+        def abort_when_blocked(comm: Communicator = comm) -> None:
+            # The main thread's frame is that of the call which it does not leave.
+            while sys._current_frames()[main].f_code not in (Communicator.recv.__code__, wait_for.__code__):
+                os.sched_yield()
+            comm.abort()
+
+        thread = threading.Thread(target=abort_when_blocked)
+        assert not comm.check_abort()
+        bagua.barrier()
+        if rank == 0:
+            thread.start()
+        pending = None if blocking else comm.recv(torch.zeros(3), following, async_op=True)
+        with pytest.raises(AbortedError):
+            comm.recv(torch.zeros(3), following) if pending is None else wait_for(pending)
+        assert comm.check_abort()
+        if rank == 0:
+            thread.join()
+        # The world is not aborted.
+        bagua.barrier()
+
+
+def wait_for(handle: Handle) -> None:
+    handle.wait()
+
+
+def an_aborted_sub_group_says_so(rank: int) -> None:
+    group = bagua.new_group()
+    comm = group.get_global_communicator()
+    bagua.barrier(comm)
+    if rank == 0:
+        comm.abort()
+
+    def until_aborted() -> None:
+        while True:
+            bagua.barrier(comm)
+
+    with pytest.raises(BaguaError):
+        until_aborted()
+    assert comm.check_abort()
+
+
+CASES: list[Case] = [
+    tensors_in_an_arena_are_reduced_without_a_copy,
+    a_bucket_that_a_user_flattens_lies_in_an_arena,
+    an_arena_is_refused_before_any_communication,
+    the_methods_of_a_communicator_equal_the_functions,
+    methods_outside_the_group_have_no_effect,
+    abort_from_another_thread_ends_a_blocked_call,
+    an_aborted_sub_group_says_so,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int) -> None:
+    check(run, size, case)

@@ -1,0 +1,139 @@
+"""torch's tools on plain and on wrapped models work as without bagua: TorchScript, export, compile, fx, and copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+def saved_and_loaded(model: torch.nn.Module, x: torch.Tensor) -> Model:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: Model = torch.load(file, weights_only=False)
+    return loaded
+
+
+#: From a model and an example input to something that computes the same.
+TOOLS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
+    "script": lambda model, x: torch.jit.script(model),
+    "script of a copy": lambda model, x: torch.jit.script(copy.deepcopy(model)),
+    "script of a model around it": lambda model, x: torch.jit.script(torch.nn.Sequential(model)),
+    "trace": lambda model, x: torch.jit.trace(model, x, check_trace=False),
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "compile": lambda model, x: torch.compile(model, backend="eager"),
+    "compile with autograd": lambda model, x: torch.compile(model, backend="aot_eager"),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "pickle": lambda model, x: pickle.loads(pickle.dumps(model)),
+    "save": saved_and_loaded,
+    "deepcopy": lambda model, x: copy.deepcopy(model),
+}
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Linear(4, 2))
+    )
+
+
+def allreduce() -> bagua.algorithms.GradientAllReduceAlgorithm:
+    return bagua.algorithms.GradientAllReduceAlgorithm()
+
+
+def every_tool_works_on_a_plain_model(rank: int) -> None:
+    x = torch.randn(5, 3)
+    for name, tool in TOOLS.items():
+        for training in (True, False):
+            model = network().train(training)
+            expected = copy.deepcopy(model)(x)
+            assert torch.equal(tool(model, x)(x), expected), (name, training)
+
+
+def every_tool_works_on_a_wrapped_model_which_trains_on(rank: int) -> None:
+    for name, tool in TOOLS.items():
+        for training in (True, False):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            bagua.with_bagua(model, [optimizer], allreduce())
+            hooks = list(model._forward_pre_hooks.values())
+            for _ in range(2):
+                model.train(training)
+                x = torch.randn(5, 3)
+                # Buffers are rank 0's after a training forward, also after that of a tool which runs the model itself.
+                plain = bagua.unwrap(copy.deepcopy(model))
+                if training:
+                    bagua.broadcast_coalesced([buffer for buffer in plain.buffers() if buffer.is_floating_point()])
+                made = tool(model, x)
+                assert list(model._forward_pre_hooks.values()) == hooks, name
+                with torch.no_grad():
+                    assert torch.equal(made(x), plain(x)), (name, training)
+                model.train()
+                optimizer.zero_grad()
+                model(torch.randn(5, 3)).pow(2).sum().backward()
+                optimizer.step()
+                assert same_everywhere(*model.parameters()), (name, training)
+            bagua.unwrap(model)
+
+
+def users_hooks_keep_their_order_and_handles_around_a_script(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+
+    def first(self, inputs: tuple[torch.Tensor]) -> None:  # type: ignore[no-untyped-def]
+        """Compiled with the model."""
+
+    def last(self, inputs: tuple[torch.Tensor]) -> None:  # type: ignore[no-untyped-def]
+        """Compiled with the model."""
+
+    handle = model.register_forward_pre_hook(first)
+    bagua.with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.1)], allreduce())
+    model.register_forward_pre_hook(last)
+    before = list(model._forward_pre_hooks.items())
+    scripted = torch.jit.script(model)
+    assert len(scripted._forward_pre_hooks) == 2
+    assert list(model._forward_pre_hooks.items()) == before
+    handle.remove()
+    assert list(model._forward_pre_hooks.items()) == before[1:]
+
+
+def members_of_a_module_are_listed_only_where_they_have_a_value(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    assert "with_bagua" in dir(model)
+    assert "bagua_ddp" not in dir(model)
+    with pytest.raises(AttributeError, match="bagua_ddp"):
+        _ = model.bagua_ddp
+    bagua.with_bagua(model, [], allreduce())
+    assert {"bagua_ddp", "bagua_buckets", "bagua_module_name"} <= set(dir(model))
+    assert not [
+        name for name, member in vars(torch.nn.Module).items() if "bagua" in name and isinstance(member, property)
+    ]
+
+
+CASES: list[Case] = [
+    every_tool_works_on_a_plain_model,
+    every_tool_works_on_a_wrapped_model_which_trains_on,
+    users_hooks_keep_their_order_and_handles_around_a_script,
+    members_of_a_module_are_listed_only_where_they_have_a_value,
+]
+
+
+def all_cases(rank: int) -> dict[str, str]:
+    # TorchScript says at each call that it is deprecated.
+    warnings.simplefilter("ignore")
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_torchs_tools_after_the_import_of_bagua(case: Case) -> None:
+    check(all_cases, 2, case)
