@@ -73,7 +73,7 @@ def join(
         return build(towards, "", lambda address, _: [address]), board.count(1)
     if rank == 0:
         server = engine.RendezvousServer(group.listen_host(towards, world_size, local_world_size), 0)
-        host, port = server.place()
+        host, port = server.address()
         place = _Place(host, port, secrets.token_hex(16))
         number = board.announce(place)
 

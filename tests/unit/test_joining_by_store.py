@@ -106,7 +106,7 @@ def announced(store: Any, host: str, port: int) -> None:
 
 def abandoned(store: Any) -> None:
     """A rank 0 came, said so, and died."""
-    announced(store, *engine.RendezvousServer("127.0.0.1", 0).place())
+    announced(store, *engine.RendezvousServer("127.0.0.1", 0).address())
 
 
 @pytest.mark.parametrize("kind", KINDS)

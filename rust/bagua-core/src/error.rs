@@ -1,4 +1,4 @@
-//! What can go wrong, as a caller would tell it apart.
+//! The errors of the core, one variant for each way in which a caller may react.
 
 use std::fmt;
 use std::io;
@@ -8,12 +8,12 @@ use std::time::Duration;
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// How far an operation had come when it failed.
+/// The progress of an operation at the time of its failure.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// What was being done: the text of its fingerprint, or what is known of it.
+    /// The operation: the text of its fingerprint, or a description where it has none.
     pub what: String,
-    /// Bucket or other label, empty when there is none.
+    /// Name of the bucket or another label; empty without one.
     pub label: String,
     /// Bytes received and used so far.
     pub done: u64,
@@ -21,8 +21,8 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// The operating system's error behind an [`Error`], where there is one. It stays in the process: an error that another rank reported
-/// has none. Two sources are always equal, because the error's text already says what they say.
+/// The operating system's error that led to an [`Error`], if there was one. It does not travel: an error that another rank reported has
+/// none. Two sources always compare equal, because the text of the error contains their text.
 #[derive(Clone, Debug, Default)]
 pub struct Source(Option<Arc<io::Error>>);
 
@@ -47,41 +47,41 @@ impl PartialEq for Source {
 
 impl Eq for Source {}
 
-/// An error of the core. Ranks are ranks of the world (the group that was built by `connect`), so that a text
-/// means the same to a reader of any sub-group's log.
+/// An error of the core. Ranks are world ranks (ranks of the group that `connect` built), so that a text means the same in the log of
+/// every sub-group.
 ///
-/// It is `Clone` because one cause reaches many waiters, on this rank and, by the control connections, on all others.
+/// `Clone`, because one cause ends many waits, on this rank and, through the control connections, on all others.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Error {
-    /// A peer died, froze, left, or was cut off.
+    /// A peer's process died or froze, the peer left the group, or the network to it failed.
     PeerLost {
-        /// World rank that is gone.
+        /// World rank of the lost peer.
         rank: usize,
         /// Name of its host.
         host: String,
-        /// How that was noticed, e.g. "no heartbeat for 5.0 s".
+        /// How the loss was detected, for example "no heartbeat for 5.0 s".
         reason: String,
-        /// World rank that noticed first.
+        /// World rank that detected the loss first.
         noticed_by: usize,
-        /// What the rank that raises this was doing, when it was doing something.
+        /// The operation that ended with this error on this rank, if one did.
         progress: Option<Box<Progress>>,
-        /// How the connection to it broke, as the operating system says it.
+        /// The operating system's error on the connection to the peer.
         source: Source,
     },
     /// An operation's own deadline passed.
     Timeout {
-        /// The deadline that was set.
+        /// The time limit of the operation.
         after: Duration,
         /// World ranks that had not done their part.
         missing: Vec<usize>,
         /// World rank whose deadline passed.
         noticed_by: usize,
-        /// What it was doing.
+        /// The operation that timed out.
         progress: Option<Box<Progress>>,
     },
     /// Another rank reported an exception.
     PeerRaised {
-        /// World rank that raised.
+        /// World rank that raised the exception.
         rank: usize,
         /// Name of its host.
         host: String,
@@ -90,9 +90,9 @@ pub enum Error {
         /// Its text.
         message: String,
     },
-    /// Ranks disagree on what to do, in which order, on which data.
+    /// Ranks disagree on an operation, on its data, or on the order of operations.
     Mismatch(String),
-    /// The user or the engine gave up on the group.
+    /// The user or the engine aborted the group.
     Aborted(String),
     /// An argument's value cannot be used. Raised before any communication.
     InvalidArgument(String),
@@ -100,11 +100,11 @@ pub enum Error {
     UnsupportedType(String),
     /// A feature that does not exist yet. Raised before any communication.
     NotImplemented(String),
-    /// The group could not be built, or the system refused something.
+    /// The group could not be built or used, or a system call failed.
     System {
-        /// What was being tried, and why it failed.
+        /// What failed, and why.
         message: String,
-        /// The refusal, where it was the operating system's.
+        /// The error of the system call.
         source: Source,
     },
 }
@@ -139,7 +139,7 @@ impl std::error::Error for Error {
 }
 
 impl Error {
-    /// Adds what this rank was doing, where the error has room for it and nobody filled it in.
+    /// Adds the progress of this rank's operation, if the variant has that field and it is empty.
     #[must_use]
     pub fn during(mut self, now: Progress) -> Error {
         if let Error::PeerLost { progress, .. } | Error::Timeout { progress, .. } = &mut self {
@@ -148,18 +148,18 @@ impl Error {
         self
     }
 
-    /// `System` for a refusal of the operating system, with what was being tried.
+    /// `System` for a failed system call; `what` says what it was for.
     pub fn system(what: &str, source: impl Into<io::Error>) -> Error {
         let source = source.into();
         Error::System { message: format!("{what}: {source}"), source: source.into() }
     }
 
-    /// `System` without an error of the operating system.
+    /// `System` without an error of a system call.
     pub fn other(message: impl Into<String>) -> Error {
         Error::System { message: message.into(), source: Source::default() }
     }
 
-    /// Adds the operating system's error, where this error has room for one and has none.
+    /// Adds the operating system's error, if the variant has that field and it is empty.
     #[must_use]
     pub fn caused_by(mut self, cause: &Source) -> Error {
         if let Error::PeerLost { source, .. } | Error::System { source, .. } = &mut self
@@ -170,7 +170,7 @@ impl Error {
         self
     }
 
-    /// The operating system's error behind this one.
+    /// The operating system's error that led to this one.
     pub fn os_error(&self) -> Option<&io::Error> {
         match self {
             Error::PeerLost { source, .. } | Error::System { source, .. } => source.get(),
@@ -184,7 +184,7 @@ impl Error {
         }
     }
 
-    /// True for errors that were found before anything was sent, and so do not poison a group.
+    /// True for errors that are raised before any communication and therefore do not poison the group.
     pub fn is_argument(&self) -> bool {
         matches!(self, Error::InvalidArgument(_) | Error::UnsupportedType(_) | Error::NotImplemented(_))
     }
@@ -195,7 +195,7 @@ fn during(progress: &Option<Box<Progress>>) -> String {
         None => String::new(),
         Some(Progress { what, label, done, total }) => {
             let label = if label.is_empty() { String::new() } else { format!(" in {label}") };
-            // What moves no bytes, a barrier or a rendezvous, has none to count.
+            // A barrier or a rendezvous moves no bytes of tensors.
             let bytes = if *total == 0 { String::new() } else { format!(", {done} of {total} bytes done") };
             format!(", during {what}{label}{bytes}")
         }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_the_system_keeps_its_source_in_every_clone() {
+    fn a_system_error_keeps_its_source_in_every_clone() {
         let error = Error::system("connecting", refused());
         assert_eq!(error.to_string(), format!("connecting: {}", refused()));
         assert_eq!(errno(&error.clone()), Some(libc::ECONNREFUSED));
@@ -234,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn errors_compare_by_what_they_say_and_not_by_their_sources() {
+    fn errors_compare_by_their_text_and_not_by_their_sources() {
         let error = Error::system("connecting", refused());
         assert_eq!(error, Error::other(error.to_string()));
         assert_ne!(error, Error::other("connecting"));
     }
 
     #[test]
-    fn a_cause_is_added_where_there_is_room_and_none_yet() {
+    fn a_source_is_added_to_variants_that_have_one_and_is_never_replaced() {
         let reset = Source::from(io::Error::from_raw_os_error(libc::ECONNRESET));
         let lost = Error::PeerLost {
             rank: 1,

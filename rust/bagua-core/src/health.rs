@@ -1,7 +1,7 @@
-//! What a waiting operation must keep an eye on: the first cause of failure, and who has left.
+//! The failure state of a group: the first cause of failure, and the ranks that have left.
 //!
-//! One `GroupHealth` per group. The control plane writes to it, every wait reads it. It never blocks for long and holds no
-//! socket, so that the transports and the collectives need to know nothing of membership.
+//! One `GroupHealth` per group. The control plane writes to it, every wait reads it. Its methods do not block for long and it holds no
+//! socket, so transports and collectives do not depend on membership.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,9 +12,9 @@ use crate::error::{Error, Progress, Result, Source};
 use crate::sync::patience;
 use crate::wait::{blocking_wait, lock, wait_on_for};
 
-/// How long an operation whose stream broke waits for the control plane to say why, before it blames the peer itself.
-/// Long enough for a control message that is already on its way, short enough to stay within the promised second.
-const VERDICT_GRACE: Duration = patience(Duration::from_millis(400));
+/// How long an operation whose stream broke waits for the control plane to report the cause, before it reports the peer itself as
+/// lost. Long enough for a control message in flight, short enough to report a dead peer within one second.
+const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 
 /// Called with the first cause, once.
 type Listener = Box<dyn FnOnce(&Error) + Send>;
@@ -60,21 +60,21 @@ impl Drop for Subscription {
         let mut listeners = lock(&listeners);
         let at = listeners.entries.iter().position(|entry| entry.id == self.id);
         let removed = at.map(|at| listeners.entries.remove(at));
-        // What the listener captured is dropped without the lock: it may hold a subscription of its own.
+        // The captures of the listener are dropped without the lock: they may include another subscription.
         drop(listeners);
         drop(removed);
     }
 }
 
-/// The state of a group that ends waits. Ranks in its methods are ranks of the group; errors name world ranks.
+/// The failure state of one group. Ranks in its methods are group ranks; errors name world ranks.
 pub struct GroupHealth {
-    /// The first failure. Set once: later ones are consequences.
+    /// The first failure. Set once: later failures are consequences.
     cause: OnceLock<(Error, Origin)>,
-    /// Mirror of `cause.is_some()` for a waiter's fast path.
+    /// `cause.is_some()`, for the fast path of a wait.
     failed: AtomicBool,
-    /// Lets `verdict` sleep until `cause` is set.
+    /// Notified when `cause` or an element of `departed` is set.
     changed: (Mutex<()>, Condvar),
-    /// Group ranks that said goodbye. Not a failure until somebody needs them.
+    /// Group ranks that have left the group. A failure only for an operation that needs one of them.
     departed: Vec<AtomicBool>,
     /// World rank of each group rank.
     world_ranks: Vec<usize>,
@@ -82,12 +82,12 @@ pub struct GroupHealth {
     hosts: Vec<String>,
     /// This process's rank in the group.
     rank: usize,
-    /// Whom to call with the first cause. Never locked while a listener runs.
+    /// Called with the first cause. Never locked while a listener runs.
     listeners: Arc<Mutex<Listeners>>,
 }
 
 impl GroupHealth {
-    /// A health for a group whose members have these world ranks and hosts.
+    /// The health of a group whose members have these world ranks and hosts.
     pub fn new(rank: usize, world_ranks: Vec<usize>, hosts: Vec<String>) -> Arc<GroupHealth> {
         assert_eq!(world_ranks.len(), hosts.len());
         let departed = world_ranks.iter().map(|_| AtomicBool::new(false)).collect();
@@ -103,7 +103,7 @@ impl GroupHealth {
         })
     }
 
-    /// A health for `size` ranks of one process, without a control plane: for tests and benchmarks.
+    /// The health of `size` ranks that are threads of one process, without a control plane: for tests and benchmarks.
     pub fn local(rank: usize, size: usize) -> Arc<GroupHealth> {
         GroupHealth::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
     }
@@ -113,7 +113,7 @@ impl GroupHealth {
         self.rank
     }
 
-    /// How many ranks the group has.
+    /// Number of ranks in the group.
     pub fn size(&self) -> usize {
         self.world_ranks.len()
     }
@@ -164,13 +164,13 @@ impl GroupHealth {
         Subscription { listeners: Weak::new(), id: 0 }
     }
 
-    /// Ok, or the first cause.
+    /// The first cause as an error; `Ok` while the group has not failed.
     #[inline]
     pub fn check(&self) -> Result<()> {
         if self.failed.load(Ordering::Acquire) { Err(self.cause().expect("failed is set after cause")) } else { Ok(()) }
     }
 
-    /// The first cause, if there is one.
+    /// The first cause; `None` while the group has not failed.
     pub fn cause(&self) -> Option<Error> {
         self.cause.get().map(|(cause, _)| cause.clone())
     }
@@ -212,20 +212,21 @@ impl GroupHealth {
         }
     }
 
-    /// A peer said goodbye: whoever needs it from now on fails, nobody else does.
+    /// Records that a peer has left the group: operations that need it fail from now on, others do not.
     pub fn depart(&self, rank: usize) {
         self.departed[rank].store(true, Ordering::Release);
         drop(lock(&self.changed.0));
         self.changed.1.notify_all();
     }
 
-    /// True when the peer said goodbye. A waiter asks only after it has looked once more for what it waits for.
+    /// True when the peer has left the group. A wait must check its own condition once more before it calls this: the peer may have
+    /// done its part and then left.
     #[inline]
     pub fn has_departed(&self, rank: usize) -> bool {
         self.departed[rank].load(Ordering::Acquire)
     }
 
-    /// The error for a peer of this group that is gone.
+    /// The error for a peer of this group that is lost.
     pub fn peer_lost(&self, rank: usize, reason: impl Into<String>) -> Error {
         Error::PeerLost {
             rank: self.world_ranks[rank],
@@ -237,7 +238,7 @@ impl GroupHealth {
         }
     }
 
-    /// The error for a deadline that passed while these group ranks had not done their part.
+    /// The error for a deadline that passed before these group ranks had done their part.
     pub fn timed_out(&self, after: Duration, missing: &[usize], progress: Progress) -> Error {
         Error::Timeout {
             after,
@@ -247,15 +248,15 @@ impl GroupHealth {
         }
     }
 
-    /// The error to return when the stream to `rank` ended or broke. Waits a moment for the control plane's own verdict,
-    /// so that the first cause wins over its consequences; otherwise the peer itself is to blame.
+    /// The error to return when the stream to `rank` ended or broke. Waits up to 400 ms for the control plane to report a cause, which
+    /// takes precedence over its consequences; without one, the peer is lost for the reason `how`.
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
         self.attribute_broken_stream(rank, how, &Source::default())
     }
 
-    /// As [`GroupHealth::attribute_disconnect`], with what the operating system said of the stream.
+    /// As [`GroupHealth::attribute_disconnect`], with the operating system's error on the stream.
     pub fn attribute_broken_stream(&self, rank: usize, how: &str, source: &Source) -> Error {
-        let until = Instant::now() + VERDICT_GRACE;
+        let until = Instant::now() + CAUSE_GRACE;
         blocking_wait(|| {
             let mut guard = lock(&self.changed.0);
             while self.cause.get().is_none() && !self.has_departed(rank) {
@@ -281,7 +282,7 @@ mod tests {
         Error::Aborted(message.to_owned())
     }
 
-    /// What listeners were called with, in order.
+    /// Names of the called listeners and their arguments, in order.
     #[derive(Clone, Default)]
     struct Calls(Arc<Mutex<Vec<(&'static str, Error)>>>);
 
@@ -358,7 +359,7 @@ mod tests {
             drop(lock(&held).take());
         }));
         let captured = health.subscribe(calls.listener("captured"));
-        // Unsubscribing drops what the listener captured, here another subscription of the same health.
+        // Unsubscribing drops the captures of the listener, here another subscription of the same health.
         drop(health.subscribe(move |_| drop(captured)));
         assert_eq!(health.fail(raised("first")), raised("first"));
         assert_eq!(calls.take(), [("nested", raised("first"))]);

@@ -1,16 +1,16 @@
-//! Which bucket goes next: a pure state machine, no clock, no lock, no thread.
+//! The order in which buckets are communicated: a pure state machine, no clock, no lock, no thread.
 //!
-//! Every rank must communicate the same buckets in the same order, but autograd finishes gradients in an order of its own. The
-//! schedule therefore holds a ready bucket back until all buckets registered before it went.
+//! All ranks must communicate the same buckets in the same order, but autograd completes gradients in an order that differs between
+//! ranks. The schedule therefore holds a ready bucket back until all buckets registered before it are released.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. **Registered order.** Buckets go as 0, 1, …, n-1, 0, 1, …, whatever the order of the marks.
-//! 2. **Complete.** A bucket goes only when each of its tensors was marked since it last went; padding counts as marked.
+//! 1. **Registered order.** Buckets are released as 0, 1, …, n-1, 0, 1, …, in whatever order tensors are marked.
+//! 2. **Complete.** A bucket is released only when each of its tensors was marked since its last release; padding counts as marked.
 //! 3. **At once.** The mark that completes the front bucket releases it and every complete bucket behind it.
-//! 4. **Nothing without a mark.** A bucket of padding only goes with the next bucket that has tensors, or, behind the last of
-//!    those, with that one; buckets that hold nothing but padding never go by themselves.
-//! 5. **Refusals change nothing.** A tensor marked twice before its bucket went, or an unknown one, leaves the state as it was.
+//! 4. **Nothing without a mark.** A bucket of padding only is released with the next bucket that has tensors, or, behind the last
+//!    bucket with tensors, together with that one; a schedule of padding only releases nothing.
+//! 5. **Errors change nothing.** Marking an unknown tensor, or one twice before its bucket is released, leaves the state as it was.
 
 use std::collections::HashSet;
 
@@ -21,124 +21,124 @@ use crate::error::{Error, Result};
 pub struct TensorIndex {
     /// Index of its bucket.
     pub bucket: usize,
-    /// Index in its bucket.
+    /// Index of the tensor in that bucket.
     pub tensor: usize,
 }
 
-/// A tensor as the schedule sees it.
+/// A tensor or padding in a bucket.
 struct Slot {
     name: String,
     padding: bool,
-    /// Marked since its bucket last went. Always true for padding.
+    /// Marked since the last release of its bucket. Always true for padding.
     ready: bool,
 }
 
-/// A bucket as the schedule sees it.
+/// A bucket of the schedule.
 struct Entry {
     slots: Vec<Slot>,
-    /// Tensors that have to be marked.
+    /// Number of tensors, without padding.
     tensors: usize,
-    /// How many of them are not marked.
+    /// Number of tensors that are not marked.
     missing: usize,
 }
 
-/// See the module.
+/// The schedule of an engine's buckets; see the module.
 #[derive(Default)]
 pub struct Schedule {
     entries: Vec<Entry>,
-    /// Of the tensors that can be marked, by number: in registered order, padding left out.
-    places: Vec<TensorIndex>,
-    /// The bucket that must go next; below the number of buckets, or 0 when there are none.
+    /// Tensors that can be marked, by number: in registered order, without padding.
+    indices: Vec<TensorIndex>,
+    /// The bucket to release next; below the number of buckets, or 0 when there are none.
     front: usize,
 }
 
 impl Schedule {
-    /// A schedule of buckets in this order, each a list of (tensor name, padding). A name that appears twice is refused; the
-    /// names of padding are not looked at.
+    /// A schedule of buckets in this order, each a list of (tensor name, padding). Tensor names must be unique; names of padding are
+    /// ignored.
     pub fn new(buckets: Vec<Vec<(String, bool)>>) -> Result<Schedule> {
-        let (mut places, mut names) = (Vec::new(), HashSet::new());
+        let (mut indices, mut names) = (Vec::new(), HashSet::new());
         let mut entries = Vec::with_capacity(buckets.len());
         for (bucket, tensors) in buckets.into_iter().enumerate() {
             for (tensor, (name, _)) in tensors.iter().enumerate().filter(|(_, (_, padding))| !padding) {
                 if !names.insert(name.clone()) {
                     return Err(Error::InvalidArgument(format!("tensor '{name}' is in the schedule twice")));
                 }
-                places.push(TensorIndex { bucket, tensor });
+                indices.push(TensorIndex { bucket, tensor });
             }
             let slots: Vec<Slot> =
                 tensors.into_iter().map(|(name, padding)| Slot { name, padding, ready: padding }).collect();
             let markable = slots.iter().filter(|slot| !slot.padding).count();
             entries.push(Entry { slots, tensors: markable, missing: markable });
         }
-        Ok(Schedule { entries, places, front: 0 })
+        Ok(Schedule { entries, indices, front: 0 })
     }
 
     /// Names of the tensors that can be marked, by number.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.places.iter().map(|place| self.name(*place))
+        self.indices.iter().map(|index| self.name(*index))
     }
 
-    fn name(&self, place: TensorIndex) -> &str {
-        &self.entries[place.bucket].slots[place.tensor].name
+    fn name(&self, index: TensorIndex) -> &str {
+        &self.entries[index.bucket].slots[index.tensor].name
     }
 
-    /// The bucket that must go next.
+    /// The bucket to release next.
     pub fn front(&self) -> usize {
         self.front
     }
 
-    /// Whether `mark_ready` would accept the tensor of this number, and where it is.
+    /// The position of the tensor of this number, or the error with which `mark_ready` would refuse it.
     ///
     /// # Errors
     /// `InvalidArgument` for a number that no tensor has, and for a tensor that is marked already.
     pub fn check(&self, number: usize) -> Result<TensorIndex> {
-        let known = self.places.len();
-        let place = *self.places.get(number).ok_or_else(|| {
+        let known = self.indices.len();
+        let index = *self.indices.get(number).ok_or_else(|| {
             Error::InvalidArgument(format!("no tensor has number {number}: {known} tensors are registered"))
         })?;
-        if self.entries[place.bucket].slots[place.tensor].ready {
+        if self.entries[index.bucket].slots[index.tensor].ready {
             return Err(Error::InvalidArgument(format!(
                 "tensor '{}' was marked ready twice before its bucket was communicated",
-                self.name(place)
+                self.name(index)
             )));
         }
-        Ok(place)
+        Ok(index)
     }
 
-    /// Marks the tensor of this number, and returns the buckets that go now, in order.
+    /// Marks the tensor of this number, and returns the buckets that this releases, in order.
     ///
     /// # Errors
     /// As [`Schedule::check`].
     pub fn mark_ready(&mut self, number: usize) -> Result<Vec<usize>> {
-        let place = self.check(number)?;
-        let entry = &mut self.entries[place.bucket];
-        entry.slots[place.tensor].ready = true;
+        let index = self.check(number)?;
+        let entry = &mut self.entries[index.bucket];
+        entry.slots[index.tensor].ready = true;
         entry.missing -= 1;
         Ok(self.release())
     }
 
-    /// Takes every complete bucket from the front. Ends because each round either stops or clears at least one mark or wraps.
+    /// Releases complete buckets from the front on. Terminates, because each iteration returns, clears a mark, or wraps around.
     fn release(&mut self) -> Vec<usize> {
-        let mut due = Vec::new();
+        let mut released = Vec::new();
         loop {
-            // Invariant 4: buckets without tensors go with the next one that has some.
+            // Invariant 4: buckets without tensors are released with the next bucket that has tensors.
             let next = (self.front..self.entries.len()).find(|bucket| self.entries[*bucket].tensors > 0);
             let end = match next {
                 Some(bucket) if self.entries[bucket].missing == 0 => bucket + 1,
-                Some(_) => return due,
-                // Only padding is left of this round; it goes with the bucket that was released just before.
-                None if !due.is_empty() => self.entries.len(),
-                None => return due,
+                Some(_) => return released,
+                // Only buckets of padding are left; they are released with the bucket before them.
+                None if !released.is_empty() => self.entries.len(),
+                None => return released,
             };
             for bucket in self.front..end {
                 self.entries[bucket].clear();
-                due.push(bucket);
+                released.push(bucket);
             }
             self.front = if end == self.entries.len() { 0 } else { end };
         }
     }
 
-    /// Forgets every mark; the next bucket to go is the first. For a step that cannot be completed.
+    /// Clears every mark and returns to the first bucket. For a step that cannot be completed.
     pub fn reset(&mut self) {
         self.entries.iter_mut().for_each(Entry::clear);
         self.front = 0;
@@ -149,8 +149,8 @@ impl Schedule {
         self.entries[bucket].slots.iter().filter(|slot| !slot.ready).map(|slot| slot.name.as_str())
     }
 
-    /// The tensors that keep marked ones from going: those not marked in the buckets from the front to the last one, in order
-    /// of communication, that holds a mark. Empty when nothing is marked.
+    /// The unmarked tensors that hold back marked ones: those of the buckets from the front to the last bucket, in order of release,
+    /// with a marked tensor. Empty when no tensor is marked.
     pub fn blocking(&self) -> Vec<&str> {
         let count = self.entries.len();
         let order: Vec<usize> = (0..count).map(|step| (self.front + step) % count).collect();
@@ -175,10 +175,10 @@ mod tests {
 
     use super::*;
 
-    /// Buckets from a drawing: "ab c. ." is [a, b], [c, padding], [padding].
-    fn schedule(drawing: &str) -> Schedule {
+    /// A schedule from text: "ab c. ." has the buckets [a, b], [c, padding] and [padding].
+    fn schedule(text: &str) -> Schedule {
         let slot = |letter: char| (letter.to_string(), letter == '.');
-        Schedule::new(drawing.split_whitespace().map(|bucket| bucket.chars().map(slot).collect()).collect()).unwrap()
+        Schedule::new(text.split_whitespace().map(|bucket| bucket.chars().map(slot).collect()).collect()).unwrap()
     }
 
     /// Number of the tensor of this name; one that no tensor has for an unknown name.
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ready_bucket_behind_an_unready_one_waits_and_then_goes_with_it() {
+    fn a_complete_bucket_behind_an_incomplete_one_waits_and_is_released_with_it() {
         // Invariant 3.
         let mut state = schedule("a b c");
         assert!(mark(&mut state, "c").unwrap().is_empty());
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_of_padding_only_go_with_their_neighbours_and_never_alone() {
+    fn buckets_of_padding_only_are_released_with_their_neighbours_and_never_alone() {
         // Invariant 4.
         let mut state = schedule(". a . b .");
         assert_eq!(marks(&mut state, "a"), [0, 1]);
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn blocking_names_every_missing_tensor_up_to_the_last_bucket_that_was_touched() {
+    fn blocking_names_every_unmarked_tensor_up_to_the_last_bucket_with_a_mark() {
         let mut state = schedule("ab cd ef gh");
         marks(&mut state, "ae");
         assert_eq!(state.blocking(), ["b", "c", "d", "f"]);
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_schedule_without_buckets_knows_no_tensor_and_blocks_nothing() {
+    fn a_schedule_without_buckets_refuses_every_tensor_and_blocks_nothing() {
         let mut state = schedule("");
         assert!(mark(&mut state, "a").is_err());
         assert!(state.blocking().is_empty());
@@ -303,8 +303,8 @@ mod tests {
     }
 
     proptest! {
-        /// Invariants 1, 2, 3 and 5 against a model that counts marks: whatever is marked in whatever order, bucket k of round r
-        /// goes exactly when all marks of the buckets up to it are there.
+        /// Invariants 1, 2, 3 and 5 against a model that counts marks: for every sequence of marks, bucket k of step r is released
+        /// exactly when all tensors of the buckets up to it are marked.
         #[test]
         fn any_sequence_of_marks_agrees_with_the_counting_model(
             sizes in proptest::collection::vec(0usize..4, 1..5),
@@ -320,18 +320,18 @@ mod tests {
                 sizes.iter().enumerate().flat_map(|(bucket, size)| (0..*size).map(move |tensor| (bucket, tensor))).collect();
             prop_assume!(!all.is_empty());
             let mut marked = vec![false; all.len()];
-            let mut went = Vec::new();
+            let mut released = Vec::new();
             for pick in picks {
                 let at = pick % all.len();
                 let (bucket, tensor) = all[at];
                 let result = mark(&mut state, &name(bucket, tensor));
                 prop_assert_eq!(result.is_err(), marked[at]);
-                let Ok(due) = result else { continue };
+                let Ok(buckets) = result else { continue };
                 marked[at] = true;
-                for bucket in due {
-                    // 1: the order; 2: complete.
-                    prop_assert_eq!(bucket, went.len() % sizes.len());
-                    went.push(bucket);
+                for bucket in buckets {
+                    // Invariants 1 and 2.
+                    prop_assert_eq!(bucket, released.len() % sizes.len());
+                    released.push(bucket);
                     for (at, (owner, _)) in all.iter().enumerate() {
                         if *owner == bucket {
                             prop_assert!(marked[at]);
@@ -339,12 +339,12 @@ mod tests {
                         }
                     }
                 }
-                // 3: the next bucket with tensors is incomplete.
+                // Invariant 3: the next bucket with tensors is incomplete.
                 let next = (state.front()..sizes.len()).find(|bucket| sizes[*bucket] > 0);
                 if let Some(next) = next {
                     prop_assert!(state.missing_in(next).count() > 0);
                 }
-                prop_assert_eq!(state.front(), went.len() % sizes.len());
+                prop_assert_eq!(state.front(), released.len() % sizes.len());
                 prop_assert_eq!(state.blocking().is_empty(), marked.iter().all(|mark| !mark));
             }
         }

@@ -1,4 +1,4 @@
-//! Numbers that travel with the product: counters per kind of operation, cheap enough to be always on.
+//! Counters per kind of operation, cheap enough to be always on.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -8,15 +8,15 @@ use crate::types::Kind;
 /// Counters of one kind of operation. Bytes and nanoseconds are totals since the group was built.
 #[derive(Debug, Default)]
 pub struct OpStats {
-    /// Operations begun.
+    /// Operations started.
     pub calls: AtomicU64,
-    /// Those of them in which the ranks of a host worked on each other's tensors where they lie.
+    /// Operations in which the ranks of a host read or wrote each other's tensors directly.
     pub zero_copy: AtomicU64,
     /// Those of them that combined inside hosts first.
     pub hierarchical: AtomicU64,
     /// Bytes of the user's tensors.
     pub payload_bytes: AtomicU64,
-    /// Bytes written to sockets, headers included. Shared memory is not a wire.
+    /// Bytes written to sockets, headers included; bytes in shared memory are not counted.
     pub wire_bytes_sent: AtomicU64,
     /// Bytes read from sockets, headers included.
     pub wire_bytes_received: AtomicU64,
@@ -26,7 +26,7 @@ pub struct OpStats {
     pub reduce_ns: AtomicU64,
 }
 
-/// `OpStats` at one moment.
+/// The values of an [`OpStats`] at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct OpSnapshot {
@@ -41,7 +41,7 @@ pub struct OpSnapshot {
 }
 
 impl OpStats {
-    /// Adds to the time blocked.
+    /// Adds to the time blocked waiting for peers.
     pub fn add_wait(&self, time: Duration) {
         self.wait_ns.fetch_add(nanos(time), Relaxed);
     }
@@ -51,7 +51,7 @@ impl OpStats {
         self.reduce_ns.fetch_add(nanos(time), Relaxed);
     }
 
-    /// The counters now.
+    /// The current values.
     pub fn snapshot(&self) -> OpSnapshot {
         let seconds = |counter: &AtomicU64| counter.load(Relaxed) as f64 * 1e-9;
         OpSnapshot {
@@ -85,7 +85,7 @@ impl Stats {
         &self.ops[kind as usize - 1]
     }
 
-    /// Every kind that was used at least once.
+    /// The counters of every kind that was used at least once.
     pub fn snapshot(&self) -> Vec<(Kind, OpSnapshot)> {
         Kind::ALL.into_iter().map(|kind| (kind, self.of(kind).snapshot())).filter(|(_, op)| op.calls > 0).collect()
     }

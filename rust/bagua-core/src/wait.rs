@@ -1,4 +1,4 @@
-//! Waiting: deadlines, a spin that gives up, and doorbells that a peer rings from another thread or process.
+//! Waiting: locks, deadlines, futexes, and doorbells that a peer rings from another thread or process.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -9,8 +9,8 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Instant, futex};
 
-/// The longest any wait sleeps before it looks at its [`crate::health::GroupHealth`] and its deadline again.
-/// An abort is therefore seen within this time, without anybody having to wake the sleeper.
+/// The longest that a wait sleeps before it checks its [`crate::health::GroupHealth`] and its deadline again.
+/// A wait therefore ends within this time of an abort, without a wake-up.
 pub const SLICE: Duration = Duration::from_millis(20);
 
 /// Locks a mutex, also one that a panicking thread poisoned: callers keep their data valid between any two statements.
@@ -28,7 +28,7 @@ pub fn wait_on_for<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>, timeout: 
     changed.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
 }
 
-/// When an operation must be done.
+/// The time by which an operation must be done.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     start: Instant,
@@ -41,37 +41,37 @@ impl Deadline {
         Deadline { start: Instant::now(), limit }
     }
 
-    /// The time that was given.
+    /// The duration that the deadline was created with.
     pub fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// Time left; zero when it has passed.
+    /// Time left; zero once the deadline has passed.
     pub fn left(&self) -> Duration {
         self.limit.saturating_sub(self.start.elapsed())
     }
 
-    /// True when it has passed.
+    /// True once the deadline has passed.
     pub fn passed(&self) -> bool {
         self.left().is_zero()
     }
 }
 
-/// How a wait of limited length ended.
+/// The outcome of a wait of limited length.
 #[derive(Debug, PartialEq)]
 #[must_use]
 pub enum Waited<T> {
-    /// The operation is done, and this is its result.
+    /// The operation is done, with this result.
     Done(Result<T>),
     /// The operation was not done at the end of the wait. Nothing failed.
     Pending,
 }
 
-/// Waits for an operation at most `timeout` (`None`: until it is done), by waits of at most `slice`. `between` runs between two of
-/// them, and once more before a timeout is returned; its error ends the wait and leaves the operation running.
+/// Waits for an operation for at most `timeout` (`None`: until it is done), in waits of at most `slice`. Calls `between` between two of
+/// them, and once more before it returns a timeout; an error of `between` ends the wait and leaves the operation running.
 ///
-/// `wait` waits at most as long as it is given. `timed_out` makes the error for a `timeout` that passed, and nothing else is ever
-/// taken for one: the result is what a single wait of length `timeout` returns.
+/// `wait` waits for at most its argument. `timed_out` creates the error for a `timeout` that passed, and is called in no other case: the
+/// result equals that of a single wait of length `timeout`.
 pub fn wait_in_slices<T, E>(
     timeout: Option<Duration>,
     slice: Duration,
@@ -106,52 +106,53 @@ pub fn wait_once<T>(
     }
 }
 
-/// What a thread does around a wait that may take long: it gets the wait and has to run it, once.
+/// Called with a blocking wait; must call it exactly once.
 pub type BlockingHook = fn(&mut (dyn FnMut() + Send));
 
 thread_local! {
-    /// What this thread does around its long waits; `None`: nothing.
+    /// The hook of this thread; without one, blocking waits run directly.
     static BLOCKING_HOOK: Cell<Option<BlockingHook>> = const { Cell::new(None) };
 }
 
-/// While `work` runs, the long waits of this thread run inside `around`. A caller that holds something which others need (an
-/// interpreter's lock) so keeps it through a short operation, and lets go of it only when there is something to wait for.
-pub fn with_blocking_hook<T>(around: BlockingHook, work: impl FnOnce() -> T) -> T {
+/// Runs `work`; every blocking wait of this thread in it runs inside `hook`. A caller that holds an interpreter's lock keeps it through a
+/// short operation this way, and its hook releases the lock only around a wait.
+pub fn with_blocking_hook<T>(hook: BlockingHook, work: impl FnOnce() -> T) -> T {
     struct Restore(Option<BlockingHook>);
     impl Drop for Restore {
         fn drop(&mut self) {
             BLOCKING_HOOK.set(self.0);
         }
     }
-    let _restore = Restore(BLOCKING_HOOK.replace(Some(around)));
+    let _restore = Restore(BLOCKING_HOOK.replace(Some(hook)));
     work()
 }
 
-/// Runs a wait that may take longer than a spin does.
+/// Runs a wait that may take longer than a spin, inside the hook of this thread.
 pub fn blocking_wait(mut wait: impl FnMut() + Send) {
     match BLOCKING_HOOK.get() {
         None => wait(),
-        Some(around) => around(&mut wait),
+        Some(hook) => hook(&mut wait),
     }
 }
 
-/// Waits while `*word == seen`, at most `timeout`. May return early. Works across processes on shared memory.
+/// Waits while `*word == seen`, for at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
+    // After every outcome (woken, changed, timed out, interrupted) the caller checks its condition again.
     blocking_wait(|| futex::wait(word, seen, timeout));
 }
 
-/// Wakes everybody who waits on `word`, in every process.
+/// Wakes every thread that waits on `word`, in every process.
 pub fn futex_wake(word: &AtomicU32) {
     futex::wake(word);
 }
 
-/// Where a doorbell's two words live: an `Arc` for threads, an arena for processes.
+/// The memory of a doorbell's two words: an `Arc` for threads, an arena for processes.
 pub trait BellWords: Send + Sync {
-    /// The counter of rings, and the number of sleepers.
+    /// The counter of rings, and the number of sleeping threads.
     fn words(&self) -> (&AtomicU32, &AtomicU32);
 }
 
-/// The words of a doorbell that only threads of this process use.
+/// The words of a doorbell between threads of this process.
 #[derive(Debug, Default)]
 pub struct ThreadBell {
     rings: AtomicU32,
@@ -164,10 +165,10 @@ impl BellWords for ThreadBell {
     }
 }
 
-/// A counter that peers increase when they have changed something its owner may wait for.
+/// A counter that peers increase after a change that its owner may be waiting for.
 ///
-/// Use: read [`Doorbell::rings`], look for work, and if there is none call [`Doorbell::wait`] with what was read.
-/// A ring in between makes the wait return at once, so none is missed.
+/// Use: read [`Doorbell::rings`], look for work, and if there is none call [`Doorbell::wait`] with the value that was read.
+/// A ring in between makes the wait return at once, so no ring is missed.
 #[derive(Clone)]
 pub struct Doorbell {
     words: Arc<dyn BellWords>,
@@ -184,13 +185,13 @@ impl Doorbell {
         Doorbell::new(Arc::new(ThreadBell::default()))
     }
 
-    /// How often it rang (modulo 2^32).
+    /// Number of rings (modulo 2^32).
     #[inline]
     pub fn rings(&self) -> u32 {
         self.words.words().0.load(Ordering::Acquire)
     }
 
-    /// Rings. Free of system calls when nobody sleeps.
+    /// Increases the counter and wakes sleeping threads. Makes no system call when no thread sleeps.
     #[inline]
     pub fn ring(&self) {
         let (rings, sleepers) = self.words.words();
@@ -200,7 +201,7 @@ impl Doorbell {
         }
     }
 
-    /// Sleeps until it rings once more than `seen`, at most `timeout`. May return early.
+    /// Sleeps until the counter differs from `seen`, for at most `timeout`. May return early.
     pub fn wait(&self, seen: u32, timeout: Duration) {
         let (rings, sleepers) = self.words.words();
         sleepers.fetch_add(1, Ordering::SeqCst);
@@ -219,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ring_between_looking_and_waiting_is_not_missed() {
+    fn a_ring_between_the_check_and_the_wait_is_not_missed() {
         let bell = Doorbell::local();
         let seen = bell.rings();
         bell.ring();
@@ -229,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_by_another_thread() {
+    fn a_ring_from_another_thread_wakes_a_sleeping_thread() {
         let bell = Doorbell::local();
         let seen = bell.rings();
         let ringer = {
@@ -244,24 +245,24 @@ mod tests {
     }
 
     #[test]
-    fn only_a_wait_that_may_take_long_runs_inside_what_was_asked_for() {
-        thread_local!(static SEEN: Cell<u32> = const { Cell::new(0) });
+    fn the_blocking_hook_wraps_blocking_waits_and_ends_with_the_work() {
+        thread_local!(static CALLS: Cell<u32> = const { Cell::new(0) });
         let word = AtomicU32::new(7);
         let wait = || futex_wait(&word, 7, Duration::from_millis(1));
         with_blocking_hook(
             |wait| {
-                SEEN.set(SEEN.get() + 1);
+                CALLS.set(CALLS.get() + 1);
                 wait();
             },
             || {
-                assert_eq!(SEEN.get(), 0);
+                assert_eq!(CALLS.get(), 0);
                 wait();
                 wait();
             },
         );
-        assert_eq!(SEEN.get(), 2);
+        assert_eq!(CALLS.get(), 2);
         wait();
-        assert_eq!(SEEN.get(), 2, "it outlived what it was meant for");
+        assert_eq!(CALLS.get(), 2, "the hook outlived the work");
     }
 
     const LONG: Duration = Duration::from_secs(60);
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_passes_and_says_what_was_given() {
+    fn a_deadline_passes_and_returns_its_limit() {
         let deadline = Deadline::after(Duration::ZERO);
         assert!(deadline.passed());
         assert!(!Deadline::after(Duration::from_secs(60)).passed());

@@ -1,6 +1,6 @@
-//! The engine from outside: order, errors, and every way in which it ends. The numbers are those of `engine`'s invariants.
+//! The public interface of the engine: order of operations, errors, timeouts, shutdown. Numbers refer to the invariants of `engine`.
 //!
-//! Ranks are threads of this process here; the collectives have a contract test of their own.
+//! Ranks are threads of this process; the collectives have their own contract test.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -25,26 +25,26 @@ fn lane(health: &Arc<GroupHealth>, collective: impl Collective + 'static) -> Lan
     Lane::new(Box::new(collective), health.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60))
 }
 
-fn alone() -> (Engine, Arc<GroupHealth>) {
+fn single_rank_engine() -> (Engine, Arc<GroupHealth>) {
     let health = GroupHealth::local(0, 1);
     (Engine::over(lane(&health, Solo::new()), health.clone(), "model").unwrap(), health)
 }
 
-fn channel() -> (LaneWorker, Arc<GroupHealth>) {
+fn single_rank_worker() -> (LaneWorker, Arc<GroupHealth>) {
     let health = GroupHealth::local(0, 1);
     (LaneWorker::over(lane(&health, Solo::new()), health.clone(), "world"), health)
 }
 
-/// Memory that outlives every engine of this process: its address and a region on it.
+/// Leaked memory with these values: its address and a region on it.
 fn memory(values: &[f32]) -> (usize, Region) {
     let leaked: &'static mut [f32] = values.to_vec().leak();
-    // SAFETY: leaked, so valid for ever; tests look at it only after `wait`.
+    // SAFETY: leaked, so valid for ever; tests read it only after `wait`.
     let region = unsafe { Region::new(leaked.as_mut_ptr().cast(), leaked.len(), DType::F32).unwrap() };
     (region.address(), region)
 }
 
 fn values(address: usize, count: usize) -> Vec<f32> {
-    // SAFETY: the address is one that `memory` gave for at least `count` elements, and the engine is done with it.
+    // SAFETY: `memory` returned the address for at least `count` elements, and the engine has finished with it.
     unsafe { std::slice::from_raw_parts(address as *const f32, count) }.to_vec()
 }
 
@@ -56,17 +56,13 @@ fn bucket(name: &str, tensors: Vec<Tensor>) -> SharedBucket {
     SharedBucket::new(Bucket::new(name, tensors).unwrap())
 }
 
-/// Buckets from a drawing: "ab c" is 0: [a, b], 1: [c].
-fn buckets(drawing: &str) -> Vec<SharedBucket> {
+/// Buckets from text: "ab c" is 0: [a, b], 1: [c].
+fn buckets(text: &str) -> Vec<SharedBucket> {
     let tensors = |letters: &str| letters.chars().map(|letter| tensor(&letter.to_string(), memory(&[1.0]).1)).collect();
-    drawing
-        .split_whitespace()
-        .enumerate()
-        .map(|(index, letters)| bucket(&index.to_string(), tensors(letters)))
-        .collect()
+    text.split_whitespace().enumerate().map(|(index, letters)| bucket(&index.to_string(), tensors(letters))).collect()
 }
 
-/// An operation that writes down the bucket's name.
+/// An operation that records the bucket's name.
 fn recorder() -> (Arc<dyn Op>, Arc<Mutex<Vec<String>>>) {
     let log = Arc::new(Mutex::new(Vec::new()));
     let inside = log.clone();
@@ -77,7 +73,7 @@ fn recorder() -> (Arc<dyn Op>, Arc<Mutex<Vec<String>>>) {
     (Arc::new(CallbackOp::new(note)), log)
 }
 
-/// An operation that says when it begins and goes on when it is told to, or when the teller is gone.
+/// An operation that sends a message when it starts, and ends when it receives one or its sender is dropped.
 fn gate() -> (Arc<dyn Op>, mpsc::Receiver<()>, mpsc::Sender<()>) {
     let (began, begins) = mpsc::channel();
     let (open, opened) = mpsc::channel::<()>();
@@ -105,8 +101,8 @@ fn number(engine: &Engine, name: &str) -> usize {
 }
 
 #[test]
-fn buckets_are_communicated_in_registered_order_while_the_caller_goes_on() {
-    let (engine, _) = alone();
+fn buckets_are_communicated_in_registered_order_while_the_caller_continues() {
+    let (engine, _) = single_rank_engine();
     let (op, log) = recorder();
     let (hold, begins, open) = gate();
     let buckets = buckets("ab c de");
@@ -115,7 +111,7 @@ fn buckets_are_communicated_in_registered_order_while_the_caller_goes_on() {
     engine.register(buckets).unwrap();
     mark(&engine, "cab");
     begins.recv().unwrap();
-    // Invariant 4: bucket 0 is stuck in its first operation, and marking goes on.
+    // Invariant 4: marking does not wait for bucket 0, which is blocked in its first operation.
     assert_eq!(engine.unready(), ["d", "e"]);
     mark(&engine, "ed");
     assert!(engine.unready().is_empty());
@@ -130,8 +126,8 @@ fn buckets_are_communicated_in_registered_order_while_the_caller_goes_on() {
 }
 
 #[test]
-fn operations_of_a_bucket_run_in_the_order_in_which_they_were_added() {
-    let (engine, _) = alone();
+fn operations_of_a_bucket_run_in_the_order_in_which_they_were_appended() {
+    let (engine, _) = single_rank_engine();
     let log = Arc::new(Mutex::new(Vec::new()));
     let buckets = buckets("a");
     for step in 0..3 {
@@ -150,8 +146,8 @@ fn operations_of_a_bucket_run_in_the_order_in_which_they_were_added() {
 }
 
 #[test]
-fn an_incomplete_step_names_what_is_missing_and_starts_afresh() {
-    let (engine, health) = alone();
+fn an_incomplete_step_names_the_unmarked_tensors_and_starts_again() {
+    let (engine, health) = single_rank_engine();
     engine.register(buckets("a bc d")).unwrap();
     mark(&engine, "ab");
     assert_eq!(engine.unready(), ["c", "d"]);
@@ -163,8 +159,8 @@ fn an_incomplete_step_names_what_is_missing_and_starts_afresh() {
 }
 
 #[test]
-fn a_tensor_marked_twice_or_unknown_is_refused_by_name_and_the_step_goes_on() {
-    let (engine, _) = alone();
+fn a_tensor_marked_twice_or_unknown_is_refused_by_name_and_the_step_continues() {
+    let (engine, _) = single_rank_engine();
     engine.register(buckets("ab")).unwrap();
     mark(&engine, "a");
     assert!(text(engine.mark_ready(number(&engine, "a"), None)).contains("'a' was marked ready twice"));
@@ -174,12 +170,12 @@ fn a_tensor_marked_twice_or_unknown_is_refused_by_name_and_the_step_goes_on() {
 }
 
 #[test]
-fn registration_refuses_a_name_or_memory_that_appears_twice_and_names_both_places() {
-    let (engine, _) = alone();
+fn registration_refuses_duplicate_names_and_shared_memory_and_names_both_buckets() {
+    let (engine, _) = single_rank_engine();
     let twice = [buckets("a"), vec![bucket("other", vec![tensor("a", memory(&[1.0]).1)])]].concat();
     assert_eq!(text(engine.register(twice)), "tensor 'a' is in bucket '0' and in bucket 'other'");
     let (address, whole) = memory(&[0.0; 4]);
-    // SAFETY: the last element of memory that lives for ever; never communicated.
+    // SAFETY: the last element of leaked memory; never communicated.
     let part = unsafe { Region::new((address + 12) as *mut u8, 1, DType::F32).unwrap() };
     let overlap = vec![bucket("x", vec![tensor("whole", whole)]), bucket("y", vec![tensor("part", part)])];
     let refused = "tensors 'whole' of bucket 'x' and 'part' of bucket 'y' share memory";
@@ -187,8 +183,8 @@ fn registration_refuses_a_name_or_memory_that_appears_twice_and_names_both_place
 }
 
 #[test]
-fn empty_tensors_and_no_buckets_at_all_are_fine() {
-    let (engine, _) = alone();
+fn empty_tensors_and_an_empty_list_of_buckets_are_valid() {
+    let (engine, _) = single_rank_engine();
     // SAFETY: no elements.
     let empty = |name| tensor(name, unsafe { Region::new(std::ptr::null_mut(), 0, DType::F32).unwrap() });
     engine.register(vec![bucket("empty", vec![empty("e"), empty("f")])]).unwrap();
@@ -199,9 +195,9 @@ fn empty_tensors_and_no_buckets_at_all_are_fine() {
 }
 
 #[test]
-fn the_error_of_a_callback_says_where_it_happened_and_reaches_this_and_every_later_call() {
+fn the_error_of_a_callback_names_its_bucket_and_is_returned_by_this_and_every_later_call() {
     // Invariant 2.
-    let (engine, health) = alone();
+    let (engine, health) = single_rank_engine();
     let buckets = buckets("a b");
     buckets[0].append(Arc::new(CallbackOp::new(|_| Err(Error::InvalidArgument("no".into()))))).unwrap();
     engine.register(buckets.clone()).unwrap();
@@ -212,14 +208,14 @@ fn the_error_of_a_callback_says_where_it_happened_and_reaches_this_and_every_lat
     assert_eq!(engine.mark_ready(number(&engine, "b"), None), Err(expected.clone()));
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
     assert_eq!(engine.submit(|_| Ok(())).err(), Some(expected));
-    // The memory is back.
+    // The bucket is no longer in use.
     buckets[0].clear_ops().unwrap();
 }
 
 #[test]
-fn a_panic_in_an_operation_is_an_error_and_leaves_no_waiter_behind() {
+fn a_panic_in_an_operation_is_an_error_and_ends_every_wait() {
     // Invariant 3.
-    let (engine, health) = alone();
+    let (engine, health) = single_rank_engine();
     let buckets = buckets("a b");
     buckets[0].append(Arc::new(CallbackOp::new(|bucket| panic!("boom in {bucket}")))).unwrap();
     engine.register(buckets).unwrap();
@@ -230,7 +226,7 @@ fn a_panic_in_an_operation_is_an_error_and_leaves_no_waiter_behind() {
 
 #[test]
 fn a_wait_that_times_out_leaves_the_bucket_running() {
-    let (engine, _) = alone();
+    let (engine, _) = single_rank_engine();
     let (hold, begins, open) = gate();
     let buckets = buckets("a");
     buckets[0].append(hold).unwrap();
@@ -245,7 +241,7 @@ fn a_wait_that_times_out_leaves_the_bucket_running() {
 
 #[test]
 fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
-    let (engine, _) = alone();
+    let (engine, _) = single_rank_engine();
     let (hold, begins, open) = gate();
     let buckets = buckets("a b");
     buckets[0].append(hold).unwrap();
@@ -266,7 +262,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
 
 #[test]
 fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
-    let (engine, _) = alone();
+    let (engine, _) = single_rank_engine();
     engine.register(buckets("a b c")).unwrap();
     for step in 0..5000 {
         mark(&engine, "abc");
@@ -278,7 +274,7 @@ fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
 #[test]
 fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
     // The group has failed, and the operation that waits for the peer has not noticed yet.
-    let (engine, health) = alone();
+    let (engine, health) = single_rank_engine();
     let (hold, begins, open) = gate();
     let buckets = buckets("a b");
     buckets[0].append(hold).unwrap();
@@ -300,7 +296,7 @@ fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
 }
 
 #[test]
-fn memory_that_moved_is_the_memory_that_is_communicated() {
+fn marking_with_new_memory_communicates_that_memory() {
     struct Doubles;
     impl Op for Doubles {
         fn name(&self) -> &'static str {
@@ -314,7 +310,7 @@ fn memory_that_moved_is_the_memory_that_is_communicated() {
             Ok(())
         }
     }
-    let (engine, _) = alone();
+    let (engine, _) = single_rank_engine();
     let buckets = buckets("a");
     buckets[0].append(Arc::new(Doubles)).unwrap();
     engine.register(buckets).unwrap();
@@ -330,9 +326,9 @@ fn memory_that_moved_is_the_memory_that_is_communicated() {
 }
 
 #[test]
-fn shutdown_fails_what_is_queued_and_ends_what_waits_for_a_peer() {
-    // Invariant 3: the first operation waits until the group is poisoned, as a collective without its peer would.
-    let (engine, health) = alone();
+fn shutdown_fails_queued_buckets_and_ends_a_running_operation() {
+    // Invariant 3: the first operation waits until the group is poisoned, as a collective does whose peer does not take part.
+    let (engine, health) = single_rank_engine();
     let (op, log) = recorder();
     let buckets = buckets("a b");
     let (began, begins) = mpsc::channel();
@@ -357,13 +353,13 @@ fn shutdown_fails_what_is_queued_and_ends_what_waits_for_a_peer() {
     assert_eq!(health.cause().unwrap().to_string(), cause);
     assert_eq!(text(engine.wait(LONG)), cause);
     assert!(log.lock().unwrap().is_empty(), "bucket 1 never ran");
-    // The memory of both is back.
+    // Neither bucket is in use any more.
     buckets.iter().for_each(|bucket| bucket.clear_ops().unwrap());
 }
 
 #[test]
-fn dropping_an_idle_engine_harms_no_group() {
-    let (engine, health) = alone();
+fn dropping_an_idle_engine_does_not_poison_its_group() {
+    let (engine, health) = single_rank_engine();
     engine.register(buckets("a b")).unwrap();
     mark(&engine, "a");
     engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
@@ -374,7 +370,7 @@ fn dropping_an_idle_engine_harms_no_group() {
 }
 
 #[test]
-fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
+fn two_engines_on_two_threads_do_not_block_each_other() {
     for ranks in [2, 3] {
         std::thread::scope(|scope| {
             for (rank, meshes) in local_mesh(ranks).into_iter().zip(local_mesh(ranks)).enumerate() {
@@ -392,7 +388,7 @@ fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
                         let mut head = (1..=ranks).sum::<usize>() as f32;
                         let mut tail = (0..ranks).sum::<usize>() as f32;
                         for _ in 0..10 {
-                            // Ranks mark in different orders.
+                            // The ranks mark in different orders.
                             mark(&engine, if rank == 0 { "ab" } else { "ba" });
                             assert_eq!(engine.wait(LONG).unwrap(), 1);
                             assert_eq!((values(first, 2), values(second, 1)), (vec![head, 10.0 * head], vec![tail]));
@@ -407,14 +403,14 @@ fn two_engines_driven_by_two_threads_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn neighbours_are_averaged_in_place_and_padding_goes_with_them() {
+fn adjacent_tensors_are_averaged_in_place_with_their_padding() {
     std::thread::scope(|scope| {
         for (rank, mesh) in local_mesh(2).into_iter().enumerate() {
             scope.spawn(move || {
                 let health = GroupHealth::local(rank, 2);
                 let engine = Engine::over(lane(&health, Net::new(mesh)), health.clone(), "model").unwrap();
                 let (address, _) = memory(&[rank as f32, 4.0 * rank as f32, 1.0]);
-                // SAFETY: the three elements of memory that lives for ever, one region each.
+                // SAFETY: the three elements of leaked memory, one region each.
                 let part = |at: usize| unsafe { Region::new((address + 4 * at) as *mut u8, 1, DType::F32).unwrap() };
                 let padding = Tensor { name: "p".into(), region: part(2), padding: true };
                 let shared = bucket("flat", vec![tensor("a", part(0)), tensor("b", part(1)), padding]);
@@ -429,9 +425,9 @@ fn neighbours_are_averaged_in_place_and_padding_goes_with_them() {
 }
 
 #[test]
-fn what_is_submitted_and_what_is_run_happen_in_program_order() {
+fn submitted_jobs_and_blocking_calls_run_in_program_order() {
     // Invariant 1.
-    let (channel, _) = channel();
+    let (worker, _) = single_rank_worker();
     let log = Arc::new(Mutex::new(Vec::new()));
     for step in 0..60 {
         let inside = log.clone();
@@ -440,50 +436,50 @@ fn what_is_submitted_and_what_is_run_happen_in_program_order() {
             Ok(())
         };
         if step % 3 == 2 {
-            channel.run(note).unwrap();
+            worker.run(note).unwrap();
             assert_eq!(log.lock().unwrap().len(), step + 1);
         } else {
-            channel.submit("a note", Box::new(note)).unwrap();
+            worker.submit("a note", Box::new(note)).unwrap();
         }
     }
     assert_eq!(*log.lock().unwrap(), (0..60).collect::<Vec<_>>());
 }
 
 #[test]
-fn every_clone_of_a_handle_gets_the_same_error_and_the_channel_goes_on() {
-    let (channel, health) = channel();
-    let handle = channel.submit("a note", Box::new(|_| Err(Error::UnsupportedType("avg of int32".into())))).unwrap();
+fn every_clone_of_a_handle_returns_the_same_error_and_the_worker_continues() {
+    let (worker, health) = single_rank_worker();
+    let handle = worker.submit("a note", Box::new(|_| Err(Error::UnsupportedType("avg of int32".into())))).unwrap();
     let clones: Vec<Handle> = (0..3).map(|_| handle.clone()).collect();
     for clone in clones {
         assert_eq!(clone.wait(LONG), Err(Error::UnsupportedType("avg of int32".into())));
         assert!(clone.is_completed());
     }
-    // An argument was refused before anything was sent, and somebody saw it.
+    // The argument error occurred before any communication, and a handle returned it.
     assert!(health.check().is_ok());
-    assert_eq!(channel.run(|_| Ok(7)).unwrap(), 7);
+    assert_eq!(worker.run(|_| Ok(7)).unwrap(), 7);
 }
 
 #[test]
-fn an_error_that_nobody_can_see_any_more_reaches_the_next_call_once() {
+fn the_error_of_a_dropped_handle_is_returned_by_the_next_call_once() {
     // Invariant 2.
-    let (channel, _) = channel();
-    drop(channel.submit("a note", Box::new(|_| Err(Error::InvalidArgument("lost".into())))).unwrap());
+    let (worker, _) = single_rank_worker();
+    drop(worker.submit("a note", Box::new(|_| Err(Error::InvalidArgument("lost".into())))).unwrap());
     let ran = AtomicUsize::new(0);
     let count = |_: &mut Lanes| Ok(ran.fetch_add(1, Ordering::Relaxed));
-    assert_eq!(channel.run(count), Err(Error::InvalidArgument("lost".into())));
-    assert_eq!(channel.run(count), Ok(0));
+    assert_eq!(worker.run(count), Err(Error::InvalidArgument("lost".into())));
+    assert_eq!(worker.run(count), Ok(0));
     assert_eq!(ran.load(Ordering::Relaxed), 1);
 }
 
 #[test]
 fn a_timeout_of_a_handle_leaves_its_job_running() {
-    let (channel, _) = channel();
+    let (worker, _) = single_rank_worker();
     let (open, opened) = mpsc::channel::<()>();
     let job = move |_: &mut Lanes| {
         let _ = opened.recv();
         Ok(())
     };
-    let handle = channel.submit("a wait", Box::new(job)).unwrap();
+    let handle = worker.submit("a wait", Box::new(job)).unwrap();
     let error = handle.wait(Some(Duration::from_millis(2))).unwrap_err();
     assert!(matches!(&error, Error::Timeout { missing, .. } if missing.is_empty()));
     assert!(error.to_string().contains("the communication thread"), "{error}");
@@ -493,39 +489,39 @@ fn a_timeout_of_a_handle_leaves_its_job_running() {
 }
 
 #[test]
-fn the_first_cause_wins_over_what_follows_from_it() {
-    let (channel, health) = channel();
+fn the_first_cause_wins_over_its_consequences() {
+    let (worker, health) = single_rank_worker();
     let cause = health.peer_lost(0, "its connection broke");
     let (first, inside) = (cause.clone(), health.clone());
-    let error = channel.run(move |_| -> Result<()> {
+    let error = worker.run(move |_| -> Result<()> {
         let _ = inside.fail(first);
         Err(Error::other("a consequence"))
     });
     assert_eq!(error, Err(cause.clone()));
-    assert_eq!(channel.submit("more", Box::new(|_| Ok(()))).err(), Some(cause));
+    assert_eq!(worker.submit("more", Box::new(|_| Ok(()))).err(), Some(cause));
 }
 
 #[test]
 fn jobs_queued_behind_a_failure_end_with_its_cause() {
-    let (channel, _) = channel();
+    let (worker, _) = single_rank_worker();
     let (open, opened) = mpsc::channel::<()>();
     let fails = move |_: &mut Lanes| {
         let _ = opened.recv();
         Err(Error::other("broken"))
     };
-    let first = channel.submit("a wait", Box::new(fails)).unwrap();
-    let second = channel.submit("a note", Box::new(|_| panic!("must not run"))).unwrap();
+    let first = worker.submit("a wait", Box::new(fails)).unwrap();
+    let second = worker.submit("a note", Box::new(|_| panic!("must not run"))).unwrap();
     drop(open);
     assert_eq!(second.wait(LONG), Err(Error::other("broken")));
     assert_eq!(first.wait(LONG), Err(Error::other("broken")));
 }
 
 #[test]
-fn a_step_that_was_complete_is_not_failed_by_what_came_after() {
-    let (engine, health) = alone();
+fn a_completed_step_is_not_failed_by_a_later_failure() {
+    let (engine, health) = single_rank_engine();
     engine.register(buckets("a")).unwrap();
     engine.mark_ready(number(&engine, "a"), None).unwrap();
-    // In order with the bucket, so the bucket is done when this is.
+    // Runs after the bucket, so the bucket is done when this is.
     engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
     let _ = health.fail(Error::Aborted("a peer failed in its next step".to_owned()));
     assert_eq!(engine.wait(LONG).unwrap(), 1);

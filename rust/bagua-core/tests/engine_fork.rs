@@ -1,4 +1,4 @@
-//! Invariant 5 of `engine`: a forked child owns nothing. Alone in its file, because it forks.
+//! Invariant 5 of `engine`: a forked child cannot use the engine. Alone in its file, because it forks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use bagua_core::stats::Stats;
 use bagua_core::types::DType;
 
 #[test]
-fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on() {
+fn in_a_forked_child_calls_are_errors_and_drop_returns_and_the_parent_continues() {
     let health = GroupHealth::local(0, 1);
     let stats = Arc::new(Stats::default());
     let lane = Lane::new(Box::new(Solo::new()), health.clone(), stats, 0, 0, Duration::from_secs(60));
     let engine = Engine::over(lane, health, "model").unwrap();
     let mut value = [1.0f32];
-    // SAFETY: `value` outlives the engine and is not touched meanwhile.
+    // SAFETY: `value` outlives the engine and is not accessed meanwhile.
     let region = unsafe { Region::new(value.as_mut_ptr().cast(), 1, DType::F32).unwrap() };
     let tensor = Tensor { name: "a".into(), region, padding: false };
     let bucket = SharedBucket::new(Bucket::new("only", vec![tensor]).unwrap());
@@ -40,7 +40,7 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_while_the_parent_goes_on(
         unsafe { libc::_exit(i32::from(!(marked && waited && submitted))) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child that was just made.
+    // SAFETY: waits for the child of this process, with a valid pointer for its status.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "the child ended with {status}");
     engine.mark_ready(0, None).unwrap();

@@ -1,4 +1,4 @@
-//! Tensors in arenas: the same results as anywhere else, whatever the ranks have, and nothing left behind.
+//! Tensors in arenas: results bitwise equal to those of other memory, any mixture of memory among the ranks, and freeing.
 
 mod group_world;
 
@@ -13,7 +13,7 @@ use bagua_core::memory::SharedArena;
 use bagua_core::types::{DType, Kind, ReduceOp};
 use group_world::{Process, cause, mixed, world, world_with};
 
-/// What a thread needs to be a rank: in shared memory, and by TCP for comparison.
+/// A rank as a thread: a group in shared memory, and a lane by TCP for comparison.
 struct Rank {
     group: Group,
     lane: Lane,
@@ -21,12 +21,12 @@ struct Rank {
 }
 
 impl Rank {
-    fn in_place(&self, kind: Kind) -> u64 {
+    fn zero_copy(&self, kind: Kind) -> u64 {
         self.group.stats().of(kind).zero_copy.load(Relaxed)
     }
 }
 
-/// Runs `act` as every rank of `n` at the same time.
+/// Runs `act` on all of `n` ranks at the same time.
 fn on_all<T: Send>(n: usize, act: impl Fn(usize, Rank) -> T + Sync) -> Vec<T> {
     let groups = world(n);
     let others = world_with(n, |config| config.transport = TransportChoice::Tcp);
@@ -43,7 +43,7 @@ fn on_all<T: Send>(n: usize, act: impl Fn(usize, Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Bytes that are tame numbers in every element type, different on every rank.
+/// The input of a rank: small numbers in every element type, different on every rank.
 fn data(rank: usize, dtype: DType, bytes: usize) -> Vec<u8> {
     let number = |at: usize| ((at * 7919 + rank * 331) % 2003) as f64 / 61.0 - 9.0;
     let values = 0..bytes / dtype.size();
@@ -59,10 +59,10 @@ fn data(rank: usize, dtype: DType, bytes: usize) -> Vec<u8> {
     }
 }
 
-/// The part of an arena from `offset`.
-#[expect(clippy::mut_from_ref, reason = "as the method that it calls")]
+/// `len` bytes of an arena from `offset`.
+#[expect(clippy::mut_from_ref, reason = "as `SharedArena::bytes_mut`")]
 fn part(arena: &SharedArena, offset: usize, len: usize) -> &mut [u8] {
-    // SAFETY: every test uses one slice of a part at a time.
+    // SAFETY: no test uses overlapping slices at the same time.
     let whole = unsafe { arena.bytes_mut() };
     &mut whole[offset..offset + len]
 }
@@ -73,45 +73,45 @@ fn all_reduce(lane: &mut Lane, dtype: DType, data: &mut [u8], op: ReduceOp) {
     lane.run(&OPTIONS, dtype, Verb::AllReduce(op), Io::in_place(data)).unwrap();
 }
 
-/// The all_reduce of every rank's `data`, by TCP.
+/// The expected result: the all_reduce of all ranks' `data` over TCP.
 fn by_streams(rank: &mut Rank, dtype: DType, bytes: usize, op: ReduceOp) -> Vec<u8> {
     let mut data = data(rank.group.rank(), dtype, bytes);
     all_reduce(&mut rank.streams, dtype, &mut data, op);
     data
 }
 
-fn legal() -> impl Iterator<Item = (DType, ReduceOp)> {
+fn valid_pairs() -> impl Iterator<Item = (DType, ReduceOp)> {
     let all = DType::ALL.into_iter().flat_map(|dtype| ReduceOp::ALL.map(|op| (dtype, op)));
     all.filter(|(dtype, op)| op.check(*dtype).is_ok())
 }
 
 #[test]
-fn in_place_is_bitwise_what_windows_and_streams_give_in_every_type_and_op() {
+fn zero_copy_results_equal_those_of_windows_and_streams_bitwise_in_every_type_and_op() {
     for n in 2..=5 {
         on_all(n, |me, mut rank| {
             let arena = rank.group.arena(1 << 20, "test").unwrap();
             let mut times = 0;
-            for (dtype, op) in legal() {
+            for (dtype, op) in valid_pairs() {
                 for bytes in [16 << 10, (16 << 10) + 8, 40_008, 65_544] {
                     let expected = by_streams(&mut rank, dtype, bytes, op);
                     let mut windows = data(me, dtype, bytes);
                     all_reduce(&mut rank.lane, dtype, &mut windows, op);
                     assert!(windows == expected, "{} of {} in windows", op.name(), dtype.name());
-                    let before = rank.in_place(Kind::AllReduce);
+                    let before = rank.zero_copy(Kind::AllReduce);
                     let direct = part(&arena, 24, bytes);
                     direct.copy_from_slice(&data(me, dtype, bytes));
                     all_reduce(&mut rank.lane, dtype, direct, op);
                     assert!(*direct == *expected, "{} of {} × {n}, {bytes} bytes", op.name(), dtype.name());
-                    times += rank.in_place(Kind::AllReduce) - before;
+                    times += rank.zero_copy(Kind::AllReduce) - before;
                 }
             }
-            assert!(times >= 3 * legal().count() as u64, "{times} in place");
+            assert!(times >= 3 * valid_pairs().count() as u64, "{times} zero-copy operations");
         });
     }
 }
 
 #[test]
-fn large_and_odd_sizes_are_right_in_place() {
+fn zero_copy_handles_large_and_odd_sizes() {
     on_all(3, |me, mut rank| {
         let arena = rank.group.arena(3_000_000, "test").unwrap();
         for bytes in [1_000_004, 3_000_000, 16_388] {
@@ -121,12 +121,12 @@ fn large_and_odd_sizes_are_right_in_place() {
             all_reduce(&mut rank.lane, DType::F32, direct, ReduceOp::Avg);
             assert!(*direct == *expected, "{bytes} bytes");
         }
-        assert_eq!(rank.in_place(Kind::AllReduce), 3);
+        assert_eq!(rank.zero_copy(Kind::AllReduce), 3);
     });
 }
 
 #[test]
-fn verbs_with_chunks_and_roots_are_right_in_place_and_split() {
+fn zero_copy_verbs_with_chunks_and_roots_work_in_place_and_split() {
     for n in 2..=4 {
         on_all(n, |me, mut rank| {
             let chunk = 80_004;
@@ -179,7 +179,7 @@ fn verbs_with_chunks_and_roots_are_right_in_place_and_split() {
 
             let counts =
                 [Kind::Broadcast, Kind::Reduce, Kind::Gather, Kind::AllGather, Kind::ReduceScatter, Kind::AllToAll]
-                    .map(|kind| rank.in_place(kind));
+                    .map(|kind| rank.zero_copy(kind));
             let n = n as u64;
             assert_eq!(counts, [n, n, n, 2, 2, 1]);
         });
@@ -187,13 +187,13 @@ fn verbs_with_chunks_and_roots_are_right_in_place_and_split() {
 }
 
 #[test]
-fn ranks_whose_tensors_lie_elsewhere_are_served_all_the_same() {
+fn any_mixture_of_arenas_offsets_and_ordinary_memory_gives_the_same_result() {
     on_all(3, |me, mut rank| {
         let bytes = 700_004;
         let (first, second) = (rank.group.arena(bytes + 800, "one").unwrap(), rank.group.arena(bytes, "two").unwrap());
         let expected = by_streams(&mut rank, DType::F32, bytes, ReduceOp::Sum);
         let mut ordinary = vec![0; bytes];
-        // Who uses which memory: the first arena, the second, none; and where in it. Only the last two are the same arena.
+        // By rank: the first arena, the second, or ordinary memory (2), and the offset. Only the last two cases are zero-copy.
         let cases: [([usize; 3], [usize; 3]); 7] = [
             ([0, 0, 2], [0; 3]),
             ([2, 0, 0], [0; 3]),
@@ -210,17 +210,16 @@ fn ranks_whose_tensors_lie_elsewhere_are_served_all_the_same() {
                 _ => ordinary.as_mut_slice(),
             };
             tensor.copy_from_slice(&data(me, DType::F32, bytes));
-            let before = rank.in_place(Kind::AllReduce);
-            // A verb with windows before and after, in which ranks fill at other times.
+            let before = rank.zero_copy(Kind::AllReduce);
             all_reduce(&mut rank.lane, DType::F32, tensor, ReduceOp::Sum);
             assert!(*tensor == *expected, "{which:?} at {offset:?}");
-            assert_eq!(rank.in_place(Kind::AllReduce) - before, u64::from(which == [0; 3] || which == [1; 3]));
+            assert_eq!(rank.zero_copy(Kind::AllReduce) - before, u64::from(which == [0; 3] || which == [1; 3]));
         }
     });
 }
 
 #[test]
-fn an_arena_may_be_freed_and_made_again_and_a_rank_may_be_the_only_one_that_kept_it() {
+fn arenas_may_be_freed_and_allocated_again_and_one_rank_may_keep_its_part() {
     on_all(2, |me, mut rank| {
         let bytes = 300_000;
         let expected = by_streams(&mut rank, DType::F32, bytes, ReduceOp::Sum);
@@ -239,20 +238,20 @@ fn an_arena_may_be_freed_and_made_again_and_a_rank_may_be_the_only_one_that_kept
         let tensor = kept.as_ref().map_or(ordinary.as_mut_slice(), |arena| part(arena, 0, bytes));
         tensor.copy_from_slice(&data(me, DType::F32, bytes));
         all_reduce(&mut rank.lane, DType::F32, tensor, ReduceOp::Sum);
-        assert!(*tensor == *expected, "the peer has freed it");
-        assert_eq!(rank.in_place(Kind::AllReduce), 3);
+        assert!(*tensor == *expected, "the peer has freed its part");
+        assert_eq!(rank.zero_copy(Kind::AllReduce), 3);
     });
 }
 
 #[test]
-fn random_operations_in_and_out_of_arenas_stay_in_step() {
+fn random_operations_inside_and_outside_arenas_give_correct_results() {
     on_all(4, |me, mut rank| {
         let arena = rank.group.arena(400_000, "test").unwrap();
         let mut ordinary = vec![0; 400_000];
-        let mut dice = 12_345_u64;
+        let mut state = 12_345_u64;
         let mut roll = |below: u64| {
-            dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (dice >> 33) % below
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % below
         };
         for _ in 0..600 {
             let most = if roll(4) == 0 { 100_000 } else { 6_000 };
@@ -270,12 +269,12 @@ fn random_operations_in_and_out_of_arenas_stay_in_step() {
                 assert!((0..bytes).all(|at| tensor[at] == all[0][at] ^ all[1][at] ^ all[2][at] ^ all[3][at]));
             }
         }
-        assert!(rank.in_place(Kind::AllReduce) > 0 && rank.in_place(Kind::Broadcast) > 0);
+        assert!(rank.zero_copy(Kind::AllReduce) > 0 && rank.zero_copy(Kind::Broadcast) > 0);
     });
 }
 
 #[test]
-fn lanes_and_sub_groups_work_in_place_on_an_arena_of_the_world() {
+fn other_lanes_and_sub_groups_are_zero_copy_on_an_arena_of_the_world() {
     on_all(3, |me, mut rank| {
         let bytes = 100_000;
         let arena = rank.group.arena(bytes, "test").unwrap();
@@ -296,7 +295,7 @@ fn lanes_and_sub_groups_work_in_place_on_an_arena_of_the_world() {
 }
 
 #[test]
-fn where_no_memory_is_shared_an_arena_is_private_and_every_verb_works() {
+fn without_shared_memory_an_arena_is_private_and_all_reduce_works() {
     let two_hosts = |config: &mut Config| config.host_id = ["a", "a", "b"][config.rank].to_owned();
     let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
     for (groups, shared) in
@@ -320,12 +319,12 @@ fn where_no_memory_is_shared_an_arena_is_private_and_every_verb_works() {
 }
 
 #[test]
-fn ranks_that_ask_for_different_sizes_hear_of_it() {
+fn arenas_of_different_sizes_are_a_mismatch() {
     let groups = world(2);
     std::thread::scope(|scope| {
         for group in &groups {
             scope.spawn(|| {
-                // The first rank may have its arena before the second finds out.
+                // Rank 0 may have its arena before rank 1 detects the mismatch.
                 let outcome = group.arena(10_000 * (1 + group.rank()), "test");
                 assert!(group.rank() == 0 || matches!(outcome, Err(Error::Mismatch(_))));
                 assert!(matches!(cause(group), Error::Mismatch(_)));
@@ -335,7 +334,7 @@ fn ranks_that_ask_for_different_sizes_hear_of_it() {
     assert!(matches!(groups[0].arena(usize::MAX, "test"), Err(Error::InvalidArgument(_))));
 }
 
-/// Lines of `/proc/self/smaps` about arenas with this label: mappings, and kilobytes of memory in them.
+/// Number of mappings of arenas with this label, and their resident kilobytes, from `/proc/self/smaps`.
 fn resident(label: &str) -> (usize, usize) {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mut lines = text.lines();
@@ -350,29 +349,28 @@ fn resident(label: &str) -> (usize, usize) {
 }
 
 #[test]
-fn memory_is_all_there_at_once_and_given_back_with_the_last_clone() {
+fn an_arena_is_populated_at_once_and_unmapped_with_its_last_clone() {
     let groups = world(2);
     let arenas: Vec<SharedArena> = std::thread::scope(|scope| {
         let threads: Vec<_> =
-            groups.iter().map(|group| scope.spawn(|| group.arena(1 << 20, "given-back").unwrap())).collect();
+            groups.iter().map(|group| scope.spawn(|| group.arena(1 << 20, "unmapped").unwrap())).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     // Two mappings of two parts.
-    assert_eq!(resident("given-back"), (2, 4 << 10));
+    assert_eq!(resident("unmapped"), (2, 4 << 10));
     let clone = arenas[0].clone();
     drop(groups);
     drop(arenas);
-    assert_eq!(resident("given-back"), (1, 2 << 10));
-    // SAFETY: nobody else uses it.
+    assert_eq!(resident("unmapped"), (1, 2 << 10));
+    // SAFETY: no other slice of it exists.
     unsafe { clone.bytes_mut()[0] = 1 };
     drop(clone);
-    assert_eq!(resident("given-back"), (0, 0));
+    assert_eq!(resident("unmapped"), (0, 0));
 }
 
-/// Entry of the processes of the test below.
 #[test]
-#[ignore = "the test below starts it"]
-fn one_of_the_processes() {
+#[ignore = "the test below starts processes that run this"]
+fn entry_of_processes() {
     let group = group_world::join();
     let (arena, mut lane) = (group.arena(8 << 20, "test").unwrap(), group.lane().unwrap());
     let mut round = 0;
@@ -381,7 +379,7 @@ fn one_of_the_processes() {
         let outcome = lane.run(&OPTIONS, DType::F32, Verb::AllReduce(ReduceOp::Avg), Io::in_place(tensor));
         if let Err(error) = outcome {
             let count = group.stats().of(Kind::AllReduce).zero_copy.load(Relaxed);
-            println!("\nENDED {error:?} after {count} in place");
+            println!("\nENDED {error:?} after {count} zero-copy operations");
             return;
         }
         round += 1;
@@ -392,20 +390,20 @@ fn one_of_the_processes() {
 }
 
 #[test]
-fn a_rank_that_is_killed_in_the_middle_is_lost_in_a_second_and_nobody_crashes() {
+fn a_rank_that_is_killed_during_zero_copy_operations_is_lost_within_a_second_and_no_other_crashes() {
     for _ in 0..3 {
         let ranks = [0, 1, 2];
-        let (_, processes) = mixed("one_of_the_processes", 3, &ranks, Duration::from_secs(5));
+        let (_, processes) = mixed("entry_of_processes", 3, &ranks, Duration::from_secs(5));
         let mut processes: Vec<Process> = processes;
-        processes.iter_mut().for_each(|process| _ = process.hear("RUNNING"));
+        processes.iter_mut().for_each(|process| _ = process.read_after("RUNNING"));
         let killed = processes.remove(1);
         let begun = Instant::now();
         drop(killed);
         for mut process in processes {
-            let how = process.hear("ENDED ");
+            let text = process.read_after("ENDED ");
             assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
-            assert!(how.contains("PeerLost") && how.contains("rank: 1"), "{how}");
-            assert!(!how.ends_with("after 0 in place"), "{how}");
+            assert!(text.contains("PeerLost") && text.contains("rank: 1"), "{text}");
+            assert!(!text.ends_with("after 0 zero-copy operations"), "{text}");
             assert_eq!(process.end(), Some(0));
         }
     }

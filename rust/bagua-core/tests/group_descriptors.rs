@@ -1,4 +1,4 @@
-//! Groups give back every descriptor and thread. Alone in its file: it counts those of the whole process.
+//! Groups close all descriptors and end all threads. Alone in its file, because it counts those of the whole process.
 
 mod group_world;
 
@@ -10,7 +10,7 @@ fn count(path: &str) -> usize {
 }
 
 #[test]
-fn nothing_is_left_open_after_groups_with_lanes_are_gone() {
+fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
     let round = || {
         for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
             let groups = world_with(3, |config| {

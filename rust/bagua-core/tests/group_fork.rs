@@ -1,4 +1,4 @@
-//! A forked child neither communicates nor keeps connections open, and its end harms nobody.
+//! A forked child refuses to communicate, keeps no connections open, and does not affect its parent's group.
 
 mod group_world;
 
@@ -8,20 +8,20 @@ use std::time::Duration;
 use bagua_core::error::Error;
 use bagua_core::group::{Options, TransportChoice};
 use bagua_core::wait::lock;
-use group_world::{cause, exit_code, fork, live, mixed, until, world_with};
+use group_world::{cause, exit_code, fork, mixed, run_commands, until, world_with};
 use rustix::process::Signal;
 
 #[test]
-#[ignore = "what the processes of the other tests run"]
+#[ignore = "the other tests start processes that run this"]
 fn entry_of_processes() {
-    live();
+    run_commands();
 }
 
-/// One test at a time: a socket that another thread opens in the very moment of a fork may escape.
-static ALONE: Mutex<()> = Mutex::new(());
+/// Serialises the tests: a socket that another thread opens during a fork may stay open in the child.
+static ONE_TEST_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-fn alone() -> MutexGuard<'static, ()> {
-    lock(&ALONE)
+fn serialise() -> MutexGuard<'static, ()> {
+    lock(&ONE_TEST_AT_A_TIME)
 }
 
 fn sockets() -> usize {
@@ -31,8 +31,8 @@ fn sockets() -> usize {
 }
 
 #[test]
-fn a_forked_child_is_told_so_closes_its_copies_and_harms_nobody() {
-    let _alone = alone();
+fn a_forked_child_gets_errors_closes_its_copies_and_does_not_affect_the_group() {
+    let _serialised = serialise();
     for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
         let groups = world_with(2, |config| config.transport = transport);
         let lanes: Vec<_> = std::thread::scope(|scope| {
@@ -40,20 +40,21 @@ fn a_forked_child_is_told_so_closes_its_copies_and_harms_nobody() {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(sockets() > 0);
-        let (groups_there, mut lanes_there) = (groups.clone(), lanes);
+        let (inherited_groups, mut inherited_lanes) = (groups.clone(), lanes);
         let child = fork(move || {
-            // The runtime's own pair for signals is not registered and harmless; ours are gone.
+            // All sockets of the group are closed.
             assert_eq!(sockets(), 0);
-            let told = |error: &Error| matches!(error, Error::System { message, .. } if message.contains("forked"));
-            assert!(told(&groups_there[0].lane().map(|_| ()).unwrap_err()));
-            assert!(told(&groups_there[0].subgroup(&[0], "one").map(|_| ()).unwrap_err()));
-            let mut first = lanes_there.remove(0);
+            let is_fork_error =
+                |error: &Error| matches!(error, Error::System { message, .. } if message.contains("forked"));
+            assert!(is_fork_error(&inherited_groups[0].lane().map(|_| ()).unwrap_err()));
+            assert!(is_fork_error(&inherited_groups[0].subgroup(&[0], "one").map(|_| ()).unwrap_err()));
+            let mut first = inherited_lanes.remove(0);
             assert!(first.barrier(&Options::default()).is_err());
-            groups_there[0].raise("ValueError", "from the child");
-            groups_there[1].leave();
-            // A file of the child's own must survive the end of the copies.
+            inherited_groups[0].raise("ValueError", "from the child");
+            inherited_groups[1].leave();
+            // Dropping the inherited objects must not close a file that the child has opened.
             let file = std::fs::File::open("/proc/self/status").unwrap();
-            drop((first, lanes_there, groups_there));
+            drop((first, inherited_lanes, inherited_groups));
             file.metadata().unwrap();
         });
         assert_eq!(exit_code(child), 0);
@@ -62,8 +63,8 @@ fn a_forked_child_is_told_so_closes_its_copies_and_harms_nobody() {
 }
 
 #[test]
-fn the_parent_goes_on_after_a_fork() {
-    let _alone = alone();
+fn the_group_of_the_parent_works_after_a_fork() {
+    let _serialised = serialise();
     let groups = world_with(2, |config| config.heartbeat_timeout = Duration::from_secs(1));
     let child = fork(|| std::thread::sleep(Duration::from_millis(1500)));
     assert_eq!(exit_code(child), 0);
@@ -73,13 +74,13 @@ fn the_parent_goes_on_after_a_fork() {
 }
 
 #[test]
-fn a_rank_that_dies_is_lost_at_once_although_its_child_lives() {
-    let _alone = alone();
+fn a_rank_that_dies_is_lost_at_once_although_its_child_still_runs() {
+    let _serialised = serialise();
     let (groups, mut processes) = mixed("entry_of_processes", 2, &[1], Duration::from_secs(60));
-    processes[0].tell("fork");
-    processes[0].hear("FORKED");
+    processes[0].write("fork");
+    processes[0].read_after("FORKED");
     processes[0].signal(Signal::KILL);
-    let took = until("the loss is noticed", || groups[0].health().cause().is_some());
+    let took = until("the loss is detected", || groups[0].health().cause().is_some());
     assert!(took < Duration::from_secs(1), "{took:?}");
     assert!(matches!(cause(&groups[0]), Error::PeerLost { rank: 1, .. }));
 }

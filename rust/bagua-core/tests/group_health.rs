@@ -1,4 +1,4 @@
-//! Groups are built, fail as one, and are left in peace.
+//! Groups: building them, failing on all ranks with the first cause, leaving them, sub-groups.
 
 mod group_world;
 
@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use bagua_core::error::Error;
 use bagua_core::group::{Bootstrap, Config, TransportChoice};
-use group_world::{PATIENCE, cause, config, connect_all, live, mixed, try_world, until, world, world_with};
+use group_world::{PATIENCE, cause, config, connect_all, mixed, run_commands, try_world, until, world, world_with};
 use rustix::process::Signal;
 
 const ENTRY: &str = "entry_of_processes";
 
 #[test]
-#[ignore = "what the processes of the other tests run"]
+#[ignore = "the other tests start processes that run this"]
 fn entry_of_processes() {
-    live();
+    run_commands();
 }
 
 #[test]
-fn worlds_of_one_to_four_ranks_stand() {
+fn worlds_of_one_to_four_ranks_are_built() {
     for size in 1..=4 {
         let groups = world(size);
         for (rank, group) in groups.iter().enumerate() {
@@ -31,22 +31,22 @@ fn worlds_of_one_to_four_ranks_stand() {
 }
 
 #[test]
-fn host_ids_make_hosts_and_tcp_makes_every_rank_its_own() {
-    let two = world_with(4, |config| config.host_id = ["a", "b"][config.rank % 2].to_owned());
-    assert!(two.iter().all(|group| group.hosts() == [[0, 2], [1, 3]]));
-    let apart = world_with(3, |config| config.transport = TransportChoice::Tcp);
-    assert!(apart.iter().all(|group| group.hosts() == [[0], [1], [2]]));
-    let one = |config: &mut Config| {
+fn ranks_with_equal_host_ids_form_a_host_and_with_tcp_every_rank_is_its_own_host() {
+    let two_hosts = world_with(4, |config| config.host_id = ["a", "b"][config.rank % 2].to_owned());
+    assert!(two_hosts.iter().all(|group| group.hosts() == [[0, 2], [1, 3]]));
+    let by_tcp = world_with(3, |config| config.transport = TransportChoice::Tcp);
+    assert!(by_tcp.iter().all(|group| group.hosts() == [[0], [1], [2]]));
+    let one_by_tcp = |config: &mut Config| {
         config.transport = [TransportChoice::Auto, TransportChoice::Tcp][usize::from(config.rank == 1)]
     };
-    assert!(world_with(3, one).iter().all(|group| group.hosts() == [[0], [1], [2]]));
+    assert!(world_with(3, one_by_tcp).iter().all(|group| group.hosts() == [[0], [1], [2]]));
 }
 
 #[test]
 fn a_killed_rank_is_lost_on_every_other_in_under_a_second() {
     let (groups, processes) = mixed(ENTRY, 4, &[2], Duration::from_secs(5));
     processes[0].signal(Signal::KILL);
-    let took = until("all know", || groups.iter().all(|group| group.health().cause().is_some()));
+    let took = until("all ranks have failed", || groups.iter().all(|group| group.health().cause().is_some()));
     assert!(took < Duration::from_secs(1), "{took:?}");
     for group in &groups {
         let Error::PeerLost { rank, host, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
@@ -56,25 +56,25 @@ fn a_killed_rank_is_lost_on_every_other_in_under_a_second() {
 }
 
 #[test]
-fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_learns_it_when_it_wakes() {
+fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_gets_the_cause_when_it_continues() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
     processes[0].signal(Signal::STOP);
-    let took = until("all know", || groups.iter().all(|group| group.health().cause().is_some()));
+    let took = until("all ranks have failed", || groups.iter().all(|group| group.health().cause().is_some()));
     assert!(took > Duration::from_millis(500) && took < Duration::from_secs(3), "{took:?}");
     for group in &groups {
         let Error::PeerLost { rank, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
         assert_eq!((rank, reason.as_str()), (1, "no heartbeat for 1.0 s"));
     }
     processes[0].signal(Signal::CONT);
-    processes[0].tell("cause");
-    assert!(processes[0].hear("CAUSE ").contains("lost rank 1"));
+    processes[0].write("cause");
+    assert!(processes[0].read_after("CAUSE ").contains("lost rank 1"));
 }
 
 #[test]
-fn a_rank_that_was_frozen_for_less_than_the_timeout_is_forgiven_and_blames_nobody() {
+fn a_rank_that_was_frozen_for_less_than_the_timeout_is_not_lost_and_loses_no_peer() {
     let (groups, processes) = mixed(ENTRY, 2, &[1], Duration::from_secs(3));
     processes[0].signal(Signal::STOP);
-    // Longer than half its timeout, so that it must grant its peer fresh time when it wakes.
+    // Longer than half its timeout, so that it must restart its peer's timeout when it continues.
     std::thread::sleep(Duration::from_millis(1800));
     processes[0].signal(Signal::CONT);
     std::thread::sleep(Duration::from_secs(3));
@@ -85,7 +85,7 @@ fn a_rank_that_was_frozen_for_less_than_the_timeout_is_forgiven_and_blames_nobod
 #[test]
 fn an_exception_of_one_rank_reaches_every_other() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(5));
-    processes[0].tell("raise");
+    processes[0].write("raise");
     for group in &groups {
         let host = group.health().host(1).to_owned();
         let expected = Error::PeerRaised { rank: 1, host, kind: "ValueError".into(), message: "bad number".into() };
@@ -123,13 +123,13 @@ fn listeners_on_every_rank_are_called_with_the_first_cause_and_local_ones_only_o
 }
 
 #[test]
-fn the_cause_arrives_even_when_its_rank_leaves_at_once() {
+fn the_cause_arrives_also_when_its_rank_leaves_at_once() {
     for _ in 0..20 {
         let mut groups = world(4);
         let first = groups.remove(0);
         first.raise("ValueError", "bad number");
         first.leave();
-        // The next one leaves as soon as it knows, as a program would.
+        // The second rank leaves as soon as it has the cause.
         let second = groups.remove(0);
         assert!(matches!(cause(&second), Error::PeerRaised { rank: 0, .. }));
         drop((first, second));
@@ -140,11 +140,11 @@ fn the_cause_arrives_even_when_its_rank_leaves_at_once() {
 }
 
 #[test]
-fn a_goodbye_is_not_a_failure_until_somebody_needs_the_rank() {
+fn leaving_is_not_a_failure_until_an_operation_needs_the_rank() {
     let groups = world(3);
     groups[1].leave();
     for group in [&groups[0], &groups[2]] {
-        until("the goodbye is heard", || group.health().has_departed(1));
+        until("the peer has departed", || group.health().has_departed(1));
         group.health().check().unwrap();
         assert_eq!(group.peers_seen(), 2);
         let needed = group.health().attribute_disconnect(1, "end of stream");
@@ -162,12 +162,12 @@ fn leaving_twice_or_from_two_threads_is_leaving_once() {
         }
     });
     groups[0].leave();
-    until("the goodbye is heard", || groups[1].health().has_departed(0));
+    until("the peer has departed", || groups[1].health().has_departed(0));
     groups[1].health().check().unwrap();
 }
 
 #[test]
-fn the_last_clone_leaves_and_the_others_do_not() {
+fn dropping_the_last_clone_leaves_the_group_and_dropping_another_does_not() {
     let mut groups = world(2);
     let first = groups.remove(0);
     let clone = first.clone();
@@ -175,11 +175,11 @@ fn the_last_clone_leaves_and_the_others_do_not() {
     clone.health().check().unwrap();
     assert!(!groups[0].health().has_departed(0));
     drop(clone);
-    until("the goodbye is heard", || groups[0].health().has_departed(0));
+    until("the peer has departed", || groups[0].health().has_departed(0));
 }
 
 #[test]
-fn abort_ends_every_rank_and_its_sub_groups() {
+fn abort_fails_the_group_and_its_sub_groups_on_every_rank() {
     let groups = world(3);
     let pairs: Vec<_> = [0, 1].map(|rank| groups[rank].subgroup(&[1, 0], "pair").unwrap().unwrap()).into();
     groups[2].abort("enough");
@@ -189,7 +189,7 @@ fn abort_ends_every_rank_and_its_sub_groups() {
 }
 
 #[test]
-fn a_lost_rank_poisons_the_groups_it_is_in_and_no_others() {
+fn a_lost_rank_fails_the_groups_of_which_it_is_a_member_and_no_others() {
     let (groups, processes) = mixed(ENTRY, 4, &[3], Duration::from_secs(5));
     let without: Vec<_> = [0, 1].map(|rank| groups[rank].subgroup(&[0, 1], "without").unwrap().unwrap()).into();
     let with = groups[2].subgroup(&[3, 2], "with").unwrap().unwrap();
@@ -204,7 +204,7 @@ fn a_lost_rank_poisons_the_groups_it_is_in_and_no_others() {
 }
 
 #[test]
-fn a_failure_of_a_sub_group_stays_in_it() {
+fn a_failure_of_a_sub_group_does_not_fail_its_parent() {
     let groups = world(3);
     let pairs: Vec<_> = [0, 2].map(|rank| groups[rank].subgroup(&[0, 2], "pair").unwrap().unwrap()).into();
     pairs[1].raise("ValueError", "bad number");
@@ -212,30 +212,30 @@ fn a_failure_of_a_sub_group_stays_in_it() {
     groups.iter().for_each(|group| group.health().check().unwrap());
     pairs[0].leave();
     groups[0].health().check().unwrap();
-    // The same ranks once more are another group.
+    // A second sub-group of the same ranks is a different group.
     let again: Vec<_> = [0, 2].map(|rank| groups[rank].subgroup(&[0, 2], "pair").unwrap().unwrap()).into();
     again.iter().for_each(|group| group.health().check().unwrap());
     drop(again);
 }
 
 #[test]
-fn a_failure_and_a_goodbye_wait_for_a_member_that_is_slow_to_build_the_sub_group() {
+fn a_failure_and_a_departure_reach_a_member_that_builds_the_sub_group_later() {
     let groups = world(3);
-    let ahead = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
-    ahead.raise("ValueError", "early");
-    let gone = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
-    gone.leave();
-    // Rank 0's messages arrive in order: when the world's goodbye is heard, so are those before it.
+    let first = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    first.raise("ValueError", "early");
+    let second = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    second.leave();
+    // The messages of rank 0 arrive in order: when it has departed from the world group, the earlier messages have arrived.
     groups[0].leave();
-    until("the goodbye is heard", || groups[1].health().has_departed(0));
-    let late = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
-    assert!(matches!(cause(&late), Error::PeerRaised { rank: 0, .. }));
-    let later = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
-    assert!(later.health().has_departed(0));
+    until("the peer has departed", || groups[1].health().has_departed(0));
+    let first = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    assert!(matches!(cause(&first), Error::PeerRaised { rank: 0, .. }));
+    let second = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    assert!(second.health().has_departed(0));
 }
 
 #[test]
-fn ranks_that_make_no_group_are_refused() {
+fn invalid_ranks_of_a_sub_group_are_refused() {
     let groups = world(2);
     for (ranks, word) in [(&[][..], "no ranks"), (&[0, 0], "twice"), (&[0, 2], "not among")] {
         let Err(Error::InvalidArgument(text)) = groups[0].subgroup(ranks, "odd").map(|_| ()) else {
@@ -260,11 +260,10 @@ fn a_group_can_be_built_again_after_a_failure() {
 #[test]
 fn missing_ranks_are_named_with_their_addresses() {
     let short = |rank| Config { connect_timeout: Duration::from_millis(400), ..config(rank, 3) };
-    let pending: Vec<Bootstrap> = (0..3).map(|rank| Bootstrap::bind(short(rank)).unwrap()).collect();
-    let addresses: Vec<Vec<u8>> = pending.iter().map(|pending| pending.address().to_vec()).collect();
-    let mut pending = pending;
-    drop(pending.remove(1));
-    let results = connect_all(pending, &addresses);
+    let mut bootstraps: Vec<Bootstrap> = (0..3).map(|rank| Bootstrap::bind(short(rank)).unwrap()).collect();
+    let addresses: Vec<Vec<u8>> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
+    drop(bootstraps.remove(1));
+    let results = connect_all(bootstraps, &addresses);
     for result in results {
         let error = result.map(|_| ()).unwrap_err();
         let Error::Timeout { missing, .. } = &error else { panic!("{error:?}") };
@@ -274,7 +273,7 @@ fn missing_ranks_are_named_with_their_addresses() {
 }
 
 #[test]
-fn another_secret_is_refused_by_name() {
+fn a_rank_with_another_secret_is_refused_with_the_reason() {
     let results = try_world(2, |config| {
         config.connect_timeout = Duration::from_millis(500);
         if config.rank == 1 {
@@ -287,7 +286,7 @@ fn another_secret_is_refused_by_name() {
 }
 
 #[test]
-fn impossible_configurations_are_refused() {
+fn invalid_configurations_are_refused() {
     assert!(matches!(Bootstrap::bind(Config::new(2, 2)).map(|_| ()), Err(Error::InvalidArgument(_))));
     let anywhere = Config { listen: ([0, 0, 0, 0], 0).into(), ..Config::new(0, 2) };
     assert!(matches!(Bootstrap::bind(anywhere).map(|_| ()), Err(Error::InvalidArgument(_))));

@@ -1,4 +1,4 @@
-//! Lanes that groups open: the collective fits the hosts, and operations work on it.
+//! Lanes of groups: the collective for the group's hosts, operations on it, and failures.
 
 mod group_world;
 
@@ -18,7 +18,7 @@ fn lanes(groups: &[Group]) -> Vec<Lane> {
     })
 }
 
-/// Adds up rank + 1 over all ranks, and exchanges a byte with every other rank.
+/// Sums rank + 1 over all ranks, and exchanges a byte with every other rank.
 fn exercise(lanes: &mut [Lane]) {
     let size = lanes.len();
     let total = (size * (size + 1) / 2) as i64;
@@ -52,7 +52,7 @@ fn two_hosts(config: &mut Config) {
 }
 
 #[test]
-fn the_collective_fits_the_hosts() {
+fn the_hosts_of_a_group_determine_its_collective() {
     let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
     for (groups, name, transports) in [
         (world(1), "solo", vec!["self"]),
@@ -73,7 +73,7 @@ fn the_collective_fits_the_hosts() {
 }
 
 #[test]
-fn lanes_of_one_group_do_not_disturb_each_other() {
+fn two_lanes_of_a_group_work_independently() {
     let groups = world_with(4, two_hosts);
     let (mut first, mut second) = (lanes(&groups), lanes(&groups));
     exercise(&mut second);
@@ -83,29 +83,31 @@ fn lanes_of_one_group_do_not_disturb_each_other() {
 #[test]
 fn sub_groups_have_lanes_of_their_own() {
     let groups = world_with(4, two_hosts);
-    let crossing: Vec<Group> =
-        [1, 2].into_iter().map(|rank: usize| groups[rank].subgroup(&[2, 1], "crossing").unwrap().unwrap()).collect();
-    let near: Vec<Group> =
-        [2, 3].into_iter().map(|rank: usize| groups[rank].subgroup(&[2, 3], "near").unwrap().unwrap()).collect();
-    let (mut crossing_lanes, mut near_lanes) = (lanes(&crossing), lanes(&near));
-    assert_eq!((crossing_lanes[0].collective(), near_lanes[0].collective()), ("net", "shm"));
-    exercise(&mut crossing_lanes);
-    exercise(&mut near_lanes);
+    let across: Vec<Group> = [1, 2]
+        .into_iter()
+        .map(|rank: usize| groups[rank].subgroup(&[2, 1], "across hosts").unwrap().unwrap())
+        .collect();
+    let on_host: Vec<Group> =
+        [2, 3].into_iter().map(|rank: usize| groups[rank].subgroup(&[2, 3], "on one host").unwrap().unwrap()).collect();
+    let (mut across_lanes, mut host_lanes) = (lanes(&across), lanes(&on_host));
+    assert_eq!((across_lanes[0].collective(), host_lanes[0].collective()), ("net", "shm"));
+    exercise(&mut across_lanes);
+    exercise(&mut host_lanes);
 }
 
 #[test]
-fn a_rank_that_is_ahead_finds_its_peer_when_it_comes() {
+fn a_rank_may_open_a_lane_before_its_peer_has_built_the_group() {
     let groups = world_with(2, |config| config.transport = TransportChoice::Tcp);
     std::thread::scope(|scope| {
-        let ahead = scope.spawn(|| groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap().lane().unwrap());
-        until("the connection of rank 1 waits", || ahead.is_finished());
-        let late = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
-        late.health().check().unwrap();
+        let first = scope.spawn(|| groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap().lane().unwrap());
+        until("rank 1 has connected", || first.is_finished());
+        let second = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
+        second.health().check().unwrap();
     });
 }
 
 #[test]
-fn a_failure_ends_the_opening_of_a_lane_with_the_first_cause() {
+fn a_failure_of_the_group_ends_opening_a_lane_with_the_first_cause() {
     let groups = world_with(2, |config| config.transport = TransportChoice::Tcp);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| groups[0].lane().map(|_| ()));
@@ -116,7 +118,7 @@ fn a_failure_ends_the_opening_of_a_lane_with_the_first_cause() {
 }
 
 #[test]
-fn a_lane_that_a_rank_does_not_open_is_a_timeout_that_names_it_on_all() {
+fn a_rank_that_does_not_open_a_lane_is_named_in_a_timeout_on_all_ranks() {
     let groups = world_with(2, |config| config.connect_timeout = Duration::from_secs(1));
     let Err(Error::Timeout { missing, .. }) = groups[0].lane().map(|_| ()) else { panic!("no timeout") };
     assert_eq!(missing, [1]);
@@ -124,7 +126,7 @@ fn a_lane_that_a_rank_does_not_open_is_a_timeout_that_names_it_on_all() {
 }
 
 #[test]
-fn an_operation_that_waits_ends_when_a_peer_raises_or_leaves() {
+fn a_waiting_operation_ends_when_a_peer_raises_or_leaves() {
     for by_leaving in [false, true] {
         for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
             let groups = world_with(2, |config| config.transport = transport);

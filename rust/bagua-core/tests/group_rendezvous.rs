@@ -1,4 +1,4 @@
-//! Addresses are spread by TCP and by files, whatever the order, and strangers and confusion are refused by name.
+//! The exchange of addresses through TCP and files: any order of arrival, missing ranks, wrong clients, misconfigured ranks.
 
 mod group_world;
 
@@ -17,27 +17,27 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-fn by_tcp(port: u16, rank: usize, size: usize, secret: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
-    rendezvous_tcp(("localhost", port), rank, size, format!("address {rank}").as_bytes(), secret, patience)
+fn by_tcp(port: u16, rank: usize, size: usize, secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+    rendezvous_tcp(("localhost", port), rank, size, format!("address {rank}").as_bytes(), secret, timeout)
 }
 
-/// On a port that the system chooses.
+/// A server on a port that the system chooses.
 fn listening() -> (RendezvousServer, SocketAddr) {
     let server = RendezvousServer::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
-    let place = server.place().unwrap();
-    assert_ne!(place.port(), 0);
-    (server, place)
+    let address = server.address().unwrap();
+    assert_ne!(address.port(), 0);
+    (server, address)
 }
 
-fn at(place: SocketAddr, rank: usize, size: usize, secret: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
-    rendezvous_at(place, rank, size, format!("address {rank}").as_bytes(), secret, patience)
+fn at(server: SocketAddr, rank: usize, size: usize, secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+    rendezvous_at(server, rank, size, format!("address {rank}").as_bytes(), secret, timeout)
 }
 
 fn expected(size: usize) -> Vec<Vec<u8>> {
     (0..size).map(|rank| format!("address {rank}").into_bytes()).collect()
 }
 
-/// A folder that goes away.
+/// A temporary folder, removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -48,7 +48,7 @@ impl Folder {
     }
 
     fn path(&self) -> PathBuf {
-        self.0.join("meet")
+        self.0.join("rendezvous")
     }
 }
 
@@ -58,12 +58,12 @@ impl Drop for Folder {
     }
 }
 
-fn by_file(path: &Path, rank: usize, size: usize, address: &str, patience: Duration) -> Result<Vec<Vec<u8>>> {
-    rendezvous_file(path, rank, size, address.as_bytes(), patience)
+fn by_file(path: &Path, rank: usize, size: usize, address: &str, timeout: Duration) -> Result<Vec<Vec<u8>>> {
+    rendezvous_file(path, rank, size, address.as_bytes(), timeout)
 }
 
 #[test]
-fn all_ranks_hear_all_addresses_by_tcp_in_any_order() {
+fn all_ranks_get_all_addresses_by_tcp_in_any_order_of_arrival() {
     for size in [1, 2, 5] {
         let port = free_port();
         std::thread::scope(|scope| {
@@ -75,8 +75,8 @@ fn all_ranks_hear_all_addresses_by_tcp_in_any_order() {
 }
 
 #[test]
-fn all_ranks_of_large_worlds_hear_all_addresses_in_rank_order() {
-    // Every rank of the larger world has a few descriptors in this one process.
+fn all_ranks_of_large_worlds_get_all_addresses_in_rank_order() {
+    // Every rank of the largest world has a few descriptors in this process.
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
@@ -91,12 +91,12 @@ fn all_ranks_of_large_worlds_hear_all_addresses_in_rank_order() {
 }
 
 #[test]
-fn all_ranks_meet_at_a_port_that_the_system_chose_whoever_comes_first() {
+fn all_ranks_get_all_addresses_through_a_port_that_the_system_chose() {
     for size in [1, 2, 20] {
-        let (server, place) = listening();
+        let (server, address) = listening();
         std::thread::scope(|scope| {
             let others: Vec<_> =
-                (1..size).map(|rank| scope.spawn(move || at(place, rank, size, b"s", PATIENCE))).collect();
+                (1..size).map(|rank| scope.spawn(move || at(address, rank, size, b"s", PATIENCE))).collect();
             assert_eq!(server.serve(size, b"address 0", b"s", PATIENCE), Ok(expected(size)));
             others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected(size))));
         });
@@ -104,7 +104,7 @@ fn all_ranks_meet_at_a_port_that_the_system_chose_whoever_comes_first() {
 }
 
 #[test]
-fn a_first_rank_that_is_gone_is_lost_at_once_to_those_who_were_told_where_it_listens() {
+fn a_server_that_has_ended_is_a_lost_rank_0_at_once() {
     let lost = |outcome| {
         let Err(Error::PeerLost { rank: 0, reason, noticed_by: 1, source, .. }) = outcome else {
             panic!("{outcome:?}")
@@ -112,64 +112,64 @@ fn a_first_rank_that_is_gone_is_lost_at_once_to_those_who_were_told_where_it_lis
         assert!(reason.contains("the rendezvous at 127.0.0.1:"), "{reason}");
         assert!(source.get().is_some(), "the connection was refused or reset, or it ended");
     };
-    let (server, place) = listening();
+    let (server, address) = listening();
     std::thread::scope(|scope| {
-        // Whether it has connected by then or not.
-        let early = scope.spawn(move || at(place, 1, 2, b"s", PATIENCE));
+        // It may have connected before the server ends.
+        let early = scope.spawn(move || at(address, 1, 2, b"s", PATIENCE));
         drop(server);
         lost(early.join().unwrap());
     });
-    lost(at(place, 1, 2, b"s", PATIENCE));
+    lost(at(address, 1, 2, b"s", PATIENCE));
 }
 
 #[test]
-fn a_rank_whose_time_is_over_before_the_first_ranks_hears_who_is_missing_and_its_place_can_be_taken() {
-    let (server, place) = listening();
+fn on_timeout_a_rank_gets_the_missing_ranks_from_rank_0_and_another_process_may_take_its_rank() {
+    let (server, address) = listening();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || server.serve(3, b"address 0", b"s", PATIENCE));
-        let error = at(place, 1, 3, b"s", Duration::from_millis(100)).unwrap_err();
+        let error = at(address, 1, 3, b"s", Duration::from_millis(100)).unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, noticed_by: 1, .. } if missing == &[2]), "{error:?}");
-        let others: Vec<_> = [1, 2].map(|rank| scope.spawn(move || at(place, rank, 3, b"s", PATIENCE))).into();
+        let others: Vec<_> = [1, 2].map(|rank| scope.spawn(move || at(address, rank, 3, b"s", PATIENCE))).into();
         others.into_iter().chain([first]).for_each(|rank| assert_eq!(rank.join().unwrap(), Ok(expected(3))));
     });
 }
 
 #[test]
-fn who_was_there_and_gave_up_is_named_only_when_nobody_else_is_missing() {
+fn ranks_that_timed_out_are_named_only_when_no_other_rank_is_missing() {
     for (size, named) in [(4, vec![3]), (3, vec![1, 2])] {
-        let (server, place) = listening();
+        let (server, address) = listening();
         std::thread::scope(|scope| {
             let first = scope.spawn(move || server.serve(size, b"address 0", b"s", Duration::from_secs(2)));
             let short = Duration::from_millis(50);
-            let heard = |rank, missing: &[usize]| {
-                let error = at(place, rank, size, b"s", short).unwrap_err();
+            let time_out = |rank, missing: &[usize]| {
+                let error = at(address, rank, size, b"s", short).unwrap_err();
                 assert!(matches!(&error, Error::Timeout { missing: named, .. } if named == missing), "{error:?}");
             };
-            heard(1, if size == 4 { &[2, 3] } else { &[2] });
-            heard(2, if size == 4 { &[3] } else { &[1] });
+            time_out(1, if size == 4 { &[2, 3] } else { &[2] });
+            time_out(2, if size == 4 { &[3] } else { &[1] });
             let error = first.join().unwrap().unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == named), "{error:?}");
-            assert_eq!(error.to_string().contains("rank 1 was there and gave up"), size == 3, "{error}");
+            assert_eq!(error.to_string().contains("rank 1 had registered and timed out"), size == 3, "{error}");
         });
     }
 }
 
 #[test]
-fn a_place_that_nobody_can_connect_to_is_refused() {
+fn addresses_that_cannot_be_listened_on_are_refused() {
     let nowhere = RendezvousServer::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))).map(|_| ());
     assert!(matches!(nowhere, Err(Error::InvalidArgument(_))), "{nowhere:?}");
-    let (taken, place) = listening();
-    let again = RendezvousServer::bind(place).map(|_| ());
+    let (taken, address) = listening();
+    let again = RendezvousServer::bind(address).map(|_| ());
     assert!(
         matches!(&again, Err(Error::System { message, .. }) if message.contains("listening on 127.0.0.1:")),
         "{again:?}"
     );
     assert_eq!(again.unwrap_err().os_error().and_then(std::io::Error::raw_os_error), Some(libc::EADDRINUSE));
-    assert!(matches!(at(place, 0, 2, b"s", PATIENCE), Err(Error::InvalidArgument(_))));
+    assert!(matches!(at(address, 0, 2, b"s", PATIENCE), Err(Error::InvalidArgument(_))));
     drop(taken);
 }
 
-/// Passes connections on to a server, and counts what the server sends.
+/// Forwards connections to a server, and counts the bytes that the server sends.
 struct Proxy {
     port: u16,
     sent: Arc<AtomicUsize>,
@@ -188,12 +188,12 @@ impl Proxy {
                 if end.load(Ordering::SeqCst) {
                     return;
                 }
-                // Before the server listens the client is turned away, and tries again.
+                // Before the server listens, the connection is closed, and the client tries again.
                 let Ok(server) = TcpStream::connect(("127.0.0.1", server)) else { continue };
                 let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-                std::thread::spawn(move || pass(from, to, &AtomicUsize::new(0)));
+                std::thread::spawn(move || forward(from, to, &AtomicUsize::new(0)));
                 let count = Arc::clone(&count);
-                std::thread::spawn(move || pass(server, client, &count));
+                std::thread::spawn(move || forward(server, client, &count));
             }
         };
         Proxy { port, sent, ended, accepting: Some(std::thread::spawn(accept)) }
@@ -208,9 +208,9 @@ impl Drop for Proxy {
     }
 }
 
-fn pass(mut from: TcpStream, mut to: TcpStream, count: &AtomicUsize) {
+fn forward(mut from: TcpStream, mut to: TcpStream, count: &AtomicUsize) {
     let mut bytes = [0; 16 * 1024];
-    // Whatever ends one direction ends it for the other side too.
+    // Forwards the end of the direction, too.
     while let Ok(len @ 1..) = from.read(&mut bytes) {
         count.fetch_add(len, Ordering::SeqCst);
         if to.write_all(&bytes[..len]).is_err() {
@@ -221,7 +221,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, count: &AtomicUsize) {
 }
 
 #[test]
-fn what_the_first_rank_sends_grows_with_the_number_of_ranks_and_not_with_its_square() {
+fn the_bytes_that_rank_0_sends_grow_linearly_with_the_number_of_ranks() {
     const ADDRESS: usize = 1000;
     let sent = |size: usize| {
         let port = free_port();
@@ -242,12 +242,12 @@ fn what_the_first_rank_sends_grows_with_the_number_of_ranks_and_not_with_its_squ
         proxy.sent.load(Ordering::SeqCst)
     };
     let (few, many) = (sent(34), sent(136));
-    // Four times the ranks; the square of that would be 16 times the bytes.
+    // Four times the ranks; quadratic growth would be 16 times the bytes.
     assert!(few >= 34 * ADDRESS && many <= 5 * few, "{few} bytes for 34 ranks, {many} for 136");
 }
 
 #[test]
-fn a_rank_that_is_missing_by_tcp_is_named_to_all() {
+fn all_ranks_name_a_rank_that_is_missing_by_tcp() {
     let port = free_port();
     std::thread::scope(|scope| {
         for rank in [0, 2] {
@@ -262,7 +262,7 @@ fn a_rank_that_is_missing_by_tcp_is_named_to_all() {
 }
 
 #[test]
-fn strangers_at_the_tcp_rendezvous_hear_what_is_wrong_and_the_job_goes_on() {
+fn wrong_clients_of_the_tcp_server_are_refused_with_the_reason_and_the_exchange_succeeds() {
     let port = free_port();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || by_tcp(port, 0, 3, b"s", PATIENCE));
@@ -270,20 +270,19 @@ fn strangers_at_the_tcp_rendezvous_hear_what_is_wrong_and_the_job_goes_on() {
         let secret = by_tcp(port, 2, 3, b"S", PATIENCE).unwrap_err();
         assert!(matches!(&secret, Error::System { message, .. } if message.contains("wrong secret")), "{secret:?}");
         let size = by_tcp(port, 2, 4, b"s", PATIENCE).unwrap_err();
-        assert!(matches!(&size, Error::Mismatch(text) if text.contains("4 ranks")), "{size:?}");
-        // Rank 1 may be connected or not yet; in either case one of two is too many.
-        let mute = TcpStream::connect(("localhost", port)).unwrap();
+        assert!(matches!(&size, Error::Mismatch(text) if text.contains("world size 4")), "{size:?}");
+        let silent = TcpStream::connect(("localhost", port)).unwrap();
         let third = scope.spawn(move || by_tcp(port, 2, 3, b"s", PATIENCE));
         for joined in [first, second, third] {
             assert_eq!(joined.join().unwrap(), Ok(expected(3)));
         }
-        drop(mute);
+        drop(silent);
     });
 }
 
 #[test]
-fn the_first_rank_hears_why_nobody_it_could_accept_came() {
-    for (secret, size, why) in [(b"S", 2, "does not have this rank's secret"), (b"s", 3, "another number of ranks")] {
+fn rank_0_names_the_reason_why_it_refused_a_missing_rank() {
+    for (secret, size, why) in [(b"S", 2, "does not have this rank's secret"), (b"s", 3, "another world size")] {
         let port = free_port();
         std::thread::scope(|scope| {
             let first = scope.spawn(move || by_tcp(port, 0, 2, b"s", Duration::from_millis(800)));
@@ -291,14 +290,14 @@ fn the_first_rank_hears_why_nobody_it_could_accept_came() {
             let error = first.join().unwrap().unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error:?}");
             let text = error.to_string();
-            assert!(text.contains("rank 1 was refused") && text.contains(why), "{text}");
+            assert!(text.contains("a process with rank 1 was refused") && text.contains(why), "{text}");
             assert!(!text.contains("of 0 bytes"), "{text}");
         });
     }
 }
 
 #[test]
-fn two_processes_with_one_rank_are_told_apart_by_tcp() {
+fn the_second_process_with_a_rank_is_refused_by_tcp() {
     let port = free_port();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || by_tcp(port, 0, 3, b"s", PATIENCE));
@@ -317,16 +316,16 @@ fn two_processes_with_one_rank_are_told_apart_by_tcp() {
 }
 
 #[test]
-fn impossible_places_are_refused() {
+fn invalid_ports_ranks_and_paths_are_refused() {
     let wrong =
         [by_tcp(0, 1, 2, b"", PATIENCE), by_tcp(1, 2, 2, b"", PATIENCE), by_file(Path::new("x"), 3, 2, "", PATIENCE)];
     assert!(wrong.iter().all(|outcome| matches!(outcome, Err(Error::InvalidArgument(_)))));
-    let nowhere = by_file(Path::new("/nonexistent/meet"), 0, 2, "a", PATIENCE);
+    let nowhere = by_file(Path::new("/nonexistent/rendezvous"), 0, 2, "a", PATIENCE);
     assert!(matches!(nowhere, Err(Error::System { .. })));
 }
 
 #[test]
-fn all_ranks_hear_all_addresses_by_file_in_any_order_and_in_a_folder_of_earlier_jobs() {
+fn all_ranks_get_all_addresses_by_file_in_any_order_of_arrival_and_beside_files_of_earlier_jobs() {
     let folder = Folder::new("order");
     let path = folder.path();
     for job in 0..3 {
@@ -337,10 +336,10 @@ fn all_ranks_hear_all_addresses_by_file_in_any_order_and_in_a_folder_of_earlier_
                 let path = &path;
                 scope.spawn(move || by_file(path, rank, 3, &address(rank), PATIENCE))
             };
-            // The others are there first, and find what the last job left.
+            // The others start first, and find the files of the last job.
             let mut threads = vec![join(2), join(1)];
             if job > 0 {
-                until("a rank has answered the earlier job's rank 0", || folder.0.join("meet.2").exists());
+                until("rank 2 has read the earlier job's number", || folder.0.join("rendezvous.2").exists());
             }
             threads.push(join(0));
             threads.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(all.clone())));

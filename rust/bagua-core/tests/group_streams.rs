@@ -1,4 +1,4 @@
-//! How many streams join two ranks of different hosts, and what they are told to do with them.
+//! The configuration between hosts: number of streams per peer, and algorithm of all_reduce.
 
 mod group_world;
 
@@ -24,7 +24,7 @@ fn sum(groups: &[Group]) {
 }
 
 #[test]
-fn ranks_that_ask_for_different_numbers_of_streams_agree() {
+fn ranks_with_different_numbers_of_streams_agree_on_the_smaller_one() {
     sum(&world_with(3, |config| {
         config.transport = TransportChoice::Tcp;
         config.streams_per_peer = [1, 2, 5][config.rank];
@@ -32,7 +32,7 @@ fn ranks_that_ask_for_different_numbers_of_streams_agree() {
 }
 
 #[test]
-fn a_number_of_streams_that_cannot_be_is_refused_before_any_connection() {
+fn an_invalid_number_of_streams_is_refused_before_any_connection() {
     for streams in [0, 65] {
         let config = Config { streams_per_peer: streams, ..Config::new(0, 1) };
         let error = Bootstrap::bind(config).map(|_| ()).unwrap_err();
@@ -47,7 +47,7 @@ fn an_algorithm_is_found_by_its_name() {
 }
 
 #[test]
-fn a_forced_algorithm_reaches_the_lanes() {
+fn every_configured_algorithm_sums_correctly() {
     for algorithm in Algorithm::ALL {
         sum(&world_with(3, |config| {
             config.transport = TransportChoice::Tcp;
@@ -57,7 +57,7 @@ fn a_forced_algorithm_reaches_the_lanes() {
 }
 
 #[test]
-fn ranks_that_are_told_to_use_different_algorithms_refuse_each_other_by_name() {
+fn ranks_with_different_algorithms_fail_with_a_mismatch_that_names_both() {
     let outcomes = try_world(2, |config| {
         config.algorithm = [Algorithm::Auto, Algorithm::Ring][config.rank];
     });

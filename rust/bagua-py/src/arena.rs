@@ -1,11 +1,11 @@
-//! `Arena`: memory for tensors in which same-host peers work in place.
+//! `Arena`: memory for tensors that the ranks of a host access directly.
 
 use bagua_core::memory::SharedArena;
 use pyo3::prelude::*;
 
-/// This rank's part of an arena: memory for tensors in which the ranks of a host work in place.
+/// This rank's part of an arena: memory for tensors that the other ranks of the host access directly.
 ///
-/// Whoever uses the address keeps this object: the memory goes with it. It may outlive the group.
+/// Users of the address must keep this object, which owns the memory. It may outlive the group.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Arena {
     core: SharedArena,
@@ -19,19 +19,19 @@ impl Arena {
 
 #[pymethods]
 impl Arena {
-    /// Of the first byte; a multiple of the page size.
+    /// Address of the first byte; a multiple of the page size.
     #[getter]
     fn address(&self) -> usize {
         self.core.address()
     }
 
-    /// Bytes of this rank's part.
+    /// Length of this rank's part in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.core.len()
     }
 
-    /// True when peers on this host see this memory; otherwise it is this process's alone.
+    /// True when peers on this host map this memory; otherwise it is private.
     #[getter]
     fn shared(&self) -> bool {
         self.core.is_shared()

@@ -1,4 +1,4 @@
-//! `Bootstrap`: a rank on its way into a group.
+//! `Bootstrap`: a rank that listens, and then connects to the other ranks of a group.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Mutex;
@@ -16,19 +16,19 @@ use crate::gil::DropWithoutGil;
 use crate::group::Communicator;
 use crate::interrupt;
 
-/// A rank that listens and has an address to spread, but knows no peer yet.
+/// A rank that listens and has an address, but is not connected to any peer.
 ///
-/// `host_id` tells which ranks can share memory ("" asks the system), `host_name` is for people ("": the system's),
-/// `transport` is "auto" or "tcp", `streams_per_peer` (1 to 64) are TCP streams to a rank on another host, `algorithm` ("auto",
-/// "direct", "ring" or "doubling") is how all_reduce goes between hosts;
-/// `listen_port` 0 takes any free port; `timeout` (of an operation), `connect_timeout` and `heartbeat_timeout` are seconds.
-/// Raises ValueError for arguments that cannot be used, BaguaError when the system refuses to listen.
+/// Ranks with equal `host_id` share memory ("": boot id and network namespace), `host_name` appears in error texts ("": the system's),
+/// `transport` is "auto" or "tcp", `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host, `algorithm`
+/// ("auto", "direct", "ring" or "doubling") is the algorithm of all_reduce between hosts; `listen_port` 0 takes any free port; `timeout`
+/// (of an operation), `connect_timeout` and `heartbeat_timeout` are in seconds.
+/// Raises ValueError for invalid arguments, BaguaError when the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Bootstrap {
     address: Vec<u8>,
     world_size: usize,
-    /// Taken by `connect`.
-    pending: Mutex<Option<DropWithoutGil<group::Bootstrap>>>,
+    /// `None` after `connect`.
+    core: Mutex<Option<DropWithoutGil<group::Bootstrap>>>,
 }
 
 #[pymethods]
@@ -56,7 +56,7 @@ impl Bootstrap {
     ) -> PyResult<Bootstrap> {
         let raise = |error| errors::raise(py, error);
         if rank >= world_size {
-            return Err(raise(Error::InvalidArgument(format!("rank {rank} is not below world size {world_size}"))));
+            return Err(raise(Error::InvalidArgument(format!("rank {rank} is not in a world of {world_size} ranks"))));
         }
         let transport = match transport {
             "auto" => TransportChoice::Auto,
@@ -87,29 +87,29 @@ impl Bootstrap {
             algorithm,
             factories: Vec::new(),
         };
-        let pending = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
-        let address = pending.address().to_vec();
-        Ok(Bootstrap { address, world_size, pending: Mutex::new(Some(DropWithoutGil::new(pending))) })
+        let core = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;
+        let address = core.address().to_vec();
+        Ok(Bootstrap { address, world_size, core: Mutex::new(Some(DropWithoutGil::new(core))) })
     }
 
-    /// Opaque bytes that the peers need: spread them to every rank.
+    /// This rank's address: opaque bytes that all ranks need for `connect`.
     fn address<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.address)
     }
 
-    /// Connects to all peers and opens the group's main lane. `addresses[r]` is rank r's. Works once.
+    /// Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. May be called once.
     ///
-    /// Raises BaguaTimeoutError naming the ranks that did not come within `connect_timeout`.
+    /// Raises BaguaTimeoutError naming the ranks that did not connect within `connect_timeout`.
     fn connect(&self, py: Python<'_>, addresses: Vec<Vec<u8>>) -> PyResult<Communicator> {
         let raise = |error| errors::raise(py, error);
         if addresses.len() != self.world_size {
             let text = format!("{} addresses for a world of {} ranks", addresses.len(), self.world_size);
             return Err(raise(Error::InvalidArgument(text)));
         }
-        let pending = lock(&self.pending).take();
-        let pending = pending.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
+        let bootstrap = lock(&self.core).take();
+        let bootstrap = bootstrap.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
         let core =
-            interrupt::run_on_thread(py, move || core::Communicator::new(pending.into_inner().connect(&addresses)?))?;
+            interrupt::run_on_thread(py, move || core::Communicator::new(bootstrap.into_inner().connect(&addresses)?))?;
         Ok(Communicator::of(core))
     }
 }

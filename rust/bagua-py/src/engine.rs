@@ -1,6 +1,6 @@
 //! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_core::bucket;
@@ -9,7 +9,7 @@ use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::op::{CallbackOp, CentralizedOp, ExtraTensor};
 use bagua_core::types::DType;
-use bagua_core::wait::wait_in_slices;
+use bagua_core::wait::{lock, wait_in_slices};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
@@ -235,7 +235,7 @@ impl Engine {
     }
 
     fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
-        self.dtypes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.dtypes)
     }
 
     fn go(

@@ -1,4 +1,4 @@
-//! One match from the core's errors to the Python classes of `bagua.errors`.
+//! The mapping from the core's errors to the Python classes of `bagua.errors`.
 
 use std::time::Duration;
 
@@ -9,10 +9,11 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-/// `bagua.errors`, imported at the first failure.
+/// The module `bagua.errors`, imported at the first error.
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// The exception for a core error. A class of `bagua.errors` is called as `cls(message, **fields)`.
+/// The exception for a core error, created as `cls(message, **fields)` for classes of `bagua.errors`. The operating system's error, if
+/// there is one, becomes its `__cause__`.
 pub fn raise(py: Python<'_>, error: Error) -> PyErr {
     let code = error.os_error().and_then(std::io::Error::raw_os_error);
     let raised = exception(py, error).unwrap_or_else(|while_raising| while_raising);
@@ -28,11 +29,11 @@ fn os_error(py: Python<'_>, code: i32) -> PyResult<PyErr> {
     Ok(PyOSError::new_err((code, text)))
 }
 
-/// The exception of this class with this text, or the reason why it could not be made.
+/// The exception for a core error without its cause; `Err` when it cannot be created.
 fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
     let text = error.to_string();
     let fields = PyDict::new(py);
-    // No wildcard: a new variant has to be given a class here.
+    // No wildcard: the compiler asks for the class of a new variant.
     let class = match error {
         Error::PeerLost { rank, host, reason, noticed_by, progress, source: _ } => {
             fields.set_item("rank", rank)?;
@@ -75,9 +76,9 @@ fn set_progress(fields: &Bound<'_, PyDict>, progress: Option<Box<Progress>>) -> 
     fields.set_item("total_bytes", total)
 }
 
-/// A number of seconds as a caller gives it: not negative, not NaN.
+/// The duration of an argument in seconds, which must not be negative or NaN.
 pub fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    // Years beyond what the clock can add up mean the same as "for ever".
+    // Longer durations overflow when they are added to the clock.
     const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     if value.is_nan() || value < 0.0 {
         return Err(PyValueError::new_err(format!("{name} is {value} s; it must be 0 or more")));

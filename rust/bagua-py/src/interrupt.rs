@@ -12,12 +12,13 @@ use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::thread::ThreadId;
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Group;
+use bagua_core::wait::lock;
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -49,7 +50,7 @@ struct State {
 static STATE: Mutex<State> = Mutex::new(State { main_thread: None, wakeup: None, verbs: 0, group: None });
 
 fn state() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&STATE)
 }
 
 /// Starts listening and returns the descriptor for `signal.set_wakeup_fd`. Call it on the main thread.
@@ -162,7 +163,7 @@ pub fn run_on_thread<T: Send + 'static>(
         .map_err(|e| errors::raise(py, Error::system("starting a thread", e)))?;
     let receiver = Mutex::new(receiver);
     loop {
-        let received = py.detach(|| receiver.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SLICE));
+        let received = py.detach(|| lock(&receiver).recv_timeout(SLICE));
         match received {
             Ok(result) => return result.map_err(|e| errors::raise(py, e)),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,

@@ -1,4 +1,4 @@
-//! Spreading addresses, and what this build and this machine offer.
+//! The exchange of addresses between ranks; the version of this build and the libraries of this machine.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,10 +17,10 @@ fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
     addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect()
 }
 
-/// Spreads addresses through a small TCP server that rank 0 runs on `host:port` until every rank has all of them.
+/// Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all of them.
 ///
-/// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns every rank's blob, by rank.
-/// Raises BaguaTimeoutError or BaguaError when that fails.
+/// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks, by rank.
+/// Raises BaguaTimeoutError naming the missing ranks, or another BaguaError.
 #[pyfunction]
 #[pyo3(signature = (host, port, rank, world_size, address, secret, timeout))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
@@ -41,18 +41,18 @@ pub fn rendezvous_tcp(
     Ok(blobs(py, addresses))
 }
 
-/// A place that was named to a rank.
-fn place(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr> {
+/// The socket address of an IP address and a port.
+fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr> {
     let parsed = host.parse().map_err(|e| Error::InvalidArgument(format!("host '{host}' is not an IP address: {e}")));
     parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
 }
 
-/// Rank 0's end of a rendezvous, which listens from the start: on `host`, an IP address, and on `port`, 0 for any free one.
+/// Rank 0's server of a rendezvous. It listens from its creation on: on `host`, an IP address, and `port`, 0 for any free port.
 ///
-/// Raises ValueError for an address that cannot be used, BaguaError when the system refuses to listen.
+/// Raises ValueError for an invalid address, BaguaError when the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct RendezvousServer {
-    place: SocketAddr,
+    address: SocketAddr,
     /// Taken by `serve`.
     server: Mutex<Option<group::RendezvousServer>>,
 }
@@ -62,18 +62,18 @@ impl RendezvousServer {
     #[new]
     fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<RendezvousServer> {
         let raise = |error| errors::raise(py, error);
-        let server = group::RendezvousServer::bind(place(py, host, port)?).map_err(raise)?;
-        Ok(RendezvousServer { place: server.place().map_err(raise)?, server: Mutex::new(Some(server)) })
+        let server = group::RendezvousServer::bind(socket_address(py, host, port)?).map_err(raise)?;
+        Ok(RendezvousServer { address: server.address().map_err(raise)?, server: Mutex::new(Some(server)) })
     }
 
-    /// Host and port to tell the other ranks, for their `rendezvous_at`.
-    fn place(&self) -> (String, u16) {
-        (self.place.ip().to_string(), self.place.port())
+    /// Host and port, which the other ranks pass to `rendezvous_at`.
+    fn address(&self) -> (String, u16) {
+        (self.address.ip().to_string(), self.address.port())
     }
 
-    /// Spreads the addresses of all ranks; `address` is rank 0's blob, `timeout` is in seconds. Works once.
+    /// Exchanges the addresses of all ranks; `address` is rank 0's blob, `timeout` is in seconds. May be called once.
     ///
-    /// Returns every rank's blob, by rank. Raises BaguaTimeoutError naming the ranks that did not come.
+    /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError naming the missing ranks.
     fn serve(
         &self,
         py: Python<'_>,
@@ -84,16 +84,16 @@ impl RendezvousServer {
     ) -> PyResult<Vec<Py<PyBytes>>> {
         let timeout = errors::seconds("timeout", timeout)?;
         let server = lock(&self.server).take();
-        let again = || errors::raise(py, Error::other("this rendezvous has been served already"));
-        let server = server.ok_or_else(again)?;
+        let called_twice = || errors::raise(py, Error::other("this rendezvous has been served already"));
+        let server = server.ok_or_else(called_twice)?;
         let addresses = interrupt::run_on_thread(py, move || server.serve(world_size, &address, &secret, timeout))?;
         Ok(blobs(py, addresses))
     }
 }
 
-/// Spreads addresses as `rendezvous_tcp` does on ranks other than 0, by way of the `RendezvousServer` at `host:port`.
+/// As `rendezvous_tcp` on ranks other than 0, through the `RendezvousServer` at `host:port`.
 ///
-/// Raises PeerLostError as soon as that does not answer, or no longer.
+/// Raises PeerLostError when the connection to the server fails or breaks.
 #[pyfunction]
 #[pyo3(signature = (host, port, rank, world_size, address, secret, timeout))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
@@ -107,16 +107,16 @@ pub fn rendezvous_at(
     secret: Vec<u8>,
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
-    let (server, timeout) = (place(py, host, port)?, errors::seconds("timeout", timeout)?);
+    let (server, timeout) = (socket_address(py, host, port)?, errors::seconds("timeout", timeout)?);
     let addresses = interrupt::run_on_thread(py, move || {
         group::rendezvous_at(server, rank, world_size, &address, &secret, timeout)
     })?;
     Ok(blobs(py, addresses))
 }
 
-/// Spreads addresses through files beside `path`, on a file system that all ranks share. `timeout` is in seconds.
+/// Exchanges addresses through files next to `path`, on a file system that all ranks share. `timeout` is in seconds.
 ///
-/// Returns every rank's blob, by rank. Raises BaguaTimeoutError or BaguaError when that fails.
+/// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError naming the missing ranks, or another BaguaError.
 #[pyfunction]
 #[pyo3(signature = (path, rank, world_size, address, timeout))]
 pub fn rendezvous_file(
@@ -133,7 +133,7 @@ pub fn rendezvous_file(
     Ok(blobs(py, addresses))
 }
 
-/// The address of the interface that the route towards `host:port` uses. Nothing is sent.
+/// The local address of the route to `host:port`. Sends nothing.
 #[pyfunction]
 pub fn local_address_towards(py: Python<'_>, host: String, port: u16) -> PyResult<String> {
     py.detach(|| group::local_address_towards(&host, port))
@@ -147,7 +147,7 @@ pub fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
-/// What of CUDA this process can load: {"cuda_driver": bool, "nccl": bool}. Initialises no device.
+/// Whether this process can load the CUDA driver and NCCL: {"cuda_driver": bool, "nccl": bool}. Initialises no device.
 #[pyfunction]
 pub fn present(py: Python<'_>) -> PyResult<Py<PyDict>> {
     let present = py.detach(bagua_cuda::present);

@@ -1,9 +1,9 @@
-//! Where a tensor or an array lies, without making an object of it.
+//! Address, length and type of tensors and arrays, without creating Python objects.
 //!
-//! Asking a torch tensor for its address, count, type, device, layout and strides through attributes costs 0.7 us, making a capsule 2 us,
-//! and a NumPy array's `ctypes.data` 1.1 us. Here a tensor is asked by the C function that its class offers for that (DLPack's exchange
-//! table, torch 2.10 and later), an array by its array struct. Whatever is not plain (strided and contiguous in this host's memory, of a type
-//! that can travel, of exactly the class) is not answered for: the caller then asks by attributes, and raises what there is to raise.
+//! Reading address, count, type, device, layout and strides of a torch tensor through attributes costs 0.7 us, creating a DLPack capsule
+//! 2 us, and `ctypes.data` of a NumPy array 1.1 us. Here a tensor is read through the C function of its class (DLPack's exchange table,
+//! torch 2.10 and later), an array through its array struct. Only plain tensors are read: of exactly a registered class, contiguous in host
+//! memory, of a supported type. For all others the caller reads the attributes, and raises the error if there is one.
 //!
 //! <https://dmlc.github.io/dlpack/latest/c_api.html>, <https://numpy.org/doc/stable/reference/arrays.interface.html>
 
@@ -20,7 +20,7 @@ use pyo3::{ffi, intern};
 
 /// `DLTensor`.
 #[repr(C)]
-struct Lying {
+struct DlTensor {
     data: *mut c_void,
     device_type: c_int,
     device_id: i32,
@@ -35,62 +35,65 @@ struct Lying {
 
 /// `DLPackExchangeAPI`.
 #[repr(C)]
-struct Table {
+struct ExchangeApi {
     major: u32,
     minor: u32,
     previous: *const c_void,
     allocate: *const c_void,
-    lend: *const c_void,
+    export: *const c_void,
     import: *const c_void,
     describe: Option<Describe>,
     stream: *const c_void,
 }
 
-/// Fills in where the object lies; -1 and a Python exception where it cannot.
-type Describe = unsafe extern "C" fn(*mut c_void, *mut Lying) -> c_int;
+/// Writes the `DLTensor` of an object; returns -1 and sets a Python exception on failure.
+type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
-const TABLE: &CStr = c"dlpack_exchange_api";
+/// Name of the capsules of exchange tables.
+const CAPSULE_NAME: &CStr = c"dlpack_exchange_api";
 
-/// The major version whose structs stand above.
+/// The major version of the structs above.
 const MAJOR: u32 = 1;
 
-/// `DLDeviceType` of ordinary memory.
-const ON_HOST: c_int = 1;
+/// `DLDeviceType` of host memory.
+const HOST_DEVICE: c_int = 1;
 
-/// Address, elements, code of the type, dimensions (None: one), and the object itself.
+/// Address, number of elements, code of the type, dimensions (None for one dimension), and the tensor itself.
 type Found<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, Bound<'py, PyAny>);
 
-/// A plain tensor: its memory, and what was made of its dimensions.
+/// The memory and the type of a plain tensor.
 pub struct Plain<T> {
     pub address: usize,
     pub count: usize,
     pub dtype: DType,
+    /// The dimensions, as converted by the caller of [`TensorReader::read`].
     pub shape: T,
 }
 
-/// Looks at the tensors of some classes that share one exchange table; without classes, at none.
+/// Reads the tensors of some classes that share one exchange table; without classes, none.
 ///
-/// `lazy_flags` is called with a tensor that is plain otherwise, and gives what torch has put off in it: something empty when it is plain.
-/// `changed` is called with a tuple of one tensor when a verb has written to it. Raises TypeError for classes without such a table.
+/// `lazy_flags` is called with a tensor that is plain otherwise and returns its lazy operations (a conjugation or negation that torch has
+/// not applied yet): falsy for a plain tensor. `changed` is called with a tuple of one tensor after a verb has written to it. Raises
+/// TypeError for classes without such a table.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct TensorReader {
-    /// Exactly these; a subclass may mean something else by its memory.
+    /// Exactly these classes: a subclass may interpret its memory differently.
     classes: Vec<Py<PyType>>,
-    /// Of their table; `None` without classes.
+    /// The function of their table; `None` without classes.
     describe: Option<Describe>,
     lazy_flags: Py<PyAny>,
     changed: Py<PyAny>,
 }
 
 impl TensorReader {
-    /// Where a tensor lies, and what `of` makes of its dimensions; `None` when it is not plain.
-    pub fn read<T>(&self, x: &Bound<'_, PyAny>, of: impl FnOnce(&[i64]) -> Option<T>) -> Option<Plain<T>> {
+    /// Reads a tensor and converts its dimensions with `shape_of`; `None` when it is not plain.
+    pub fn read<T>(&self, x: &Bound<'_, PyAny>, shape_of: impl FnOnce(&[i64]) -> Option<T>) -> Option<Plain<T>> {
         let py = x.py();
         let class = x.get_type_ptr();
         if !self.classes.iter().any(|known| known.as_ptr().cast() == class) {
             return None;
         }
-        let mut lying = Lying {
+        let mut tensor = DlTensor {
             data: null_mut(),
             device_type: 0,
             device_id: 0,
@@ -102,12 +105,12 @@ impl TensorReader {
             strides: null(),
             byte_offset: 0,
         };
-        // SAFETY: `x` is of a class that the table belongs to, this thread is attached, and `lying` has room for the answer.
-        if unsafe { (self.describe?)(x.as_ptr().cast(), &raw mut lying) } != 0 {
+        // SAFETY: `x` is of a class that the table belongs to, this thread is attached, and `tensor` has room for the result.
+        if unsafe { (self.describe?)(x.as_ptr().cast(), &raw mut tensor) } != 0 {
             drop(PyErr::take(py));
             return None;
         }
-        let dtype = match (lying.code, lying.bits, lying.lanes) {
+        let dtype = match (tensor.code, tensor.bits, tensor.lanes) {
             (2, 16, 1) => DType::F16,
             (4, 16, 1) => DType::BF16,
             (2, 32, 1) => DType::F32,
@@ -121,22 +124,22 @@ impl TensorReader {
             (5, 128, 1) => DType::C128,
             _ => return None,
         };
-        if lying.device_type != ON_HOST {
+        if tensor.device_type != HOST_DEVICE {
             return None;
         }
-        // SAFETY: until this thread releases the GIL, both are as long as the tensor has dimensions (or null).
-        let (dims, strides) = unsafe { (dims(lying.shape, lying.ndim)?, dims(lying.strides, lying.ndim)) };
+        // SAFETY: until this thread releases the GIL, both are null or have as many elements as the tensor has dimensions.
+        let (dims, strides) = unsafe { (dims(tensor.shape, tensor.ndim)?, dims(tensor.strides, tensor.ndim)) };
         if strides.is_some_and(|strides| !contiguous(dims, strides)) {
             return None;
         }
         let count = dims.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
-        let address = lying.data.addr() + usize::try_from(lying.byte_offset).ok()?;
-        let shape = of(dims)?;
+        let address = tensor.data.addr() + usize::try_from(tensor.byte_offset).ok()?;
+        let shape = shape_of(dims)?;
         let lazy_flags = self.lazy_flags.bind(py).call1((x,)).and_then(|answer| answer.is_truthy());
         matches!(lazy_flags, Ok(false)).then_some(Plain { address, count, dtype, shape })
     }
 
-    /// Says that a tensor's values are others now.
+    /// Reports that the values of a tensor have changed.
     pub fn changed(&self, x: &Bound<'_, PyAny>) -> PyResult<()> {
         self.changed.bind(x.py()).call1(((x,),)).map(drop)
     }
@@ -149,9 +152,10 @@ impl TensorReader {
         let mut found = None;
         for class in &classes {
             let table = class.getattr("__dlpack_c_exchange_api__")?.cast_into::<PyCapsule>()?;
-            // SAFETY: a capsule, and a name that lives for ever; a wrong name gives null and an exception.
-            let table =
-                unsafe { ffi::PyCapsule_GetPointer(table.as_ptr(), TABLE.as_ptr()) }.cast::<Table>().cast_const();
+            // SAFETY: a capsule and a static name; for a wrong name the function returns null and sets an exception.
+            let table = unsafe { ffi::PyCapsule_GetPointer(table.as_ptr(), CAPSULE_NAME.as_ptr()) }
+                .cast::<ExchangeApi>()
+                .cast_const();
             if table.is_null() {
                 return Err(PyErr::fetch(class.py()));
             }
@@ -159,19 +163,19 @@ impl TensorReader {
                 return Err(PyTypeError::new_err("the classes do not share one exchange table"));
             }
         }
-        // SAFETY: a capsule of this name points to a table of the process's lifetime; the version comes first in every version of it.
+        // SAFETY: a capsule of this name points to a static table, whose first fields are the version in every version.
         let describe =
             found.and_then(|table| unsafe { if (*table).major == MAJOR { (*table).describe } else { None } });
         if found.is_some() && describe.is_none() {
-            return Err(PyTypeError::new_err("the classes cannot describe what they lend"));
+            return Err(PyTypeError::new_err("the exchange table of the classes cannot describe tensors"));
         }
         Ok(TensorReader { classes: classes.into_iter().map(Bound::unbind).collect(), describe, lazy_flags, changed })
     }
 
-    /// Address, elements, code of the type, dimensions (None for one dimension) and the tensor itself, of a plain tensor; None for all
-    /// others. A negation that torch has put off is not plain.
+    /// Address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself, of a plain tensor; None
+    /// for all others, also for a tensor with a lazy negation.
     fn at<'py>(&self, x: Bound<'py, PyAny>) -> Option<Found<'py>> {
-        let Plain { address, count, dtype, shape } = self.read(&x, |dims| several(x.py(), dims))?;
+        let Plain { address, count, dtype, shape } = self.read(&x, |dims| dims_tuple(x.py(), dims))?;
         Some((address, count, dtype as u8, shape, x))
     }
 }
@@ -190,15 +194,15 @@ struct Array {
     description: *mut c_void,
 }
 
-/// Contiguous in C order, aligned, in this machine's byte order.
+/// C-contiguous, aligned, native byte order.
 const PLAIN: c_int = 0x1 | 0x100 | 0x200;
 const WRITEABLE: c_int = 0x400;
 
-/// Address, elements, code of the type, dimensions (None: one), and whether it may be written.
+/// Address, number of elements, code of the type, dimensions (None for one dimension), and whether the array is writeable.
 type FoundArray<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, bool);
 
-/// Address, elements, code of the type, dimensions (None for one dimension), and whether it may be written, of a contiguous NumPy array;
-/// None for everything else.
+/// Address, number of elements, code of the type, dimensions (None for one dimension), and whether it is writeable, of a contiguous NumPy
+/// array; None for all other objects.
 #[pyfunction]
 pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
     static NDARRAY: pyo3::sync::PyOnceLock<Py<PyType>> = pyo3::sync::PyOnceLock::new();
@@ -208,13 +212,13 @@ pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
         return None;
     }
     let capsule = x.getattr(intern!(py, "__array_struct__")).ok()?.cast_into::<PyCapsule>().ok()?;
-    // SAFETY: a capsule; NumPy's has no name. Null, which is looked at next, comes with an exception.
+    // SAFETY: a capsule; NumPy's has no name. On failure the function returns null and sets an exception.
     let array = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), null()) }.cast::<Array>().cast_const();
     if array.is_null() {
         drop(PyErr::take(py));
         return None;
     }
-    // SAFETY: what NumPy's own class puts into this capsule is such a struct, and the capsule is alive.
+    // SAFETY: NumPy's ndarray puts a struct of this layout into the capsule, and the capsule is alive.
     let array = unsafe { &*array };
     if array.two != 2 || array.flags & PLAIN != PLAIN {
         return None;
@@ -232,14 +236,14 @@ pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
         (b'c', 16) => DType::C128,
         _ => return None,
     };
-    // SAFETY: the struct's shape has that many dimensions.
+    // SAFETY: the shape of the struct has `nd` elements.
     let shape = unsafe { dims(array.shape, array.nd) }?;
     let count = shape.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
     let writeable = array.flags & WRITEABLE != 0;
-    Some((array.data.addr(), count, dtype as u8, several(py, shape)?, writeable))
+    Some((array.data.addr(), count, dtype as u8, dims_tuple(py, shape)?, writeable))
 }
 
-/// `ndim` numbers at `first`; None where they are missing.
+/// The `ndim` numbers at `first`; `None` for null or a negative `ndim`.
 ///
 /// # Safety
 /// `first` is null or points to `ndim` numbers that live for `'a`.
@@ -247,12 +251,12 @@ unsafe fn dims<'a, T>(first: *const T, ndim: c_int) -> Option<&'a [T]> {
     match usize::try_from(ndim).ok()? {
         0 => Some(&[]),
         _ if first.is_null() => None,
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `ndim` numbers.
         ndim => Some(unsafe { std::slice::from_raw_parts(first, ndim) }),
     }
 }
 
-/// As torch means it: dimensions of one element do not count, and nothing is contiguous.
+/// Contiguous as torch defines it: strides of dimensions of one element are ignored, and an empty tensor is contiguous.
 fn contiguous(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected = 1;
     for (dim, stride) in shape.iter().zip(strides).rev() {
@@ -266,8 +270,8 @@ fn contiguous(shape: &[i64], strides: &[i64]) -> bool {
     true
 }
 
-/// The dimensions as fingerprints have them.
-#[expect(clippy::unnecessary_wraps, reason = "for `TensorReader::see`")]
+/// The shape for a fingerprint.
+#[expect(clippy::unnecessary_wraps, reason = "the signature that `TensorReader::read` expects")]
 pub fn shape(dims: &[i64]) -> Option<Shape> {
     let mut first = [0; 4];
     for (slot, dim) in first.iter_mut().zip(dims) {
@@ -276,8 +280,8 @@ pub fn shape(dims: &[i64]) -> Option<Shape> {
     Some(Shape { ndim: u8::try_from(dims.len()).unwrap_or(u8::MAX), dims: first })
 }
 
-/// The dimensions, unless there is one. The outer None: Python could not make the tuple.
-#[expect(clippy::option_option, reason = "a failure, and Python's None")]
-fn several<'py, T: Copy + IntoPyObject<'py>>(py: Python<'py>, shape: &[T]) -> Option<Option<Bound<'py, PyTuple>>> {
+/// The dimensions as a tuple; `Some(None)` for one dimension, `None` when the tuple cannot be created.
+#[expect(clippy::option_option, reason = "the outer option is a failure, the inner one is Python's None")]
+fn dims_tuple<'py, T: Copy + IntoPyObject<'py>>(py: Python<'py>, shape: &[T]) -> Option<Option<Bound<'py, PyTuple>>> {
     if shape.len() == 1 { Some(None) } else { PyTuple::new(py, shape.iter().copied()).ok().map(Some) }
 }

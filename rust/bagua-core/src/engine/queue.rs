@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::handle::{Handle, timed_out};
@@ -14,7 +14,7 @@ use crate::health::GroupHealth;
 use crate::memory::Region;
 use crate::op::Op;
 use crate::schedule::Schedule;
-use crate::wait::{Waited, wait_in_slices, wait_once};
+use crate::wait::{Waited, lock, wait_in_slices, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 pub struct Engine {
@@ -216,7 +216,7 @@ impl Engine {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

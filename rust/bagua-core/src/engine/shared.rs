@@ -1,6 +1,6 @@
 //! A bucket that its owner and a communication thread share.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::bucket::{Bucket, CheckedOut};
 use crate::error::Result;
@@ -8,6 +8,7 @@ use crate::group::Lanes;
 use crate::memory::Region;
 use crate::op::{BucketCx, ExtraTensor, Op};
 use crate::types::DType;
+use crate::wait::lock;
 
 /// A [`Bucket`] behind a lock that is held for moments only: while the bucket is communicated, its memory is checked out and the
 /// lock is free. Cheap to clone; all clones are one bucket.
@@ -62,7 +63,7 @@ impl SharedBucket {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Bucket> {
         // Nothing in Bucket panics half-way through a change.
-        self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.bucket)
     }
 
     /// See [`Bucket::attach`].

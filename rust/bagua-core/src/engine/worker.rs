@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
 use crate::group::{Lanes, OwnerProcess};
 use crate::health::GroupHealth;
-use crate::wait::blocking_wait;
+use crate::wait::{blocking_wait, lock, wait_on, wait_on_for};
 
 /// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
 const GRACE: Duration = Duration::from_secs(1);
@@ -137,7 +137,7 @@ impl LaneWorker {
             blocking_wait(|| {
                 let mut queue = self.shared.queue();
                 while queue.finished < ticket {
-                    queue = self.shared.settled.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                    queue = wait_on(&self.shared.settled, queue);
                 }
             });
             self.shared.take_lost_error(&mut self.shared.queue())?;
@@ -179,7 +179,7 @@ impl LaneWorker {
 
     /// Starts the thread if it does not run yet.
     pub(super) fn start(&self) -> Result<()> {
-        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut thread = lock(&self.thread);
         if thread.is_none() && !self.shared.stopping.load(Ordering::Acquire) {
             let shared = self.shared.clone();
             let name = format!("bagua-{}", self.shared.name.replace('\0', ""));
@@ -215,8 +215,8 @@ impl LaneWorker {
             self.shared.pending.fetch_sub(1, Ordering::Release);
         }
         self.shared.settled.notify_all();
-        drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        drop(lock(&self.registration).take());
+        let Some(thread) = lock(&self.thread).take() else { return };
         if thread.thread().id() == std::thread::current().id() {
             // A job ended its own worker; the thread ends when the job returns.
             return;
@@ -255,12 +255,12 @@ impl Drop for LaneWorker {
 impl Shared {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         // No code that can panic runs under this lock.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     fn lanes(&self) -> MutexGuard<'_, Lanes> {
         // A job's panic poisons the group, which says more than a poisoned lock.
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.lanes)
     }
 
     /// As `lane`, for a thread that may hold what the lane's user needs to come to its end.
@@ -287,7 +287,7 @@ impl Shared {
                 if self.stopping.load(Ordering::Acquire) {
                     return;
                 }
-                queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                queue = wait_on(&self.work, queue);
                 continue;
             };
             queue.running = Some(what);
@@ -360,7 +360,7 @@ impl Shared {
             if left.is_zero() {
                 break;
             }
-            queue = self.settled.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = wait_on_for(&self.settled, queue, left);
         }
         queue.running.clone()
     }

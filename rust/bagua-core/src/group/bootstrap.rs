@@ -1,4 +1,4 @@
-//! From a rank that listens to a group that stands.
+//! Bootstrap of a group: a rank listens, the caller exchanges the addresses, and the rank connects to all others.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
-use super::control::{Book, Building, Control, Listeners, Plane};
+use super::control::{ConnectState, Control, Listeners, Plane, World};
 use super::fork::OwnerProcess;
 use super::handshake;
 use super::membership::Group;
@@ -15,23 +15,22 @@ use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
-/// A rank that listens and has an address to spread, but knows no peer yet.
+/// A rank that listens and has an address, but is not connected to any peer.
 pub struct Bootstrap {
-    /// Ends the thread if the group is never built.
     control: Control,
-    /// The blob.
+    /// The address blob.
     address: Vec<u8>,
 }
 
 impl Bootstrap {
-    /// First step: listens. The caller spreads [`Bootstrap::address`] by whatever it has.
+    /// First step: listens. The caller must then exchange the [`Bootstrap::address`] of all ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` when the configuration contradicts itself, `System` when there is no socket or thread to be had.
+    /// `InvalidArgument` for an invalid configuration, `System` when a socket or the thread cannot be created.
     pub fn bind(config: Config) -> Result<Bootstrap> {
         let Config { rank, world_size, .. } = config;
         if rank >= world_size || u32::try_from(world_size).is_err() {
-            return Err(Error::InvalidArgument(format!("rank {rank} in a world of {world_size} ranks")));
+            return Err(Error::InvalidArgument(format!("rank {rank} is not in a world of {world_size} ranks")));
         }
         if config.heartbeat_timeout.is_zero() {
             return Err(Error::InvalidArgument("a heartbeat timeout of 0 s".to_owned()));
@@ -53,7 +52,7 @@ impl Bootstrap {
         if config.host_name.is_empty() {
             config.host_name = address::host_name();
         }
-        let owner = OwnerProcess::arm()?;
+        let owner = OwnerProcess::install()?;
         let listeners = if world_size > 1 { Some(Listeners::open(&config)?) } else { None };
         let address = Address {
             rank,
@@ -70,21 +69,22 @@ impl Bootstrap {
         let plane = Plane::new(config, owner);
         let control = match listeners {
             Some(listeners) => Control::start(plane, listeners)?,
-            None => Control::alone(plane),
+            None => Control::without_thread(plane),
         };
         Ok(Bootstrap { control, address: address.encode() })
     }
 
-    /// Opaque bytes that the peers need; a few hundred.
+    /// This rank's address for its peers: a few hundred opaque bytes.
     pub fn address(&self) -> &[u8] {
         &self.address
     }
 
-    /// Second step: connects to all peers. `addresses[r]` is rank r's. Returns when every pair has a control connection.
+    /// Second step: connects to all peers. `addresses[r]` is the address of rank r. Returns when every pair of ranks has a control
+    /// connection.
     ///
     /// # Errors
-    /// `InvalidArgument` or `Mismatch` when the addresses do not fit together, `Timeout` naming the ranks that cannot be reached,
-    /// `System` or `Mismatch` when one refuses, `PeerLost` when one goes away meanwhile.
+    /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
+    /// `System` or `Mismatch` when a rank refuses the connection, `PeerLost` when a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
         let Bootstrap { control, address } = self;
         let plane = Arc::clone(&control.plane);
@@ -95,70 +95,70 @@ impl Bootstrap {
         let parsed = Address::parse_all(addresses, config, &address)?;
         let hosts = parsed.iter().map(|address| address.host_name.clone()).collect();
         let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
-        let book = Book::new(parsed, addresses, &config.secret);
-        plane.register(book.world, &health);
-        let book = plane.open(book);
+        let world = World::new(parsed, addresses, &config.secret);
+        plane.register(world.id, &health);
+        let world = plane.set_world(world);
         if config.world_size == 1 {
             return Group::world(control, health, vec![vec![0]]);
         }
         for lower in 0..config.rank {
             control.dial_control(lower, until, &health)?;
         }
-        let site = Site { plane: &plane, health: &health, book, deadline };
-        let conns = site.wait(|building| &mut building.conns)?;
-        let ids: Vec<&str> = book.addresses.iter().map(|address| address.host_id.as_str()).collect();
+        let connecting = Connecting { plane: &plane, health: &health, world, deadline };
+        let conns = connecting.wait(|state| &mut state.conns)?;
+        let ids: Vec<&str> = world.addresses.iter().map(|address| address.host_id.as_str()).collect();
         let own = conns.iter().all(|(rank, conn)| conn.is_unix() || ids[*rank] != ids[config.rank]);
-        control.read_loop(conns);
-        plane.send_all(&Message::Near(own));
-        let mut near = site.wait(|building| &mut building.near)?;
-        near.insert(config.rank, own);
-        let hosts = partition(&ids, |rank| near.get(&rank) == Some(&true));
+        control.start_sessions(conns);
+        plane.send_all(&Message::HostConnected(own));
+        let mut host_connected = connecting.wait(|state| &mut state.host_connected)?;
+        host_connected.insert(config.rank, own);
+        let hosts = partition(&ids, |rank| host_connected.get(&rank) == Some(&true));
         Group::world(control, health, hosts)
     }
 }
 
-/// A group under construction.
-struct Site<'a> {
+/// A rank that is connecting to its peers.
+struct Connecting<'a> {
     plane: &'a Plane,
     health: &'a GroupHealth,
-    book: &'a Book,
+    world: &'a World,
     deadline: Deadline,
 }
 
-impl Site<'_> {
-    /// Waits until every other rank has an entry, and takes them all.
-    fn wait<T>(&self, of: impl Fn(&mut Building) -> &mut HashMap<usize, T>) -> Result<HashMap<usize, T>> {
+impl Connecting<'_> {
+    /// Waits until the map has an entry for every other rank, and takes the map.
+    fn wait<T>(&self, map: impl Fn(&mut ConnectState) -> &mut HashMap<usize, T>) -> Result<HashMap<usize, T>> {
         let Config { rank: own, world_size, .. } = self.plane.config;
-        let mut building = lock(&self.plane.building);
-        let mut looked: Option<Instant> = None;
+        let mut state = lock(&self.plane.connecting);
+        let mut last_check: Option<Instant> = None;
         loop {
-            let found = of(&mut building);
+            let found = map(&mut state);
             if found.len() == world_size - 1 {
                 return Ok(std::mem::take(found));
             }
             self.health.check()?;
-            // Every arrival ends the wait below, so who is missing is not asked each time.
+            // Every new entry ends the wait below; collecting the missing ranks each time would be quadratic.
             let passed = self.deadline.passed();
-            if passed || looked.is_none_or(|looked| looked.elapsed() >= SLICE) {
-                looked = Some(Instant::now());
+            if passed || last_check.is_none_or(|last| last.elapsed() >= SLICE) {
+                last_check = Some(Instant::now());
                 let missing: Vec<usize> =
                     (0..world_size).filter(|rank| *rank != own && !found.contains_key(rank)).collect();
-                if let Some(gone) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
-                    return Err(self.health.peer_lost(*gone, "it left while the group was being built"));
+                if let Some(departed) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
+                    return Err(self.health.peer_lost(*departed, "it left while the group was being built"));
                 }
                 if passed {
-                    return Err(self.timed_out(&building, missing));
+                    return Err(self.timed_out(&state, missing));
                 }
             }
             let slice: Duration = SLICE.min(self.deadline.left());
-            building = wait_on_for(&self.plane.built, building, slice);
+            state = wait_on_for(&self.plane.connect_changed, state, slice);
         }
     }
 
-    fn timed_out(&self, building: &Building, missing: Vec<usize>) -> Error {
+    fn timed_out(&self, state: &ConnectState, missing: Vec<usize>) -> Error {
         let each = missing.iter().map(|rank| {
-            let trouble = building.troubles.get(rank).map(|how| format!(": {how}")).unwrap_or_default();
-            format!("{}{trouble}", self.book.addresses[*rank].place())
+            let failure = state.last_failures.get(rank).map(|how| format!(": {how}")).unwrap_or_default();
+            format!("{}{failure}", self.world.addresses[*rank].describe())
         });
         let what = format!("connecting to {}", each.collect::<Vec<_>>().join("; "));
         let progress = Progress { what, label: String::new(), done: 0, total: 0 };
@@ -167,17 +167,17 @@ impl Site<'_> {
     }
 }
 
-/// Ranks with one host id are a host if every pair of them is connected by a Unix socket, else each is one of its own.
-/// `is_near(a)`: rank a says that its connections with all ranks of its host id are such. Hosts come in the order of their first
-/// rank.
-fn partition(host_ids: &[&str], is_near: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
+/// Partitions the ranks into hosts: ranks with equal host ids form a host if every pair of them is connected by a Unix socket; otherwise
+/// each of them forms a host of its own. `is_connected(r)`: rank r reports Unix connections to all ranks with its host id. Hosts are in
+/// the order of their first ranks.
+fn partition(host_ids: &[&str], is_connected: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
     let mut classes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (rank, id) in host_ids.iter().enumerate() {
         classes.entry(id).or_default().push(rank);
     }
     let mut hosts: Vec<Vec<usize>> = Vec::new();
     for class in classes.into_values() {
-        if class.iter().all(|rank| is_near(*rank)) {
+        if class.iter().all(|rank| is_connected(*rank)) {
             hosts.push(class);
         } else {
             hosts.extend(class.into_iter().map(|rank| vec![rank]));
@@ -192,10 +192,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_that_reach_each_other_are_a_host_and_others_are_not() {
+    fn ranks_of_one_host_id_are_a_host_if_all_pairs_are_connected_by_unix_sockets() {
         let ids = ["a", "b", "a", "b"];
         assert_eq!(partition(&ids, |_| true), [[0, 2], [1, 3]]);
-        // Rank 3 does not reach rank 1, or says so.
+        // Rank 3 reports that it is not connected to rank 1.
         assert_eq!(partition(&ids, |rank| rank != 3), [vec![0, 2], vec![1], vec![3]]);
         assert_eq!(partition(&ids, |_| false), [[0], [1], [2], [3]]);
     }

@@ -1,8 +1,8 @@
-//! Building a lane: its sockets, its shared memory, and the collective that fits the group.
+//! Connecting a lane: its streams, its shared memory, and the collective for the group's hosts.
 //!
-//! A few streams per pair that is joined by TCP, as many as the address of either asks for; the higher rank connects, the lower
-//! waits. The ranks of one host share one segment of memory per lane: the first of them creates it and
-//! hands out its descriptor over Unix connections that are closed again afterwards.
+//! Two ranks that use TCP have a few streams, the smaller of the numbers in their addresses; the higher rank connects, the lower one
+//! accepts. The ranks of one host share one memory segment per lane: the first of them creates it and passes its descriptor over Unix
+//! connections, which are closed afterwards.
 
 use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut};
@@ -18,7 +18,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
-use super::connection::{Absent, ConnKey, DataConn, Socket};
+use super::connection::{ConnKey, DataConn, NotArrived, Socket};
 use super::control::{Control, Dial};
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::{Purpose, digest};
@@ -36,22 +36,22 @@ const FLAT: u32 = 0;
 /// `index` of the streams between the first ranks of hosts.
 const LEADERS: u32 = 1;
 
-/// `index` of the streams between the ranks of one machine that may not share memory.
+/// `index` of the streams between the ranks of one machine that do not share memory.
 const MACHINE: u32 = 2;
 
-/// `index` of the connections that a lane's memory comes by.
-const LANE: u32 = 0;
+/// `index` of the connections over which the descriptor of a lane's segment is passed.
+const LANE_SEGMENT: u32 = 0;
 
-/// `index` of the connections that an arena comes by; its number stands where a lane has its channel.
-const ARENA: u32 = 1;
+/// `index` of the connections over which the descriptor of an arena is passed; their `channel` is the number of the arena.
+const ARENA_SEGMENT: u32 = 1;
 
-/// Where the number of a stream among those of one pair stands in its `index`.
-const NUMBER: u32 = 8;
+/// Bit position of a stream's number in its `index`.
+const NUMBER_SHIFT: u32 = 8;
 
-/// The one byte that a descriptor travels with.
-const SEGMENT: u8 = b'M';
+/// The byte that accompanies a descriptor.
+const DESCRIPTOR_BYTE: u8 = b'M';
 
-/// What a lane is built from.
+/// Builds one lane or one arena.
 pub(super) struct LaneBuilder<'a> {
     pub(super) control: &'a Arc<Control>,
     pub(super) health: &'a Arc<GroupHealth>,
@@ -59,13 +59,13 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) group: u64,
     /// "lane" or "arena", for error texts.
     pub(super) what: &'static str,
-    /// Which of its lanes, or of its arenas.
+    /// Number of the lane, or of the arena.
     pub(super) channel: u32,
     /// Group ranks on each host, ascending.
     pub(super) hosts: &'a [Vec<usize>],
-    /// When it must be done.
+    /// Deadline for all connections.
     pub(super) deadline: Deadline,
-    /// Arenas that lanes may find tensors in.
+    /// The arenas that tensors may lie in.
     pub(super) registry: &'a Arc<Registry>,
 }
 
@@ -76,7 +76,7 @@ type ByMachine = (Box<dyn Collective>, Option<Box<dyn Collective>>);
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl LaneBuilder<'_> {
-    /// The collective for this group, connected.
+    /// Connects the lane and returns its collective.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
         let size = self.health.size();
         if size == 1 {
@@ -84,7 +84,7 @@ impl LaneBuilder<'_> {
         }
         let (host, local) = self.host()?;
         let arena = if host.len() > 1 {
-            Some(Arc::new(self.memory(host, LANE, "bagua-lane", segment_len(host.len()))?))
+            Some(Arc::new(self.memory(host, LANE_SEGMENT, "bagua-lane", segment_len(host.len()))?))
         } else {
             None
         };
@@ -93,8 +93,8 @@ impl LaneBuilder<'_> {
         let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
             Box::new(shm(Arc::clone(arena))?)
         } else {
-            let far: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
-            let streams = self.streams(&far, FLAT, &mut fork_fds)?;
+            let remote: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
+            let streams = self.streams(&remote, FLAT, &mut fork_fds)?;
             if self.hosts.iter().all(|host| host.len() == 1) {
                 Box::new(self.mesh((0..size).collect(), streams, None))
             } else {
@@ -120,7 +120,7 @@ impl LaneBuilder<'_> {
         let intra: Box<dyn Collective> = if machine.len() == 1 {
             Box::new(Solo::new())
         } else if machine.as_slice() == host {
-            let arena = Arc::new(self.memory(host, LANE, "bagua-lane", segment_len(host.len()))?);
+            let arena = Arc::new(self.memory(host, LANE_SEGMENT, "bagua-lane", segment_len(host.len()))?);
             fork_fds.push(ForkFd::new(&arena.fd()));
             Box::new(Shm::new(arena, local, host.to_vec())?.knowing(Arc::clone(self.registry)))
         } else {
@@ -159,15 +159,15 @@ impl LaneBuilder<'_> {
         Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
     }
 
-    /// The ranks of this rank's host, and which of them it is.
+    /// The group ranks on this rank's host, and this rank's index among them.
     fn host(&self) -> Result<(&[usize], usize)> {
         let rank = self.health.rank();
-        let place = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
-        let found = self.hosts.iter().find_map(|host| place(host).map(|at| (host.as_slice(), at)));
+        let index = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
+        let found = self.hosts.iter().find_map(|host| index(host).map(|at| (host.as_slice(), at)));
         found.ok_or_else(|| Error::other("this rank is on no host of its group"))
     }
 
-    /// Memory for tensors: one file for all ranks of this host, private memory for a rank that is alone there.
+    /// Allocates an arena: one file for all ranks of this host, private memory for the only rank of a host.
     pub(super) fn arena(&self, len: usize, label: &str) -> Result<SharedArena> {
         let (host, local) = self.host()?;
         let whole = part_stride(len, host.len())? * host.len();
@@ -175,30 +175,30 @@ impl LaneBuilder<'_> {
             return SharedArena::private(len, self.health.world_rank(self.health.rank()), self.registry);
         }
         let ranks = host.iter().map(|member| self.health.world_rank(*member)).collect();
-        let file = self.memory(host, ARENA, label, whole)?;
+        let file = self.memory(host, ARENA_SEGMENT, label, whole)?;
         SharedArena::shared(file, arena_id(self.group, self.channel), ranks, local, len, self.registry)
     }
 
-    /// A mesh of some members of the group: shared memory where there is some, streams otherwise.
-    fn mesh(&self, members: Vec<usize>, mut streams: Streams, near: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
+    /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and streams to all others.
+    fn mesh(&self, members: Vec<usize>, mut streams: Streams, shared: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
         let rank = self.health.rank();
         let mut bell = None;
-        if let Some((arena, local, host)) = near {
+        if let Some((arena, local, host)) = shared {
             let (links, own) = spare_links(arena, local, host.len());
             bell = Some(own);
-            let named = host.iter().copied().zip(links);
-            streams.extend(named.filter_map(|(member, link)| link.map(|link| (member, vec![link]))));
+            let by_rank = host.iter().copied().zip(links);
+            streams.extend(by_rank.filter_map(|(member, link)| link.map(|link| (member, vec![link]))));
         }
-        let place = members.iter().position(|member| *member == rank).unwrap_or(0);
+        let own_index = members.iter().position(|member| *member == rank).unwrap_or(0);
         let bundles = members.iter().map(|member| streams.remove(member).unwrap_or_default()).collect();
-        Net::new(Mesh::bundled(place, members, bundles, bell)).with(self.control.plane.config.algorithm)
+        Net::new(Mesh::bundled(own_index, members, bundles, bell)).with(self.control.plane.config.algorithm)
     }
 
-    fn seat(&self, peer: usize, purpose: Purpose, index: u32) -> ConnKey {
+    fn key(&self, peer: usize, purpose: Purpose, index: u32) -> ConnKey {
         ConnKey { purpose, group: self.group, channel: self.channel, index, from: self.health.world_rank(peer) }
     }
 
-    /// Connects to a lower group rank. What is returned must be waited for.
+    /// Starts to connect to a lower group rank; [`LaneBuilder::dialled`] waits for the outcome.
     fn dial(
         &self,
         peer: usize,
@@ -209,122 +209,120 @@ impl LaneBuilder<'_> {
         self.control.dial_lane(Dial { to, purpose, group, channel, index }, Instant::now() + self.deadline.left())
     }
 
-    /// Waits for a connection that was dialled.
+    /// Waits for a connection that [`LaneBuilder::dial`] started.
     fn dialled(
         &self,
         peer: usize,
-        answer: &std::sync::mpsc::Receiver<std::result::Result<DataConn, String>>,
+        outcome: &std::sync::mpsc::Receiver<std::result::Result<DataConn, String>>,
     ) -> Result<DataConn> {
         loop {
-            match answer.recv_timeout(SLICE) {
+            match outcome.recv_timeout(SLICE) {
                 Ok(Ok(data_conn)) => return Ok(data_conn),
                 Ok(Err(how)) => {
                     let rank = self.health.world_rank(peer);
                     return Err(Error::other(format!("connecting a lane to rank {rank}: {how}")));
                 }
-                Err(RecvTimeoutError::Timeout) => self.look(peer)?,
+                Err(RecvTimeoutError::Timeout) => self.check(peer)?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    self.look(peer)?;
-                    return Err(self.late(peer));
+                    self.check(peer)?;
+                    return Err(self.timed_out(peer));
                 }
             }
         }
     }
 
-    /// The error that ends a wait for a peer, if there is one.
-    fn look(&self, peer: usize) -> Result<()> {
+    /// The error that must end a wait for a peer: the group failed, the peer left, or the deadline passed.
+    fn check(&self, peer: usize) -> Result<()> {
         self.health.check()?;
         if self.health.has_departed(peer) {
             return Err(self.health.attribute_disconnect(peer, "it left the group"));
         }
-        if self.deadline.passed() { Err(self.late(peer)) } else { Ok(()) }
+        if self.deadline.passed() { Err(self.timed_out(peer)) } else { Ok(()) }
     }
 
-    fn late(&self, peer: usize) -> Error {
+    fn timed_out(&self, peer: usize) -> Error {
         let what = format!("opening {} {} of the group", self.what, self.channel);
         self.health.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
     }
 
     /// Waits for a connection from a higher group rank.
-    fn awaited(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
-        let seat = self.seat(peer, purpose, index);
-        self.control.plane.room.take(&seat, peer, &self.deadline, self.health).map_err(|absent| match absent {
-            Absent::Late => self.late(peer),
-            Absent::Ended => self.look(peer).err().unwrap_or_else(|| self.late(peer)),
+    fn accepted(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
+        let key = self.key(peer, purpose, index);
+        self.control.plane.pending.take(&key, peer, &self.deadline, self.health).map_err(|why| match why {
+            NotArrived::TimedOut => self.timed_out(peer),
+            NotArrived::GroupEnded => self.check(peer).err().unwrap_or_else(|| self.timed_out(peer)),
         })
     }
 
-    /// The streams to each of these group ranks.
+    /// Opens the streams to these group ranks.
     fn streams(&self, peers: &[usize], index: u32, fork_fds: &mut Vec<ForkFd>) -> Result<Streams> {
-        let addresses = &self.control.plane.book()?.addresses;
-        let asks = |peer: usize| addresses[self.health.world_rank(peer)].streams;
-        let own = asks(self.health.rank());
-        let both = |peer: usize| u32::from(own.min(asks(peer)).max(1));
-        let numbers = |peer: usize| (0..both(peer)).map(move |number| (peer, index | number << NUMBER));
-        let made = self.connect(peers.iter().copied().flat_map(numbers).collect(), fork_fds)?;
+        let addresses = &self.control.plane.world()?.addresses;
+        let configured = |peer: usize| addresses[self.health.world_rank(peer)].streams;
+        let own = configured(self.health.rank());
+        let agreed = |peer: usize| u32::from(own.min(configured(peer)).max(1));
+        let numbers = |peer: usize| (0..agreed(peer)).map(move |number| (peer, index | number << NUMBER_SHIFT));
+        let connected = self.connect(peers.iter().copied().flat_map(numbers).collect(), fork_fds)?;
         let mut streams = Streams::new();
-        for (peer, stream) in made {
-            let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a stream of data", e))?;
+        for (peer, stream) in connected {
+            let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a data stream", e))?;
             streams.entry(peer).or_default().push(Box::new(stream));
         }
         Ok(streams)
     }
 
-    /// One TCP connection for each of these group ranks and indices, in this order.
+    /// Opens one TCP connection for each group rank and index, and returns them in the same order.
     fn connect(&self, wanted: Vec<(usize, u32)>, fork_fds: &mut Vec<ForkFd>) -> Result<Vec<(usize, TcpStream)>> {
         let rank = self.health.rank();
-        // All are dialled before the first is waited for.
+        // Starts all connections before it waits for the first.
         let dialling: Vec<_> = wanted
             .into_iter()
             .map(|(peer, index)| (peer, index, (peer < rank).then(|| self.dial(peer, Purpose::Stream, index))))
             .collect();
-        let mut made = Vec::with_capacity(dialling.len());
-        for (peer, index, answer) in dialling {
-            let DataConn { fork_fd, socket } = match answer {
-                Some(answer) => self.dialled(peer, &answer)?,
-                None => self.awaited(peer, Purpose::Stream, index)?,
+        let mut connected = Vec::with_capacity(dialling.len());
+        for (peer, index, outcome) in dialling {
+            let DataConn { fork_fd, socket } = match outcome {
+                Some(outcome) => self.dialled(peer, &outcome)?,
+                None => self.accepted(peer, Purpose::Stream, index)?,
             };
             let Socket::Tcp(stream) = socket else {
-                return Err(Error::other("a stream of data that is no TCP connection"));
+                return Err(Error::other("a data stream that is not a TCP connection"));
             };
             fork_fds.push(fork_fd);
-            made.push((peer, stream));
+            connected.push((peer, stream));
         }
-        Ok(made)
+        Ok(connected)
     }
 
-    /// Memory that the ranks of this host share: made, with `len` bytes, by the first of them.
+    /// Memory that the ranks of this host share; the first of them creates it with `len` bytes.
     fn memory(&self, host: &[usize], index: u32, label: &str, len: usize) -> Result<Arena> {
         let rank = self.health.rank();
         let first = host[0];
         if first == rank {
             let arena = Arena::create(label, len)?;
             for peer in &host[1..] {
-                let data_conn = self.awaited(*peer, Purpose::Segment, index)?;
+                let data_conn = self.accepted(*peer, Purpose::Segment, index)?;
                 let Socket::Unix(stream) = &data_conn.socket else {
-                    return Err(Error::other("a descriptor cannot travel by TCP"));
+                    return Err(Error::other("a descriptor cannot be passed over TCP"));
                 };
-                // A peer that is gone by now is the control plane's to report, with its name.
-                give(stream, &arena).map_err(|e| Error::system("handing out shared memory", e))?;
+                // The control plane reports a lost peer.
+                send_descriptor(stream, &arena).map_err(|e| Error::system("passing shared memory to a peer", e))?;
             }
             return Ok(arena);
         }
         let data_conn = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
         let Socket::Unix(stream) = &data_conn.socket else {
-            return Err(Error::other("a descriptor cannot travel by TCP"));
+            return Err(Error::other("a descriptor cannot be passed over TCP"));
         };
         let failed = |e| Error::system("receiving shared memory", e);
         stream.set_read_timeout(Some(SLICE)).map_err(failed)?;
         let descriptor = loop {
-            match receive(stream) {
+            match receive_descriptor(stream) {
                 Ok(Some(descriptor)) => break descriptor,
                 Ok(None) => {
-                    return Err(self
-                        .health
-                        .attribute_disconnect(first, "it closed the connection that shared memory comes by"));
+                    return Err(self.health.attribute_disconnect(first, "it closed the connection for shared memory"));
                 }
                 Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {
-                    self.look(first)?;
+                    self.check(first)?;
                 }
                 Err(e) => return Err(failed(e)),
             }
@@ -333,24 +331,25 @@ impl LaneBuilder<'_> {
     }
 }
 
-/// Computed alike by all members, without a word. Never used again, as groups and their arenas are numbered; 0 means none.
+/// Id of an arena, which all members compute without communication. Unique, because groups and their arenas are numbered; never 0, which
+/// means no arena.
 fn arena_id(group: u64, nth: u32) -> u64 {
     let hash = digest(&[b"bagua arena", &group.to_le_bytes(), &nth.to_le_bytes()]);
     u64::from_le_bytes(*hash.first_chunk().expect("32 bytes have a first 8")).max(1)
 }
 
-/// Sends the descriptor of some memory.
-fn give(stream: &UnixStream, arena: &Arena) -> std::io::Result<()> {
+/// Sends the descriptor of an arena.
+fn send_descriptor(stream: &UnixStream, arena: &Arena) -> std::io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let descriptors = [arena.fd()];
     ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[SEGMENT])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[DESCRIPTOR_BYTE])], &mut ancillary, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
-/// Receives a descriptor; `None` when the other end closed, or sent something else.
-fn receive(stream: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
+/// Receives a descriptor; `None` when the peer has closed the connection or sent none.
+fn receive_descriptor(stream: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
@@ -362,12 +361,12 @@ fn receive(stream: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
     Ok(found)
 }
 
-/// A collective that works in the process that built it, and is left alone in forked children: its descriptors are closed there
-/// already, so neither may it use them nor may their owners be dropped.
+/// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them
+/// nor may their owners be dropped.
 struct ProcessBound {
-    /// Forgotten before the descriptors are closed.
+    /// Unregistered before the collective closes the descriptors.
     fork_fds: Vec<ForkFd>,
-    /// Taken only by drop.
+    /// `None` only during drop.
     inner: Option<Box<dyn Collective>>,
     owner: OwnerProcess,
 }

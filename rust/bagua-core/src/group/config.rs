@@ -1,4 +1,4 @@
-//! What a rank must know before it can join a group.
+//! The parameters of a group on one rank.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,50 +6,50 @@ use std::time::Duration;
 
 use crate::collective::{Algorithm, CollectiveFactory};
 
-/// Streams to a peer unless the configuration says otherwise.
+/// Default number of streams to a peer.
 const DEFAULT_STREAMS: usize = 2;
 
 /// The most streams to a peer that a configuration may ask for.
 pub const MAX_STREAMS: usize = 64;
 
-/// Which transports a group may use.
+/// The transports that a group may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
     /// Shared memory between ranks of one host, TCP between hosts.
     #[default]
     Auto,
-    /// TCP between all ranks, as if every rank had a host of its own.
+    /// TCP between all ranks, also on one host.
     Tcp,
 }
 
-/// What a rank must know before it can join a group.
+/// The parameters with which a rank joins a group.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// This process's rank, below `world_size`.
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// Name of the group, for reports and errors.
+    /// Name of the group, for statistics and error texts.
     pub name: String,
-    /// Which host this is: equal on two ranks only if they can share memory. Empty: boot id and network namespace decide.
+    /// Identity of the host: equal on two ranks only if they can share memory. Empty: boot id and network namespace.
     pub host_id: String,
-    /// Name of the host for people. Empty: the system's host name.
+    /// Name of the host in error texts. Empty: the system's host name.
     pub host_name: String,
-    /// Proves that a connection belongs to this job.
+    /// Secret of the job, with which the two ends of a connection authenticate each other.
     pub secret: Vec<u8>,
-    /// Address to listen on (port 0: any free one), as [`local_address_towards`](super::local_address_towards) finds it.
+    /// Address to listen on (port 0: any free port), as [`local_address_towards`](super::local_address_towards) returns it.
     pub listen: SocketAddr,
     /// Default deadline of an operation.
     pub timeout: Duration,
-    /// Deadline for building groups and lanes.
+    /// Deadline for connecting a group or a lane.
     pub connect_timeout: Duration,
-    /// A peer that is silent for this long is lost.
+    /// A peer without a heartbeat for this long is lost.
     pub heartbeat_timeout: Duration,
-    /// Which transports may be used.
+    /// The transports that the group may use.
     pub transport: TransportChoice,
-    /// TCP streams to a peer on another host, for each lane (1 to 64); of two ranks the one that asks for fewer is heard.
+    /// TCP streams to a peer on another host, for each lane (1 to 64). Two ranks with different numbers use the smaller one.
     pub streams_per_peer: usize,
-    /// How all_reduce goes between hosts; all ranks must say the same.
+    /// Algorithm of all_reduce between hosts; must be equal on all ranks.
     pub algorithm: Algorithm,
     /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
     pub factories: Vec<Arc<dyn CollectiveFactory>>,

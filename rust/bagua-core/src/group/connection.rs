@@ -1,4 +1,4 @@
-//! Connections that have been made and proven: conns of the control plane, and plain sockets that wait to become streams.
+//! Authenticated connections: control connections, and data connections, which stay pending until their lane is opened.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,15 +14,15 @@ use super::handshake::{Hello, Purpose, Refusal};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
-/// Sockets that may wait at once, in small worlds.
+/// The most pending connections in small worlds.
 const PENDING_LIMIT: usize = 4096;
 
-/// Sockets that may wait at once; peers that open more than that are not honest. Each may be some lanes ahead of this rank.
+/// The most pending connections. Peers may open several lanes before this rank does, but correct peers stay below this.
 fn pending_limit(world_size: usize) -> usize {
     PENDING_LIMIT.max(world_size.saturating_mul(2 * MAX_STREAMS))
 }
 
-/// A connection in the hands of the control thread.
+/// A socket of the control thread, asynchronous.
 #[derive(Debug)]
 pub(super) enum AsyncSocket {
     Tcp(tokio::net::TcpStream),
@@ -61,7 +61,7 @@ impl AsyncWrite for AsyncSocket {
     }
 }
 
-/// A connection that forked children close.
+/// An asynchronous connection, closed in forked children.
 #[derive(Debug)]
 pub(super) struct ControlConn {
     pub(super) fork_fd: ForkFd,
@@ -82,8 +82,8 @@ impl ControlConn {
         matches!(self.socket, AsyncSocket::Unix(_))
     }
 
-    /// The same connection outside the control thread, blocking.
-    pub(super) fn into_plain(self) -> io::Result<DataConn> {
+    /// The same connection for use outside the control thread, blocking.
+    pub(super) fn into_data(self) -> io::Result<DataConn> {
         let socket = match self.socket {
             AsyncSocket::Tcp(stream) => {
                 let stream = stream.into_std()?;
@@ -100,21 +100,21 @@ impl ControlConn {
     }
 }
 
-/// A connection outside the control thread.
+/// A blocking socket.
 #[derive(Debug)]
 pub(super) enum Socket {
     Tcp(std::net::TcpStream),
     Unix(std::os::unix::net::UnixStream),
 }
 
-/// A [`Socket`] that forked children close.
+/// A blocking connection, closed in forked children.
 #[derive(Debug)]
 pub(super) struct DataConn {
     pub(super) fork_fd: ForkFd,
     pub(super) socket: Socket,
 }
 
-/// What a waiting socket is for.
+/// Identifies a pending connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ConnKey {
     pub(super) purpose: Purpose,
@@ -132,72 +132,72 @@ impl From<&Hello> for ConnKey {
     }
 }
 
-/// Where sockets wait until this rank opens the lane that they are for: a peer may be ahead.
+/// Accepted connections whose lane this rank has not opened yet: a peer may open it earlier.
 #[derive(Debug)]
 pub(super) struct PendingConns {
-    /// The most that wait.
+    /// The most connections that may be pending.
     limit: usize,
-    pending_limit: Mutex<HashMap<ConnKey, DataConn>>,
-    changed: Condvar,
+    conns: Mutex<HashMap<ConnKey, DataConn>>,
+    /// Notified when a connection is added.
+    added: Condvar,
 }
 
-/// Why nobody came.
+/// Why a connection did not arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Absent {
+pub(super) enum NotArrived {
     /// The deadline passed.
-    Late,
+    TimedOut,
     /// The group failed, or the peer left it.
-    Ended,
+    GroupEnded,
 }
 
 impl PendingConns {
     pub(super) fn new(world_size: usize) -> PendingConns {
-        PendingConns { limit: pending_limit(world_size), pending_limit: Mutex::default(), changed: Condvar::new() }
+        PendingConns { limit: pending_limit(world_size), conns: Mutex::default(), added: Condvar::new() }
     }
 
-    /// True while there is room for one more.
+    /// True below the limit.
     pub(super) fn has_room(&self) -> bool {
-        lock(&self.pending_limit).len() < self.limit
+        lock(&self.conns).len() < self.limit
     }
 
-    /// Seats a socket. One that waits in the same seat is from an attempt that its peer gave up.
-    pub(super) fn enter(&self, seat: ConnKey, data_conn: DataConn) -> Result<(), Refusal> {
-        let mut pending_limit = lock(&self.pending_limit);
-        if pending_limit.len() >= self.limit {
+    /// Adds a connection. It replaces one with the same key, which the peer abandoned.
+    pub(super) fn insert(&self, key: ConnKey, conn: DataConn) -> Result<(), Refusal> {
+        let mut conns = lock(&self.conns);
+        if conns.len() >= self.limit {
             return Err(Refusal::Busy);
         }
-        pending_limit.insert(seat, data_conn);
-        self.changed.notify_all();
+        conns.insert(key, conn);
+        self.added.notify_all();
         Ok(())
     }
 
-    /// Waits for the socket of a seat. `peer` is its group rank.
+    /// Waits for the connection with a key and takes it. `peer` is the group rank that opens it.
     pub(super) fn take(
         &self,
-        seat: &ConnKey,
+        key: &ConnKey,
         peer: usize,
         deadline: &Deadline,
         health: &GroupHealth,
-    ) -> Result<DataConn, Absent> {
-        let mut pending_limit = lock(&self.pending_limit);
+    ) -> Result<DataConn, NotArrived> {
+        let mut conns = lock(&self.conns);
         loop {
-            if let Some(data_conn) = pending_limit.remove(seat) {
-                return Ok(data_conn);
+            if let Some(conn) = conns.remove(key) {
+                return Ok(conn);
             }
             if health.check().is_err() || health.has_departed(peer) {
-                return Err(Absent::Ended);
+                return Err(NotArrived::GroupEnded);
             }
             if deadline.passed() {
-                return Err(Absent::Late);
+                return Err(NotArrived::TimedOut);
             }
-            let slice = SLICE.min(deadline.left());
-            pending_limit = wait_on_for(&self.changed, pending_limit, slice);
+            conns = wait_on_for(&self.added, conns, SLICE.min(deadline.left()));
         }
     }
 
-    /// Closes what waits for a group, or everything.
+    /// Closes the pending connections of a group, or all.
     pub(super) fn clear(&self, group: Option<u64>) {
-        lock(&self.pending_limit).retain(|seat, _| group.is_some_and(|group| group != seat.group));
+        lock(&self.conns).retain(|key, _| group.is_some_and(|group| group != key.group));
     }
 }
 
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_peer_has_a_seat_for_each_stream_that_may_be_asked_for() {
+    fn the_limit_has_room_for_every_stream_of_a_lane_from_every_peer() {
         for world_size in [2, 65, 2000, 100_000] {
             assert!(pending_limit(world_size) >= (world_size - 1) * MAX_STREAMS);
         }

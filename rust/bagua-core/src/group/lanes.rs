@@ -9,15 +9,15 @@ use crate::reduce::divide;
 use crate::request::{HostIo, Io, Verb};
 use crate::types::{DType, Kind, ReduceOp, flags};
 
-/// Bytes that go through all phases of a hierarchical all_reduce at a time.
+/// Bytes of one chunk, which passes through all phases of a hierarchical all_reduce before the next.
 const CHUNK: usize = 512 << 10;
 
-/// Index of a host's first rank in its lane.
+/// Rank of a host's first rank in the lane of that host.
 const LEADER: usize = 0;
 
-/// See the module. The lanes by host are opened by the first operation that asks for them.
+/// The lanes of one engine. The lanes by host are opened by the first operation that needs them.
 pub struct Lanes {
-    /// All ranks.
+    /// The lane of all ranks.
     pub global: Lane,
     /// Opens the lanes by host; `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
@@ -25,14 +25,14 @@ pub struct Lanes {
 }
 
 impl From<Lane> for Lanes {
-    /// A lane without a group, as tests and benchmarks build it: it has no lanes by host.
+    /// The lanes of a lane without a group, as tests and benchmarks build it: without lanes by host.
     fn from(global: Lane) -> Lanes {
         Lanes { global, group: None, hosts: None }
     }
 }
 
 impl Lanes {
-    /// The lanes of a group; opens the global one. Collective.
+    /// Opens the global lane of a group. Collective.
     ///
     /// # Errors
     /// As [`Group::lane`].
@@ -40,10 +40,10 @@ impl Lanes {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None })
     }
 
-    /// The lanes by host. The first call opens them: all ranks of the group make it at the same place of their program.
+    /// The lanes by host. The first call opens them and is collective.
     ///
     /// # Errors
-    /// `Mismatch` when another rank does something else; otherwise as [`Group::lane`].
+    /// `Mismatch` when another rank runs another operation; otherwise as [`Group::lane`].
     pub fn hosts(&mut self) -> Result<&mut HostLanes> {
         if self.hosts.is_none() {
             let Some(group) = &self.group else {
@@ -51,7 +51,7 @@ impl Lanes {
                     "this lane belongs to no group and has no lanes by host".to_owned(),
                 ));
             };
-            // A rank that does not open them is found here and not by a deadline.
+            // A rank that runs another operation is a mismatch here, instead of a timeout while opening lanes.
             let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
             self.global.barrier(&options)?;
             self.hosts = Some(group.host_lanes()?);
@@ -59,14 +59,14 @@ impl Lanes {
         self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))
     }
 
-    /// True when the group's own route combines inside hosts first, or no two ranks of it share a host.
+    /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.
     fn route_is_hierarchical(&self) -> bool {
         let Some(group) = &self.group else { return true };
         self.global.collective() != "net" || group.machines().iter().all(|machine| machine.len() == 1)
     }
 
-    /// All_reduce on all ranks. `hierarchical` combines inside hosts first, also where the group would go flat; the result then
-    /// equals that of a group that goes by host bit for bit, and the flat one within rounding. All ranks must ask for the same.
+    /// All_reduce on all ranks. `hierarchical` reduces inside hosts first, also where the collective of the global lane is flat; the result
+    /// then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. Equal on all ranks.
     ///
     /// # Errors
     /// As [`Lane::run`].

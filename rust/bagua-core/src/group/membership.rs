@@ -1,4 +1,4 @@
-//! A group that stands.
+//! A connected group: its lanes, arenas and sub-groups, failing it and leaving it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -15,58 +15,58 @@ use crate::memory::{Registry, SharedArena, part_stride};
 use crate::stats::Stats;
 use crate::wait::{Deadline, lock};
 
-/// What a rank's waits end with after it left.
+/// The reason of `Aborted` on a rank that has left.
 const LEFT: &str = "this rank left the group";
 
-/// A group of ranks, cheap to clone. The last clone to be dropped leaves the group.
+/// A group of ranks, cheap to clone. Dropping the last clone leaves the group.
 #[derive(Clone)]
 pub struct Group {
     membership: Arc<Membership>,
 }
 
-/// What the clones of a group share.
+/// The state that the clones of a group share.
 struct Membership {
     health: Arc<GroupHealth>,
     stats: Arc<Stats>,
     name: String,
-    /// Equal on all members, different for every group.
+    /// Equal on all members, and different for every group.
     id: u64,
-    /// What tells this incarnation of the world from others in message headers.
+    /// Distinguishes this incarnation of the world group from others in message headers.
     epoch: u32,
     /// Group ranks on each host.
     hosts: Vec<Vec<usize>>,
-    /// Lanes opened so far.
+    /// Number of lanes opened.
     channels: AtomicU32,
-    /// Arenas made so far.
+    /// Number of arenas created.
     arenas: AtomicU32,
-    /// Those that still live, of the world and all its sub-groups.
+    /// The existing arenas of the world group and all its sub-groups.
     registry: Arc<Registry>,
-    /// How often a sub-group of these world ranks was built.
-    children: Mutex<HashMap<Vec<usize>, u64>>,
-    /// Set by the first who leaves.
+    /// By world ranks: how many sub-groups of them were built.
+    subgroups: Mutex<HashMap<Vec<usize>, u64>>,
+    /// Set by the first call of `leave`.
     left: AtomicBool,
-    /// The group that this one is a part of: keeps it from leaving first. `None` for the world.
+    /// The parent group, which must not leave before this one. `None` for the world group.
     parent: Option<Arc<Membership>>,
-    /// Shared by the world and all its sub-groups.
+    /// Shared by the world group and all its sub-groups.
     control: Arc<Control>,
 }
 
 impl Group {
-    /// The group of all ranks. `hosts` are world ranks.
+    /// The group of all ranks. `hosts` are the world ranks on each host.
     pub(super) fn world(control: Control, health: Arc<GroupHealth>, hosts: Vec<Vec<usize>>) -> Result<Group> {
         let plane = &control.plane;
-        let book = plane.book()?;
+        let world = plane.world()?;
         let membership = Membership {
             health,
             stats: Arc::clone(&plane.stats),
             name: plane.config.name.clone(),
-            id: book.world,
-            epoch: book.epoch(),
+            id: world.id,
+            epoch: world.epoch(),
             hosts,
             channels: AtomicU32::new(0),
             arenas: AtomicU32::new(0),
             registry: Arc::default(),
-            children: Mutex::default(),
+            subgroups: Mutex::default(),
             left: AtomicBool::new(false),
             parent: None,
             control: Arc::new(control),
@@ -79,12 +79,12 @@ impl Group {
         self.membership.health.rank()
     }
 
-    /// Number of ranks.
+    /// Number of ranks in the group.
     pub fn size(&self) -> usize {
         self.membership.health.size()
     }
 
-    /// Its name.
+    /// Name of the group.
     pub fn name(&self) -> &str {
         &self.membership.name
     }
@@ -94,18 +94,18 @@ impl Group {
         self.membership.health.world_ranks()
     }
 
-    /// Group ranks of the members on each host, hosts in the order of their first rank.
+    /// Group ranks on each host, in the order of the hosts' first ranks.
     pub fn hosts(&self) -> Vec<Vec<usize>> {
         self.membership.hosts.clone()
     }
 
-    /// Group ranks on each machine, machines in the order of their first rank: [`Group::hosts`], except that ranks of one machine
-    /// stay together where they may not share memory.
+    /// Group ranks on each machine, in the order of the machines' first ranks. As [`Group::hosts`], except that ranks of one machine that
+    /// may not share memory are one machine.
     pub fn machines(&self) -> Vec<Vec<usize>> {
-        let Ok(book) = self.membership.control.plane.book() else { return self.hosts() };
+        let Ok(world) = self.membership.control.plane.world() else { return self.hosts() };
         let mut machines: Vec<(&str, Vec<usize>)> = Vec::new();
         for (rank, world_rank) in self.ranks().iter().enumerate() {
-            let host = book.addresses[*world_rank].host_id.as_str();
+            let host = world.addresses[*world_rank].host_id.as_str();
             match machines.iter_mut().find(|(known, _)| *known == host) {
                 Some((_, ranks)) => ranks.push(rank),
                 None => machines.push((host, vec![rank])),
@@ -119,26 +119,26 @@ impl Group {
         self.membership.control.plane.config.timeout
     }
 
-    /// Its state of failure.
+    /// The failure state of the group.
     pub fn health(&self) -> &Arc<GroupHealth> {
         &self.membership.health
     }
 
-    /// Its counters.
+    /// The counters of the group.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.membership.stats
     }
 
-    /// World ranks that are connected, this one included.
+    /// Number of connected world ranks, this one included.
     pub fn peers_seen(&self) -> usize {
         self.membership.control.plane.peers_seen()
     }
 
-    /// A new lane: streams and shared memory of its own, so that operations on it run beside those of other lanes.
+    /// Opens a lane, which has streams and shared memory of its own, so that its operations run concurrently with those of other lanes.
     /// Collective: all members open lanes in the same order.
     ///
     /// # Errors
-    /// The group's first cause; what goes wrong here becomes it.
+    /// The group's first cause; an error of this call becomes the first cause.
     pub fn lane(&self) -> Result<Lane> {
         let Membership { health, stats, epoch, channels, .. } = &*self.membership;
         let builder = self.builder("lane", channels)?;
@@ -147,7 +147,7 @@ impl Group {
         Ok(Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout()))
     }
 
-    /// The lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].
+    /// Opens the lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].
     ///
     /// # Errors
     /// As [`Group::lane`].
@@ -161,25 +161,25 @@ impl Group {
         Ok(HostLanes { intra: lane(intra), inter: inter.map(lane) })
     }
 
-    /// Memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups on tensors
-    /// that lie in one arena on all ranks of a host work on the peers' memory in place. `label` shows in `/proc/<pid>/maps`.
-    /// It stays valid after the group is gone, until the last clone is dropped. Collective: all members make their arenas in the
-    /// same order.
+    /// Allocates an arena: memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups
+    /// on tensors that lie in the same arena on all ranks of a host access the peers' tensors directly. `label` appears in
+    /// `/proc/<pid>/maps`. The arena outlives the group, until its last clone is dropped. Collective: all members allocate arenas in
+    /// the same order.
     ///
     /// # Errors
-    /// `InvalidArgument` for a size that does not fit the address space, otherwise the group's first cause; what goes wrong here, like too
-    /// little memory or sizes that differ, becomes it.
+    /// `InvalidArgument` for a size beyond the address space, otherwise the group's first cause; an error of this call, such as too little
+    /// memory or different sizes, becomes the first cause.
     pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
-        // Alike on all members, as they ask for the same size.
+        // The same outcome on all members, because they pass the same size.
         part_stride(bytes, self.size())?;
         let Membership { health, arenas, .. } = &*self.membership;
-        // The kernel takes 249 bytes, and no NUL.
+        // The kernel accepts 249 bytes without NUL.
         let label: String = label.chars().filter(|c| *c != '\0').take(50).collect();
         let builder = self.builder("arena", arenas)?;
         builder.arena(bytes, &label).map_err(|error| health.fail(error))
     }
 
-    /// What builds the next thing of a kind.
+    /// The builder of the next lane or arena; `what` names it in error texts, `counter` numbers it.
     fn builder<'a>(&'a self, what: &'static str, counter: &AtomicU32) -> Result<LaneBuilder<'a>> {
         let Membership { health, id, hosts, control, registry, .. } = &*self.membership;
         control.plane.owner.check()?;
@@ -189,11 +189,11 @@ impl Group {
         Ok(LaneBuilder { control, health, group: *id, what, channel, hosts, deadline, registry })
     }
 
-    /// The group of some members, given as ranks of this group (any order; the new group sorts them; duplicates are refused).
-    /// `None` when this rank is not among them. Only the members need to call it, in the same order for the same ranks.
+    /// Builds the sub-group of some members, given as ranks of this group in any order; the sub-group sorts them. `None` when this rank is
+    /// not among them. Only the members need to call it, in the same order for the same ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` for ranks that make no group, otherwise the first cause of this group.
+    /// `InvalidArgument` for an empty list, a duplicate rank or a rank outside this group, otherwise the first cause of this group.
     pub fn subgroup(&self, ranks: &[usize], name: &str) -> Result<Option<Group>> {
         let parent = &self.membership;
         parent.control.plane.owner.check()?;
@@ -203,7 +203,7 @@ impl Group {
             return Err(Error::InvalidArgument(format!("the group {name:?} would have no ranks")));
         }
         if let Some(twice) = members.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::InvalidArgument(format!("rank {} stands twice in the group {name:?}", twice[0])));
+            return Err(Error::InvalidArgument(format!("rank {} appears twice in the group {name:?}", twice[0])));
         }
         if let Some(outside) = members.iter().find(|rank| **rank >= self.size()) {
             let size = self.size();
@@ -217,8 +217,8 @@ impl Group {
         let world_ranks: Vec<usize> = members.iter().map(|member| parent.health.world_rank(*member)).collect();
         let names = members.iter().map(|member| parent.health.host(*member).to_owned()).collect();
         let nth = {
-            let mut children = lock(&parent.children);
-            let count = children.entry(world_ranks.clone()).or_insert(0);
+            let mut subgroups = lock(&parent.subgroups);
+            let count = subgroups.entry(world_ranks.clone()).or_insert(0);
             *count += 1;
             *count
         };
@@ -229,7 +229,7 @@ impl Group {
         let health = GroupHealth::new(rank, world_ranks.clone(), names);
         let id = subgroup_id(parent.id, &world_ranks, nth);
         parent.control.plane.register(id, &health);
-        // A failure of the parent between the check and the registration concerns nobody else than the check would have.
+        // The parent may have failed between the first check and the registration.
         parent.health.check()?;
         let membership = Membership {
             health,
@@ -241,7 +241,7 @@ impl Group {
             channels: AtomicU32::new(0),
             arenas: AtomicU32::new(0),
             registry: Arc::clone(&parent.registry),
-            children: Mutex::default(),
+            subgroups: Mutex::default(),
             left: AtomicBool::new(false),
             parent: Some(Arc::clone(parent)),
             control: Arc::clone(&parent.control),
@@ -255,7 +255,7 @@ impl Group {
         if self.membership.control.plane.owner.is_current() {
             let own = health.rank();
             let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
-            // The first cause stays the cause, whoever comes later.
+            // The first cause remains the cause.
             let _ = health.fail(Error::PeerRaised { rank, host, kind: kind.to_owned(), message: message.to_owned() });
         }
     }
@@ -268,8 +268,8 @@ impl Group {
         }
     }
 
-    /// Says goodbye and closes every connection of this rank. Waits of this rank end with `Aborted`. Idempotent; leaving the
-    /// world group leaves its sub-groups.
+    /// Leaves the group and closes every connection of this rank. Waits of this rank end with `Aborted`. Idempotent; leaving the world
+    /// group leaves its sub-groups.
     pub fn leave(&self) {
         self.membership.leave();
     }
@@ -284,9 +284,9 @@ impl Membership {
             self.control.leave(LEFT);
             return;
         }
-        // Recorded, not told: a goodbye is not a failure.
+        // Not reported to the members: leaving is not a failure.
         self.health.fail_from_peer(Error::Aborted(LEFT.to_owned()));
-        self.control.plane.depart(self.id);
+        self.control.plane.leave_subgroup(self.id);
     }
 }
 
@@ -296,7 +296,7 @@ impl Drop for Membership {
     }
 }
 
-/// Computed alike by all members, without a word.
+/// Id of a sub-group, which all members compute without communication.
 fn subgroup_id(parent: u64, world_ranks: &[usize], nth: u64) -> u64 {
     let ranks: Vec<u8> = world_ranks.iter().flat_map(|rank| (*rank as u64).to_le_bytes()).collect();
     let hash = digest(&[b"bagua sub-group", &parent.to_le_bytes(), &nth.to_le_bytes(), &ranks]);

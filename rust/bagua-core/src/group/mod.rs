@@ -1,16 +1,17 @@
-//! Who the ranks are: building a group, its health, its lanes, its sub-groups.
+//! Groups of ranks: bootstrap, control plane, lanes, sub-groups, rendezvous.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `config` | what a rank must know before it can join |
-//! | `address` | where a rank listens and who it is: the blob that the caller spreads |
-//! | `bootstrap` | from addresses to a group |
-//! | `membership` | the group: failures, goodbyes, sub-groups |
-//! | `control` | the thread behind it: connections, heartbeats, spreading the first cause |
-//! | `handshake`, `wire`, `connection`, `listen` | how connections begin, what is said on them, where they wait |
-//! | `builder`, `lane` | streams and shared memory for a sequence of operations, and the operations |
-//! | `fork` | what a forked child must not touch |
-//! | `rendezvous` | spreading the addresses, for callers that have nothing of their own |
+//! | `config` | the parameters of a group on one rank |
+//! | `address` | a rank's address blob, which the caller exchanges between the ranks |
+//! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
+//! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
+//! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
+//! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
+//! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `fork` | closing the descriptors of a group in forked children |
+//! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
 mod address;
 mod bootstrap;

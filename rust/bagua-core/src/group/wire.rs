@@ -1,6 +1,6 @@
-//! The bytes of the control plane: bounded frames, messages, and errors that travel.
+//! The encoding of the control plane: bounded frames, messages, and errors that are sent to other ranks.
 //!
-//! Everything that is read was written by somebody else: every length is checked against what is there, and nothing panics.
+//! Received bytes are untrusted: every length is checked against the bytes that are there, and no input causes a panic.
 
 use std::time::Duration;
 
@@ -8,32 +8,32 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 use crate::error::{Error, Progress, Source};
 
-/// Version of everything that ranks say to each other outside of operations.
+/// Version of the protocol of addresses, handshakes, control messages and rendezvous.
 pub(super) const VERSION: u16 = 2;
 
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
 
-/// The longest text in an error that travels; four of them fit a frame.
+/// The longest text in an encoded error; four of them fit into a frame.
 const TEXT_LIMIT: usize = 12 * 1024;
 
-/// The most ranks that a travelling error names.
+/// The most ranks that an encoded error names.
 pub(super) const RANKS_LIMIT: usize = 2048;
 
 /// Version of the encoding of errors.
 const ERROR_VERSION: u8 = 1;
 
-/// Bytes that do not mean what they should. The text says what was wrong.
+/// Bytes that cannot be parsed. The text says why.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Garbled(pub(super) &'static str);
+pub(super) struct Malformed(pub(super) &'static str);
 
-impl std::fmt::Display for Garbled {
+impl std::fmt::Display for Malformed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.0)
     }
 }
 
-/// Puts values one after the other, little-endian.
+/// Appends values, little-endian.
 #[derive(Debug, Default)]
 pub(super) struct Writer(pub(super) Vec<u8>);
 
@@ -60,24 +60,24 @@ impl Writer {
         self.u32(u32::try_from(value).unwrap_or(u32::MAX))
     }
 
-    /// Bytes whose number the reader knows.
+    /// Bytes without their length, which the reader knows.
     pub(super) fn fixed(&mut self, bytes: &[u8]) -> &mut Writer {
         self.0.extend_from_slice(bytes);
         self
     }
 
-    /// Bytes with their number.
+    /// Bytes after their length.
     pub(super) fn bytes(&mut self, bytes: &[u8]) -> &mut Writer {
         self.rank(bytes.len()).fixed(bytes)
     }
 
-    /// A text, cut at the limit.
+    /// A text after its length, truncated to [`TEXT_LIMIT`].
     pub(super) fn text(&mut self, text: &str) -> &mut Writer {
         self.bytes(&text.as_bytes()[..text.floor_char_boundary_at(TEXT_LIMIT)])
     }
 }
 
-/// `str::floor_char_boundary`, which the oldest supported compiler lacks.
+/// `str::floor_char_boundary` for the oldest supported compiler, which lacks it.
 trait FloorBoundary {
     fn floor_char_boundary_at(&self, limit: usize) -> usize;
 }
@@ -88,121 +88,121 @@ impl FloorBoundary for str {
     }
 }
 
-/// Takes values one after the other.
+/// Parses values in the order in which they were appended.
 #[derive(Debug)]
 pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl<'a> Reader<'a> {
-    pub(super) fn take(&mut self, len: usize) -> Result<&'a [u8], Garbled> {
-        let (head, rest) = self.0.split_at_checked(len).ok_or(Garbled("it ends too early"))?;
+    pub(super) fn take(&mut self, len: usize) -> Result<&'a [u8], Malformed> {
+        let (head, rest) = self.0.split_at_checked(len).ok_or(Malformed("it is truncated"))?;
         self.0 = rest;
         Ok(head)
     }
 
-    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Garbled> {
-        let (head, rest) = self.0.split_first_chunk::<N>().ok_or(Garbled("it ends too early"))?;
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let (head, rest) = self.0.split_first_chunk::<N>().ok_or(Malformed("it is truncated"))?;
         self.0 = rest;
         Ok(*head)
     }
 
-    pub(super) fn u8(&mut self) -> Result<u8, Garbled> {
+    pub(super) fn u8(&mut self) -> Result<u8, Malformed> {
         Ok(u8::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u16(&mut self) -> Result<u16, Garbled> {
+    pub(super) fn u16(&mut self) -> Result<u16, Malformed> {
         Ok(u16::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u32(&mut self) -> Result<u32, Garbled> {
+    pub(super) fn u32(&mut self) -> Result<u32, Malformed> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u64(&mut self) -> Result<u64, Garbled> {
+    pub(super) fn u64(&mut self) -> Result<u64, Malformed> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn rank(&mut self) -> Result<usize, Garbled> {
-        usize::try_from(self.u32()?).map_err(|_| Garbled("a number does not fit"))
+    pub(super) fn rank(&mut self) -> Result<usize, Malformed> {
+        usize::try_from(self.u32()?).map_err(|_| Malformed("a number is out of range"))
     }
 
-    pub(super) fn bytes(&mut self) -> Result<&'a [u8], Garbled> {
+    pub(super) fn bytes(&mut self) -> Result<&'a [u8], Malformed> {
         let len = self.rank()?;
         self.take(len)
     }
 
-    pub(super) fn text(&mut self) -> Result<String, Garbled> {
-        String::from_utf8(self.bytes()?.to_vec()).map_err(|_| Garbled("a text is not UTF-8"))
+    pub(super) fn text(&mut self) -> Result<String, Malformed> {
+        String::from_utf8(self.bytes()?.to_vec()).map_err(|_| Malformed("a text is not UTF-8"))
     }
 
-    pub(super) fn end(&self) -> Result<(), Garbled> {
-        if self.0.is_empty() { Ok(()) } else { Err(Garbled("there is more than there should be")) }
+    pub(super) fn end(&self) -> Result<(), Malformed> {
+        if self.0.is_empty() { Ok(()) } else { Err(Malformed("it has trailing bytes")) }
     }
 }
 
-/// What ranks say on a control connection.
+/// A message on a control connection.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Message {
-    /// "I am alive."
+    /// The sender is alive.
     Heartbeat,
-    /// Whether this rank reaches all ranks with its host id by a Unix socket. The first message of a connection.
-    Near(bool),
-    /// A group failed, and why.
+    /// Whether the sender is connected by Unix sockets to all ranks with its host id. The first message of a connection.
+    HostConnected(bool),
+    /// A group failed.
     Fail {
         /// Id of the group.
         group: u64,
-        /// Its first cause.
+        /// The first cause.
         cause: Error,
     },
-    /// "I leave this group." Of the world group: nothing follows.
-    Bye {
+    /// The sender leaves a group. After leaving the world group it sends nothing more.
+    Leave {
         /// Id of the group.
         group: u64,
     },
-    /// "I heard that you leave the world group."
-    Heard,
+    /// The sender has received `Leave` of the world group.
+    LeaveAck,
 }
 
 impl Message {
-    /// The frame, length included.
+    /// The message as a frame, which starts with its length.
     pub(super) fn frame(&self) -> Vec<u8> {
         let mut out = Writer(vec![0; 4]);
         match self {
             Message::Heartbeat => _ = out.u8(1),
-            Message::Near(all) => _ = out.u8(2).u8(u8::from(*all)),
+            Message::HostConnected(all) => _ = out.u8(2).u8(u8::from(*all)),
             Message::Fail { group, cause } => put_error(out.u8(3).u64(*group), cause),
-            Message::Bye { group } => _ = out.u8(4).u64(*group),
-            Message::Heard => _ = out.u8(5),
+            Message::Leave { group } => _ = out.u8(4).u64(*group),
+            Message::LeaveAck => _ = out.u8(5),
         }
         let len = u32::try_from(out.0.len() - 4).unwrap_or(u32::MAX);
         out.0[..4].copy_from_slice(&len.to_le_bytes());
         out.0
     }
 
-    /// The message in the body of a frame.
-    pub(super) fn parse(body: &[u8]) -> Result<Message, Garbled> {
+    /// The message that the body of a frame encodes.
+    pub(super) fn parse(body: &[u8]) -> Result<Message, Malformed> {
         let mut from = Reader(body);
         let message = match from.u8()? {
             1 => Message::Heartbeat,
-            2 => Message::Near(match from.u8()? {
+            2 => Message::HostConnected(match from.u8()? {
                 0 => false,
                 1 => true,
-                _ => return Err(Garbled("neither yes nor no")),
+                _ => return Err(Malformed("a flag is neither 0 nor 1")),
             }),
             3 => Message::Fail { group: from.u64()?, cause: get_error(&mut from)? },
-            4 => Message::Bye { group: from.u64()? },
-            5 => Message::Heard,
-            _ => return Err(Garbled("a message of unknown kind")),
+            4 => Message::Leave { group: from.u64()? },
+            5 => Message::LeaveAck,
+            _ => return Err(Malformed("a message of an unknown kind")),
         };
         from.end()?;
         Ok(message)
     }
 }
 
-/// Reads one frame's body. `InvalidData` when it says it is longer than `limit`: nothing is allocated for it then.
+/// Reads the body of one frame. A length above `limit` is `InvalidData`, before any memory is allocated for the body.
 pub(super) async fn read_frame(from: &mut (impl AsyncRead + Unpin), limit: usize) -> std::io::Result<Vec<u8>> {
     let len = usize::try_from(from.read_u32_le().await?).unwrap_or(usize::MAX);
     if len > limit {
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "a frame that is too long"));
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "a frame longer than the limit"));
     }
     let mut body = vec![0; len];
     from.read_exact(&mut body).await?;
@@ -216,13 +216,13 @@ fn put_progress(out: &mut Writer, progress: &Option<Box<Progress>>) {
     }
 }
 
-fn get_progress(from: &mut Reader<'_>) -> Result<Option<Box<Progress>>, Garbled> {
+fn get_progress(from: &mut Reader<'_>) -> Result<Option<Box<Progress>>, Malformed> {
     Ok(match from.u8()? {
         0 => None,
         1 => {
             Some(Box::new(Progress { what: from.text()?, label: from.text()?, done: from.u64()?, total: from.u64()? }))
         }
-        _ => return Err(Garbled("neither yes nor no")),
+        _ => return Err(Malformed("a flag is neither 0 nor 1")),
     })
 }
 
@@ -250,9 +250,9 @@ fn put_error(out: &mut Writer, error: &Error) {
     }
 }
 
-fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
+fn get_error(from: &mut Reader<'_>) -> Result<Error, Malformed> {
     if from.u8()? != ERROR_VERSION {
-        return Err(Garbled("an error in an unknown encoding"));
+        return Err(Malformed("an error of an unknown version"));
     }
     Ok(match from.u8()? {
         1 => Error::PeerLost {
@@ -267,7 +267,7 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
             let after = Duration::from_nanos(from.u64()?);
             let count = from.rank()?;
             if count > RANKS_LIMIT {
-                return Err(Garbled("too many ranks"));
+                return Err(Malformed("too many ranks"));
             }
             let missing = (0..count).map(|_| from.rank()).collect::<Result<_, _>>()?;
             Error::Timeout { after, missing, noticed_by: from.rank()?, progress: get_progress(from)? }
@@ -279,7 +279,7 @@ fn get_error(from: &mut Reader<'_>) -> Result<Error, Garbled> {
         7 => Error::UnsupportedType(from.text()?),
         8 => Error::NotImplemented(from.text()?),
         9 => Error::other(from.text()?),
-        _ => return Err(Garbled("an error of unknown kind")),
+        _ => return Err(Malformed("an error of an unknown kind")),
     })
 }
 
@@ -331,7 +331,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_error_that_travels_arrives_unchanged(cause in error(), group: u64) {
+        fn an_encoded_error_is_parsed_unchanged(cause in error(), group: u64) {
             let message = Message::Fail { group, cause };
             let frame = message.frame();
             prop_assert!(frame.len() <= FRAME_LIMIT + 4);
@@ -339,14 +339,14 @@ mod tests {
         }
 
         #[test]
-        fn random_bytes_are_a_message_or_garbled_and_never_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn random_bytes_are_a_message_or_malformed_and_never_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(message) = Message::parse(&bytes) {
                 prop_assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
             }
         }
 
         #[test]
-        fn a_truncated_message_is_garbled(cause in error()) {
+        fn a_truncated_message_is_malformed(cause in error()) {
             let frame = Message::Fail { group: 1, cause }.frame();
             for end in 4..frame.len() {
                 prop_assert!(Message::parse(&frame[4..end]).is_err());
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_error_fits_a_frame() {
+    fn the_longest_error_fits_into_a_frame() {
         let long = "é".repeat(FRAME_LIMIT);
         let progress = Some(Box::new(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 }));
         let source = Source::default();
@@ -370,9 +370,9 @@ mod tests {
     }
 
     #[test]
-    fn every_message_arrives_unchanged() {
-        let near = [true, false].map(Message::Near);
-        let all = [Message::Heartbeat, Message::Bye { group: 7 }, Message::Heard].into_iter().chain(near);
+    fn every_message_is_parsed_unchanged() {
+        let flags = [true, false].map(Message::HostConnected);
+        let all = [Message::Heartbeat, Message::Leave { group: 7 }, Message::LeaveAck].into_iter().chain(flags);
         for message in all {
             assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
         }

@@ -5,11 +5,12 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::arena::Arena;
 use super::mapping::Mapping;
 use crate::error::{Error, Result};
+use crate::wait::lock;
 
 /// This rank's part of an arena, and its view of the parts of the other ranks of this host. Cheap to clone; the memory is given
 /// back when the last clone is dropped.
@@ -177,7 +178,7 @@ pub struct Registry {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.entries)
     }
 
     fn enter(&self, arena: &SharedArena) {

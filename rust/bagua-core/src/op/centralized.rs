@@ -1,6 +1,6 @@
 //! The operation of data-parallel training: every rank ends with the sum or the average of all.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use super::{BucketCx, Op};
 use crate::error::Result;
@@ -8,6 +8,7 @@ use crate::group::Options;
 use crate::memory::Region;
 use crate::request::Io;
 use crate::types::{DType, ReduceOp};
+use crate::wait::lock;
 
 /// All-reduce of a bucket, in place when its tensors lie back to back, through a buffer of its own otherwise.
 ///
@@ -59,7 +60,7 @@ impl Op for CentralizedOp {
             return cx.lanes.all_reduce(&options, dtype, Io::InPlace(whole), op, hierarchical);
         }
         // A panic in the middle of a copy leaves bytes that the next run overwrites.
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = lock(&self.scratch);
         scratch.resize(cx.tensors.iter().map(Region::len).sum(), 0);
         let mut rest = scratch.as_mut_slice();
         for tensor in &*cx.tensors {

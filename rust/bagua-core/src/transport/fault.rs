@@ -1,7 +1,8 @@
-//! Any transport with faults put in: late, slow, or broken after a while. For tests and trials.
+//! Fault injection: a transport with added delay, limited rate, or a break after some bytes. For tests and benchmarks.
 //!
-//! Kernels can make a link slow but seldom late without privileges, and never one of several streams only. A rate and an end are put
-//! into what this end sends, a delay into what it receives: wrap both ends for both directions.
+//! The kernel can limit the rate of a network interface, but delay needs a module that is often missing, and neither can be limited to
+//! one of several streams. Rate and break apply to the bytes that this end sends, delay to those that it receives: wrap both ends for
+//! both directions.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -10,60 +11,63 @@ use std::time::{Duration, Instant};
 
 use super::{Broken, Readiness, Transport};
 
-/// What goes wrong.
+/// The faults to inject.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Faults {
-    /// Bytes can be received so much later than they came.
+    /// Time from the arrival of bytes until they can be received.
     pub delay: Duration,
-    /// Bytes sent per second; `None`: as many as there are.
+    /// Bytes sent per second; `None`: unlimited.
     pub rate: Option<f64>,
-    /// After so many bytes were sent the stream is broken, in both directions.
+    /// Number of sent bytes after which the stream breaks, in both directions.
     pub break_after: Option<u64>,
 }
 
-/// How much may go at once after a pause, in seconds of the rate.
+/// The most bytes that may be sent at once after a pause, in seconds at the rate.
 const BURST: f64 = 4e-3;
 
-/// Bytes taken from the transport at a time to be held back, and the most that are held: a longer line is not believable.
-const HELD: (usize, usize) = (64 << 10, 64 << 20);
+/// Bytes received from the inner transport at a time while bytes are delayed.
+const BLOCK: usize = 64 << 10;
 
-/// Tells the time, from any beginning. It is asked once by every call that sends, and by those that receive where there is a delay.
+/// The most delayed bytes.
+const DELAYED_LIMIT: usize = 64 << 20;
+
+/// Returns the time since a fixed but arbitrary start. Called once per `send` with a rate, and once per `recv` with a delay.
 pub type Clock = Arc<dyn Fn() -> Duration + Send + Sync>;
 
 /// A transport with [`Faults`].
 pub struct Fault<T> {
     inner: T,
     faults: Faults,
-    /// The time that rate and delay go by.
+    /// The clock for rate and delay.
     clock: Clock,
     /// Bytes that may be sent now, as of `since`.
     credit: f64,
     /// When `credit` was last counted.
     since: Duration,
-    /// Bytes that were sent.
+    /// Number of sent bytes.
     sent: u64,
-    /// What came and must not be received before its time. None of them is empty.
-    held: VecDeque<(Duration, VecDeque<u8>)>,
-    /// Bytes in `held`.
-    holds: usize,
-    /// The end, when it came: after what is held.
+    /// Delayed bytes and the times from which they can be received. No block is empty.
+    delayed: VecDeque<(Duration, VecDeque<u8>)>,
+    /// Number of bytes in `delayed`.
+    delayed_len: usize,
+    /// The error of the inner transport, which is returned after the delayed bytes.
     end: Option<Broken>,
 }
 
 impl<T: Transport> Fault<T> {
-    /// Puts faults into a transport.
+    /// Injects faults into a transport.
     pub fn new(inner: T, faults: Faults) -> Fault<T> {
         let start = Instant::now();
         Fault::by_clock(inner, faults, Arc::new(move || start.elapsed()))
     }
 
-    /// Puts faults into a transport that go by another clock than the system's.
+    /// As [`Fault::new`], with another clock than the system's.
     pub fn by_clock(inner: T, faults: Faults, clock: Clock) -> Fault<T> {
         let since = clock();
-        Fault { inner, faults, clock, credit: 0.0, since, sent: 0, held: VecDeque::new(), holds: 0, end: None }
+        Fault { inner, faults, clock, credit: 0.0, since, sent: 0, delayed: VecDeque::new(), delayed_len: 0, end: None }
     }
 
-    /// How many bytes may be sent now.
+    /// Number of bytes that may be sent now.
     fn allowed(&mut self) -> usize {
         let left = self.faults.break_after.map_or(u64::MAX, |limit| limit - self.sent);
         let left = usize::try_from(left).unwrap_or(usize::MAX);
@@ -76,19 +80,19 @@ impl<T: Transport> Fault<T> {
 
     fn check(&self) -> Result<(), Broken> {
         let broken = self.faults.break_after.is_some_and(|limit| self.sent >= limit);
-        if broken { Err(Broken::new("broken on purpose")) } else { Ok(()) }
+        if broken { Err(Broken::new("an injected fault broke the stream")) } else { Ok(()) }
     }
 
-    /// Takes what came, and notes when it may be received.
-    fn hold(&mut self, now: Duration) {
-        while self.end.is_none() && self.holds < HELD.1 {
-            let mut came = vec![0; HELD.0];
-            match self.inner.recv(&mut came) {
+    /// Receives the bytes that have arrived, and notes from when on they can be received.
+    fn delay(&mut self, now: Duration) {
+        while self.end.is_none() && self.delayed_len < DELAYED_LIMIT {
+            let mut block = vec![0; BLOCK];
+            match self.inner.recv(&mut block) {
                 Ok(0) => break,
                 Ok(count) => {
-                    came.truncate(count);
-                    self.holds += count;
-                    self.held.push_back((now + self.faults.delay, came.into()));
+                    block.truncate(count);
+                    self.delayed_len += count;
+                    self.delayed.push_back((now + self.faults.delay, block.into()));
                 }
                 Err(end) => self.end = Some(end),
             }
@@ -118,13 +122,13 @@ impl<T: Transport> Transport for Fault<T> {
             return self.inner.recv(into);
         }
         let now = (self.clock)();
-        self.hold(now);
-        match self.held.front_mut() {
+        self.delay(now);
+        match self.delayed.front_mut() {
             Some((due, bytes)) if *due <= now => {
                 let count = bytes.read(into).unwrap_or(0);
-                self.holds -= count;
+                self.delayed_len -= count;
                 if bytes.is_empty() {
-                    self.held.pop_front();
+                    self.delayed.pop_front();
                 }
                 Ok(count)
             }
@@ -134,7 +138,7 @@ impl<T: Transport> Transport for Fault<T> {
     }
 
     fn readiness(&self) -> Readiness<'_> {
-        Readiness::Nap
+        Readiness::Poll
     }
 
     fn is_wire(&self) -> bool {

@@ -1,4 +1,4 @@
-//! A stream between two threads of one process: the transport to read first, and the one that tests use.
+//! A stream between two threads of one process: the simplest transport, used by tests.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -7,34 +7,34 @@ use std::sync::{Arc, Mutex};
 use super::{Broken, Mesh, Readiness, Transport};
 use crate::wait::{Doorbell, lock};
 
-/// Bytes that may lie in one direction of a [`local_mesh`] link before the sender has to wait.
+/// Capacity of one direction of a [`local_mesh`] stream, in bytes.
 const CAPACITY: usize = 64 << 10;
 
 /// One direction of a stream.
 #[derive(Default)]
 struct Pipe {
-    /// Sent and not yet received; never longer than the stream's capacity.
+    /// Bytes that are sent and not yet received; never more than the stream's capacity.
     bytes: VecDeque<u8>,
-    /// One of the two ends was dropped: nothing more will be sent, or nobody will receive it.
+    /// One of the two ends was dropped.
     closed: bool,
 }
 
 /// One end of a stream between two threads.
 pub struct Local {
-    /// What this end sends.
+    /// Bytes that this end sends.
     to: Arc<Mutex<Pipe>>,
-    /// What this end receives.
+    /// Bytes that this end receives.
     from: Arc<Mutex<Pipe>>,
-    /// The peer's doorbell: rung when there is something to receive, when there is room again, and at the end.
+    /// The peer's doorbell: rung when there are bytes to receive, when there is room again, and on drop.
     peer: Doorbell,
     /// Limit of `Pipe::bytes`.
     capacity: usize,
 }
 
 impl Local {
-    /// The two ends of a stream that holds `capacity` bytes each way. `bells.0` belongs to the owner of the first end.
+    /// The two ends of a stream that holds `capacity` bytes in each direction. `bells.0` belongs to the owner of the first end.
     pub fn pair(bells: (Doorbell, Doorbell), capacity: usize) -> (Local, Local) {
-        assert!(capacity > 0, "a stream without room moves nothing");
+        assert!(capacity > 0, "a stream needs a capacity");
         let (a, b) = (Arc::<Mutex<Pipe>>::default(), Arc::<Mutex<Pipe>>::default());
         let first = Local { to: a.clone(), from: b.clone(), peer: bells.1, capacity };
         (first, Local { to: b, from: a, peer: bells.0, capacity })
@@ -99,7 +99,7 @@ impl Drop for Local {
     }
 }
 
-/// The meshes of `n` ranks that are threads of this process.
+/// The meshes of `n` ranks that are threads of one process.
 pub fn local_mesh(n: usize) -> Vec<Mesh> {
     let bells: Vec<Doorbell> = (0..n).map(|_| Doorbell::local()).collect();
     let mut links: Vec<Vec<Option<Box<dyn Transport>>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();

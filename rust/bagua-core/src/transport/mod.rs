@@ -1,7 +1,7 @@
-//! Streams of bytes between two ranks, and the mesh of them that a group uses.
+//! Byte streams between two ranks, and the mesh of streams of a group.
 //!
-//! A [`Transport`] is the seam: one file per implementation, `local` to read first, one contract test for all.
-//! [`Mesh`] owns one transport per peer, frames messages, checks fingerprints, and drives many transfers at once.
+//! [`Transport`] is the interface: one file per implementation, `local` to read first, one contract test for all.
+//! [`Mesh`] owns the transports to all peers, frames messages, checks fingerprints, and drives many transfers at the same time.
 
 mod fault;
 pub mod frame;
@@ -21,49 +21,49 @@ use std::os::fd::BorrowedFd;
 
 use crate::error::Source;
 
-/// A transport that cannot go on: the peer closed it, or the operating system refused.
+/// The error of a transport that can move no more bytes: the peer closed it, or a system call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
-    /// What broke it.
+    /// What happened, for error texts.
     pub how: String,
     /// The operating system's error.
     pub source: Source,
 }
 
 impl Broken {
-    /// A transport that broke without an error of the operating system.
+    /// A broken transport without an error of the operating system.
     pub fn new(how: impl Into<String>) -> Broken {
         Broken { how: how.into(), source: Source::default() }
     }
 }
 
-/// What a waiter sleeps on until a transport can move bytes again.
+/// How to wait until a transport can move bytes again.
 pub enum Readiness<'a> {
     /// `poll` this descriptor.
     Descriptor(BorrowedFd<'a>),
-    /// The peer rings the mesh's doorbell.
+    /// Wait for the mesh's doorbell, which the peer rings.
     Doorbell,
-    /// Nothing tells: look again after a nap.
-    Nap,
+    /// There is no notification: sleep briefly and try again.
+    Poll,
 }
 
 /// A reliable, ordered, non-blocking, full-duplex stream of bytes to one peer.
 ///
-/// Contract: bytes arrive once, in order, unchanged; neither call ever blocks; bytes that were sent before the peer went
-/// away can still be received; after that `recv` is `Broken`.
+/// Contract: bytes arrive once, in order, unchanged; neither call blocks; bytes that were sent before the peer closed its end can still
+/// be received, and after them `recv` returns `Broken`.
 pub trait Transport: Send {
-    /// Short name for reports: "tcp", "shm", "local".
+    /// Short name for statistics: "tcp", "shm", "local".
     fn name(&self) -> &'static str;
 
-    /// Takes some prefix of `head` followed by `body` and returns its length; 0 when there is no room now.
+    /// Sends a prefix of `head` followed by `body` and returns its length; 0 when there is no room now.
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken>;
 
-    /// Fills some prefix of `into` and returns its length; 0 when there is nothing now. `into` is not empty.
+    /// Receives into a prefix of `into` and returns its length; 0 when no bytes are there now. `into` is not empty.
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken>;
 
-    /// What to sleep on when a call returned 0.
+    /// How to wait after a call returned 0.
     fn readiness(&self) -> Readiness<'_>;
 
-    /// True when the bytes leave the process's memory for a network, and so count as wire bytes.
+    /// True when the bytes go through a socket, and therefore count as wire bytes.
     fn is_wire(&self) -> bool;
 }

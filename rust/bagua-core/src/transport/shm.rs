@@ -1,11 +1,10 @@
-//! A transport over byte rings in memory that two processes of one host map.
+//! A transport over byte rings in shared memory, between two processes of one host.
 //!
-//! One ring per ordered pair of ranks, with one writer and one reader each. Both ends keep their own count of bytes in this
-//! process and publish a copy of it; what the peer publishes is believed only within the ring's size, so that a peer that
-//! writes nonsense breaks the stream but cannot make this process touch memory outside the ring. Memory that carries nothing
-//! is never touched, so a large world costs address space only.
+//! One ring per ordered pair of ranks, with one writer and one reader. Each end keeps its own byte counter in private memory and publishes
+//! a copy of it. A published counter is accepted only within the ring's size: a peer that writes invalid counters breaks the stream, but
+//! cannot make this process access memory outside the ring. Unused rings are never touched, so a large world costs address space only.
 //!
-//! Layout: first one block of [`BELL`] bytes per rank with the words of its doorbell, then the rings, writer by writer.
+//! Layout: one block of [`BELL`] bytes per rank with the words of its doorbell, then the rings in the order of their writers.
 
 #![allow(unsafe_code)]
 
@@ -17,19 +16,19 @@ use crate::memory::Arena;
 use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::wait::{BellWords, Doorbell};
 
-/// Two cache lines: the hardware fetches lines in pairs, and neighbours' words must not travel together.
+/// Two cache lines: the hardware prefetches lines in pairs, and words of different writers must not share a pair.
 const LINE: usize = 128;
-/// Room for the doorbell of one rank.
+/// Bytes of the block of one rank's doorbell.
 const BELL: usize = LINE;
 
-/// Where a ring keeps its counters, from its beginning; the bytes follow at [`DATA`].
+/// Offsets of the counters and flags from the start of a ring; its bytes follow at [`DATA`].
 const WRITTEN: usize = 0;
 const READ: usize = LINE;
 const WRITER_CLOSED: usize = 2 * LINE;
 const READER_CLOSED: usize = 3 * LINE;
 const DATA: usize = 4 * LINE;
 
-/// Bytes that one ring holds.
+/// Capacity of one ring, in bytes.
 const fn capacity(ranks: usize) -> usize {
     buffer_len(if ranks <= 16 { 128 << 10 } else { 32 << 10 })
 }
@@ -39,11 +38,11 @@ pub const fn rings_len(ranks: usize) -> usize {
     ranks * BELL + ranks * ranks.saturating_sub(1) * (DATA + capacity(ranks))
 }
 
-/// Rank `index`'s ends of the rings at `offset` of `arena`, by peer, and its doorbell. The memory must be zeroed before the
-/// first rank comes, `offset` a multiple of 128, and every rank must ask once, with the same `offset` and `ranks`.
+/// Rank `index`'s transports over the rings at `offset` of `arena`, by peer, and its doorbell. The memory must be zeroed before the first
+/// call, `offset` must be a multiple of 128, and every rank must call this once, with the same `offset` and `ranks`.
 ///
 /// # Panics
-/// When the rings do not fit the arena: layouts are computed once, from the number of ranks.
+/// When the rings do not fit into the arena.
 pub fn ring_links(
     arena: &Arc<Arena>,
     offset: usize,
@@ -54,7 +53,7 @@ pub fn ring_links(
     let capacity = capacity(ranks);
     let bell =
         |rank: usize| Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BELL }));
-    // The ring from `from` to `to` has number from * (ranks - 1) + to, the writer itself not counted.
+    // The ring from `from` to `to` has number from * (ranks - 1) + (index of `to` among the other ranks).
     let ring = |from: usize, to: usize| {
         let number = from * (ranks - 1) + if to > from { to - 1 } else { to };
         Ring {
@@ -89,11 +88,11 @@ impl BellWords for ArenaBell {
 /// One end of one ring.
 struct Ring {
     arena: Arc<Arena>,
-    /// Where it begins.
+    /// Offset of the ring in the arena.
     offset: usize,
-    /// Bytes that it holds.
+    /// Capacity in bytes.
     capacity: usize,
-    /// Bytes that this end has moved since the beginning. Never read back from shared memory.
+    /// Bytes that this end has moved in total. Never read back from shared memory.
     count: u64,
 }
 
@@ -102,13 +101,13 @@ impl Ring {
         self.arena.long(self.offset + at)
     }
 
-    /// Copies a prefix of `bytes` behind what was written before. The reader does not see it before [`Ring::publish`].
+    /// Copies a prefix of `bytes`, at most `room` bytes, into the ring. The reader does not access it before [`Ring::publish`].
     fn write(&mut self, bytes: &[u8], room: usize) -> usize {
         let taken = bytes.len().min(room);
         let start = self.position();
         let first = taken.min(self.capacity - start);
         let data = self.offset + DATA;
-        // SAFETY: W. The reader reads only bytes between its count and ours as published; `room` keeps these outside.
+        // SAFETY: W. The reader accesses only bytes between its counter and our published counter; `room` excludes those.
         unsafe {
             self.arena.slice_mut(data + start..data + start + first).copy_from_slice(&bytes[..first]);
             self.arena.slice_mut(data..data + taken - first).copy_from_slice(&bytes[first..taken]);
@@ -117,12 +116,13 @@ impl Ring {
         taken
     }
 
+    /// Copies up to `filled` bytes out of the ring. The writer does not reuse their space before [`Ring::publish`].
     fn read(&mut self, into: &mut [u8], filled: usize) -> usize {
         let taken = into.len().min(filled);
         let start = self.position();
         let first = taken.min(self.capacity - start);
         let data = self.offset + DATA;
-        // SAFETY: the counterpart of W: the writer leaves what it has published alone until we publish that we read it.
+        // SAFETY: the counterpart of W: the writer does not access bytes that it has published until we publish that they are read.
         unsafe {
             into[..first].copy_from_slice(self.arena.slice(data + start..data + start + first));
             into[first..taken].copy_from_slice(self.arena.slice(data..data + taken - first));
@@ -131,16 +131,18 @@ impl Ring {
         taken
     }
 
+    /// Offset of the next byte in the data of the ring.
     fn position(&self) -> usize {
         // The remainder is below the capacity, which is a usize.
         (self.count % self.capacity as u64) as usize
     }
 
+    /// Publishes this end's counter.
     fn publish(&self, at: usize) {
         self.long(at).store(self.count, Ordering::Release);
     }
 
-    /// Bytes between reader and writer, or Broken when the peer's count is nonsense.
+    /// Number of bytes in the ring; `Broken` when the peer's counter is invalid.
     fn fill(&self, written: u64, read: u64) -> Result<usize, Broken> {
         match usize::try_from(written.wrapping_sub(read)) {
             Ok(fill) if fill <= self.capacity => Ok(fill),
@@ -149,7 +151,7 @@ impl Ring {
     }
 }
 
-/// Both directions to one peer.
+/// The rings to and from one peer.
 struct ShmLink {
     /// This rank writes, the peer reads.
     out: Ring,
@@ -185,7 +187,7 @@ impl Transport for ShmLink {
             if self.into.long(WRITER_CLOSED).load(Ordering::Acquire) == 0 {
                 return Ok(0);
             }
-            // What was written before the closing is still delivered.
+            // Bytes that were written before the writer closed the ring are still delivered.
             written = self.into.long(WRITTEN).load(Ordering::Acquire);
             if written == self.into.count {
                 return Err(Broken::new("it closed its shared memory"));
@@ -225,7 +227,7 @@ mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
-    /// Links of both ranks, each over a mapping of its own, and their doorbells.
+    /// The transports of two ranks, each over its own mapping, with their doorbells.
     fn pair() -> [(Box<dyn Transport>, Doorbell, Arc<Arena>); 2] {
         let arena = Arena::create("bagua-test", rings_len(2)).unwrap();
         [0, 1].map(|index| {
@@ -236,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_arrive_once_in_order_across_many_turns_of_the_ring() {
+    fn bytes_arrive_once_and_in_order_while_the_ring_wraps_around() {
         let [(mut left, left_bell, _), (mut right, right_bell, _)] = pair();
         let total = 10 * capacity(2) + 12_345;
         let byte = |at: usize| (at % 251) as u8;
@@ -268,36 +270,36 @@ mod tests {
     }
 
     #[test]
-    fn bytes_sent_before_the_peer_went_away_arrive_and_then_the_stream_is_broken() {
+    fn bytes_sent_before_the_peer_closed_arrive_and_then_the_stream_is_broken() {
         let [(mut left, ..), (mut right, ..)] = pair();
-        assert_eq!(left.send(b"last ", b"words").unwrap(), 10);
+        assert_eq!(left.send(b"head ", b"body!").unwrap(), 10);
         drop(left);
         let mut buffer = [0; 64];
         assert_eq!(right.recv(&mut buffer).unwrap(), 10);
-        assert_eq!(&buffer[..10], b"last words");
+        assert_eq!(&buffer[..10], b"head body!");
         assert!(right.recv(&mut buffer).is_err());
-        assert!(right.send(b"", b"anybody?").is_err());
+        assert!(right.send(b"", b"x").is_err());
     }
 
     #[test]
-    fn a_full_ring_takes_nothing_and_an_empty_one_gives_nothing() {
+    fn a_full_ring_accepts_no_bytes_and_an_empty_one_returns_none() {
         let [(mut left, ..), (mut right, ..)] = pair();
-        let much = vec![7; 2 * capacity(2)];
+        let many = vec![7; 2 * capacity(2)];
         assert_eq!(right.recv(&mut [0; 8]).unwrap(), 0);
-        assert_eq!(left.send(&[], &much).unwrap(), capacity(2));
-        assert_eq!(left.send(&[], &much).unwrap(), 0);
+        assert_eq!(left.send(&[], &many).unwrap(), capacity(2));
+        assert_eq!(left.send(&[], &many).unwrap(), 0);
         assert_eq!(right.recv(&mut [0; 8]).unwrap(), 8);
-        assert_eq!(left.send(&[], &much).unwrap(), 8);
+        assert_eq!(left.send(&[], &many).unwrap(), 8);
     }
 
     #[test]
-    fn counters_full_of_nonsense_break_the_stream_and_nothing_else() {
-        for nonsense in [capacity(2) as u64 + 1, 1 << 40, 1 << 63] {
+    fn invalid_counters_break_the_stream_and_nothing_else() {
+        for invalid in [capacity(2) as u64 + 1, 1 << 40, 1 << 63] {
             let [(mut left, _, arena), (mut right, ..)] = pair();
             let ring = 2 * BELL;
-            arena.long(ring + WRITTEN).store(nonsense, Ordering::Release);
+            arena.long(ring + WRITTEN).store(invalid, Ordering::Release);
             assert!(right.recv(&mut [0; 64]).is_err());
-            arena.long(ring + READ).store(nonsense, Ordering::Release);
+            arena.long(ring + READ).store(invalid, Ordering::Release);
             assert!(left.send(b"", b"x").is_err());
         }
     }

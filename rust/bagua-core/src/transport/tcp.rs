@@ -1,4 +1,4 @@
-//! A stream between two hosts: one TCP connection, non-blocking.
+//! A stream over one TCP connection, non-blocking.
 
 use std::io::{self, IoSlice, Read};
 use std::net::TcpStream;
@@ -9,12 +9,12 @@ use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
 
 use super::{Broken, Readiness, Transport};
 
-/// How long the kernel retries unacknowledged bytes before it gives the connection up. The group's heartbeat usually notices
-/// first; this is for a mesh without one.
+/// How long the kernel retransmits unacknowledged bytes before it closes the connection. The heartbeat of a group usually detects a
+/// lost peer earlier; this is for a mesh without a control plane.
 const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Bytes that a socket takes beyond those that it has sent. Its buffer grows to megabytes, and what lies there no other stream can
-/// take over: with one of two streams at a tenth of the other's rate the two carried 0.4 of their rates without this, 0.9 with it.
+/// The most unsent bytes in a socket's buffer. The buffer grows to megabytes otherwise, and no other stream can take over the bytes in it:
+/// with one of two streams at a tenth of the other's rate, the two reached 0.4 of the sum of their rates without this limit, 0.9 with it.
 const UNSENT: u32 = 128 << 10;
 
 /// One TCP connection to a peer.
@@ -23,13 +23,13 @@ pub struct Tcp {
 }
 
 impl Tcp {
-    /// Takes over a connection whose handshake is done.
+    /// A transport over an authenticated connection.
     ///
     /// # Errors
-    /// When the system refuses one of the socket's options.
+    /// When a socket option cannot be set.
     pub fn new(stream: TcpStream) -> io::Result<Tcp> {
         stream.set_nonblocking(true)?;
-        // Messages are whole when they are sent: there is nothing to wait for and join.
+        // Every send passes all bytes that are ready, so Nagle's algorithm would only delay them.
         stream.set_nodelay(true)?;
         sockopt::set_tcp_user_timeout(&stream, u32::try_from(USER_TIMEOUT.as_millis()).unwrap_or(u32::MAX))?;
         socket2::SockRef::from(&stream).set_tcp_notsent_lowat(UNSENT)?;
@@ -44,7 +44,7 @@ impl Transport for Tcp {
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         let parts = [IoSlice::new(head), IoSlice::new(body)];
-        // NOSIGNAL: a peer that left is an error here, whatever the embedding program does with SIGPIPE.
+        // NOSIGNAL: a closed connection is an error here, independent of the program's handling of SIGPIPE.
         retry(|| Ok(sendmsg(&self.stream, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?))
     }
 
@@ -64,7 +64,7 @@ impl Transport for Tcp {
     }
 }
 
-/// Sorts the outcomes of a system call: again after a signal, nothing now, or the end.
+/// Repeats a system call after a signal, and maps its outcome: bytes moved, 0 when it would block, or `Broken`.
 fn retry(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, Broken> {
     loop {
         match call() {

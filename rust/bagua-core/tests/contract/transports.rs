@@ -46,7 +46,7 @@ contract!(late, late_ends);
 fn sleep(end: &dyn Transport, bell: &Doorbell, rings: u32, wanted: PollFlags) {
     match end.readiness() {
         Readiness::Doorbell => bell.wait(rings, Duration::from_millis(20)),
-        Readiness::Nap => bell.wait(bell.rings(), Duration::from_millis(1)),
+        Readiness::Poll => bell.wait(bell.rings(), Duration::from_millis(1)),
         Readiness::Descriptor(fd) => {
             let timeout = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
             let _ = poll(&mut [PollFd::from_borrowed_fd(fd, wanted)], Some(&timeout));

@@ -1,6 +1,6 @@
-//! Worlds for tests of groups: ranks as threads of this process, and ranks as processes that can be stopped and killed.
+//! Worlds for tests of groups: ranks that are threads of this process, and ranks that are processes, which can be stopped and killed.
 
-#![allow(dead_code, reason = "every test file uses its own part")]
+#![allow(dead_code, reason = "every test file uses other functions")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -9,41 +9,41 @@ use std::time::{Duration, Instant};
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Bootstrap, Config, Group};
 
-/// No test waits longer for anything.
+/// The longest that a test waits for one event.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A configuration that fails fast.
+/// A configuration with short timeouts.
 pub fn config(rank: usize, size: usize) -> Config {
     Config { secret: b"secret".to_vec(), connect_timeout: Duration::from_secs(20), ..Config::new(rank, size) }
 }
 
-/// Builds a group of `size` ranks in this process; the results by rank.
+/// Builds a group of `size` ranks in this process; returns the results by rank.
 pub fn try_world(size: usize, adjust: impl Fn(&mut Config)) -> Vec<Result<Group>> {
-    let pending = (0..size).map(|rank| {
+    let bootstraps = (0..size).map(|rank| {
         let mut config = config(rank, size);
         adjust(&mut config);
         Bootstrap::bind(config).unwrap()
     });
-    let pending: Vec<Bootstrap> = pending.collect();
-    let addresses: Vec<Vec<u8>> = pending.iter().map(|pending| pending.address().to_vec()).collect();
-    connect_all(pending, &addresses)
+    let bootstraps: Vec<Bootstrap> = bootstraps.collect();
+    let addresses: Vec<Vec<u8>> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
+    connect_all(bootstraps, &addresses)
 }
 
 /// Connects ranks of this process at the same time.
-pub fn connect_all(pending: Vec<Bootstrap>, addresses: &[Vec<u8>]) -> Vec<Result<Group>> {
+pub fn connect_all(bootstraps: Vec<Bootstrap>, addresses: &[Vec<u8>]) -> Vec<Result<Group>> {
     std::thread::scope(|scope| {
         let threads: Vec<_> =
-            pending.into_iter().map(|pending| scope.spawn(move || pending.connect(addresses))).collect();
+            bootstraps.into_iter().map(|bootstrap| scope.spawn(move || bootstrap.connect(addresses))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-/// As [`try_world`], where nothing may go wrong.
+/// As [`try_world`], but every rank must succeed.
 pub fn world_with(size: usize, adjust: impl Fn(&mut Config)) -> Vec<Group> {
     try_world(size, adjust).into_iter().map(|group| group.unwrap()).collect()
 }
 
-/// A group with the defaults.
+/// A group of `size` ranks with the default configuration.
 pub fn world(size: usize) -> Vec<Group> {
     world_with(size, |_| ())
 }
@@ -53,7 +53,7 @@ pub fn world(size: usize) -> Vec<Group> {
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) -> Duration {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
+        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
     start.elapsed()
@@ -81,7 +81,7 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
 }
 
-/// This test binary, to be started once more: in the emulator that cargo runs it in, where that is so.
+/// The command that starts this test binary, in the emulator if cargo runs it in one.
 fn this_program() -> Command {
     let program = std::env::current_exe().unwrap();
     match std::env::var("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER") {
@@ -98,11 +98,11 @@ fn this_program() -> Command {
 /// A rank in a process of its own. Killed when dropped.
 pub struct Process {
     child: Child,
-    said: BufReader<std::process::ChildStdout>,
+    output: BufReader<std::process::ChildStdout>,
 }
 
 impl Process {
-    /// Starts the test binary again, as rank `rank`. `entry` is the name of a test that calls [`live`].
+    /// Starts the test binary again, as rank `rank`. `entry` is the name of a test that calls [`run_commands`].
     pub fn start(entry: &str, rank: usize, size: usize, heartbeat: Duration) -> Process {
         let mut child = this_program()
             .args([entry, "--exact", "--ignored", "--nocapture"])
@@ -113,35 +113,35 @@ impl Process {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let said = BufReader::new(child.stdout.take().unwrap());
-        Process { child, said }
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Process { child, output }
     }
 
-    /// Waits for a line with this word, and returns what follows it.
-    pub fn hear(&mut self, word: &str) -> String {
+    /// Waits for an output line with this word, and returns the text after it.
+    pub fn read_after(&mut self, word: &str) -> String {
         loop {
             let mut line = String::new();
-            assert!(self.said.read_line(&mut line).unwrap() > 0, "the process ended before it said {word:?}");
+            assert!(self.output.read_line(&mut line).unwrap() > 0, "the process ended before it printed {word:?}");
             if let Some((_, rest)) = line.split_once(word) {
                 return rest.trim().to_owned();
             }
         }
     }
 
-    /// Its address.
+    /// The address of its rank.
     pub fn address(&mut self) -> Vec<u8> {
-        unhex(&self.hear("ADDRESS "))
+        unhex(&self.read_after("ADDRESS "))
     }
 
-    /// Gives it a line.
-    pub fn tell(&mut self, line: &str) {
+    /// Writes a line to its input.
+    pub fn write(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    /// Tells it all addresses, so that it connects.
+    /// Sends it all addresses, with which it connects.
     pub fn connect(&mut self, addresses: &[Vec<u8>]) {
         let all: Vec<String> = addresses.iter().map(|address| hex(address)).collect();
-        self.tell(&all.join(" "));
+        self.write(&all.join(" "));
     }
 
     /// Sends a signal.
@@ -150,7 +150,7 @@ impl Process {
         rustix::process::kill_process(id, signal).unwrap();
     }
 
-    /// Its exit code.
+    /// Closes its input and returns its exit code.
     pub fn end(mut self) -> Option<i32> {
         drop(self.child.stdin.take());
         self.child.wait().unwrap().code()
@@ -159,14 +159,14 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // Fails if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What a [`Process`] does: binds, tells its address, hears all, connects, and then obeys until its input ends.
-pub fn live() {
+/// The main function of a [`Process`]: joins the group and then runs the commands of its input.
+pub fn run_commands() {
     let group = join();
     for line in std::io::stdin().lines().map(|line| line.unwrap()) {
         match line.as_str() {
@@ -176,51 +176,51 @@ pub fn live() {
                 fork(|| std::thread::sleep(Duration::from_secs(10)));
                 println!("\nFORKED");
             }
-            other => panic!("told {other:?}"),
+            other => panic!("unknown command {other:?}"),
         }
     }
 }
 
-/// The first half of what a [`Process`] does: its group, connected.
+/// Joins the group of a [`Process`]: binds, prints its address, reads all addresses, and connects.
 pub fn join() -> Group {
     let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
     let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
     config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
-    let pending = Bootstrap::bind(config).unwrap();
-    println!("\nADDRESS {}", hex(pending.address()));
+    let bootstrap = Bootstrap::bind(config).unwrap();
+    println!("\nADDRESS {}", hex(bootstrap.address()));
     let line = std::io::stdin().lines().next().unwrap().unwrap();
     let addresses: Vec<Vec<u8>> = line.split(' ').map(unhex).collect();
-    let group = pending.connect(&addresses).unwrap();
+    let group = bootstrap.connect(&addresses).unwrap();
     println!("\nCONNECTED");
     group
 }
 
-/// A world in which the ranks of `processes` are processes and the others are threads of this one, all at `heartbeat`.
+/// A world in which the ranks of `processes` are processes and the others are threads of this process, with this heartbeat timeout.
 pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration) -> (Vec<Group>, Vec<Process>) {
     let mut others: Vec<Process> = processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
     let own = (0..size)
         .filter(|rank| !processes.contains(rank))
         .map(|rank| Bootstrap::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap());
     let own: Vec<Bootstrap> = own.collect();
-    let mut known = own.iter().map(|pending| pending.address().to_vec()).collect::<Vec<_>>().into_iter();
-    let mut told = others.iter_mut().map(Process::address).collect::<Vec<_>>().into_iter();
+    let mut of_threads = own.iter().map(|bootstrap| bootstrap.address().to_vec()).collect::<Vec<_>>().into_iter();
+    let mut of_processes = others.iter_mut().map(Process::address).collect::<Vec<_>>().into_iter();
     let addresses: Vec<Vec<u8>> = (0..size)
-        .map(|rank| if processes.contains(&rank) { told.next().unwrap() } else { known.next().unwrap() })
+        .map(|rank| if processes.contains(&rank) { of_processes.next().unwrap() } else { of_threads.next().unwrap() })
         .collect();
     others.iter_mut().for_each(|process| process.connect(&addresses));
     let groups = connect_all(own, &addresses).into_iter().map(|group| group.unwrap()).collect();
-    others.iter_mut().for_each(|process| _ = process.hear("CONNECTED"));
+    others.iter_mut().for_each(|process| _ = process.read_after("CONNECTED"));
     (groups, others)
 }
 
-/// Runs something in a forked child, which then exits with code 0. Returns its process id.
-pub fn fork(inside: impl FnOnce()) -> i32 {
-    // SAFETY: the child runs `inside`, which takes no lock that another thread may have held (the allocator has its own
-    // handlers), and ends without running anything of its parent's.
+/// Runs a function in a forked child, which then exits, with code 0 unless the function panics. Returns the child's process id.
+pub fn fork(in_child: impl FnOnce()) -> i32 {
+    // SAFETY: the child runs `in_child`, which takes no lock that another thread may have held (the allocator has its own
+    // handlers), and ends without running exit handlers of its parent.
     match unsafe { libc::fork() } {
         0 => {
-            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(inside));
-            // SAFETY: ends the process, as it must.
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(in_child));
+            // SAFETY: ends the process at once.
             unsafe { libc::_exit(i32::from(outcome.is_err())) }
         }
         child => {
@@ -230,10 +230,10 @@ pub fn fork(inside: impl FnOnce()) -> i32 {
     }
 }
 
-/// Waits for a child of [`fork`]: its exit code.
+/// Waits for a child of [`fork`] and returns its exit code.
 pub fn exit_code(child: i32) -> i32 {
     let mut status = 0;
-    // SAFETY: waits for an own child, with a place for its status.
+    // SAFETY: waits for a child of this process, with a valid pointer for its status.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert!(libc::WIFEXITED(status), "the child was killed: {status:x}");
     libc::WEXITSTATUS(status)

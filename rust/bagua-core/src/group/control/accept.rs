@@ -1,4 +1,4 @@
-//! Taking connections: who is let in, and what becomes of them.
+//! Accepting connections: the listening sockets, the server's end of the handshake, and where an accepted connection goes.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::SocketAddr as UnixAddress;
@@ -17,17 +17,17 @@ use super::plane::Plane;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
-/// The sockets that peers connect to.
+/// The listening sockets of a rank.
 pub(in super::super) struct Listeners {
     fork_fds: Vec<ForkFd>,
     tcp: std::net::TcpListener,
     unix: Option<std::os::unix::net::UnixListener>,
-    /// Name of `unix` in the network namespace; empty without it.
+    /// Abstract name of `unix`; empty without it.
     pub(in super::super) name: Vec<u8>,
 }
 
 impl Listeners {
-    /// Opens them. Without a Unix socket, everything goes by TCP.
+    /// Opens the sockets. When the Unix socket cannot be opened, all connections use TCP.
     pub(in super::super) fn open(config: &Config) -> Result<Listeners> {
         let at = config.listen;
         let failed = |e| Error::system(&format!("listening on {at}"), e);
@@ -48,16 +48,16 @@ impl Listeners {
         Ok(Listeners { fork_fds, tcp, unix, name })
     }
 
-    /// Where peers find the TCP listener.
+    /// Address of the TCP listener.
     pub(in super::super) fn tcp_address(&self) -> Result<std::net::SocketAddr> {
         self.tcp.local_addr().map_err(|e| Error::system("the address of the listening socket", e))
     }
 }
 
-/// Accepts until the thread ends.
+/// Accepts connections until the thread ends.
 pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
-    let Listeners { fork_fds: _marks, tcp, unix, .. } = listeners;
-    // Both only fail when the runtime is shutting down: then nobody is to be accepted either.
+    let Listeners { fork_fds: _fork_fds, tcp, unix, .. } = listeners;
+    // Both fail only while the runtime shuts down.
     let Ok(tcp) = TcpListener::from_std(tcp) else { return };
     let unix = unix.and_then(|unix| UnixListener::from_std(unix).ok());
     loop {
@@ -71,27 +71,27 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
         match arrived {
             Ok(conn) => {
                 let limit = 256 + 4 * plane.config.world_size;
-                if plane.strangers.load(Ordering::Relaxed) >= limit {
+                if plane.unauthenticated.load(Ordering::Relaxed) >= limit {
                     plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
                 } else {
-                    plane.strangers.fetch_add(1, Ordering::Relaxed);
+                    plane.unauthenticated.fetch_add(1, Ordering::Relaxed);
                     tokio::spawn(serve(Arc::clone(&plane), conn));
                 }
             }
-            // Out of descriptors, or the client is gone again. The former passes when connections close.
+            // The client has closed the connection already, or the process has no free descriptor: retry.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
     }
 }
 
-/// One connection, from hello to its place.
+/// Authenticates one connection and hands it over.
 async fn serve(plane: Arc<Plane>, mut conn: ControlConn) {
-    let outcome = examine(&plane, &mut conn).await;
-    plane.strangers.fetch_sub(1, Ordering::Relaxed);
+    let outcome = authenticate(&plane, &mut conn).await;
+    plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
     let outcome = match outcome {
-        Ok(hello) => match handshake::welcome(&mut conn.socket).await {
-            Ok(()) => seat(&plane, hello, conn),
-            Err(_) => Err(Refusal::Stranger),
+        Ok(hello) => match handshake::accept(&mut conn.socket).await {
+            Ok(()) => hand_over(&plane, hello, conn),
+            Err(_) => Err(Refusal::Protocol),
         },
         Err(why) => {
             handshake::refuse(&mut conn.socket, why).await;
@@ -103,41 +103,43 @@ async fn serve(plane: Arc<Plane>, mut conn: ControlConn) {
     }
 }
 
-async fn examine(plane: &Plane, conn: &mut ControlConn) -> std::result::Result<Hello, Refusal> {
-    let greeted = handshake::greet(&mut conn.socket).await?;
-    let Hello { world_size, from, to, purpose, job, .. } = greeted.hello;
+/// The hello of a connection that passes all checks.
+async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Result<Hello, Refusal> {
+    let received = handshake::read_hello(&mut conn.socket).await?;
+    let Hello { world_size, from, to, purpose, job, .. } = received.hello;
     let own = plane.config.rank;
     if world_size != plane.config.world_size {
         return Err(Refusal::WorldSize);
     }
-    // The higher rank connects to the lower, always.
+    // The higher rank always connects to the lower one.
     if to != own || from <= own || from >= world_size {
         return Err(Refusal::Rank);
     }
-    // An honest peer may be faster than this rank, which does not know the key yet.
-    if plane.opened.subscribe().wait_for(|open| *open).await.is_err() {
-        return Err(Refusal::Stranger);
+    // A peer may connect before this rank has all addresses, and with them the key.
+    if plane.world_known.subscribe().wait_for(|known| *known).await.is_err() {
+        return Err(Refusal::Protocol);
     }
-    let book = plane.book().map_err(|_| Refusal::Stranger)?;
-    if job != book.job {
+    let world = plane.world().map_err(|_| Refusal::Protocol)?;
+    if job != world.job {
         return Err(Refusal::Job);
     }
-    handshake::prove(&mut conn.socket, &greeted, &book.key).await?;
+    handshake::authenticate(&mut conn.socket, &received, &world.key).await?;
     match purpose {
         Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
-        Purpose::Stream | Purpose::Segment if !plane.room.has_room() => Err(Refusal::Busy),
+        Purpose::Stream | Purpose::Segment if !plane.pending.has_room() => Err(Refusal::Busy),
         Purpose::Rendezvous => Err(Refusal::Purpose),
-        Purpose::Control | Purpose::Stream | Purpose::Segment => Ok(greeted.hello),
+        Purpose::Control | Purpose::Stream | Purpose::Segment => Ok(received.hello),
     }
 }
 
-fn seat(plane: &Plane, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
+/// Hands an accepted connection to `connect`, or keeps it until its lane is opened.
+fn hand_over(plane: &Plane, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
     if hello.purpose == Purpose::Control {
-        // A second one, while the group is being built, is from a peer that gave the first up.
-        lock(&plane.building).conns.insert(hello.from, conn);
-        plane.built.notify_all();
+        // A second control connection of a rank replaces the first, which the peer has abandoned.
+        lock(&plane.connecting).conns.insert(hello.from, conn);
+        plane.connect_changed.notify_all();
         return Ok(());
     }
-    let data_conn = conn.into_plain().map_err(|_| Refusal::Stranger)?;
-    plane.room.enter(ConnKey::from(&hello), data_conn)
+    let data_conn = conn.into_data().map_err(|_| Refusal::Protocol)?;
+    plane.pending.insert(ConnKey::from(&hello), data_conn)
 }

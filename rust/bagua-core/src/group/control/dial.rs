@@ -1,4 +1,4 @@
-//! Making connections, with retries until a deadline.
+//! Connecting to peers, with retries until a deadline.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use tokio::net::{TcpStream, UnixStream};
 use super::super::address::Address;
 use super::super::config::TransportChoice;
 use super::super::connection::{ControlConn, DataConn};
-use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP};
+use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP_TIMEOUT};
 use super::plane::Plane;
 use super::thread::Control;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::wait::lock;
 
-/// A connection to make.
+/// The peer and the purpose of a connection to open.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct Dial {
     /// World rank of the peer.
@@ -28,9 +28,9 @@ pub(in super::super) struct Dial {
     pub(in super::super) index: u32,
 }
 
-/// Which way an attempt goes.
+/// The kind of socket of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum SocketKind {
     Unix,
     Tcp,
 }
@@ -38,56 +38,64 @@ enum Way {
 impl Plane {
     fn hello(&self, dial: &Dial) -> Result<Hello> {
         let Dial { to, purpose, group, channel, index } = *dial;
-        let (world_size, from, job) = (self.config.world_size, self.config.rank, self.book()?.job);
+        let (world_size, from, job) = (self.config.world_size, self.config.rank, self.world()?.job);
         Ok(Hello { world_size, from, to, purpose, group, channel, index, job })
     }
 
-    /// True when a Unix socket is worth an attempt.
-    fn may_be_near(&self, address: &Address) -> Result<bool> {
-        let own = &self.book()?.addresses[self.config.rank];
+    /// True when the peer may be reachable by a Unix socket.
+    fn may_share_host(&self, address: &Address) -> Result<bool> {
+        let own = &self.world()?.addresses[self.config.rank];
         let auto = self.config.transport == TransportChoice::Auto;
         Ok(auto && !address.unix.is_empty() && !own.unix.is_empty() && address.host_id == own.host_id)
     }
 
-    async fn attempt(&self, address: &Address, way: Way, hello: &Hello) -> std::result::Result<ControlConn, Failed> {
-        let mut conn = match (way, address.tcp) {
-            (Way::Unix, _) => {
+    async fn attempt(
+        &self,
+        address: &Address,
+        kind: SocketKind,
+        hello: &Hello,
+    ) -> std::result::Result<ControlConn, Failed> {
+        let mut conn = match (kind, address.tcp) {
+            (SocketKind::Unix, _) => {
                 let mut name = vec![0];
                 name.extend_from_slice(&address.unix);
                 use std::os::unix::ffi::OsStringExt;
                 ControlConn::unix(UnixStream::connect(PathBuf::from(std::ffi::OsString::from_vec(name))).await?)
             }
-            (Way::Tcp, Some(tcp)) => {
-                let connecting = tokio::time::timeout(STEP, TcpStream::connect(tcp)).await;
+            (SocketKind::Tcp, Some(tcp)) => {
+                let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(tcp)).await;
                 ControlConn::tcp(connecting.map_err(|_| Failed::broken("no answer"))??)?
             }
-            (Way::Tcp, None) => return Err(Failed::broken("it has no TCP address")),
+            (SocketKind::Tcp, None) => return Err(Failed::broken("it has no TCP address")),
         };
-        let key = &self.book().map_err(|e| Failed::broken(e.to_string()))?.key;
-        handshake::introduce(&mut conn.socket, hello, key).await?;
+        let key = &self.world().map_err(|e| Failed::broken(e.to_string()))?.key;
+        handshake::connect(&mut conn.socket, hello, key).await?;
         Ok(conn)
     }
 
-    /// Attempts until one succeeds or is refused. `trouble` hears of every failure. Never returns otherwise: the caller
+    /// Tries to connect until an attempt succeeds or is refused. Calls `failed` with the reason of every other failure. The caller
     /// limits the time.
     async fn dial(
         &self,
         dial: &Dial,
-        mut way: Way,
-        mut trouble: impl FnMut(String),
+        mut kind: SocketKind,
+        mut failed: impl FnMut(String),
     ) -> std::result::Result<ControlConn, Refusal> {
-        let (Ok(hello), Ok(book)) = (self.hello(dial), self.book()) else { return Err(Refusal::Job) };
-        let address = &book.addresses[dial.to];
+        let (Ok(hello), Ok(world)) = (self.hello(dial), self.world()) else { return Err(Refusal::Job) };
+        let address = &world.addresses[dial.to];
         let mut pause = Duration::from_millis(5);
         loop {
-            match self.attempt(address, way, &hello).await {
+            match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
                 Err(Failed::Refused(why)) => return Err(why),
                 Err(Failed::Broken { how, .. }) => {
-                    trouble(how);
-                    // The peer listened before it told its name: a name that is not there is in another namespace.
-                    if way == Way::Unix && dial.purpose == Purpose::Control && self.is_elsewhere(address).await {
-                        way = Way::Tcp;
+                    failed(how);
+                    // The peer listened before it published its name: a name that does not exist here is in another namespace.
+                    if kind == SocketKind::Unix
+                        && dial.purpose == Purpose::Control
+                        && !self.unix_name_exists(address).await
+                    {
+                        kind = SocketKind::Tcp;
                         continue;
                     }
                 }
@@ -97,35 +105,35 @@ impl Plane {
         }
     }
 
-    async fn is_elsewhere(&self, address: &Address) -> bool {
+    async fn unix_name_exists(&self, address: &Address) -> bool {
         let mut name = vec![0];
         name.extend_from_slice(&address.unix);
         use std::os::unix::ffi::OsStringExt;
         match UnixStream::connect(PathBuf::from(std::ffi::OsString::from_vec(name))).await {
-            Ok(_) => false,
-            Err(error) => error.kind() != ErrorKind::WouldBlock,
+            Ok(_) => true,
+            Err(error) => error.kind() == ErrorKind::WouldBlock,
         }
     }
 }
 
 impl Control {
-    /// Begins to connect the control plane to a lower rank, until `deadline`. The conn appears in `building`; a refusal
-    /// fails the world.
+    /// Starts to open the control connection to a lower rank, until `deadline`. The connection is added to `connecting`; a refusal fails
+    /// the world group.
     pub(in super::super) fn dial_control(&self, to: usize, deadline: Instant, health: &Arc<GroupHealth>) -> Result<()> {
-        let book = self.plane.book()?;
-        let dial = Dial { to, purpose: Purpose::Control, group: book.world, channel: 0, index: 0 };
-        let way = if self.plane.may_be_near(&book.addresses[to])? { Way::Unix } else { Way::Tcp };
-        let place = book.addresses[to].place();
+        let world = self.plane.world()?;
+        let dial = Dial { to, purpose: Purpose::Control, group: world.id, channel: 0, index: 0 };
+        let kind = if self.plane.may_share_host(&world.addresses[to])? { SocketKind::Unix } else { SocketKind::Tcp };
+        let peer = world.addresses[to].describe();
         let (plane, health) = (Arc::clone(&self.plane), Arc::clone(health));
         self.spawn(async move {
-            let trouble = |how| _ = lock(&plane.building).troubles.insert(to, how);
-            match tokio::time::timeout_at(deadline.into(), plane.dial(&dial, way, trouble)).await {
-                Ok(Ok(conn)) => _ = lock(&plane.building).conns.insert(to, conn),
+            let failed = |how| _ = lock(&plane.connecting).last_failures.insert(to, how);
+            match tokio::time::timeout_at(deadline.into(), plane.dial(&dial, kind, failed)).await {
+                Ok(Ok(conn)) => _ = lock(&plane.connecting).conns.insert(to, conn),
                 Ok(Err(why)) => {
-                    let text = format!("{place}: {why}");
+                    let text = format!("{peer}: {why}");
                     let error = match why {
                         Refusal::Version | Refusal::WorldSize | Refusal::Job => Error::Mismatch(text),
-                        Refusal::Stranger
+                        Refusal::Protocol
                         | Refusal::Rank
                         | Refusal::Secret
                         | Refusal::Purpose
@@ -134,27 +142,27 @@ impl Control {
                     };
                     let _ = health.fail(error);
                 }
-                // Whoever waits for the conn has the same deadline, and names who is missing.
+                // `connect` has the same deadline, and names the missing ranks.
                 Err(_) => {}
             }
-            plane.built.notify_all();
+            plane.connect_changed.notify_all();
         });
         Ok(())
     }
 
-    /// Begins to connect for a lane. The answer comes through the receiver; it is disconnected when the time is over.
+    /// Starts to open a connection of a lane. The receiver gets the outcome, or is disconnected after the deadline.
     pub(in super::super) fn dial_lane(
         &self,
         dial: Dial,
         deadline: Instant,
     ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, String>> {
-        let (answer, receiver) = std::sync::mpsc::channel();
+        let (outcome, receiver) = std::sync::mpsc::channel();
         let plane = Arc::clone(&self.plane);
         self.spawn(async move {
-            let way = if dial.purpose == Purpose::Segment { Way::Unix } else { Way::Tcp };
-            if let Ok(made) = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, way, |_| ())).await {
+            let kind = if dial.purpose == Purpose::Segment { SocketKind::Unix } else { SocketKind::Tcp };
+            if let Ok(made) = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, kind, |_| ())).await {
                 let made = made.map_err(|why| why.to_string());
-                let _ = answer.send(made.and_then(|conn| conn.into_plain().map_err(|e| e.to_string())));
+                let _ = outcome.send(made.and_then(|conn| conn.into_data().map_err(|e| e.to_string())));
             }
         });
         receiver

@@ -1,14 +1,14 @@
-//! The control plane of one rank: one thread that accepts connections, sends heartbeats, and spreads failures and goodbyes.
+//! The control plane of one rank: one thread that accepts connections, sends heartbeats, and broadcasts failures and departures.
 //!
-//! It carries no data, waits for no other thread, and calls nobody's code, so that no computation and no lock of the
-//! application can make a healthy rank look dead. Other threads talk to it through channels that never block.
+//! It carries no tensor data, waits for no other thread, and runs no application code, so that neither a computation nor a lock of the
+//! application can delay its heartbeats. Other threads reach it through channels that never block.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. **Cause before goodbye.** A rank that knows of a failure passes it on before it says goodbye and before it closes a
-//!    connection; each rank passes on a failure that is news to it before its own waits end. So consequences never overtake the cause.
-//! 2. **A goodbye is not a failure** until somebody needs the rank that left.
-//! 3. **Strangers cost nothing but a count**: no unproven connection can end the group, hold memory without bound, or stay.
+//! 1. **Cause before leaving.** A rank that knows of a failure forwards it before it leaves the group and before it closes a connection;
+//!    a rank that receives an unknown failure forwards it before its own waits end. So no consequence overtakes the cause.
+//! 2. **Leaving is not a failure** until an operation needs the rank that left.
+//! 3. **Unauthenticated connections are only counted**: none of them can end the group, occupy memory without bound, or stay open.
 
 mod accept;
 mod dial;
@@ -18,5 +18,5 @@ mod thread;
 
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
-pub(super) use plane::{Book, Building, Plane};
+pub(super) use plane::{ConnectState, Plane, World};
 pub(super) use thread::Control;

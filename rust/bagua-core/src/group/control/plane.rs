@@ -1,4 +1,4 @@
-//! What the control thread and the other threads of a rank share: connected peers, groups, and who is told of a failure.
+//! The state that the control thread shares with the other threads of a rank: peers, groups, and the handling of failures.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -18,146 +18,146 @@ use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
 use crate::wait::lock;
 
-/// How long a leaving rank waits for its last words to be heard.
+/// How long a leaving rank waits for acknowledgements.
 pub(super) const LINGER: Duration = Duration::from_millis(200);
 
-/// Messages for groups that this rank has not built yet, at most.
-const EARLY: usize = 4096;
+/// The most messages that are kept for groups that this rank has not built yet.
+const MAX_EARLY: usize = 4096;
 
-/// What is known once the addresses are.
-pub(in super::super) struct Book {
+/// The addresses of all ranks, and the key and the ids derived from them.
+pub(in super::super) struct World {
     /// By world rank.
     pub(in super::super) addresses: Vec<Address>,
-    /// Proves membership.
+    /// Authenticates the ranks of the job.
     pub(in super::super) key: Key,
-    /// Public name of this incarnation.
+    /// Public name of this incarnation of the job.
     pub(in super::super) job: [u8; 8],
     /// Id of the world group.
-    pub(in super::super) world: u64,
+    pub(in super::super) id: u64,
 }
 
-impl Book {
-    pub(in super::super) fn new(addresses: Vec<Address>, blobs: &[Vec<u8>], secret: &[u8]) -> Book {
+impl World {
+    pub(in super::super) fn new(addresses: Vec<Address>, blobs: &[Vec<u8>], secret: &[u8]) -> World {
         let parts: Vec<&[u8]> = blobs.iter().map(Vec::as_slice).collect();
         let all = digest(&parts);
         let key = Key::new(secret, &all);
-        let world = key.number(b"world");
+        let id = key.number(b"world");
         let job = *all.first_chunk().expect("32 bytes have a first 8");
-        Book { addresses, key, job, world }
+        World { addresses, key, job, id }
     }
 
-    /// What tells this incarnation of the group from others in message headers.
+    /// Distinguishes this incarnation of the group from others in message headers.
     pub(in super::super) fn epoch(&self) -> u32 {
         u32::try_from(self.key.number(b"epoch") >> 32).unwrap_or(0)
     }
 }
 
-/// A peer is there.
+/// The peer is connected.
 pub(super) const ALIVE: u8 = 0;
-/// It said goodbye.
+/// The peer has left the world group.
 const DEPARTED: u8 = 1;
-/// It was lost.
+/// The peer is lost.
 const LOST: u8 = 2;
 
 /// A connected peer.
 pub(super) struct Peer {
-    /// Frames for its writer.
+    /// Frames for its writer task.
     pub(super) outbox: mpsc::UnboundedSender<Vec<u8>>,
-    /// When it was last heard. `None` until its first message came: it may still be waiting for others.
-    pub(super) heard: Mutex<Option<Instant>>,
-    /// ALIVE, DEPARTED or LOST.
+    /// Arrival of its last message. `None` before the first one: the peer may still be connecting to others.
+    pub(super) last_message: Mutex<Option<Instant>>,
+    /// [`ALIVE`], [`DEPARTED`] or [`LOST`].
     pub(super) state: AtomicU8,
-    /// It heard our goodbye, or its connection ended: nothing more to wait for.
+    /// It has acknowledged that this rank leaves, or its connection has ended.
     pub(super) settled: AtomicBool,
 }
 
-/// A group that this rank is in.
+/// A group of which this rank is a member.
 struct Entry {
     health: Weak<GroupHealth>,
     /// World ranks of the members, by group rank: ascending.
     ranks: Vec<usize>,
-    /// Reports to the members what this rank finds, as long as it is in the group.
+    /// Broadcasts a failure that this rank finds to the members, until the group is removed.
     _subscription: Subscription,
 }
 
 /// Group rank of a world rank.
-fn place(ranks: &[usize], rank: usize) -> Option<usize> {
-    ranks.binary_search(&rank).ok()
+fn group_rank(ranks: &[usize], world_rank: usize) -> Option<usize> {
+    ranks.binary_search(&world_rank).ok()
 }
 
-/// Groups by id, and messages for those that do not exist here yet.
+/// Groups by id, and messages for groups that this rank has not built yet.
 #[derive(Default)]
 struct Groups {
     known: HashMap<u64, Entry>,
     early_failures: HashMap<u64, Error>,
-    early_goodbyes: HashMap<u64, HashSet<usize>>,
+    early_departures: HashMap<u64, HashSet<usize>>,
 }
 
-/// What `connect` waits for.
+/// The progress of [`super::super::Bootstrap::connect`].
 #[derive(Default)]
-pub(in super::super) struct Building {
+pub(in super::super) struct ConnectState {
     /// Connections by world rank; taken when all are there.
     pub(in super::super) conns: HashMap<usize, ControlConn>,
-    /// Which ranks reach all ranks with their host id by a Unix socket.
-    pub(in super::super) near: HashMap<usize, bool>,
-    /// Why the last attempt to reach a rank failed.
-    pub(in super::super) troubles: HashMap<usize, String>,
+    /// By world rank: whether it is connected by Unix sockets to all ranks with its host id.
+    pub(in super::super) host_connected: HashMap<usize, bool>,
+    /// By world rank: why the last attempt to connect to it failed.
+    pub(in super::super) last_failures: HashMap<usize, String>,
 }
 
-/// What the control thread and everybody else share.
+/// The state that the control thread shares with the other threads of a rank.
 pub(in super::super) struct Plane {
     pub(in super::super) config: Config,
     pub(in super::super) owner: OwnerProcess,
-    /// Of the world group.
+    /// Counters of the world group.
     pub(in super::super) stats: Arc<Stats>,
-    pub(in super::super) room: PendingConns,
-    pub(in super::super) building: Mutex<Building>,
-    /// Something in `building` changed.
-    pub(in super::super) built: Condvar,
-    book: OnceLock<Book>,
-    /// Turns true when `book` is set: handshakes wait for it.
-    pub(super) opened: tokio::sync::watch::Sender<bool>,
-    /// By world rank; `None` for this one. Set when all connections are there.
+    pub(in super::super) pending: PendingConns,
+    pub(in super::super) connecting: Mutex<ConnectState>,
+    /// Notified when `connecting` or the health of a group changes.
+    pub(in super::super) connect_changed: Condvar,
+    world: OnceLock<World>,
+    /// Turns true when `world` is set: handshakes wait for it.
+    pub(super) world_known: tokio::sync::watch::Sender<bool>,
+    /// By world rank; `None` for this rank. Set when all connections are there.
     pub(super) peers: OnceLock<Vec<Option<Peer>>>,
     groups: Mutex<Groups>,
-    /// Connections that have not proven themselves yet.
-    pub(super) strangers: AtomicUsize,
-    /// A peer has settled.
+    /// Number of connections in the handshake.
+    pub(super) unauthenticated: AtomicUsize,
+    /// Notified when a peer is settled.
     pub(super) settled: Notify,
-    /// This rank says goodbye: what peers do no longer matters.
+    /// This rank leaves: later events of peers are ignored.
     leaving: AtomicBool,
 }
 
 impl Plane {
     pub(in super::super) fn new(config: Config, owner: OwnerProcess) -> Plane {
-        let room = PendingConns::new(config.world_size);
+        let pending = PendingConns::new(config.world_size);
         Plane {
             config,
             owner,
             stats: Arc::default(),
-            room,
-            building: Mutex::default(),
-            built: Condvar::new(),
-            book: OnceLock::new(),
-            opened: tokio::sync::watch::Sender::new(false),
+            pending,
+            connecting: Mutex::default(),
+            connect_changed: Condvar::new(),
+            world: OnceLock::new(),
+            world_known: tokio::sync::watch::Sender::new(false),
             peers: OnceLock::new(),
             groups: Mutex::default(),
-            strangers: AtomicUsize::new(0),
+            unauthenticated: AtomicUsize::new(0),
             settled: Notify::new(),
             leaving: AtomicBool::new(false),
         }
     }
 
-    /// From here on handshakes are answered.
-    pub(in super::super) fn open(&self, book: Book) -> &Book {
-        let book = self.book.get_or_init(|| book);
-        self.opened.send_replace(true);
-        book
+    /// Sets the world; handshakes are answered from here on.
+    pub(in super::super) fn set_world(&self, world: World) -> &World {
+        let world = self.world.get_or_init(|| world);
+        self.world_known.send_replace(true);
+        world
     }
 
-    /// Known since `open`.
-    pub(in super::super) fn book(&self) -> Result<&Book> {
-        self.book.get().ok_or_else(|| Error::other("the group is not built yet"))
+    /// The world; an error before [`Plane::set_world`].
+    pub(in super::super) fn world(&self) -> Result<&World> {
+        self.world.get().ok_or_else(|| Error::other("the group is not built yet"))
     }
 
     pub(super) fn peer(&self, rank: usize) -> Option<&Peer> {
@@ -169,30 +169,30 @@ impl Plane {
         peers.filter_map(|(rank, peer)| peer.as_ref().map(|peer| (rank, peer)))
     }
 
-    /// Ranks that are connected, this one included.
+    /// Number of connected ranks, this one included.
     pub(in super::super) fn peers_seen(&self) -> usize {
         1 + self.all_peers().filter(|(_, peer)| peer.state.load(Ordering::Relaxed) == ALIVE).count()
     }
 
-    /// Makes a group known: its failures are told to its members from here on. `ranks` are world ranks.
+    /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
     pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
         let subscription = health.subscribe_local(move |cause| {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
             {
-                plane.tell(id, cause);
-                plane.cascade(id, cause);
+                plane.broadcast_failure(id, cause);
+                plane.fail_subgroups(id, cause);
             }
         });
         let mut groups = lock(&self.groups);
         let ranks = health.world_ranks().to_vec();
         let failure = groups.early_failures.remove(&id);
-        let goodbyes = groups.early_goodbyes.remove(&id).unwrap_or_default();
-        for (place, rank) in ranks.iter().enumerate() {
+        let departures = groups.early_departures.remove(&id).unwrap_or_default();
+        for (member, rank) in ranks.iter().enumerate() {
             let departed = self.peer(*rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == DEPARTED);
-            if departed || goodbyes.contains(rank) {
-                health.depart(place);
+            if departed || departures.contains(rank) {
+                health.depart(member);
             }
         }
         groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscription: subscription });
@@ -200,51 +200,51 @@ impl Plane {
         if let Some(cause) = failure {
             health.fail_from_peer(cause);
         }
-        for (place, rank) in health.world_ranks().iter().enumerate() {
+        for (member, rank) in health.world_ranks().iter().enumerate() {
             if self.peer(*rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == LOST) {
-                let _ = health.fail(health.peer_lost(place, "it was lost before the group was built"));
+                let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
             }
         }
     }
 
-    /// A sub-group ends on this rank: the members hear a goodbye.
-    pub(in super::super) fn depart(&self, id: u64) {
+    /// Leaves a sub-group, and announces that to its members.
+    pub(in super::super) fn leave_subgroup(&self, id: u64) {
         let entry = lock(&self.groups).known.remove(&id);
         let Some(Entry { ranks, .. }) = entry else { return };
-        self.send(&ranks, &Message::Bye { group: id });
-        self.room.clear(Some(id));
+        self.send(&ranks, &Message::Leave { group: id });
+        self.pending.clear(Some(id));
     }
 
     /// Queues a message for these world ranks.
     fn send(&self, ranks: &[usize], message: &Message) {
         let frame = message.frame();
         for peer in ranks.iter().filter_map(|rank| self.peer(*rank)) {
-            // A writer that ended has no reader at the other end.
+            // The channel is closed when the connection has ended.
             let _ = peer.outbox.send(frame.clone());
         }
     }
 
-    /// Queues a message for everybody.
+    /// Queues a message for all peers.
     pub(in super::super) fn send_all(&self, message: &Message) {
         let ranks: Vec<usize> = (0..self.config.world_size).collect();
         self.send(&ranks, message);
     }
 
-    /// Tells a group's members its first cause. A rank that is lost is told too: it may only be frozen.
-    fn tell(&self, id: u64, cause: &Error) {
+    /// Sends a group's first cause to its members, also to a lost one: it may only be frozen.
+    fn broadcast_failure(&self, id: u64, cause: &Error) {
         let ranks = lock(&self.groups).known.get(&id).map(|entry| entry.ranks.clone()).unwrap_or_default();
         self.send(&ranks, &Message::Fail { group: id, cause: cause.clone() });
     }
 
-    /// What fails the world also fails the sub-groups that it concerns. Every rank does that for itself.
-    fn cascade(&self, id: u64, cause: &Error) {
-        if self.book.get().is_none_or(|book| book.world != id) {
+    /// Fails the sub-groups that a failure of the world group concerns. Every rank does so for its own sub-groups.
+    fn fail_subgroups(&self, id: u64, cause: &Error) {
+        if self.world.get().is_none_or(|world| world.id != id) {
             return;
         }
-        for health in self.watches(Some(id)) {
+        for health in self.healths_except(Some(id)) {
             let concerned = match cause {
                 Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => {
-                    place(health.world_ranks(), *rank).is_some()
+                    group_rank(health.world_ranks(), *rank).is_some()
                 }
                 Error::Aborted(_) => true,
                 Error::Timeout { .. }
@@ -260,89 +260,89 @@ impl Plane {
         }
     }
 
-    /// Living groups, but for one.
-    fn watches(&self, but: Option<u64>) -> Vec<Arc<GroupHealth>> {
+    /// The healths of all existing groups except one.
+    fn healths_except(&self, excluded: Option<u64>) -> Vec<Arc<GroupHealth>> {
         let groups = lock(&self.groups);
-        let others = groups.known.iter().filter(|(id, _)| Some(**id) != but);
+        let others = groups.known.iter().filter(|(id, _)| Some(**id) != excluded);
         others.filter_map(|(_, entry)| entry.health.upgrade()).collect()
     }
 
-    /// This rank is about to leave: its waits end, without a word to the peers.
-    pub(in super::super) fn give_up(&self, reason: &str) {
+    /// Ends all waits of this rank before it leaves, without a message to the peers.
+    pub(in super::super) fn abort_waits(&self, reason: &str) {
         self.leaving.store(true, Ordering::Release);
-        for health in self.watches(None) {
+        for health in self.healths_except(None) {
             health.fail_from_peer(Error::Aborted(reason.to_owned()));
         }
     }
 
-    /// A peer is gone without a goodbye.
-    pub(super) fn lost(&self, rank: usize, reason: &str, source: &Source) {
+    /// Handles the end of a peer that has not left.
+    pub(super) fn peer_lost(&self, rank: usize, reason: &str, source: &Source) {
         let Some(peer) = self.peer(rank) else { return };
         let was = peer.state.compare_exchange(ALIVE, LOST, Ordering::AcqRel, Ordering::Relaxed);
         if was.is_err() || self.leaving.load(Ordering::Acquire) {
             return;
         }
-        // The world first: it tells everybody, and the sub-groups follow it.
-        let world = self.book.get().map(|book| book.world);
+        // The world group first: its failure is broadcast to all ranks and fails the sub-groups.
+        let world = self.world.get().map(|world| world.id);
         let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
-        for health in first.into_iter().chain(self.watches(world)) {
-            if let Some(place) = place(health.world_ranks(), rank) {
-                let _ = health.fail(health.peer_lost(place, reason).caused_by(source));
+        for health in first.into_iter().chain(self.healths_except(world)) {
+            if let Some(member) = group_rank(health.world_ranks(), rank) {
+                let _ = health.fail(health.peer_lost(member, reason).caused_by(source));
             }
         }
-        self.built.notify_all();
+        self.connect_changed.notify_all();
     }
 
-    /// A peer says that a group failed.
-    pub(super) fn peer_reported(&self, by: usize, id: u64, cause: Error) {
+    /// Handles a peer's report that a group failed.
+    pub(super) fn peer_reported(&self, from: usize, id: u64, cause: Error) {
         let mut groups = lock(&self.groups);
         let Some(entry) = groups.known.get(&id) else {
-            if groups.early_failures.len() < EARLY {
+            if groups.early_failures.len() < MAX_EARLY {
                 groups.early_failures.entry(id).or_insert(cause);
             }
             return;
         };
         let Some(health) = entry.health.upgrade() else { return };
         drop(groups);
-        // Everybody tells everybody: only the first is passed on.
+        // Every rank forwards to every rank: only the first report is forwarded.
         if health.cause().is_none() {
-            let others: Vec<usize> = health.world_ranks().iter().copied().filter(|rank| *rank != by).collect();
-            // Invariant 1: before this rank's own waits end, and with them perhaps this rank.
+            let others: Vec<usize> = health.world_ranks().iter().copied().filter(|rank| *rank != from).collect();
+            // Invariant 1: before the waits of this rank end, after which the rank may leave.
             self.send(&others, &Message::Fail { group: id, cause: cause.clone() });
         }
         health.fail_from_peer(cause.clone());
-        self.cascade(id, &cause);
-        self.built.notify_all();
+        self.fail_subgroups(id, &cause);
+        self.connect_changed.notify_all();
     }
 
-    /// A peer says goodbye to a group.
-    pub(super) fn peer_left(&self, by: usize, id: u64) {
-        let everything = self.book.get().is_some_and(|book| book.world == id);
-        if everything && let Some(peer) = self.peer(by) {
+    /// Handles a peer's message that it leaves a group.
+    pub(super) fn peer_left(&self, from: usize, id: u64) {
+        let is_world = self.world.get().is_some_and(|world| world.id == id);
+        if is_world && let Some(peer) = self.peer(from) {
             let _ = peer.state.compare_exchange(ALIVE, DEPARTED, Ordering::AcqRel, Ordering::Relaxed);
-            let _ = peer.outbox.send(Message::Heard.frame());
+            let _ = peer.outbox.send(Message::LeaveAck.frame());
         }
         let mut groups = lock(&self.groups);
         for (known, entry) in &groups.known {
-            if (everything || *known == id)
-                && let Some(place) = place(&entry.ranks, by)
+            if (is_world || *known == id)
+                && let Some(member) = group_rank(&entry.ranks, from)
                 && let Some(health) = entry.health.upgrade()
             {
-                health.depart(place);
+                health.depart(member);
             }
         }
-        if !everything && !groups.known.contains_key(&id) && groups.early_goodbyes.len() < EARLY {
-            groups.early_goodbyes.entry(id).or_default().insert(by);
+        if !is_world && !groups.known.contains_key(&id) && groups.early_departures.len() < MAX_EARLY {
+            groups.early_departures.entry(id).or_default().insert(from);
         }
         drop(groups);
-        self.built.notify_all();
+        self.connect_changed.notify_all();
     }
 
-    /// The last words: a goodbye to all, and a moment to see that it was heard.
-    pub(super) async fn goodbye(&self) {
-        let Some(book) = self.book.get() else { return };
-        self.send_all(&Message::Bye { group: book.world });
-        let heard = async {
+    /// Announces to all peers that this rank leaves, and waits up to [`LINGER`] for their acknowledgements.
+    pub(super) async fn announce_leave(&self) {
+        let Some(world) = self.world.get() else { return };
+        self.send_all(&Message::Leave { group: world.id });
+        let all_settled = async {
             for (_, peer) in self.all_peers() {
                 loop {
                     let changed = self.settled.notified();
@@ -353,7 +353,7 @@ impl Plane {
                 }
             }
         };
-        // A peer that does not answer in time has the goodbye in its socket all the same.
-        let _ = tokio::time::timeout(LINGER, heard).await;
+        // A peer that does not answer in time still has the message in its socket.
+        let _ = tokio::time::timeout(LINGER, all_settled).await;
     }
 }

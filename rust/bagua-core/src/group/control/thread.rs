@@ -1,4 +1,4 @@
-//! The control thread: from its start to the goodbye.
+//! The control thread: starting it, running tasks on it, leaving and ending it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -13,28 +13,30 @@ use super::session;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
-/// The control thread, and the end of it.
+/// Owner of the control thread; dropping it leaves the group and ends the thread.
 pub(in super::super) struct Control {
     pub(in super::super) plane: Arc<Plane>,
-    /// Starts tasks on the thread; `None` in a world of one.
+    /// `None` in a world of one.
     thread: Option<Thread>,
-    /// Set by the first who ends it.
-    ended: AtomicBool,
+    /// Set by the first call of `leave`.
+    left: AtomicBool,
 }
 
 struct Thread {
+    /// Starts tasks on the thread.
     handle: tokio::runtime::Handle,
+    /// Ends the thread.
     stop: mpsc::UnboundedSender<()>,
-    /// Disconnected when the thread is done.
+    /// Disconnected when the thread has ended.
     done: Mutex<std::sync::mpsc::Receiver<()>>,
     join: Mutex<Option<std::thread::JoinHandle<()>>>,
     id: std::thread::ThreadId,
 }
 
 impl Control {
-    /// A plane without a thread, for a world of one.
-    pub(in super::super) fn alone(plane: Plane) -> Control {
-        Control { plane: Arc::new(plane), thread: None, ended: AtomicBool::new(false) }
+    /// A control plane without a thread, for a world of one.
+    pub(in super::super) fn without_thread(plane: Plane) -> Control {
+        Control { plane: Arc::new(plane), thread: None, left: AtomicBool::new(false) }
     }
 
     /// Starts the thread.
@@ -52,12 +54,12 @@ impl Control {
             runtime.block_on(async {
                 tokio::spawn(accept::accept(Arc::clone(&shared), listeners));
                 stopped.recv().await;
-                shared.goodbye().await;
+                shared.announce_leave().await;
             });
-            // Closes every connection of the plane; a task never blocks, so this ends.
+            // Closes every connection of the tasks; no task blocks, so this returns.
             drop(runtime);
-            shared.room.clear(None);
-            lock(&shared.building).conns.clear();
+            shared.pending.clear(None);
+            lock(&shared.connecting).conns.clear();
             drop(alive);
         };
         let join = std::thread::Builder::new()
@@ -66,7 +68,7 @@ impl Control {
             .map_err(|e| Error::system("starting the control thread", e))?;
         let id = join.thread().id();
         let thread = Thread { handle, stop, done: Mutex::new(done), join: Mutex::new(Some(join)), id };
-        Ok(Control { plane, thread: Some(thread), ended: AtomicBool::new(false) })
+        Ok(Control { plane, thread: Some(thread), left: AtomicBool::new(false) })
     }
 
     /// Runs a task on the thread.
@@ -76,16 +78,16 @@ impl Control {
         }
     }
 
-    /// All connections are there: from here on peers are heard and watched.
-    pub(in super::super) fn read_loop(&self, mut conns: HashMap<usize, ControlConn>) {
+    /// Starts reading from all peers and sending heartbeats to them. Called once, when all connections are there.
+    pub(in super::super) fn start_sessions(&self, mut conns: HashMap<usize, ControlConn>) {
         let (plane, size) = (&self.plane, self.plane.config.world_size);
         let mut tasks = Vec::new();
         let peers = (0..size).map(|rank| {
             let conn = conns.remove(&rank)?;
             let (outbox, frames) = mpsc::unbounded_channel();
             tasks.push(session::read_loop(Arc::clone(plane), rank, conn, frames));
-            let (heard, state, settled) = (Mutex::new(None), AtomicU8::new(ALIVE), AtomicBool::new(false));
-            Some(Peer { outbox, heard, state, settled })
+            let (last_message, state, settled) = (Mutex::new(None), AtomicU8::new(ALIVE), AtomicBool::new(false));
+            Some(Peer { outbox, last_message, state, settled })
         });
         let peers: Vec<Option<Peer>> = peers.collect();
         let _ = plane.peers.set(peers);
@@ -93,19 +95,19 @@ impl Control {
         self.spawn(session::heartbeat(Arc::clone(plane)));
     }
 
-    /// Says goodbye, closes everything and ends the thread. Idempotent; nothing in a forked child.
+    /// Leaves the group, closes all connections and ends the thread. Idempotent; does nothing in a forked child.
     pub(in super::super) fn leave(&self, reason: &str) {
-        if !self.plane.owner.is_current() || self.ended.swap(true, Ordering::AcqRel) {
+        if !self.plane.owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.plane.give_up(reason);
+        self.plane.abort_waits(reason);
         let Some(thread) = &self.thread else { return };
         let _ = thread.stop.send(());
         if std::thread::current().id() == thread.id {
-            // The thread cannot wait for itself; it ends when it gets back to its loop.
+            // The thread cannot join itself; it ends when it returns to its event loop.
             return;
         }
-        // The thread's own end is bounded by LINGER. Ten times that, and it is not worth hanging for.
+        // The thread ends within LINGER. After ten times that long, it is detached.
         let waited = lock(&thread.done).recv_timeout(LINGER * 10);
         if waited == Err(std::sync::mpsc::RecvTimeoutError::Disconnected)
             && let Some(join) = lock(&thread.join).take()
@@ -119,7 +121,7 @@ impl Drop for Control {
     fn drop(&mut self) {
         self.leave("this rank left the group");
         if !self.plane.owner.is_current() {
-            // The thread is not in this process, and its descriptors are closed: dropping their owners would close others.
+            // The thread does not exist in this process and its descriptors are closed: dropping their owners would close other files.
             std::mem::forget(self.thread.take());
             std::mem::forget(Arc::clone(&self.plane));
         }

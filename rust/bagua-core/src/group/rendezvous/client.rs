@@ -1,5 +1,5 @@
-//! A small server on rank 0 that everybody tells an address, and that then tells everybody all of them, the greater part by way
-//! of others.
+//! The exchange of addresses through a TCP server on rank 0: every rank registers its address and gets the list of all addresses, most
+//! of them from other ranks.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -14,18 +14,18 @@ use super::server::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Relay};
 use crate::error::{Error, Result};
 
-/// How much longer a rank waits to hear from rank 0 who is missing. Ranks do not start at one moment, so each asks when its own
-/// time is over: rank 0's may not be.
+/// How much longer than its deadline a rank waits for rank 0 to answer which ranks are missing. The deadline of rank 0 may be later,
+/// because ranks start at different times.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// What a rank asks with.
-const WHO_IS_MISSING: u8 = b'?';
+/// Asks rank 0 which ranks are missing.
+const WHICH_ARE_MISSING: u8 = b'?';
 
-/// Spreads addresses through a small TCP server that rank 0 runs on `server` until everybody has everything.
+/// Exchanges addresses through a TCP server that rank 0 runs on `server` until every rank has all addresses.
 ///
 /// # Errors
-/// `Timeout` naming the missing ranks; `System` for a wrong secret or an address that cannot be used; `Mismatch` when world
-/// sizes differ or two processes claim one rank (the second hears it); `InvalidArgument` for a rank or port that makes no sense.
+/// `Timeout` naming the missing ranks; `System` for a wrong secret or when the server cannot listen; `Mismatch` when world sizes differ
+/// or two processes have the same rank (the second gets the error); `InvalidArgument` for an invalid rank, address or port.
 pub fn rendezvous_tcp(
     server: (&str, u16),
     rank: usize,
@@ -40,13 +40,13 @@ pub fn rendezvous_tcp(
     }
     let (host, port) = server;
     if port == 0 {
-        return Err(Error::InvalidArgument("port 0 is no place for other ranks to find".to_owned()));
+        return Err(Error::InvalidArgument("the other ranks cannot connect to port 0".to_owned()));
     }
     if rank > 0 {
         return exchange_addresses(server, false, rank, world_size, address, secret, timeout);
     }
     let listener = match TcpListener::bind(server) {
-        // The name leads here by way of somebody else's address.
+        // The name resolves to the address of a proxy or load balancer, which forwards to this host.
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
         other => other,
     };
@@ -54,11 +54,11 @@ pub fn rendezvous_tcp(
     RendezvousServer::on(listener, format!("{host}:{port}"))?.serve(world_size, address, secret, timeout)
 }
 
-/// Spreads addresses as [`rendezvous_tcp`] does on ranks other than 0, by way of a [`RendezvousServer`]: as that listens before
-/// anybody hears of its place, nobody waits for it to come.
+/// As [`rendezvous_tcp`] on ranks other than 0, through a [`RendezvousServer`], which listens before its address is published: a failed
+/// connection is an error at once instead of another attempt.
 ///
 /// # Errors
-/// Those of [`rendezvous_tcp`], and `PeerLost` as soon as rank 0 does not answer, or no longer.
+/// As [`rendezvous_tcp`], and `PeerLost` when the connection to rank 0 fails or breaks.
 pub fn rendezvous_at(
     server: SocketAddr,
     rank: usize,
@@ -74,9 +74,10 @@ pub fn rendezvous_at(
     exchange_addresses((&server.ip().to_string(), server.port()), true, rank, world_size, address, secret, timeout)
 }
 
+/// The exchange on a rank other than 0. `must_listen`: the server listens already, so that a failed connection means that it is lost.
 fn exchange_addresses(
     server: (&str, u16),
-    listens: bool,
+    must_listen: bool,
     rank: usize,
     world_size: usize,
     address: &[u8],
@@ -84,23 +85,16 @@ fn exchange_addresses(
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     let runtime = runtime()?;
-    let outcome = runtime.block_on(register_and_fetch(
-        server,
-        listens,
-        rank,
-        world_size,
-        address,
-        Key::of_rendezvous(secret),
-        timeout,
-    ));
-    // A name that is still being looked up must not hold up a caller whose time is over.
+    let key = Key::of_rendezvous(secret);
+    let outcome = runtime.block_on(register_and_fetch(server, must_listen, rank, world_size, address, key, timeout));
+    // A name lookup that is still running must not delay the return.
     runtime.shutdown_background();
     outcome
 }
 
 async fn register_and_fetch(
     server: (&str, u16),
-    listens: bool,
+    must_listen: bool,
     rank: usize,
     world_size: usize,
     address: &[u8],
@@ -108,7 +102,7 @@ async fn register_and_fetch(
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     let (host, port) = server;
-    let place = format!("the rendezvous at {host}:{port}");
+    let rendezvous = format!("the rendezvous at {host}:{port}");
     let deadline = Instant::now() + timeout;
     let hello = Hello {
         world_size,
@@ -120,67 +114,67 @@ async fn register_and_fetch(
         index: 0,
         job: [0; 8],
     };
-    let mut awaited = 0;
-    let mut trouble = "no answer".to_owned();
+    let mut awaited_rank = 0;
+    let mut last_failure = "no answer".to_owned();
     let attempts = async {
         let (answer, relay) = loop {
             match register(server, &hello, &key, address, deadline).await {
-                Ok(heard) => break heard,
-                Err(Failed::Refused(why)) => return Err(refused(why, rank, world_size, &place)),
-                Err(Failed::Broken { how, source }) if listens => {
-                    let reason = format!("it no longer serves {place} ({how})");
+                Ok(answer) => break answer,
+                Err(Failed::Refused(why)) => return Err(refusal(why, rank, world_size, &rendezvous)),
+                Err(Failed::Broken { how, source }) if must_listen => {
+                    let reason = format!("it no longer serves {rendezvous} ({how})");
                     let host = host.to_owned();
                     return Err(Error::PeerLost { rank: 0, host, reason, noticed_by: rank, progress: None, source });
                 }
-                Err(Failed::Broken { how, .. }) => trouble = how,
+                Err(Failed::Broken { how, .. }) => last_failure = how,
             }
             tokio::time::sleep(RETRY_PAUSE).await;
         };
-        let from = match answer {
+        let parent = match answer {
             Answer::Complete(all) => return Ok((all, relay)),
-            Answer::Missing(absent) => return Err(absent.late(timeout, rank, place.clone())),
-            Answer::Fetch(from) => from,
+            Answer::Missing(missing) => return Err(missing.timed_out(timeout, rank, rendezvous.clone())),
+            Answer::Fetch(parent) => parent,
         };
-        awaited = tree::parent(rank);
-        trouble = format!("rank {awaited} at {from}: no answer");
+        awaited_rank = tree::parent(rank);
+        last_failure = format!("rank {awaited_rank} at {parent}: no answer");
         loop {
-            // Rank 0 let this rank in, so that whoever refuses it now is no rank of this job.
-            match tree::fetch(from, &Hello { to: awaited, ..hello }, &key).await {
+            // Rank 0 has accepted this rank, so a process that refuses it now is not of this job: keep trying.
+            match tree::fetch(parent, &Hello { to: awaited_rank, ..hello }, &key).await {
                 Ok(all) => return Ok((all, relay)),
-                Err(how) => trouble = format!("rank {awaited} at {from}: {how}"),
+                Err(how) => last_failure = format!("rank {awaited_rank} at {parent}: {how}"),
             }
             tokio::time::sleep(RETRY_PAUSE).await;
         }
     };
     let (all, relay) = match timeout_at(deadline + GRACE, attempts).await {
         Ok(outcome) => outcome?,
-        Err(_) => return Err(timed_out(timeout, vec![awaited], rank, format!("{place} ({trouble})"))),
+        Err(_) => return Err(timed_out(timeout, vec![awaited_rank], rank, format!("{rendezvous} ({last_failure})"))),
     };
     if all.len() != world_size || all[rank] != address {
-        return Err(Error::other(format!("{place} gave a list that does not fit")));
+        return Err(Error::other(format!("{rendezvous} returned a list of addresses without this rank's own")));
     }
     if let Some(relay) = relay {
-        relay.hand_over(&all).await;
+        relay.publish(&all).await;
     }
     Ok(all)
 }
 
-/// The error for a rank that the server does not let in.
-fn refused(why: Refusal, rank: usize, world_size: usize, place: &str) -> Error {
+/// The error for a rank that the server refuses.
+fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Error {
     match why {
-        Refusal::WorldSize => Error::Mismatch(format!(
-            "rank {rank} was told that there are {world_size} ranks, rank 0 was told otherwise ({place})"
-        )),
-        Refusal::Duplicate => Error::Mismatch(format!("two processes are rank {rank} ({place})")),
-        Refusal::Version => Error::Mismatch(format!("{place}: {why}")),
-        Refusal::Stranger | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
-            Error::other(format!("{place}: {why}"))
+        Refusal::WorldSize => {
+            Error::Mismatch(format!("rank {rank} has world size {world_size}, rank 0 has another ({rendezvous})"))
+        }
+        Refusal::Duplicate => Error::Mismatch(format!("two processes have rank {rank} ({rendezvous})")),
+        Refusal::Version => Error::Mismatch(format!("{rendezvous}: {why}")),
+        Refusal::Protocol | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
+            Error::other(format!("{rendezvous}: {why}"))
         }
     }
 }
 
-/// Tells the server an address, once, and hears how it ended, or at the deadline who is missing. A rank with children listens
-/// for them from here on.
+/// Registers an address with the server, once, and waits for the answer; at the deadline, asks which ranks are missing. A rank with
+/// children in the tree listens for them from here on.
 pub(super) async fn register(
     server: (&str, u16),
     hello: &Hello,
@@ -189,16 +183,16 @@ pub(super) async fn register(
     deadline: Instant,
 ) -> std::result::Result<(Answer, Option<Relay>), Failed> {
     let mut stream = tree::connect(server).await?;
-    handshake::introduce(&mut stream, hello, key).await?;
-    let relay = Relay::open(&stream, hello, key).await;
-    let registration = Registration { address: address.to_vec(), relay: relay.as_ref().map(|relay| relay.at) };
+    handshake::connect(&mut stream, hello, key).await?;
+    let relay = Relay::listen(&stream, hello, key).await;
+    let registration = Registration { address: address.to_vec(), relay: relay.as_ref().map(|relay| relay.address) };
     stream.write_all(&registration.frame()).await?;
     let (mut from, mut to) = stream.split();
     let mut answer = std::pin::pin!(Answer::read(&mut from));
     let answer = tokio::select! {
         answer = &mut answer => answer?,
         () = tokio::time::sleep_until(deadline) => {
-            to.write_all(&[WHO_IS_MISSING]).await?;
+            to.write_all(&[WHICH_ARE_MISSING]).await?;
             answer.await?
         }
     };

@@ -1,4 +1,4 @@
-//! What every exchange of addresses shares: checked arguments, a runtime, the pause between two attempts, and the timeout error.
+//! The common parts of the exchanges of addresses: argument checks, the runtime, the pause between attempts, and the timeout error.
 
 use std::time::Duration;
 
@@ -7,26 +7,22 @@ use tokio::runtime::Runtime;
 use super::super::wire::FRAME_LIMIT;
 use crate::error::{Error, Progress, Result};
 
-/// Between two attempts.
+/// Pause between two attempts.
 pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-pub(super) fn check_rank(rank: usize, world_size: usize) -> Result<()> {
-    if rank >= world_size || u32::try_from(world_size).is_err() {
-        return Err(Error::InvalidArgument(format!("rank {rank} in a world of {world_size} ranks")));
-    }
-    Ok(())
-}
-
-/// As [`check_rank`], for an address too.
+/// Checks the arguments of every exchange.
 pub(super) fn check_arguments(rank: usize, world_size: usize, address: &[u8]) -> Result<()> {
-    check_rank(rank, world_size)?;
+    if rank >= world_size || u32::try_from(world_size).is_err() {
+        return Err(Error::InvalidArgument(format!("rank {rank} is not in a world of {world_size} ranks")));
+    }
     if address.len() > FRAME_LIMIT {
-        return Err(Error::InvalidArgument(format!("an address of {} bytes", address.len())));
+        let len = address.len();
+        return Err(Error::InvalidArgument(format!("an address of {len} bytes: the limit is {FRAME_LIMIT}")));
     }
     Ok(())
 }
 
-/// What drives a rendezvous on the thread that called it.
+/// A runtime that runs an exchange on the calling thread.
 pub(super) fn runtime() -> Result<Runtime> {
     let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
     built.map_err(|e| Error::system("starting the rendezvous", e))

@@ -1,16 +1,16 @@
-//! Spreading addresses through files beside a path that all ranks share.
+//! The exchange of addresses through files next to a path on a shared file system.
 //!
-//! Files of an earlier job may lie there, and ranks start in any order. So rank 0 writes `path.0` with a number that nobody
-//! used before; rank r answers with `path.r`, which repeats the number; when rank 0 has an answer to its own number from every
-//! rank, it writes `path.all`, and a rank takes that only when it has the number and the rank's own address in it. Every file
-//! appears by rename, so that nobody reads half of one. `path.0` and `path.all` stay: rank 0 cannot know who has read them.
+//! Files of an earlier job may exist, and ranks start in any order. Rank 0 therefore writes a random number to `path.0`; rank r writes
+//! `path.r` with the same number; when rank 0 has read its own number from every rank, it writes `path.all`, which a rank accepts only
+//! with that number and the rank's own address in it. Every file is created under another name and renamed, so that no rank reads a part
+//! of it. `path.0` and `path.all` remain, because rank 0 does not know which ranks have read them.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::super::handshake::random;
-use super::super::wire::{Garbled, Reader, Writer};
+use super::super::wire::{Malformed, Reader, Writer};
 use super::exchange::{check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -18,14 +18,14 @@ use crate::wait::Deadline;
 /// First bytes of every file.
 const MAGIC: [u8; 4] = *b"BGrv";
 
-/// A larger file is none of ours.
+/// Larger files are ignored.
 const LIMIT: u64 = 64 << 20;
 
-/// Spreads addresses through files beside `path` on a file system that all ranks share.
+/// Exchanges addresses through files next to `path`, on a file system that all ranks share.
 ///
 /// # Errors
-/// `Timeout` naming the missing ranks, `Mismatch` when world sizes differ or two processes claim one rank, `InvalidArgument` for a rank
-/// that makes no sense, `System` when the files cannot be written.
+/// `Timeout` naming the missing ranks, `Mismatch` when world sizes differ or two processes have the same rank, `InvalidArgument` for an
+/// invalid rank or address, `System` when the files cannot be read or written.
 pub fn rendezvous_file(
     path: &Path,
     rank: usize,
@@ -34,20 +34,21 @@ pub fn rendezvous_file(
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
-    let board = Board { path, rank, world_size, deadline: Deadline::after(timeout) };
-    if rank == 0 { board.lead(address) } else { board.follow(address) }
+    let exchange = FileExchange { path, rank, world_size, deadline: Deadline::after(timeout) };
+    if rank == 0 { exchange.run_as_root(address) } else { exchange.run_as_peer(address) }
 }
 
-/// What a rank writes.
+/// The content of a file.
 #[derive(Debug, PartialEq, Eq)]
-struct Note {
+struct Content {
+    /// Random number of this exchange.
     number: [u8; 16],
     world_size: usize,
-    /// One address, or all.
+    /// The writer's address, or all addresses.
     addresses: Vec<Vec<u8>>,
 }
 
-impl Note {
+impl Content {
     fn encode(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.fixed(&MAGIC).fixed(&self.number).rank(self.world_size).rank(self.addresses.len());
@@ -55,130 +56,136 @@ impl Note {
         out.0
     }
 
-    fn parse(bytes: &[u8]) -> std::result::Result<Note, Garbled> {
+    fn parse(bytes: &[u8]) -> std::result::Result<Content, Malformed> {
         let mut from = Reader(bytes);
         if from.array()? != MAGIC {
-            return Err(Garbled("it does not begin as one"));
+            return Err(Malformed("it does not start with the magic bytes of a rendezvous file"));
         }
         let (number, world_size, count) = (from.array()?, from.rank()?, from.rank()?);
-        let addresses = (0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Garbled>>()?;
+        let addresses =
+            (0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Malformed>>()?;
         from.end()?;
-        Ok(Note { number, world_size, addresses })
+        Ok(Content { number, world_size, addresses })
     }
 }
 
-struct Board<'a> {
+/// One rank's part of an exchange.
+struct FileExchange<'a> {
     path: &'a Path,
     rank: usize,
     world_size: usize,
     deadline: Deadline,
 }
 
-impl Board<'_> {
-    fn file(&self, end: &str) -> PathBuf {
+impl FileExchange<'_> {
+    /// The path of the file with this suffix.
+    fn file(&self, suffix: &str) -> PathBuf {
         let mut name = self.path.as_os_str().to_owned();
         name.push(".");
-        name.push(end);
+        name.push(suffix);
         name.into()
     }
 
-    fn write(&self, end: &str, note: &Note) -> Result<()> {
-        let file = self.file(end);
+    fn write(&self, suffix: &str, content: &Content) -> Result<()> {
+        let file = self.file(suffix);
         let failed = |e: std::io::Error| Error::system(&format!("writing {}", file.display()), e);
-        let draft = self.file(&format!("{end}.{:032x}", u128::from_le_bytes(random()?)));
-        std::fs::write(&draft, note.encode()).map_err(failed)?;
+        let draft = self.file(&format!("{suffix}.{:032x}", u128::from_le_bytes(random()?)));
+        std::fs::write(&draft, content.encode()).map_err(failed)?;
         std::fs::rename(&draft, &file).map_err(|e| {
             let _ = std::fs::remove_file(&draft);
             failed(e)
         })
     }
 
-    /// What a file says; `None` while it does not exist, or is not one of ours.
-    fn read(&self, end: &str) -> Result<Option<Note>> {
-        let file = self.file(end);
+    /// The content of a file; `None` while it does not exist, or when it is malformed.
+    fn read(&self, suffix: &str) -> Result<Option<Content>> {
+        let file = self.file(suffix);
         let read = std::fs::metadata(&file)
             .and_then(|about| if about.len() > LIMIT { Ok(Vec::new()) } else { std::fs::read(&file) });
         match read {
-            Ok(bytes) => Ok(Note::parse(&bytes).ok()),
-            // Network file systems say the second while a file is being replaced.
+            Ok(bytes) => Ok(Content::parse(&bytes).ok()),
+            // Network file systems report a stale handle while a file is being replaced.
             Err(e) if e.kind() == ErrorKind::NotFound || e.kind() == ErrorKind::StaleNetworkFileHandle => Ok(None),
             Err(e) => Err(Error::system(&format!("reading {}", file.display()), e)),
         }
     }
 
-    /// A moment between two looks, or the end.
-    fn pause(&self, looks: u32) -> bool {
-        let pause = Duration::from_millis(u64::from(looks.clamp(1, 50)));
+    /// Pauses between two polls, longer after more of them; false once the deadline has passed.
+    fn pause(&self, polls: u32) -> bool {
+        let pause = Duration::from_millis(u64::from(polls.clamp(1, 50)));
         std::thread::sleep(pause.min(self.deadline.left()));
         !self.deadline.passed()
     }
 
-    fn late(&self, missing: Vec<usize>) -> Error {
+    fn timed_out(&self, missing: Vec<usize>) -> Error {
         timed_out(self.deadline.limit(), missing, self.rank, format!("the rendezvous at {}", self.path.display()))
     }
 
-    fn lead(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn run_as_root(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (number, world_size) = (random()?, self.world_size);
-        self.write("0", &Note { number, world_size, addresses: vec![address.to_vec()] })?;
+        self.write("0", &Content { number, world_size, addresses: vec![address.to_vec()] })?;
         let mut found: Vec<Option<Vec<u8>>> = vec![None; world_size];
         found[0] = Some(address.to_vec());
-        for looks in 1.. {
+        for polls in 1.. {
             for rank in (1..world_size).filter(|rank| found[*rank].is_none()).collect::<Vec<_>>() {
-                let Some(mut note) = self.read(&rank.to_string())?.filter(|note| note.number == number) else {
+                let Some(mut content) = self.read(&rank.to_string())?.filter(|content| content.number == number) else {
                     continue;
                 };
-                if note.world_size != world_size {
-                    let theirs = note.world_size;
+                if content.world_size != world_size {
+                    let theirs = content.world_size;
                     return Err(Error::Mismatch(format!(
-                        "rank {rank} was told that there are {theirs} ranks, rank 0 that there are {world_size}"
+                        "rank {rank} has world size {theirs}, rank 0 has {world_size}"
                     )));
                 }
-                found[rank] = note.addresses.pop();
+                found[rank] = content.addresses.pop();
             }
             if found.iter().all(Option::is_some) {
                 break;
             }
-            if !self.pause(looks) {
-                return Err(self.late((0..world_size).filter(|rank| found[*rank].is_none()).collect()));
+            if !self.pause(polls) {
+                return Err(self.timed_out((0..world_size).filter(|rank| found[*rank].is_none()).collect()));
             }
         }
         let addresses: Vec<Vec<u8>> = found.into_iter().flatten().collect();
-        self.write("all", &Note { number, world_size, addresses: addresses.clone() })?;
+        self.write("all", &Content { number, world_size, addresses: addresses.clone() })?;
         Ok(addresses)
     }
 
-    fn follow(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn run_as_peer(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {
         let own = self.rank.to_string();
         let mut answered = None;
-        let mut wrong = None;
-        for looks in 1.. {
+        let mut mismatch = None;
+        for polls in 1.. {
             if let Some(first) = self.read("0")? {
                 if answered != Some(first.number) {
-                    let note =
-                        Note { number: first.number, world_size: self.world_size, addresses: vec![address.to_vec()] };
-                    self.write(&own, &note)?;
+                    let content = Content {
+                        number: first.number,
+                        world_size: self.world_size,
+                        addresses: vec![address.to_vec()],
+                    };
+                    self.write(&own, &content)?;
                     answered = Some(first.number);
                 }
-                // Both may be of an earlier job whose rank 0 has not been replaced yet, so they only count in the end.
-                wrong = (first.world_size != self.world_size).then(|| {
+                // Both mismatches may come from the files of an earlier job, and are errors only at the deadline.
+                mismatch = (first.world_size != self.world_size).then(|| {
                     let (here, there) = (self.world_size, first.world_size);
-                    format!("rank {own} was told that there are {here} ranks, rank 0 that there are {there}")
+                    format!("rank {own} has world size {here}, rank 0 has {there}")
                 });
                 if let Some(all) = self.read("all")?.filter(|all| all.number == first.number) {
                     if all.addresses.len() == self.world_size && all.addresses[self.rank] == address {
-                        // Left lying it would do no harm.
+                        // Best effort: a file that remains does no harm.
                         let _ = std::fs::remove_file(self.file(&own));
                         return Ok(all.addresses);
                     }
-                    wrong.get_or_insert_with(|| {
-                        format!("rank {own} is another process in {}", self.file("all").display())
+                    mismatch.get_or_insert_with(|| {
+                        format!("{} has the address of another process for rank {own}", self.file("all").display())
                     });
                 }
             }
-            if !self.pause(looks) {
+            if !self.pause(polls) {
                 break;
             }
         }
-        Err(wrong.map_or_else(|| self.late(vec![0]), Error::Mismatch))
+        Err(mismatch.map_or_else(|| self.timed_out(vec![0]), Error::Mismatch))
     }
 }

@@ -1,4 +1,12 @@
-//! Spreading the addresses, for callers that have nothing of their own to do it with.
+//! Exchange of addresses between the ranks, for callers without a store of their own.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `client`, `server` | through a TCP server on rank 0 |
+//! | `tree` | distribution of the list of addresses from rank to rank |
+//! | `file` | through files on a shared file system |
+//! | `exchange` | common parts |
+//! | `route` | the local address that peers can connect to |
 
 mod client;
 mod exchange;

@@ -1,20 +1,20 @@
-//! The own address that peers can connect to.
+//! The local address that peers can connect to.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use crate::error::{Error, Result};
 
-/// The address of the interface that the route towards `host:port` uses. Nothing is sent.
+/// The local address of the route to `host:port`. Sends nothing.
 ///
 /// # Errors
-/// `System` when the name has no address, or none of them has a route.
+/// `System` when the name has no address, or no address has a route.
 pub fn local_address_towards(host: &str, port: u16) -> Result<IpAddr> {
-    let failed = |e: io::Error| Error::system(&format!("the route towards {host}"), e);
+    let failed = |e: io::Error| Error::system(&format!("the route to {host}"), e);
     let mut last = None;
     for towards in (host, port).to_socket_addrs().map_err(failed)? {
         let any: IpAddr = if towards.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-        // Connecting a datagram socket only asks the routing table. Port 0 is no destination, any other one will do.
+        // Connecting a datagram socket only looks up the route. Port 0 is not a valid destination; every other port is.
         let towards = SocketAddr::new(towards.ip(), towards.port().max(1));
         let found = UdpSocket::bind((any, 0)).and_then(|socket| {
             socket.connect(towards)?;

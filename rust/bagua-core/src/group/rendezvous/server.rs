@@ -1,8 +1,8 @@
-//! Rank 0's end of the rendezvous: who is there, who is missing, and telling everybody.
+//! The server of the rendezvous on rank 0: registrations, missing ranks, and sending the outcome to every rank.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::{SocketAddr, TcpListener as Listening};
+use std::net::{SocketAddr, TcpListener as StdListener};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,87 +14,87 @@ use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{self, Hello, Key, Purpose, Refusal};
 use super::super::listen::raise_backlog;
-use super::super::wire::{FRAME_LIMIT, Garbled, Reader, Writer, read_frame};
+use super::super::wire::{FRAME_LIMIT, Malformed, Reader, Writer, read_frame};
 use super::exchange::{RETRY_PAUSE, check_arguments, runtime};
-use super::tree::{self, Absent, Heard, STAY, STRANGERS};
+use super::tree::{self, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
-/// The longest registration: an address, and a place.
+/// The longest registration: an address blob and a socket address.
 const REGISTRATION_LIMIT: usize = FRAME_LIMIT + 128;
 
-/// Rank 0's end of a rendezvous, on a port that listens from the start: whoever is told of it can connect.
+/// Rank 0's server of a rendezvous. It listens from its creation on, so that ranks that get its address can connect at once.
 #[derive(Debug)]
 pub struct RendezvousServer {
-    listener: Listening,
-    /// For error texts.
+    listener: StdListener,
+    /// Host and port, for error texts.
     name: String,
 }
 
 impl RendezvousServer {
-    /// Listens at `at`; port 0 takes any free one. [`RendezvousServer::place`] is to be told to the other ranks.
+    /// Listens at `address`; port 0 takes any free port. The caller must publish [`RendezvousServer::address`] to the other ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` for an address that is none to connect to, `System` when there is nothing to listen on.
-    pub fn bind(at: SocketAddr) -> Result<RendezvousServer> {
-        if at.ip().is_unspecified() {
+    /// `InvalidArgument` for an unspecified IP address, `System` when the socket cannot be opened.
+    pub fn bind(address: SocketAddr) -> Result<RendezvousServer> {
+        if address.ip().is_unspecified() {
             return Err(Error::InvalidArgument(format!(
                 "listening on {} gives other ranks no address to connect to",
-                at.ip()
+                address.ip()
             )));
         }
-        let failed = |e| Error::system(&format!("listening on {at} for the rendezvous"), e);
-        let listener = Listening::bind(at).map_err(failed)?;
+        let failed = |e| Error::system(&format!("listening on {address} for the rendezvous"), e);
+        let listener = StdListener::bind(address).map_err(failed)?;
         let name = listener.local_addr().map_err(failed)?.to_string();
         RendezvousServer::on(listener, name)
     }
 
-    pub(super) fn on(listener: Listening, name: String) -> Result<RendezvousServer> {
+    pub(super) fn on(listener: StdListener, name: String) -> Result<RendezvousServer> {
         let failed = |e| Error::system(&format!("listening on {name} for the rendezvous"), e);
         raise_backlog(&listener).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         Ok(RendezvousServer { listener, name })
     }
 
-    /// Where the other ranks find it.
+    /// The address that the other ranks connect to.
     ///
     /// # Errors
-    /// `System` when the socket does not say.
-    pub fn place(&self) -> Result<SocketAddr> {
+    /// `System` when the system call fails.
+    pub fn address(&self) -> Result<SocketAddr> {
         self.listener.local_addr().map_err(|e| Error::system("the address of the rendezvous", e))
     }
 
-    /// Spreads the addresses of all ranks; `address` is rank 0's.
+    /// Exchanges the addresses of all ranks; `address` is rank 0's.
     ///
     /// # Errors
-    /// As [`rendezvous_tcp`] on rank 0.
+    /// As [`rendezvous_tcp`](super::rendezvous_tcp) on rank 0.
     pub fn serve(self, world_size: usize, address: &[u8], secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         check_arguments(0, world_size, address)?;
         runtime()?.block_on(serve(self, world_size, address, Key::of_rendezvous(secret), timeout))
     }
 }
 
-/// What a rank tells the server.
+/// A rank's registration with the server.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Registration {
-    /// What is to be spread.
+    /// The address to exchange.
     pub(super) address: Vec<u8>,
-    /// Where its children may fetch the list; without it, they get it from the server.
+    /// Where its children can fetch the list; without it, they get the list from the server.
     pub(super) relay: Option<SocketAddr>,
 }
 
 impl Registration {
-    /// The frame, length included.
+    /// The registration as a frame, which starts with its length.
     pub(super) fn frame(&self) -> Vec<u8> {
         let mut out = Writer::default();
         tree::framed(out.text(&self.relay.map(|relay| relay.to_string()).unwrap_or_default()).bytes(&self.address))
     }
 
-    pub(super) fn parse(body: &[u8]) -> std::result::Result<Registration, Garbled> {
+    pub(super) fn parse(body: &[u8]) -> std::result::Result<Registration, Malformed> {
         let mut from = Reader(body);
         let relay = match from.text()? {
             none if none.is_empty() => None,
-            some => Some(tree::place(&some)?),
+            some => Some(tree::socket_address(&some)?),
         };
         let address = from.bytes()?.to_vec();
         from.end()?;
@@ -102,74 +102,74 @@ impl Registration {
     }
 }
 
-/// How far a rank has come.
+/// The progress of one rank.
 enum RankState {
-    /// It has proven itself, but not told its address yet.
-    Proven,
+    /// Authenticated, not registered yet.
+    Authenticated,
     Registered(Registration),
-    /// Its time was over before all were there. Another process may take its place.
-    GaveUp,
+    /// Its deadline passed before all ranks had registered. Another process may register with this rank.
+    TimedOut,
 }
 
-/// Who is there.
+/// The ranks that have connected.
 #[derive(Default)]
-struct Present {
-    ranks: BTreeMap<usize, RankState>,
-    /// How many are registered: whether all are is asked at every arrival.
+struct Ranks {
+    states: BTreeMap<usize, RankState>,
+    /// Number of registered ranks; checked at every registration.
     registered: usize,
 }
 
-impl Present {
-    /// False when somebody else is this rank.
+impl Ranks {
+    /// Reserves a rank for an authenticated process; false when another process has it.
     fn claim(&mut self, rank: usize) -> bool {
-        let free = matches!(self.ranks.get(&rank), None | Some(RankState::GaveUp));
+        let free = matches!(self.states.get(&rank), None | Some(RankState::TimedOut));
         if free {
-            self.ranks.insert(rank, RankState::Proven);
+            self.states.insert(rank, RankState::Authenticated);
         }
         free
     }
 
     fn register(&mut self, rank: usize, registration: Registration) {
-        self.put(rank, Some(RankState::Registered(registration)));
+        self.set(rank, Some(RankState::Registered(registration)));
     }
 
-    fn put(&mut self, rank: usize, visit: Option<RankState>) {
-        self.registered += usize::from(matches!(visit, Some(RankState::Registered(_))));
-        let before = match visit {
-            Some(visit) => self.ranks.insert(rank, visit),
-            None => self.ranks.remove(&rank),
+    fn set(&mut self, rank: usize, state: Option<RankState>) {
+        self.registered += usize::from(matches!(state, Some(RankState::Registered(_))));
+        let before = match state {
+            Some(state) => self.states.insert(rank, state),
+            None => self.states.remove(&rank),
         };
         self.registered -= usize::from(matches!(before, Some(RankState::Registered(_))));
     }
 
-    /// Those that the others wait for: who gave up was there, and counts only when nobody else is missing.
+    /// The ranks that the others wait for. Ranks that timed out had registered: they are missing only when no other rank is.
     fn missing(&self, world_size: usize) -> Vec<usize> {
-        let those = |gave_up: bool| {
-            let is_one = |rank: &usize| match self.ranks.get(rank) {
-                None | Some(RankState::Proven) => !gave_up,
+        let ranks = |timed_out: bool| {
+            let is_one = |rank: &usize| match self.states.get(rank) {
+                None | Some(RankState::Authenticated) => !timed_out,
                 Some(RankState::Registered(_)) => false,
-                Some(RankState::GaveUp) => gave_up,
+                Some(RankState::TimedOut) => timed_out,
             };
             (0..world_size).filter(is_one).collect::<Vec<_>>()
         };
-        let absent = those(false);
-        if absent.is_empty() { those(true) } else { absent }
+        let absent = ranks(false);
+        if absent.is_empty() { ranks(true) } else { absent }
     }
 }
 
-/// How it ended, for all who wait.
+/// The outcome of the exchange, which is sent to every registered rank.
 enum Outcome {
-    /// The list, and where ranks with children hand it on.
+    /// The frame of the list, and the addresses of the ranks that relay it to their children.
     Complete { list: Vec<u8>, relays: HashMap<usize, SocketAddr> },
-    /// Some did not come.
+    /// The frame of the missing ranks.
     Missing(Vec<u8>),
 }
 
 impl Outcome {
-    async fn tell(&self, rank: usize, stream: &mut TcpStream) -> io::Result<()> {
+    async fn send(&self, rank: usize, stream: &mut TcpStream) -> io::Result<()> {
         match self {
             Outcome::Complete { list, relays } => match relays.get(&tree::parent(rank)) {
-                Some(relay) => stream.write_all(&tree::direction(*relay)).await?,
+                Some(relay) => stream.write_all(&tree::fetch_frame(*relay)).await?,
                 None => stream.write_all(list).await?,
             },
             Outcome::Missing(frame) => stream.write_all(frame).await?,
@@ -178,58 +178,59 @@ impl Outcome {
     }
 }
 
-/// What the server knows.
+/// The state of the server, shared by its connections.
 struct State {
     world_size: usize,
     key: Key,
-    present: Mutex<Present>,
-    /// By rank: why a process that said to be it was refused, last.
+    ranks: Mutex<Ranks>,
+    /// By rank: why the last process with this rank was refused.
     refused: Mutex<BTreeMap<usize, &'static str>>,
-    changed: Notify,
+    /// Notified after every registration.
+    registered: Notify,
 }
 
 impl State {
     fn is_complete(&self) -> bool {
-        lock(&self.present).registered == self.world_size
+        lock(&self.ranks).registered == self.world_size
     }
 
     fn missing(&self) -> Vec<usize> {
-        lock(&self.present).missing(self.world_size)
+        lock(&self.ranks).missing(self.world_size)
     }
 
-    /// A rank's time is over: whom it waited for, or `None` when all are there after all.
-    fn give_up(&self, rank: usize) -> Option<Absent> {
-        let mut present = lock(&self.present);
-        if present.registered == self.world_size {
+    /// Handles a rank whose deadline has passed: the ranks that are missing, or `None` when all have registered meanwhile.
+    fn time_out(&self, rank: usize) -> Option<MissingRanks> {
+        let mut ranks = lock(&self.ranks);
+        if ranks.registered == self.world_size {
             return None;
         }
-        let missing = present.missing(self.world_size);
-        present.put(rank, Some(RankState::GaveUp));
-        Some(Absent::new(missing))
+        let missing = ranks.missing(self.world_size);
+        ranks.set(rank, Some(RankState::TimedOut));
+        Some(MissingRanks::new(missing))
     }
 
-    /// What is known of missing ranks, for an error text.
-    fn notes(&self, missing: &[usize]) -> String {
-        let (present, refused) = (lock(&self.present), lock(&self.refused));
-        let note = |rank: &usize| match (present.ranks.get(rank), refused.get(rank)) {
-            (Some(RankState::GaveUp), _) => Some(format!("; rank {rank} was there and gave up")),
-            (_, Some(why)) => Some(format!("; a process that says it is rank {rank} was refused: {why}")),
+    /// Details on missing ranks, for the error text.
+    fn details(&self, missing: &[usize]) -> String {
+        let (ranks, refused) = (lock(&self.ranks), lock(&self.refused));
+        let detail = |rank: &usize| match (ranks.states.get(rank), refused.get(rank)) {
+            (Some(RankState::TimedOut), _) => Some(format!("; rank {rank} had registered and timed out")),
+            (_, Some(why)) => Some(format!("; a process with rank {rank} was refused: {why}")),
             _ => None,
         };
-        missing.iter().filter_map(note).collect()
+        missing.iter().filter_map(detail).collect()
     }
 
-    /// All addresses, and the relays.
+    /// All addresses, and the addresses of the relays.
     fn all(&self) -> (Vec<Vec<u8>>, HashMap<usize, SocketAddr>) {
-        let present = lock(&self.present);
-        let ranks = || {
-            present.ranks.iter().filter_map(|(rank, visit)| match visit {
+        let ranks = lock(&self.ranks);
+        let registrations = || {
+            ranks.states.iter().filter_map(|(rank, state)| match state {
                 RankState::Registered(registration) => Some((*rank, registration)),
-                RankState::Proven | RankState::GaveUp => None,
+                RankState::Authenticated | RankState::TimedOut => None,
             })
         };
-        let relays = ranks().filter_map(|(rank, registration)| Some((rank, registration.relay?)));
-        (ranks().map(|(_, registration)| registration.address.clone()).collect(), relays.collect())
+        let relays = registrations().filter_map(|(rank, registration)| Some((rank, registration.relay?)));
+        (registrations().map(|(_, registration)| registration.address.clone()).collect(), relays.collect())
     }
 }
 
@@ -243,114 +244,119 @@ async fn serve(
     let deadline = Instant::now() + timeout;
     let RendezvousServer { listener, name } = server;
     let listener = TcpListener::from_std(listener).map_err(|e| Error::system("starting the rendezvous", e))?;
-    let mut present = Present::default();
-    present.register(0, Registration { address: address.to_vec(), relay: None });
-    let (present, changed) = (Mutex::new(present), Notify::new());
-    let desk = Arc::new(State { world_size, key, present, refused: Mutex::default(), changed });
+    let mut ranks = Ranks::default();
+    ranks.register(0, Registration { address: address.to_vec(), relay: None });
+    let (ranks, registered) = (Mutex::new(ranks), Notify::new());
+    let state = Arc::new(State { world_size, key, ranks, refused: Mutex::default(), registered });
     let (publish, published) = watch::channel(None::<Arc<Outcome>>);
-    let mut visitors = JoinSet::new();
-    let gather = async {
+    let mut connections = JoinSet::new();
+    let all_registered = async {
         loop {
-            let changed = desk.changed.notified();
-            if desk.is_complete() {
+            let registered = state.registered.notified();
+            if state.is_complete() {
                 return;
             }
             tokio::select! {
-                () = changed => {}
+                () = registered => {}
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) if visitors.len() < world_size + STRANGERS => {
-                        _ = visitors.spawn(attend(Arc::clone(&desk), stream, published.clone()));
+                    Ok((stream, _)) if connections.len() < world_size + EXTRA_CONNECTIONS => {
+                        _ = connections.spawn(serve_connection(Arc::clone(&state), stream, published.clone()));
                     }
                     Ok(_) => {}
                     Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
                 },
-                Some(_) = visitors.join_next() => {}
+                Some(_) = connections.join_next() => {}
             }
         }
     };
-    let complete = timeout_at(deadline, gather).await.is_ok();
-    let (news, outcome) = if complete {
-        let (all, relays) = desk.all();
-        (Outcome::Complete { list: tree::list(&all), relays }, Ok(all))
+    let complete = timeout_at(deadline, all_registered).await.is_ok();
+    let (outcome, result) = if complete {
+        let (all, relays) = state.all();
+        (Outcome::Complete { list: tree::list_frame(&all), relays }, Ok(all))
     } else {
-        let missing = desk.missing();
-        let what = format!("the rendezvous at {name}{}", desk.notes(&missing));
-        let absent = Absent::new(missing);
-        (Outcome::Missing(absent.frame()), Err(absent.late(timeout, 0, what)))
+        let missing = state.missing();
+        let what = format!("the rendezvous at {name}{}", state.details(&missing));
+        let missing = MissingRanks::new(missing);
+        (Outcome::Missing(missing.frame()), Err(missing.timed_out(timeout, 0, what)))
     };
-    publish.send_replace(Some(Arc::new(news)));
+    publish.send_replace(Some(Arc::new(outcome)));
     drop(publish);
-    // Strangers end too: what they wait for has been published. A rank that does not read does not hold up the others.
-    let told = async { while visitors.join_next().await.is_some() {} };
-    let _ = tokio::time::timeout(STAY, told).await;
-    outcome
+    // Every connection ends once the outcome is sent. A client that does not read delays the return by LINGER at most.
+    let all_sent = async { while connections.join_next().await.is_some() {} };
+    let _ = tokio::time::timeout(LINGER, all_sent).await;
+    result
 }
 
-/// One connection at the desk.
-async fn attend(desk: Arc<State>, mut stream: TcpStream, mut published: watch::Receiver<Option<Arc<Outcome>>>) {
-    let rank = match receive(&desk, &mut stream).await {
+/// Serves one connection, from the handshake to the outcome.
+async fn serve_connection(
+    state: Arc<State>,
+    mut stream: TcpStream,
+    mut published: watch::Receiver<Option<Arc<Outcome>>>,
+) {
+    let rank = match register(&state, &mut stream).await {
         Ok(rank) => rank,
         Err(why) => return handshake::refuse(&mut stream, why).await,
     };
-    let news = match tree::news(&mut stream, &mut published).await {
-        Heard::Outcome(news) => Some(news),
-        Heard::Question => match desk.give_up(rank) {
-            Some(absent) => {
-                // One that does not wait for the answer either has all the more given up.
-                let _ = stream.write_all(&absent.frame()).await;
+    let outcome = match tree::next_event(&mut stream, &mut published).await {
+        Event::Outcome(outcome) => Some(outcome),
+        Event::Question => match state.time_out(rank) {
+            Some(missing) => {
+                // Best effort: the client ends with a timeout in any case.
+                let _ = stream.write_all(&missing.frame()).await;
                 let _ = stream.shutdown().await;
                 return;
             }
-            // What has just become complete is about to be published.
-            None => published.wait_for(Option::is_some).await.ok().and_then(|news| news.clone()),
+            // All have registered, and the outcome is about to be published.
+            None => published.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone()),
         },
-        Heard::End => None,
+        Event::Closed => None,
     };
-    match news {
-        // One that is gone by now is missed by others.
-        Some(news) => _ = news.tell(rank, &mut stream).await,
-        // The rank is gone: another process may take its place.
-        None => lock(&desk.present).put(rank, None),
+    match outcome {
+        // A client that has ended meanwhile is detected by its peers.
+        Some(outcome) => _ = outcome.send(rank, &mut stream).await,
+        // The client has ended: another process may register with its rank.
+        None => lock(&state.ranks).set(rank, None),
     }
 }
 
-async fn receive(desk: &State, stream: &mut TcpStream) -> std::result::Result<usize, Refusal> {
-    let greeted = handshake::greet(stream).await?;
-    let Hello { world_size, from, to, purpose, .. } = greeted.hello;
+/// Authenticates a client and registers its rank.
+async fn register(state: &State, stream: &mut TcpStream) -> std::result::Result<usize, Refusal> {
+    let received = handshake::read_hello(stream).await?;
+    let Hello { world_size, from, to, purpose, .. } = received.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
     }
-    // Who it is has not been proven: this is for people only, and no more than one conn per rank.
-    let note = |why| {
-        if from < desk.world_size {
-            lock(&desk.refused).insert(from, why);
+    // `from` is not authenticated here: the note is only for the error text, and there is one per rank at most.
+    let note_refusal = |why| {
+        if from < state.world_size {
+            lock(&state.refused).insert(from, why);
         }
     };
-    if let Err(why) = handshake::prove(stream, &greeted, &desk.key).await {
-        // Whoever has another secret hangs up when it sees this rank's proof.
-        note("it does not have this rank's secret");
+    if let Err(why) = handshake::authenticate(stream, &received, &state.key).await {
+        // A client with another secret closes the connection after the proof of this rank.
+        note_refusal("it does not have this rank's secret");
         return Err(why);
     }
-    if world_size != desk.world_size {
-        note("it was told of another number of ranks");
+    if world_size != state.world_size {
+        note_refusal("it has another world size");
         return Err(Refusal::WorldSize);
     }
     if to != 0 || from == 0 || from >= world_size {
         return Err(Refusal::Rank);
     }
-    if !lock(&desk.present).claim(from) {
+    if !lock(&state.ranks).claim(from) {
         return Err(Refusal::Duplicate);
     }
-    let told = async {
-        handshake::welcome(stream).await?;
+    let body = async {
+        handshake::accept(stream).await?;
         read_frame(stream, REGISTRATION_LIMIT).await
     };
-    let told = tokio::time::timeout(handshake::STEP, told).await;
-    let Some(registration) = told.ok().and_then(|body| Registration::parse(&body.ok()?).ok()) else {
-        lock(&desk.present).put(from, None);
-        return Err(Refusal::Stranger);
+    let body = tokio::time::timeout(handshake::STEP_TIMEOUT, body).await;
+    let Some(registration) = body.ok().and_then(|body| Registration::parse(&body.ok()?).ok()) else {
+        lock(&state.ranks).set(from, None);
+        return Err(Refusal::Protocol);
     };
-    lock(&desk.present).register(from, registration);
-    desk.changed.notify_one();
+    lock(&state.ranks).register(from, registration);
+    state.registered.notify_one();
     Ok(from)
 }

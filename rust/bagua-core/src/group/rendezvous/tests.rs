@@ -1,4 +1,4 @@
-//! The tree that addresses travel down, with ranks that are not what they should be.
+//! The distribution tree of a rendezvous, with clients and ranks that misbehave.
 
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -10,10 +10,10 @@ use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
 use super::super::wire::RANKS_LIMIT;
 use super::client::{register, rendezvous_tcp};
 use super::server::Registration;
-use super::tree::{Absent, Answer, FAN, children, direction, fetch, list, parent};
+use super::tree::{Answer, FANOUT, MissingRanks, children, fetch, fetch_frame, list_frame, parent};
 use crate::error::{Error, Result};
 
-/// No test waits longer for anything.
+/// The longest that a test waits for one event.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Two levels below rank 0; ranks 1 and 2 have children.
@@ -33,7 +33,7 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-fn honest<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration) -> ScopedJoinHandle<'s, Outcome> {
+fn join<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration) -> ScopedJoinHandle<'s, Outcome> {
     scope.spawn(move || rendezvous_tcp(("127.0.0.1", port), rank, SIZE, &address(rank), b"s", limit))
 }
 
@@ -46,24 +46,24 @@ fn hello(from: usize, to: usize) -> Hello {
     Hello { world_size: SIZE, from, to, purpose, group: 0, channel: 0, index: 0, job: [0; 8] }
 }
 
-fn run<T>(what: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(what)
+fn run<T>(task: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(task)
 }
 
-/// Registers as a rank and hears the answer. Whatever listens for its children is gone when this returns.
-async fn registered(port: u16, rank: usize) -> Answer {
+/// Registers as a rank and returns the answer. Its relay is closed when this returns.
+async fn register_as(port: u16, rank: usize) -> Answer {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match register(("127.0.0.1", port), &hello(rank, 0), &key(b"s"), &address(rank), deadline).await {
             Ok((answer, _relay)) => return answer,
-            // Rank 0 does not listen yet.
+            // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
             Err(Failed::Refused(why)) => panic!("rank {rank}: {why}"),
         }
     }
 }
 
-fn where_to_fetch(answer: Answer) -> SocketAddr {
+fn parent_address(answer: Answer) -> SocketAddr {
     match answer {
         Answer::Fetch(from) => from,
         other => panic!("{other:?}"),
@@ -71,32 +71,32 @@ fn where_to_fetch(answer: Answer) -> SocketAddr {
 }
 
 #[test]
-fn every_rank_but_the_first_is_among_the_few_children_of_its_parent() {
-    for size in [1, 2, FAN + 1, FAN + 2, SIZE, 300, 5000] {
+fn every_rank_but_rank_0_is_a_child_of_its_parent_and_no_rank_has_more_children_than_the_fanout() {
+    for size in [1, 2, FANOUT + 1, FANOUT + 2, SIZE, 300, 5000] {
         for rank in 1..size {
             assert!(parent(rank) < rank && children(parent(rank), size).contains(&rank));
         }
-        assert!((0..size).all(|rank| children(rank, size).len() <= FAN));
+        assert!((0..size).all(|rank| children(rank, size).len() <= FANOUT));
         assert_eq!((0..size).map(|rank| children(rank, size).len()).sum::<usize>(), size - 1);
     }
-    assert!((1..=FAN).all(|rank| children(rank, FAN + 1).is_empty()), "nobody but rank 0 listens in a small world");
+    assert!((1..=FANOUT).all(|rank| children(rank, FANOUT + 1).is_empty()), "only rank 0 listens in a small world");
 }
 
 #[test]
-fn answers_arrive_unchanged_and_truncated_ones_are_garbled() {
-    let at = SocketAddr::from(([127, 0, 0, 1], 4000));
-    let absent = Absent::new(vec![3, 70_000]);
+fn answers_are_parsed_unchanged_and_truncated_ones_are_malformed() {
+    let address_of_parent = SocketAddr::from(([127, 0, 0, 1], 4000));
+    let missing = MissingRanks::new(vec![3, 70_000]);
     let all = [
-        (list(&expected()), Answer::Complete(expected())),
-        (direction(at), Answer::Fetch(at)),
-        (absent.frame(), Answer::Missing(absent)),
+        (list_frame(&expected()), Answer::Complete(expected())),
+        (fetch_frame(address_of_parent), Answer::Fetch(address_of_parent)),
+        (missing.frame(), Answer::Missing(missing)),
     ];
     for (frame, answer) in all {
         assert_eq!(Answer::parse(&frame[4..]), Ok(answer));
         assert!((4..frame.len()).all(|end| Answer::parse(&frame[4..end]).is_err()));
         assert!(Answer::parse(&[&frame[4..], &[0]].concat()).is_err());
     }
-    for relay in [None, Some(at)] {
+    for relay in [None, Some(address_of_parent)] {
         let registration = Registration { address: address(3), relay };
         let frame = registration.frame();
         assert_eq!(Registration::parse(&frame[4..]), Ok(registration));
@@ -105,23 +105,23 @@ fn answers_arrive_unchanged_and_truncated_ones_are_garbled() {
 }
 
 #[test]
-fn of_very_many_missing_ranks_some_are_named_and_the_rest_counted() {
-    let absent = Absent::new((0..RANKS_LIMIT + 500).collect());
-    assert!(absent.frame().len() <= 4 * RANKS_LIMIT + 32);
-    let error = absent.late(PATIENCE, 0, "the rendezvous".to_owned());
+fn of_very_many_missing_ranks_some_are_named_and_the_others_counted() {
+    let missing = MissingRanks::new((0..RANKS_LIMIT + 500).collect());
+    assert!(missing.frame().len() <= 4 * RANKS_LIMIT + 32);
+    let error = missing.timed_out(PATIENCE, 0, "the rendezvous".to_owned());
     assert!(matches!(&error, Error::Timeout { missing, .. } if missing.len() == RANKS_LIMIT));
     assert!(error.to_string().contains("500 more ranks"), "{error}");
 }
 
 #[test]
-fn strangers_at_a_parent_hear_what_is_wrong_and_its_children_get_the_list() {
+fn a_parent_refuses_wrong_clients_with_the_reason_and_serves_its_children() {
     let port = free_port();
     let last = SIZE - 1;
     std::thread::scope(|scope| {
-        let others: Vec<_> = (0..last).map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        let others: Vec<_> = (0..last).map(|rank| join(scope, port, rank, PATIENCE)).collect();
         run(async {
-            let from = where_to_fetch(registered(port, last).await);
-            let mute: Vec<TcpStream> = (0..FAN + 1).map(|_| TcpStream::connect(from).unwrap()).collect();
+            let from = parent_address(register_as(port, last).await);
+            let silent: Vec<TcpStream> = (0..FANOUT + 1).map(|_| TcpStream::connect(from).unwrap()).collect();
             for bytes in [&b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..], &[0xff; 4096]] {
                 let mut stream = TcpStream::connect(from).unwrap();
                 std::io::Write::write_all(&mut stream, bytes).unwrap();
@@ -139,22 +139,22 @@ fn strangers_at_a_parent_hear_what_is_wrong_and_its_children_get_the_list() {
                 assert_eq!(fetch(from, &hello, &key).await, Err(Failed::Refused(why)));
             }
             assert_eq!(fetch(from, &hello(last, to), &key(b"s")).await, Ok(expected()));
-            drop(mute);
+            drop(silent);
         });
         others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
     });
 }
 
 #[test]
-fn the_children_of_a_rank_that_dies_before_it_hands_over_name_it() {
+fn the_children_of_a_rank_that_dies_before_it_sends_the_list_name_it() {
     let port = free_port();
     let orphans = children(1, SIZE);
     std::thread::scope(|scope| {
         let others = (0..SIZE).filter(|rank| *rank != 1 && !orphans.contains(rank));
-        let others: Vec<_> = others.map(|rank| honest(scope, port, rank, PATIENCE)).collect();
-        let dead = scope.spawn(move || run(registered(port, 1)));
+        let others: Vec<_> = others.map(|rank| join(scope, port, rank, PATIENCE)).collect();
+        let dead = scope.spawn(move || run(register_as(port, 1)));
         let orphans: Vec<_> =
-            orphans.clone().map(|rank| (rank, honest(scope, port, rank, Duration::from_secs(2)))).collect();
+            orphans.clone().map(|rank| (rank, join(scope, port, rank, Duration::from_secs(2)))).collect();
         assert_eq!(dead.join().unwrap(), Answer::Complete(expected()));
         others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
         for (rank, orphan) in orphans {
@@ -167,26 +167,26 @@ fn the_children_of_a_rank_that_dies_before_it_hands_over_name_it() {
 }
 
 #[test]
-fn a_rank_that_does_not_fetch_the_list_holds_up_nobody_for_long() {
+fn a_rank_that_does_not_fetch_the_list_does_not_block_the_others() {
     let port = free_port();
     let last = SIZE - 1;
     std::thread::scope(|scope| {
-        let others: Vec<_> = (0..last).map(|rank| honest(scope, port, rank, PATIENCE)).collect();
-        let from = where_to_fetch(run(registered(port, last)));
-        // It comes, but says nothing.
-        let mute = TcpStream::connect(from).unwrap();
+        let others: Vec<_> = (0..last).map(|rank| join(scope, port, rank, PATIENCE)).collect();
+        let from = parent_address(run(register_as(port, last)));
+        // It connects, but sends nothing.
+        let silent = TcpStream::connect(from).unwrap();
         others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
-        drop(mute);
+        drop(silent);
     });
 }
 
 #[test]
-fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_the_first() {
+fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_rank_0() {
     let port = free_port();
     std::thread::scope(|scope| {
         let others = (0..SIZE).filter(|rank| *rank != 1);
-        let others: Vec<_> = others.map(|rank| honest(scope, port, rank, PATIENCE)).collect();
-        let deaf = scope.spawn(move || {
+        let others: Vec<_> = others.map(|rank| join(scope, port, rank, PATIENCE)).collect();
+        let without_relay = scope.spawn(move || {
             run(async {
                 let mut stream = loop {
                     match tokio::net::TcpStream::connect(("127.0.0.1", port)).await {
@@ -194,29 +194,29 @@ fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_the_first() {
                         Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
                     }
                 };
-                handshake::introduce(&mut stream, &hello(1, 0), &key(b"s")).await.unwrap();
+                handshake::connect(&mut stream, &hello(1, 0), &key(b"s")).await.unwrap();
                 let frame = Registration { address: address(1), relay: None }.frame();
                 tokio::io::AsyncWriteExt::write_all(&mut stream, &frame).await.unwrap();
                 Answer::read(&mut stream).await.unwrap()
             })
         });
-        assert_eq!(deaf.join().unwrap(), Answer::Complete(expected()));
+        assert_eq!(without_relay.join().unwrap(), Answer::Complete(expected()));
         others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
     });
 }
 
 #[test]
-fn a_rank_that_left_before_all_were_there_can_come_again() {
+fn a_rank_that_disconnected_before_all_had_registered_can_register_again() {
     let port = free_port();
     let last = SIZE - 1;
     std::thread::scope(|scope| {
-        let first = honest(scope, port, 0, PATIENCE);
-        // Nobody else is there, so that no answer comes.
-        run(async { tokio::time::timeout(Duration::from_millis(200), registered(port, last)).await }).unwrap_err();
-        let others: Vec<_> = (1..last).map(|rank| honest(scope, port, rank, PATIENCE)).collect();
+        let first = join(scope, port, 0, PATIENCE);
+        // No other rank has registered, so there is no answer.
+        run(async { tokio::time::timeout(Duration::from_millis(200), register_as(port, last)).await }).unwrap_err();
+        let others: Vec<_> = (1..last).map(|rank| join(scope, port, rank, PATIENCE)).collect();
         let again = loop {
-            match honest(scope, port, last, PATIENCE).join().unwrap() {
-                // Rank 0 has not noticed yet that the other one is gone.
+            match join(scope, port, last, PATIENCE).join().unwrap() {
+                // Rank 0 has not detected yet that the first connection is closed.
                 Err(Error::Mismatch(_)) => {}
                 outcome => break outcome,
             }

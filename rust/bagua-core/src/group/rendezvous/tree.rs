@@ -1,8 +1,8 @@
-//! How a list of addresses travels down a tree, so that no rank sends more than [`FAN`] copies of it.
+//! The tree that distributes the list of addresses, so that no rank sends more than [`FANOUT`] copies of it.
 //!
-//! Rank 0 is the root; rank r hands the list to the ranks from r * FAN + 1 to r * FAN + FAN. A rank that has such children
-//! listens for them from the moment it registers, and tells rank 0 where. A child hears that place from rank 0 once everybody
-//! is there, and fetches the list. Worlds of up to FAN + 1 ranks are one level: nobody but rank 0 listens.
+//! Rank 0 is the root; rank r sends the list to the ranks from r * FANOUT + 1 to r * FANOUT + FANOUT. A rank with such children listens
+//! for them before it registers, and registers that address with rank 0. When all ranks have registered, rank 0 sends each child the
+//! address of its parent, from which the child fetches the list. In worlds of up to FANOUT + 1 ranks only rank 0 listens.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -15,200 +15,204 @@ use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP};
-use super::super::wire::{Garbled, RANKS_LIMIT, Reader, Writer, read_frame};
+use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
+use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, read_frame};
 use super::exchange::timed_out;
 use crate::error::Error;
 
-/// How many ranks hear the list from one.
-pub(super) const FAN: usize = 16;
+/// The most children of a rank.
+pub(super) const FANOUT: usize = 16;
 
-/// How long a rank that has the list stays for others that do not take it.
-pub(super) const STAY: Duration = Duration::from_secs(2);
+/// How long a rank that has the list waits for other ranks to take it.
+pub(super) const LINGER: Duration = Duration::from_secs(2);
 
-/// Connections that may be open beside those that are expected.
-pub(super) const STRANGERS: usize = 256;
+/// The most connections in addition to the expected ones.
+pub(super) const EXTRA_CONNECTIONS: usize = 256;
 
 /// The longest list of addresses.
 const LIST_LIMIT: usize = 64 << 20;
 
-/// Who hands the list to a rank other than 0.
+/// The rank that sends the list to a rank other than 0.
 pub(super) fn parent(rank: usize) -> usize {
-    rank.saturating_sub(1) / FAN
+    rank.saturating_sub(1) / FANOUT
 }
 
-/// Whom a rank hands the list to.
+/// The ranks to which a rank sends the list.
 pub(super) fn children(rank: usize, world_size: usize) -> Range<usize> {
-    let first = rank.saturating_mul(FAN).saturating_add(1).min(world_size);
-    first..first.saturating_add(FAN).min(world_size)
+    let first = rank.saturating_mul(FANOUT).saturating_add(1).min(world_size);
+    first..first.saturating_add(FANOUT).min(world_size)
 }
 
-/// Ranks that did not come.
+/// Ranks that have not registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Absent {
-    /// As many as are named.
+pub(super) struct MissingRanks {
+    /// The first of them.
     named: Vec<usize>,
     /// How many more there are.
-    rest: usize,
+    others: usize,
 }
 
-impl Absent {
-    pub(super) fn new(mut all: Vec<usize>) -> Absent {
-        let rest = all.len().saturating_sub(RANKS_LIMIT);
+impl MissingRanks {
+    pub(super) fn new(mut all: Vec<usize>) -> MissingRanks {
+        let others = all.len().saturating_sub(RANKS_LIMIT);
         all.truncate(RANKS_LIMIT);
-        Absent { named: all, rest }
+        MissingRanks { named: all, others }
     }
 
     pub(super) fn frame(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.u8(1).rank(self.named.len());
         self.named.iter().for_each(|rank| _ = out.rank(*rank));
-        framed(out.rank(self.rest))
+        framed(out.rank(self.others))
     }
 
-    /// The error to raise.
-    pub(super) fn late(self, after: Duration, noticed_by: usize, mut what: String) -> Error {
-        if self.rest > 0 {
-            what = format!("{what}; {} more ranks are missing", self.rest);
+    /// The error that names the missing ranks.
+    pub(super) fn timed_out(self, after: Duration, noticed_by: usize, mut what: String) -> Error {
+        if self.others > 0 {
+            what = format!("{what}; {} more ranks are missing", self.others);
         }
         timed_out(after, self.named, noticed_by, what)
     }
 }
 
-/// The frame of all addresses.
-pub(super) fn list(all: &[Vec<u8>]) -> Vec<u8> {
+/// The frame of the list of all addresses.
+pub(super) fn list_frame(all: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Writer::default();
     out.u8(0).rank(all.len());
     all.iter().for_each(|address| _ = out.bytes(address));
     framed(&out)
 }
 
-/// The frame that says where the list can be fetched.
-pub(super) fn direction(from: SocketAddr) -> Vec<u8> {
-    framed(Writer::default().u8(2).text(&from.to_string()))
+/// The frame with the address of a rank's parent.
+pub(super) fn fetch_frame(parent: SocketAddr) -> Vec<u8> {
+    framed(Writer::default().u8(2).text(&parent.to_string()))
 }
 
-/// A body with its length before it.
+/// A body after its length.
 pub(super) fn framed(body: &Writer) -> Vec<u8> {
     let mut frame = Writer::default();
     frame.bytes(&body.0);
     frame.0
 }
 
-/// What a rank that registered hears.
+/// The server's answer to a registration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     /// All addresses, by rank.
     Complete(Vec<Vec<u8>>),
-    /// Not everybody came.
-    Missing(Absent),
-    /// Everybody is there, and the rank's parent, here, has the list or will have it.
+    /// The deadline passed before these ranks registered.
+    Missing(MissingRanks),
+    /// All ranks have registered; the rank's parent at this address has the list or will have it.
     Fetch(SocketAddr),
 }
 
 impl Answer {
-    pub(super) fn parse(body: &[u8]) -> Result<Answer, Garbled> {
+    pub(super) fn parse(body: &[u8]) -> Result<Answer, Malformed> {
         let mut from = Reader(body);
         let answer = match from.u8()? {
             0 => {
                 let count = from.rank()?;
-                Answer::Complete((0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<Result<_, Garbled>>()?)
+                Answer::Complete((0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<Result<_, Malformed>>()?)
             }
             1 => {
                 let count = from.rank()?;
-                let named = (0..count).map(|_| from.rank()).collect::<Result<_, Garbled>>()?;
-                Answer::Missing(Absent { named, rest: from.rank()? })
+                let named = (0..count).map(|_| from.rank()).collect::<Result<_, Malformed>>()?;
+                Answer::Missing(MissingRanks { named, others: from.rank()? })
             }
-            2 => Answer::Fetch(place(&from.text()?)?),
-            _ => return Err(Garbled("an answer of unknown kind")),
+            2 => Answer::Fetch(socket_address(&from.text()?)?),
+            _ => return Err(Malformed("an answer of an unknown kind")),
         };
         from.end()?;
         Ok(answer)
     }
 
-    /// Reads one.
+    /// Reads an answer.
     pub(super) async fn read(stream: &mut (impl AsyncRead + Unpin)) -> Result<Answer, Failed> {
         let body = read_frame(stream, LIST_LIMIT).await?;
-        Answer::parse(&body).map_err(|garbled| Failed::broken(garbled.to_string()))
+        Answer::parse(&body).map_err(|malformed| Failed::broken(malformed.to_string()))
     }
 }
 
-/// A place that somebody else named.
-pub(super) fn place(text: &str) -> Result<SocketAddr, Garbled> {
-    text.parse().map_err(|_| Garbled("a place cannot be read"))
+/// Parses a socket address from another rank.
+pub(super) fn socket_address(text: &str) -> Result<SocketAddr, Malformed> {
+    text.parse().map_err(|_| Malformed("a socket address cannot be parsed"))
 }
 
-/// What ends a wait for news.
-pub(super) enum Heard<T> {
+/// An event that ends a server's wait for the outcome.
+pub(super) enum Event<T> {
+    /// The outcome is there.
     Outcome(T),
-    /// The other end asks for them now.
+    /// The client asks which ranks are missing.
     Question,
-    /// It hung up, or there will be no news.
-    End,
+    /// The client has closed the connection, or there will be no outcome.
+    Closed,
 }
 
-/// Waits for the news, or for the other end.
-pub(super) async fn news<T: Clone>(stream: &mut TcpStream, published: &mut watch::Receiver<Option<T>>) -> Heard<T> {
+/// Waits for the outcome, or for the client.
+pub(super) async fn next_event<T: Clone>(
+    stream: &mut TcpStream,
+    published: &mut watch::Receiver<Option<T>>,
+) -> Event<T> {
     tokio::select! {
-        news = published.wait_for(Option::is_some) => {
-            news.ok().and_then(|news| news.clone()).map_or(Heard::End, Heard::Outcome)
+        outcome = published.wait_for(Option::is_some) => {
+            outcome.ok().and_then(|outcome| outcome.clone()).map_or(Event::Closed, Event::Outcome)
         }
-        said = stream.read_u8() => if said.is_ok() { Heard::Question } else { Heard::End },
+        byte = stream.read_u8() => if byte.is_ok() { Event::Question } else { Event::Closed },
     }
 }
 
-/// Connects, once. A host that is gone does not say so, and the system would wait for it for minutes.
+/// Connects, once, within [`STEP_TIMEOUT`]: the operating system would try for minutes to reach a host that is down.
 pub(super) async fn connect(to: impl ToSocketAddrs) -> Result<TcpStream, Failed> {
-    let connecting = tokio::time::timeout(STEP, TcpStream::connect(to)).await;
+    let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(to)).await;
     Ok(connecting.map_err(|_| Failed::broken("no answer"))??)
 }
 
-/// Asks a parent for the list, once.
+/// Fetches the list from a parent, once.
 pub(super) async fn fetch(from: SocketAddr, hello: &Hello, key: &Key) -> Result<Vec<Vec<u8>>, Failed> {
     let mut stream = connect(from).await?;
-    handshake::introduce(&mut stream, hello, key).await?;
+    handshake::connect(&mut stream, hello, key).await?;
     match Answer::read(&mut stream).await? {
         Answer::Complete(all) => Ok(all),
-        Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::broken("it answered with something else")),
+        Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::broken("it sent no list of addresses")),
     }
 }
 
-/// Where a rank's children fetch the list. They may come before it is there.
+/// The server from which a rank's children fetch the list. They may connect before the rank has it.
 pub(super) struct Relay {
-    /// Where it listens.
-    pub(super) at: SocketAddr,
-    publish: watch::Sender<Option<Arc<Vec<u8>>>>,
-    /// One task, which ends when all children have the list. Dropping it closes everything.
+    /// The address that it listens on.
+    pub(super) address: SocketAddr,
+    list: watch::Sender<Option<Arc<Vec<u8>>>>,
+    /// One task, which ends when all children have the list. Dropping it closes all connections.
     serving: JoinSet<()>,
 }
 
 impl Relay {
-    /// Listens for the children of the rank that said hello to rank 0, on the address that it has towards it. `None` for a
-    /// rank without children, and for one that cannot listen: then rank 0 gives them the list.
-    pub(super) async fn open(towards: &TcpStream, hello: &Hello, key: &Key) -> Option<Relay> {
+    /// Listens for the children of the rank that sent `hello` to rank 0, on its local address of that connection. `None` for a rank
+    /// without children, and for a rank that cannot listen, whose children get the list from rank 0.
+    pub(super) async fn listen(to_root: &TcpStream, hello: &Hello, key: &Key) -> Option<Relay> {
         let Hello { world_size, from: rank, .. } = *hello;
         if children(rank, world_size).is_empty() {
             return None;
         }
-        let mut at = towards.local_addr().ok()?;
-        at.set_port(0);
-        let listener = TcpListener::bind(at).await.ok()?;
-        let at = listener.local_addr().ok()?;
-        let (publish, published) = watch::channel(None);
+        let mut address = to_root.local_addr().ok()?;
+        address.set_port(0);
+        let listener = TcpListener::bind(address).await.ok()?;
+        let address = listener.local_addr().ok()?;
+        let (list, published) = watch::channel(None);
         let mut serving = JoinSet::new();
         serving.spawn(serve(listener, Parent { rank, world_size, key: key.clone() }, published));
-        Some(Relay { at, publish, serving })
+        Some(Relay { address, list, serving })
     }
 
-    /// Gives the children the list; returns when all have it, or have had time enough.
-    pub(super) async fn hand_over(mut self, all: &[Vec<u8>]) {
-        self.publish.send_replace(Some(Arc::new(list(all))));
-        // A child that did not come says so itself, when its own time is over.
-        let _ = tokio::time::timeout(STAY, self.serving.join_next()).await;
+    /// Sends the list to the children; returns when all have it, or after [`LINGER`].
+    pub(super) async fn publish(mut self, all: &[Vec<u8>]) {
+        self.list.send_replace(Some(Arc::new(list_frame(all))));
+        // A child that did not fetch the list reports a timeout itself.
+        let _ = tokio::time::timeout(LINGER, self.serving.join_next()).await;
     }
 }
 
-/// Who is asked.
+/// The rank that serves the list to its children.
 #[derive(Clone)]
 struct Parent {
     rank: usize,
@@ -216,55 +220,57 @@ struct Parent {
     key: Key,
 }
 
+/// Serves the list until all children have it.
 async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver<Option<Arc<Vec<u8>>>>) {
-    let mut absent: BTreeSet<usize> = children(parent.rank, parent.world_size).collect();
-    let mut visitors = JoinSet::new();
-    while !absent.is_empty() {
+    let mut missing: BTreeSet<usize> = children(parent.rank, parent.world_size).collect();
+    let mut connections = JoinSet::new();
+    while !missing.is_empty() {
         tokio::select! {
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) if visitors.len() < FAN + STRANGERS => {
-                    _ = visitors.spawn(attend(parent.clone(), stream, published.clone()));
+                Ok((stream, _)) if connections.len() < FANOUT + EXTRA_CONNECTIONS => {
+                    _ = connections.spawn(serve_connection(parent.clone(), stream, published.clone()));
                 }
                 Ok(_) => {}
-                // Out of descriptors, or the client is gone again.
+                // The client has closed the connection already, or the process has no free descriptor: retry.
                 Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
             },
-            Some(told) = visitors.join_next() => {
-                if let Ok(Some(child)) = told {
-                    absent.remove(&child);
+            Some(served) = connections.join_next() => {
+                if let Ok(Some(child)) = served {
+                    missing.remove(&child);
                 }
             }
         }
     }
 }
 
-/// One connection at a relay: which child it was, if one now has the list.
-async fn attend(
+/// Serves one connection; the child that now has the list, if it was one.
+async fn serve_connection(
     parent: Parent,
     mut stream: TcpStream,
     mut published: watch::Receiver<Option<Arc<Vec<u8>>>>,
 ) -> Option<usize> {
-    let child = match examine(&parent, &mut stream).await {
+    let child = match authenticate(&parent, &mut stream).await {
         Ok(child) => child,
         Err(why) => {
             handshake::refuse(&mut stream, why).await;
             return None;
         }
     };
-    handshake::welcome(&mut stream).await.ok()?;
-    let Heard::Outcome(list) = news(&mut stream, &mut published).await else { return None };
+    handshake::accept(&mut stream).await.ok()?;
+    let Event::Outcome(list) = next_event(&mut stream, &mut published).await else { return None };
     stream.write_all(&list).await.ok()?;
     stream.shutdown().await.ok()?;
     Some(child)
 }
 
-async fn examine(parent: &Parent, stream: &mut TcpStream) -> Result<usize, Refusal> {
-    let greeted = handshake::greet(stream).await?;
-    let Hello { world_size, from, to, purpose, .. } = greeted.hello;
+/// The rank of an authenticated child.
+async fn authenticate(parent: &Parent, stream: &mut TcpStream) -> Result<usize, Refusal> {
+    let received = handshake::read_hello(stream).await?;
+    let Hello { world_size, from, to, purpose, .. } = received.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
     }
-    handshake::prove(stream, &greeted, &parent.key).await?;
+    handshake::authenticate(stream, &received, &parent.key).await?;
     if world_size != parent.world_size {
         return Err(Refusal::WorldSize);
     }

@@ -1,12 +1,12 @@
-//! The header of a chunk: what stands before every run of bytes that one stream carries.
+//! The division of messages into chunks: the header of a chunk, and its length.
 //!
-//! With one stream per peer a message is one chunk, and its header is the message's own ([`frame`]). With several, every chunk
-//! carries the message's header, so that it can be checked without waiting for another stream, and its place:
+//! With one stream per peer a message is one chunk, whose header is the header of the message ([`frame`]). With several streams, every
+//! chunk carries the header of its message, so that it can be checked without waiting for another stream, and its position:
 //!
 //! | bytes | field | |
 //! |---|---|---|
 //! | 0..80 | header of the message | `body` is the length of the whole message |
-//! | 80..88 | message | number of the message among all that the sender ever sent to this peer |
+//! | 80..88 | message | number of the message among all messages of the sender to this peer |
 //! | 88..96 | offset | of the chunk in the message |
 //! | 96..104 | length | bytes that follow |
 
@@ -15,26 +15,26 @@ use crate::transport::frame::{self, BadFrame, Header};
 /// Bytes of the longest header.
 pub(super) const LEN: usize = frame::LEN + 24;
 
-/// Bytes of a header where a peer is joined by this many streams.
+/// Bytes of a header on this many streams to a peer.
 pub(super) const fn head_len(streams: usize) -> usize {
     if streams > 1 { LEN } else { frame::LEN }
 }
 
-/// What a header says.
+/// The header of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chunk {
-    /// Of the message.
+    /// Header of the message.
     pub header: Header,
     /// Number of the message.
     pub message: u64,
-    /// Where the chunk begins in it.
+    /// Offset of the chunk in the message.
     pub offset: u64,
     /// Bytes that follow.
     pub length: u64,
 }
 
 impl Chunk {
-    /// The bytes that travel; only the first [`head_len`] of them do.
+    /// The bytes of the header; only the first [`head_len`] of them are sent.
     pub fn encode(&self) -> [u8; LEN] {
         let mut out = [0; LEN];
         out[..frame::LEN].copy_from_slice(&self.header.encode());
@@ -44,76 +44,76 @@ impl Chunk {
         out
     }
 
-    /// Reads a header. A short one stands for a whole message and does not say which.
+    /// Parses a header. A header without position stands for a whole message of unknown number.
     pub fn decode(bytes: &[u8]) -> Result<Chunk, BadFrame> {
-        let (head, place) = bytes.split_first_chunk().expect("a header has at least the length of a message's");
+        let (head, position) = bytes.split_first_chunk().expect("a header has at least the length of a message's");
         let header = Header::decode(head)?;
-        let word = |at: usize| place.get(8 * at..).and_then(<[u8]>::first_chunk).copied().map(u64::from_le_bytes);
+        let word = |at: usize| position.get(8 * at..).and_then(<[u8]>::first_chunk).copied().map(u64::from_le_bytes);
         Ok(match (word(0), word(1), word(2)) {
             (Some(message), Some(offset), Some(length)) => Chunk { header, message, offset, length },
             _ => Chunk { header, message: u64::MAX, offset: 0, length: header.body },
         })
     }
 
-    /// True when the chunk lies within its message, and carries something if the message does.
+    /// True when the chunk lies within its message, and is not empty unless the message is.
     pub fn fits(&self) -> bool {
         let Header { body, .. } = self.header;
         self.offset.checked_add(self.length).is_some_and(|end| end <= body) && (self.length > 0 || body == 0)
     }
 }
 
-/// The shortest chunk: below this a header and a system call cost as much as the bytes.
+/// The shortest chunk: below this length a header and a system call cost as much as the bytes.
 pub(super) const SHORTEST: usize = 32 << 10;
 
-/// The longest chunk where there is another stream that could take the rest.
+/// The longest chunk when there are several streams.
 pub(super) const LONGEST: usize = 256 << 10;
 
-/// What a slow stream may hold when it has taken a chunk: that, what its socket has not sent, and what is on its way.
+/// The most bytes that a slow stream delays with one chunk: the chunk, unsent bytes in its socket, and bytes in the network.
 const HELD: usize = 256 << 10;
 
-/// Bytes that one stream must have carried before the others are called slow.
-const TELLING: u64 = 1 << 20;
+/// Bytes that the fastest stream must have carried before other streams are considered slow.
+const SIGNIFICANT: u64 = 1 << 20;
 
-/// How fast a stream is, by what has been carried in this run.
+/// The speed of a stream, by the bytes carried in this run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
-    /// By the stream.
+    /// Bytes that the stream has carried.
     pub own: u64,
-    /// By the one that has carried the most.
+    /// Bytes that the fastest stream has carried.
     pub best: u64,
 }
 
 impl Pace {
-    /// What the stream carries while the best one carries so many bytes.
-    fn part(self, bytes: usize) -> usize {
-        if self.best < TELLING {
+    /// The bytes that the stream carries while the fastest one carries `bytes`.
+    fn share(self, bytes: usize) -> usize {
+        if self.best < SIGNIFICANT {
             return bytes;
         }
         usize::try_from(bytes as u128 * u128::from(self.own) / u128::from(self.best)).unwrap_or(bytes)
     }
 
-    /// Congestion control shares a line between two streams far less evenly than by half.
+    /// Less than a quarter of the fastest stream's rate: congestion control alone makes streams on one link differ by more than a factor of 2.
     fn is_slow(self) -> bool {
-        self.best >= TELLING && self.own < self.best / 4
+        self.best >= SIGNIFICANT && self.own < self.best / 4
     }
 }
 
-/// How much of a message's last `left` bytes, which `after` bytes of other messages follow, a stream takes at a time. Guided
-/// self-scheduling (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of everything, and those of a slow
-/// stream are short from the beginning, so that nobody waits long for one. `None` for a slow stream that would still be busy with
-/// it when the others have carried the rest.
+/// Length of the next chunk of a message with `left` unsent bytes, which `after` bytes of other messages follow. Guided self-scheduling
+/// (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of all messages, and a slow stream gets short chunks from the
+/// start, so that the wait for the last chunk is short. `None` for a slow stream that would still be sending the chunk after the other
+/// streams have sent the rest.
 pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) -> Option<usize> {
     if streams == 1 {
         return Some(left);
     }
     let rest = left.saturating_add(after);
-    if pace.is_slow() && pace.part(rest) < HELD {
+    if pace.is_slow() && pace.share(rest) < HELD {
         return None;
     }
     if left <= SHORTEST + SHORTEST / 2 {
         return Some(left);
     }
-    Some((rest / (2 * streams)).clamp(SHORTEST, pace.part(LONGEST).max(SHORTEST)).min(left))
+    Some((rest / (2 * streams)).clamp(SHORTEST, pace.share(LONGEST).max(SHORTEST)).min(left))
 }
 
 #[cfg(test)]
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_survives_the_wire_and_its_place_has_golden_bytes() {
+    fn a_header_is_parsed_unchanged_and_its_position_has_golden_bytes() {
         let bytes = example().encode();
         assert_eq!(Chunk::decode(&bytes), Ok(example()));
         assert_eq!(
@@ -156,25 +156,25 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_others_follow_is_not_cut_short() {
+    fn a_message_that_other_messages_follow_has_long_chunks_to_its_end() {
         assert_eq!(next_len(LONGEST, 0, 2, FIRST), Some(LONGEST / 4));
         assert_eq!(next_len(LONGEST, 3 * LONGEST, 2, FIRST), Some(LONGEST));
         assert_eq!(next_len(LONGEST / 2, usize::MAX, 2, FIRST), Some(LONGEST / 2));
     }
 
     #[test]
-    fn a_slow_stream_takes_short_chunks_and_none_at_the_end() {
-        let slow = Pace { own: TELLING / 8, best: TELLING };
-        let best = Pace { own: TELLING, ..slow };
+    fn a_slow_stream_gets_short_chunks_and_none_at_the_end() {
+        let slow = Pace { own: SIGNIFICANT / 8, best: SIGNIFICANT };
+        let best = Pace { own: SIGNIFICANT, ..slow };
         assert_eq!(next_len(LONGEST, 64 << 20, 2, slow), Some(LONGEST / 8));
         assert_eq!(next_len(LONGEST, 0, 2, slow), None);
         assert_eq!(next_len(0, 0, 2, slow), None);
         for left in [0, 1, LONGEST] {
             assert!(next_len(left, 0, 2, best).is_some());
-            assert_eq!(next_len(left, 0, 1, slow), Some(left), "there is no other");
+            assert_eq!(next_len(left, 0, 1, slow), Some(left), "there is no other stream");
         }
-        let early = Pace { own: 0, best: TELLING - 1 };
-        assert_eq!(next_len(LONGEST, 64 << 20, 2, early), Some(LONGEST), "too early to tell");
+        let early = Pace { own: 0, best: SIGNIFICANT - 1 };
+        assert_eq!(next_len(LONGEST, 64 << 20, 2, early), Some(LONGEST), "too few bytes to compare streams");
     }
 
     #[test]

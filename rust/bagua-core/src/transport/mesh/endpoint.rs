@@ -1,8 +1,8 @@
-//! What is under way with one peer: the messages in each direction, and how far the streams to it have come with them.
+//! The transfers to and from one peer: the messages in both directions, and the progress of the streams with them.
 //!
-//! With several streams a message is cut into chunks, and whichever stream has room takes the next one, so that a slow stream
-//! holds up no more than the chunk that it has begun. What arrives is checked chunk by chunk, before a byte of it is read into
-//! the caller's memory.
+//! With several streams a message is divided into chunks, and the next chunk goes to the first stream with room, so that a slow stream
+//! delays no more than its current chunk. The header of every received chunk is checked before its bytes are read into the caller's
+//! memory.
 
 use std::time::{Duration, Instant};
 
@@ -11,98 +11,100 @@ use super::plan::Plan;
 use crate::transport::frame::Header;
 use crate::transport::{Broken, Readiness, Transport};
 
-/// How long one of several streams may be broken, between two chunks, while the others bring nothing: they may still carry
-/// what the peer sent before it closed them all.
+/// How long one of several streams may be broken, between two chunks, while the others receive nothing: they may still carry bytes that
+/// the peer sent before it closed all streams.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// Bytes that a stream is given before the rank receives again. Two ranks that take turns so keep few bytes between them, which
-/// are in the cache when they are received; filling the sockets first took 1.3 times as long (16 MiB each way on one machine).
-const TURN: usize = 256 << 10;
+/// The most bytes sent on a stream before the rank receives again. Alternating at this size keeps few bytes in flight between two ranks,
+/// and these in the cache; filling the sockets first took 1.3 times as long (16 MiB each way on one machine).
+const SEND_QUANTUM: usize = 256 << 10;
 
-/// A message from the peer of which nothing has arrived, and one of which everything has.
+/// In [`Endpoint::missing`]: a message of which nothing has arrived.
 const UNSEEN: usize = usize::MAX;
+/// In [`Endpoint::missing`]: a message that has arrived completely.
 const COMPLETE: usize = usize::MAX - 1;
 
-/// Bytes moved by one run.
+/// Bytes sent and received by one run.
 #[derive(Default)]
 pub(super) struct ByteCounts {
     /// Bodies only.
     pub sent: u64,
     /// Bodies only.
     pub received: u64,
-    /// Headers and bodies over links that are wires.
+    /// Headers and bodies sent through sockets.
     pub wire_sent: u64,
-    /// Headers and bodies over links that are wires.
+    /// Headers and bodies received from sockets.
     pub wire_received: u64,
 }
 
-/// Why a run cannot go on with a peer.
+/// Why a run failed with a peer.
 pub(super) enum PeerFault {
-    /// Its stream ended or broke.
+    /// The stream to it ended or broke.
     Lost(Broken),
-    /// It does something else: the text says what.
+    /// It runs another operation, which the text names.
     Mismatch(String),
 }
 
-/// Bytes of a message, and how many of them have moved.
+/// A chunk that is being sent or received.
 #[derive(Clone, Copy)]
 struct Span {
     /// Number of the message in this run.
     number: usize,
-    /// Where the chunk begins in it.
+    /// Offset of the chunk in the message.
     from: usize,
     /// Bytes of the chunk.
     len: usize,
-    /// Bytes that have moved; when sending, those of the header among them.
+    /// Bytes sent or received so far; for a sent chunk including its header.
     moved: usize,
 }
 
 /// One of the streams to a peer.
 struct Stream {
     link: Box<dyn Transport>,
-    /// The chunk that it is in the middle of sending.
+    /// The chunk that is being sent.
     out: Option<Span>,
-    /// That chunk's header.
+    /// The header of that chunk.
     out_head: [u8; chunk::LEN],
-    /// The chunk that it is in the middle of receiving.
+    /// The chunk that is being received.
     into: Option<Span>,
-    /// As much as has arrived of the next chunk's header. A complete one stays here until its message is admitted.
+    /// The header of the next chunk, as far as it has arrived. A complete header stays here until its message is admitted.
     in_head: [u8; chunk::LEN],
-    /// How much that is.
-    in_headed: usize,
-    /// Bytes that it has carried to the peer in this run.
+    /// Bytes of that header that have arrived.
+    in_head_len: usize,
+    /// Bytes sent on this stream in this run.
     carried: u64,
-    /// Receiving failed, and since when.
+    /// The error of `recv`, and when it occurred.
     broken: Option<(Broken, Instant)>,
 }
 
-/// A message that is being cut.
-struct Cut {
+/// The message of which streams take the next chunks.
+struct Current {
     number: usize,
-    /// Where the next chunk begins.
+    /// Offset of the next chunk.
     at: usize,
+    /// Bytes of the message.
     len: usize,
 }
 
-/// The messages to and from one peer.
+/// The transfers to and from one peer.
 pub(super) struct Endpoint {
     /// Index of the peer.
     peer: usize,
-    /// None for the own index.
+    /// Empty for this rank's own index.
     streams: Vec<Stream>,
-    /// Messages of earlier runs, sent and received.
+    /// Number of messages of earlier runs, sent and received.
     before: (u64, u64),
-    /// Messages to the peer that were not begun.
+    /// Number of messages to the peer that are not started.
     to_begin: usize,
-    /// The message of which streams take chunks.
-    cut: Option<Cut>,
-    /// By number of a message to the peer that was begun: bytes that were not handed over.
+    /// The message that is being divided into chunks.
+    current: Option<Current>,
+    /// By number of a started message to the peer: bytes of its body that are in no completely sent chunk.
     unsent: Vec<usize>,
-    /// By number of a message from the peer: bytes that are missing, or [`UNSEEN`], or [`COMPLETE`].
+    /// By number of a message from the peer: missing bytes, [`UNSEEN`] or [`COMPLETE`].
     missing: Vec<usize>,
-    /// Messages from the peer that are not complete.
+    /// Number of messages from the peer that are not complete.
     to_arrive: usize,
-    /// Sending failed. What the peer sent before may still explain it, so receiving goes on.
+    /// The error of `send`. Receiving continues, because the peer's last messages may explain it.
     send_broken: Option<Broken>,
 }
 
@@ -114,7 +116,7 @@ impl Endpoint {
             out_head: [0; chunk::LEN],
             into: None,
             in_head: [0; chunk::LEN],
-            in_headed: 0,
+            in_head_len: 0,
             carried: 0,
             broken: None,
         };
@@ -123,7 +125,7 @@ impl Endpoint {
             streams: links.into_iter().map(stream).collect(),
             before: (0, 0),
             to_begin: 0,
-            cut: None,
+            current: None,
             unsent: Vec::new(),
             missing: Vec::new(),
             to_arrive: 0,
@@ -131,7 +133,7 @@ impl Endpoint {
         }
     }
 
-    /// Begins a run.
+    /// Starts a run.
     pub fn begin(&mut self, plan: &dyn Plan) {
         let (sends, recvs) = plan.counts(self.peer);
         self.to_begin = sends;
@@ -144,37 +146,37 @@ impl Endpoint {
         self.streams.iter_mut().for_each(|stream| stream.carried = 0);
     }
 
-    /// Ends a run of which everything was moved.
+    /// Ends a run in which all messages were sent and received.
     pub fn end(&mut self, plan: &dyn Plan) {
         let (sends, recvs) = plan.counts(self.peer);
         self.before.0 += sends as u64;
         self.before.1 += recvs as u64;
     }
 
-    /// Name of the transport; `None` for the own index.
+    /// Name of the transport; `None` for this rank's own index.
     pub fn name(&self) -> Option<&'static str> {
         self.streams.first().map(|stream| stream.link.name())
     }
 
-    /// What to sleep on: for each stream, and whether for bytes that come and for room to send.
+    /// How to wait for each stream, whether for bytes to receive, and whether for room to send.
     pub fn waits(&self) -> impl Iterator<Item = (Readiness<'_>, bool, bool)> {
         let head = head_len(self.streams.len());
         let sends = self.send_broken.is_none();
         self.streams.iter().filter_map(move |stream| {
-            let waits_for_room = stream.into.is_none() && stream.in_headed == head;
+            let waits_for_room = stream.into.is_none() && stream.in_head_len == head;
             let recv = self.to_arrive > 0 && stream.broken.is_none() && !waits_for_room;
             let send = sends && (stream.out.is_some() || self.offer(stream).is_some());
             (recv || send).then(|| (stream.link.readiness(), recv, send))
         })
     }
 
-    /// How much of the message that is being cut a stream would take, if it has room.
+    /// Length of the chunk of the current message that a stream would send next.
     fn offer(&self, stream: &Stream) -> Option<usize> {
-        let cut = self.cut.as_ref()?;
+        let current = self.current.as_ref()?;
         let best = self.streams.iter().map(|stream| stream.carried).max().unwrap_or(0);
-        // Those that come after it are mostly as long.
-        let after = self.to_begin.saturating_mul(cut.len);
-        chunk::next_len(cut.len - cut.at, after, self.streams.len(), Pace { own: stream.carried, best })
+        // Assumes that the following messages are as long as this one.
+        let after = self.to_begin.saturating_mul(current.len);
+        chunk::next_len(current.len - current.at, after, self.streams.len(), Pace { own: stream.carried, best })
     }
 
     pub fn wants_to_recv(&self) -> bool {
@@ -182,14 +184,14 @@ impl Endpoint {
     }
 
     fn has_sent(&self) -> bool {
-        self.to_begin == 0 && self.cut.is_none() && self.streams.iter().all(|stream| stream.out.is_none())
+        self.to_begin == 0 && self.current.is_none() && self.streams.iter().all(|stream| stream.out.is_none())
     }
 
     pub fn is_done(&self) -> bool {
         self.to_arrive == 0 && self.has_sent()
     }
 
-    /// Moves what can be moved now in both directions; true when anything did.
+    /// Makes progress in both directions; true when bytes moved.
     pub fn step(&mut self, plan: &mut dyn Plan, counts: &mut ByteCounts) -> Result<bool, PeerFault> {
         let sent = self.send(plan, counts);
         let received = self.recv(plan, counts)?;
@@ -202,33 +204,33 @@ impl Endpoint {
     fn send(&mut self, plan: &mut dyn Plan, counts: &mut ByteCounts) -> bool {
         let mut any = false;
         for at in 0..self.streams.len() {
-            let turn = counts.sent + TURN as u64;
-            while counts.sent < turn && self.send_broken.is_none() && self.send_by(at, plan, counts, &mut any) {}
+            let limit = counts.sent + SEND_QUANTUM as u64;
+            while counts.sent < limit && self.send_broken.is_none() && self.send_by(at, plan, counts, &mut any) {}
         }
         any
     }
 
-    /// Sends some bytes by one stream; false when it has no room, or nothing to do.
+    /// Sends bytes on one stream; false when it has no room or no chunk to send.
     fn send_by(&mut self, at: usize, plan: &mut dyn Plan, counts: &mut ByteCounts, any: &mut bool) -> bool {
         let streams = self.streams.len();
         let head = head_len(streams);
         let span = if let Some(span) = self.streams[at].out {
             span
         } else {
-            if self.cut.is_none() && self.to_begin > 0 {
-                self.cut = plan.next(self.peer).map(|number| {
+            if self.current.is_none() && self.to_begin > 0 {
+                self.current = plan.next(self.peer).map(|number| {
                     self.to_begin -= 1;
                     let len = plan.outgoing(self.peer, number).1.len();
                     self.unsent[number] = len;
-                    Cut { number, at: 0, len }
+                    Current { number, at: 0, len }
                 });
             }
-            let (Some(cut), Some(len)) = (&self.cut, self.offer(&self.streams[at])) else { return false };
-            let span = Span { number: cut.number, from: cut.at, len, moved: 0 };
+            let (Some(current), Some(len)) = (&self.current, self.offer(&self.streams[at])) else { return false };
+            let span = Span { number: current.number, from: current.at, len, moved: 0 };
             let part = plan.part(span.number);
             let fingerprint = plan.outgoing(self.peer, span.number).0;
             let message = self.before.0 + span.number as u64;
-            let header = Header { fingerprint, part, body: cut.len as u64 };
+            let header = Header { fingerprint, part, body: current.len as u64 };
             self.streams[at].out_head =
                 Chunk { header, message, offset: span.from as u64, length: span.len as u64 }.encode();
             span
@@ -238,7 +240,7 @@ impl Endpoint {
         let head_left = &stream.out_head[sent_head..head];
         let body = &plan.outgoing(self.peer, span.number).1[span.from..span.from + span.len];
         let body = &body[span.moved - sent_head..];
-        let body = &body[..body.len().min(TURN)];
+        let body = &body[..body.len().min(SEND_QUANTUM)];
         let count = match stream.link.send(head_left, body) {
             Ok(count) => count,
             Err(broken) => {
@@ -247,16 +249,16 @@ impl Endpoint {
             }
         };
         if count == 0 {
-            // A chunk that was not begun is left to whichever stream has room first.
+            // The chunk is not started: the first stream with room will send it.
             return false;
         }
         *any = true;
         if span.moved == 0
-            && let Some(cut) = &mut self.cut
+            && let Some(current) = &mut self.current
         {
-            cut.at += span.len;
-            if cut.at == cut.len {
-                self.cut = None;
+            current.at += span.len;
+            if current.at == current.len {
+                self.current = None;
             }
         }
         stream.carried += count as u64;
@@ -283,20 +285,20 @@ impl Endpoint {
         if any || self.to_arrive == 0 {
             return Ok(any);
         }
-        // In the middle of a chunk a broken stream will never bring the rest; otherwise the others may.
+        // A stream that broke within a chunk cannot deliver the rest of it; otherwise the other streams may deliver the messages.
         let broken = self.streams.iter().filter_map(|stream| {
             let (broken, since) = stream.broken.as_ref()?;
-            let in_chunk = stream.into.is_some() || stream.in_headed > 0;
-            Some((broken, in_chunk || since.elapsed() > LINGER))
+            let within_chunk = stream.into.is_some() || stream.in_head_len > 0;
+            Some((broken, within_chunk || since.elapsed() > LINGER))
         });
         let broken: Vec<_> = broken.collect();
-        match broken.iter().find(|(_, hopeless)| *hopeless || broken.len() == self.streams.len()) {
+        match broken.iter().find(|(_, is_final)| *is_final || broken.len() == self.streams.len()) {
             Some((broken, _)) => Err(PeerFault::Lost((*broken).clone())),
             None => Ok(false),
         }
     }
 
-    /// Receives some bytes by one stream; false when there are none now.
+    /// Receives bytes on one stream; false when there are none now.
     fn recv_by(
         &mut self,
         at: usize,
@@ -306,13 +308,13 @@ impl Endpoint {
     ) -> Result<bool, PeerFault> {
         let head = head_len(self.streams.len());
         let stream = &mut self.streams[at];
-        if stream.into.is_none() && stream.in_headed == head {
-            let Some(span) = place(&stream.in_head[..head], self.peer, plan, self.before.1, &self.missing)
+        if stream.into.is_none() && stream.in_head_len == head {
+            let Some(span) = check_header(&stream.in_head[..head], self.peer, plan, self.before.1, &self.missing)
                 .map_err(PeerFault::Mismatch)?
             else {
                 return Ok(false);
             };
-            stream.in_headed = 0;
+            stream.in_head_len = 0;
             let missing = &mut self.missing[span.number];
             if *missing == UNSEEN {
                 *missing = plan.expected(self.peer, span.number).1;
@@ -324,7 +326,7 @@ impl Endpoint {
             return Ok(false);
         }
         let Some(span) = &mut stream.into else {
-            let into = &mut stream.in_head[stream.in_headed..head];
+            let into = &mut stream.in_head[stream.in_head_len..head];
             let wanted = into.len();
             let count = match stream.link.recv(into) {
                 Ok(count) => count,
@@ -333,7 +335,7 @@ impl Endpoint {
                     return Ok(false);
                 }
             };
-            stream.in_headed += count;
+            stream.in_head_len += count;
             *any |= count > 0;
             counts.wire_received += if stream.link.is_wire() { count as u64 } else { 0 };
             return Ok(count == wanted);
@@ -369,20 +371,26 @@ impl Endpoint {
     }
 }
 
-/// Compares a header with what the message must be: the span that follows it, `None` while that is not admitted. The error says
-/// what the peer does.
-fn place(head: &[u8], peer: usize, plan: &dyn Plan, before: u64, missing: &[usize]) -> Result<Option<Span>, String> {
+/// Compares a header with the expected message and returns the chunk that follows it, `None` while its message is not admitted. The
+/// error names the peer's operation.
+fn check_header(
+    head: &[u8],
+    peer: usize,
+    plan: &dyn Plan,
+    before: u64,
+    missing: &[usize],
+) -> Result<Option<Span>, String> {
     let theirs = Chunk::decode(head).map_err(|bad| bad.to_string())?;
     let Header { fingerprint, part, body } = theirs.header;
     let next = || missing.iter().position(|missing| *missing == UNSEEN).unwrap_or(missing.len());
     let number = match theirs.message {
-        // One stream.
+        // A single stream.
         u64::MAX => plan.number(part, next()),
-        // Several: what belongs to a later run waits here for it, behind what another stream still has to bring.
+        // Several streams: a chunk of a later run waits for that run, while other streams deliver the rest of this one.
         message if message >= before.saturating_add(missing.len() as u64) => return Ok(None),
         message => usize::try_from(message.wrapping_sub(before)).unwrap_or(usize::MAX),
     };
-    // What any message of this run says is what it is compared with where the number says nothing.
+    // An unknown number is compared with the first incomplete message of this run.
     let known = missing.get(number).copied();
     let waiting = || missing.iter().position(|missing| *missing != COMPLETE).unwrap_or(0);
     let nearest = if known.is_some() { number } else { waiting() };
@@ -398,7 +406,7 @@ fn place(head: &[u8], peer: usize, plan: &dyn Plan, before: u64, missing: &[usiz
     }
     let left = match missing[number] {
         UNSEEN => len as u64,
-        COMPLETE => return Err(format!("{fingerprint} in step {part} once more")),
+        COMPLETE => return Err(format!("{fingerprint} in step {part} twice")),
         left => left as u64,
     };
     if !theirs.fits() || theirs.length > left {
@@ -408,6 +416,6 @@ fn place(head: &[u8], peer: usize, plan: &dyn Plan, before: u64, missing: &[usiz
     if !plan.admits(peer, number) {
         return Ok(None);
     }
-    // Within `len`, which is a length in memory.
+    // Both are at most `len`, which is a usize.
     Ok(Some(Span { number, from: theirs.offset as usize, len: theirs.length as usize, moved: 0 }))
 }

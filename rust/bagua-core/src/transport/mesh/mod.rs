@@ -1,7 +1,7 @@
-//! The streams of one rank to all others of a group: many messages at once, in both directions, without copies.
+//! The streams of one rank to the other ranks of a group: many messages at the same time, in both directions, without copies.
 //!
-//! Bodies go from and into the caller's memory. Nothing here has a thread: [`Mesh::exchange`] drives every transfer itself, on
-//! the thread that called it, and sleeps when none can move.
+//! Bodies are sent from and received into the caller's memory. There is no thread: [`Mesh::exchange`] drives all transfers on the calling
+//! thread, and sleeps when none can make progress.
 
 mod chunk;
 mod endpoint;
@@ -20,41 +20,41 @@ pub use plan::Step;
 use plan::{Listed, Lists};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// How long a rank that has nothing to do looks again and again before it sleeps: longer than a round trip on one host, shorter
-/// than what a computing thread on the same core would notice.
+/// How long an idle rank polls its streams before it sleeps: longer than a round trip on one host, too short to slow down a computing
+/// thread on the same core.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// First and longest nap when some links wake by descriptor and others by doorbell, and nothing wakes for both, or when a link
-/// has nothing that wakes.
-const NAPS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// Shortest and longest sleep when no single wait covers all streams: some notify by descriptor and others by doorbell, or one has no
+/// notification.
+const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 
-/// Sweeps that may move bytes before the health and the deadline are looked at, although nothing had to be waited for.
-const BUSY_SWEEPS: u32 = 64;
+/// Rounds of progress over all peers after which the health and the deadline are checked, also while every round moves bytes.
+const BUSY_ROUNDS: u32 = 64;
 
-/// See the module.
+/// The streams of one rank to the other members of a group; see the module.
 pub struct Mesh {
-    /// Own index.
+    /// This rank's index.
     rank: usize,
-    /// Group rank of every index.
+    /// Group ranks by index.
     members: Vec<usize>,
-    /// The streams to every index, and what is under way on them.
+    /// The streams to each member and their transfers, by index.
     endpoints: Vec<Endpoint>,
-    /// Rung by peers whose links say [`Readiness::Doorbell`].
+    /// Rung by the peers whose streams wait by [`Readiness::Doorbell`].
     bell: Option<Doorbell>,
-    /// Indices with something under way, beginning after the own one so that ranks do not all start with rank 0.
+    /// Indices of peers with unfinished transfers, starting after this rank's index so that ranks do not all start with rank 0.
     active: Vec<usize>,
-    /// Group ranks that are waited for. Kept for its memory.
+    /// Group ranks that the exchange waits for. Kept between calls to reuse its memory.
     missing: Vec<usize>,
-    /// Kept for their memory.
+    /// The lists of [`Listed`]. Kept between calls to reuse their memory.
     lists: (Lists, Vec<usize>),
 }
 
 impl Mesh {
-    /// A mesh of which this process is index `rank`. `members[i]` is the group rank of index i, `links[i]` the stream to it (`None`
-    /// for the own index), `bell` what peers ring whose links say [`Readiness::Doorbell`].
+    /// A mesh in which this process has index `rank`. `members[i]` is the group rank of index i, `links[i]` the stream to it (`None` for
+    /// this rank's index), `bell` the doorbell for streams that wait by [`Readiness::Doorbell`].
     ///
     /// # Panics
-    /// When these do not fit together.
+    /// When the arguments are inconsistent.
     pub fn new(
         rank: usize,
         members: Vec<usize>,
@@ -64,11 +64,11 @@ impl Mesh {
         Mesh::bundled(rank, members, links.into_iter().map(|link| link.into_iter().collect()).collect(), bell)
     }
 
-    /// As [`Mesh::new`], with any number of streams to an index (none to the own one): a message is cut into chunks, and whichever
-    /// stream has room takes the next one. Both ends must have the same number of streams, in the same order.
+    /// As [`Mesh::new`], with any number of streams to each index (none to this rank's): a message is divided into chunks, and the next
+    /// chunk goes to the first stream with room. Both ends must have the same number of streams, in the same order.
     ///
     /// # Panics
-    /// When these do not fit together.
+    /// When the arguments are inconsistent.
     pub fn bundled(
         rank: usize,
         members: Vec<usize>,
@@ -77,41 +77,42 @@ impl Mesh {
     ) -> Mesh {
         assert!(rank < members.len() && members.len() == bundles.len(), "one bundle per member");
         for (index, bundle) in bundles.iter().enumerate() {
-            assert_eq!(bundle.is_empty(), index == rank, "a link to every member but oneself");
+            assert_eq!(bundle.is_empty(), index == rank, "a stream to every member except this rank");
             let rings = bundle.iter().any(|link| matches!(link.readiness(), Readiness::Doorbell));
-            assert!(bell.is_some() || !rings, "a link that rings needs a bell");
+            assert!(bell.is_some() || !rings, "a stream with a doorbell needs the mesh's doorbell");
         }
         let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
         let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
         Mesh { rank, members, endpoints, bell, active: Vec::new(), missing: Vec::new(), lists }
     }
 
-    /// Own index.
+    /// This rank's index.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many ranks it joins, this one included.
+    /// Number of members, this rank included.
     pub fn size(&self) -> usize {
         self.members.len()
     }
 
-    /// Name of the transport to every index; "self" for the own one.
+    /// Name of the transport to each index; "self" for this rank's.
     pub fn names(&self) -> Vec<&'static str> {
         self.endpoints.iter().map(|endpoint| endpoint.name().unwrap_or("self")).collect()
     }
 
-    /// Sends and receives all messages; peers are indices of the mesh. Those to one peer are matched in the order given. A header
-    /// is checked against what the message must be before a byte of its body is used.
+    /// Sends and receives all messages; peers are indices of the mesh. Messages between two ranks are matched in the order given. The
+    /// header of a message is compared with the expected one before any byte of its body is used.
     ///
     /// # Errors
-    /// The first cause of the health; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. With the streams
-    /// intact: `InvalidArgument` for a message to or from this rank itself, `UnsupportedType` for one in device memory.
+    /// The first cause of the group; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. With the streams
+    /// unchanged: `InvalidArgument` for a message to or from this rank itself, `UnsupportedType` for one in device memory.
     pub fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.exchange_step(cx, Step::default(), sends, recvs)
     }
 
-    /// [`Mesh::exchange`] with peers that may be seen to do something else: `elsewhere` is asked for what, when nothing moves.
+    /// [`Mesh::exchange`], where the operation of a peer may be visible elsewhere: while no bytes move, `elsewhere` returns the text of a
+    /// peer's operation that differs from this one.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -125,7 +126,7 @@ impl Mesh {
         self.run_listed(cx, Step::default(), sends, recvs, elsewhere)
     }
 
-    /// [`Mesh::exchange`] as one step of an operation that takes several.
+    /// [`Mesh::exchange`] as one step of an operation with several.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -177,7 +178,7 @@ impl Mesh {
         outcome
     }
 
-    /// Moves everything that a plan has.
+    /// Sends and receives all messages of a plan.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -193,12 +194,12 @@ impl Mesh {
         let counts_sends = self.active.iter().all(|peer| plan.counts(*peer).1 == 0);
         let (before, total) = plan.progress();
         let mut transfer =
-            Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, naps: 0 };
+            Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, pauses: 0 };
         let outcome = self.transfer(&mut transfer, plan);
         for peer in (0..n).filter(|peer| *peer != self.rank) {
             self.endpoints[peer].end(plan);
         }
-        transfer.moved();
+        transfer.end_wait();
         cx.stats.wire_bytes_sent.fetch_add(transfer.counts.wire_sent, Relaxed);
         cx.stats.wire_bytes_received.fetch_add(transfer.counts.wire_received, Relaxed);
         outcome
@@ -208,36 +209,36 @@ impl Mesh {
         let cx = transfer.cx;
         let mut busy = 0u32;
         loop {
-            // Before the look, so that a ring in between is not missed.
+            // Read before the streams are polled, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
             let moved = self.progress(transfer, plan)?;
             if self.active.is_empty() {
                 return Ok(());
             }
             if moved {
-                transfer.moved();
+                transfer.end_wait();
                 busy = busy.wrapping_add(1);
-                if busy.is_multiple_of(BUSY_SWEEPS) && (cx.health.check().is_err() || cx.deadline.passed()) {
+                if busy.is_multiple_of(BUSY_ROUNDS) && (cx.health.check().is_err() || cx.deadline.passed()) {
                     self.check(transfer, plan)?;
                 }
             } else if transfer.idle_for() < SPIN {
                 std::hint::spin_loop();
             } else if let Err(error) = self.check(transfer, plan) {
-                // A peer may have sent its part and left, or gone on, between the look and the check: look once more before blaming
-                // it.
+                // A peer may have sent its messages and left, or started its next operation, after the streams were polled: poll once
+                // more before reporting it.
                 let ended = cx.health.check().is_err() || cx.deadline.passed();
                 if ended || !self.progress(transfer, plan)? {
                     return Err(error);
                 }
-                transfer.moved();
+                transfer.end_wait();
             } else {
                 self.sleep(transfer, rings);
             }
         }
     }
 
-    /// Moves what can be moved with every peer; true when anything did. Goes to all of them before it reports fault with
-    /// one, so that each has this rank's header when this rank gives up.
+    /// Makes progress with every peer; true when bytes moved. Visits all peers before it returns an error for one, so that each peer gets
+    /// this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<bool> {
         let mut any = false;
         let mut lost: Option<(usize, Broken)> = None;
@@ -262,8 +263,8 @@ impl Mesh {
         Ok(any)
     }
 
-    /// Looks at the health, the deadline, and whether a peer does something else. Missing are those who owe something, or have something to send, or, if nobody has, to
-    /// receive.
+    /// Checks the health, the deadline, and the operations of peers. The missing ranks are those that owe a message; if there are none,
+    /// those with messages to send, otherwise those with messages to receive.
     fn check(&mut self, transfer: &Transfer<'_, '_>, plan: &dyn Plan) -> Result<()> {
         let senders = || self.active.iter().filter(|peer| self.endpoints[**peer].wants_to_recv());
         self.missing.clear();
@@ -282,15 +283,15 @@ impl Mesh {
         }
     }
 
-    /// Sleeps until a link may move bytes again, or it is time to look at the health. `rings` was read before the last look.
+    /// Sleeps until a stream may move bytes again, for at most [`SLICE`]. `rings` was read before the streams were last polled.
     fn sleep(&self, transfer: &mut Transfer<'_, '_>, rings: u32) {
         let mut descriptors = Vec::with_capacity(self.active.len());
-        let (mut rung, mut napping) = (false, false);
+        let (mut by_bell, mut by_polling) = (false, false);
         for &peer in &self.active {
             for (readiness, recv, send) in self.endpoints[peer].waits() {
                 match readiness {
-                    Readiness::Doorbell => rung = true,
-                    Readiness::Nap => napping = true,
+                    Readiness::Doorbell => by_bell = true,
+                    Readiness::Poll => by_polling = true,
                     Readiness::Descriptor(fd) => {
                         let mut wanted = PollFlags::empty();
                         wanted.set(PollFlags::IN, recv);
@@ -300,34 +301,35 @@ impl Mesh {
                 }
             }
         }
-        let mixed = rung && (napping || !descriptors.is_empty());
-        let longest = if mixed || napping { transfer.nap() } else { SLICE };
+        let mixed = by_bell && (by_polling || !descriptors.is_empty());
+        let longest = if mixed || by_polling { transfer.next_pause() } else { SLICE };
         let timeout = longest.min(transfer.cx.deadline.left());
         match &self.bell {
-            // In a mixed mesh one nap in two is for the bell.
-            Some(bell) if rung && (!mixed || transfer.naps.is_multiple_of(2)) => bell.wait(rings, timeout),
+            // In a mixed mesh every second pause waits for the doorbell.
+            Some(bell) if by_bell && (!mixed || transfer.pauses.is_multiple_of(2)) => bell.wait(rings, timeout),
             _ => {
                 let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
-                // Ready, timed out or interrupted: the caller looks again in any case.
+                // Ready, timed out or interrupted: the caller polls the streams again in any case.
                 let _ = poll(&mut descriptors, Some(&timeout));
             }
         }
     }
 }
 
-/// One exchange under way.
+/// The progress of one exchange.
 struct Transfer<'a, 'c> {
     cx: &'a OpContext<'c>,
-    /// Bytes that arrived in earlier runs of the operation, and that arrive in all.
+    /// Bytes of the operation that arrived in earlier exchanges.
     before: u64,
+    /// Bytes of the whole operation.
     total: u64,
     counts: ByteCounts,
-    /// Nothing is received, so progress is what was sent.
+    /// The exchange receives nothing, so that sent bytes measure its progress.
     counts_sends: bool,
-    /// Since when nothing has moved.
+    /// Since when no bytes have moved.
     idle: Option<Instant>,
-    /// Naps taken since then.
-    naps: u32,
+    /// Pauses since then.
+    pauses: u32,
 }
 
 impl Transfer<'_, '_> {
@@ -339,17 +341,17 @@ impl Transfer<'_, '_> {
         self.idle.get_or_insert_with(Instant::now).elapsed()
     }
 
-    /// Ends a wait and counts it.
-    fn moved(&mut self) {
-        self.naps = 0;
+    /// Ends a wait and adds it to the statistics.
+    fn end_wait(&mut self) {
+        self.pauses = 0;
         if let Some(since) = self.idle.take() {
             self.cx.stats.add_wait(since.elapsed());
         }
     }
 
-    /// Length of the next nap in a mixed mesh: doubles from the shortest to the longest.
-    fn nap(&mut self) -> Duration {
-        self.naps += 1;
-        NAPS.1.min(NAPS.0 * (1 << self.naps.min(8)))
+    /// Length of the next pause, doubling from the shortest to the longest.
+    fn next_pause(&mut self) -> Duration {
+        self.pauses += 1;
+        POLL_PAUSES.1.min(POLL_PAUSES.0 * (1 << self.pauses.min(8)))
     }
 }

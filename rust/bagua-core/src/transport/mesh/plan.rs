@@ -1,15 +1,15 @@
-//! What a run of the mesh moves: messages by peer and number, whose memory is asked for only while a call moves bytes.
+//! The messages of one run of the mesh, by peer and number; their memory is borrowed only while a call moves bytes.
 //!
-//! Because nothing is borrowed for longer than one call, an operation may send from and receive into one buffer, combine
-//! what has arrived while more arrives, and send on what it has combined, all in one run.
+//! Because no buffer is borrowed for longer than one call, an operation may send from and receive into the same buffer, reduce messages
+//! while others arrive, and forward reduced data, all in one run.
 
 use crate::transport::{Incoming, Outgoing};
 use crate::types::Fingerprint;
 
-/// Where an exchange stands in an operation that takes several.
+/// The position of an exchange in an operation with several.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Step {
-    /// Number of the exchange; both sides must agree.
+    /// Number of the exchange; equal on both sides.
     pub part: u32,
     /// Bytes of the operation that arrived in earlier exchanges.
     pub before: u64,
@@ -17,76 +17,76 @@ pub struct Step {
     pub total: u64,
 }
 
-/// The messages of one run. Those to a peer are numbered from 0, and so are those from it; both sides must agree on how many
-/// there are. They may be sent in any order that both sides can live with: a message that its receiver does not admit yet
-/// holds up what its sender sends after it.
+/// The messages of one run. Messages to a peer are numbered from 0, and so are messages from it; both sides must have the same number
+/// of them. A message that its receiver does not admit yet blocks the messages that its sender sends after it, so both sides must use
+/// compatible orders.
 pub(crate) trait Plan {
-    /// How many messages go to a peer, and how many come from it.
+    /// The number of messages to a peer, and from it.
     fn counts(&self, peer: usize) -> (usize, usize);
 
-    /// A message to the peer that may go now, each once; `None` while there is none.
+    /// The next message to the peer, each once; `None` while none is ready.
     fn next(&mut self, peer: usize) -> Option<usize>;
 
-    /// A message to the peer that `next` gave.
+    /// Fingerprint and body of a message to the peer that `next` has returned.
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]);
 
-    /// A message to the peer was handed over: its bytes are not needed again.
+    /// Called when a message to the peer is sent: its body is no longer needed.
     fn sent(&mut self, _peer: usize, _number: usize) {}
 
-    /// What a message from the peer must say of itself, and its length.
+    /// Expected fingerprint and length of a message from the peer.
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize);
 
-    /// False while there is no room for a message from the peer. Once true it stays so.
+    /// False while there is no room for a message from the peer. Once true, it stays true.
     fn admits(&self, _peer: usize, _number: usize) -> bool {
         true
     }
 
-    /// Where an admitted message from the peer goes.
+    /// The buffer of an admitted message from the peer.
     fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8];
 
-    /// A message from the peer is complete.
+    /// Called when a message from the peer has arrived completely.
     fn arrived(&mut self, _peer: usize, _number: usize) {}
 
-    /// False for a peer that cannot send what is still to come from it before others have done their part: a timeout names those.
+    /// False for a peer that cannot send its remaining messages before other ranks have sent theirs: a timeout names those other ranks.
     fn owes(&self, _peer: usize) -> bool {
         true
     }
 
-    /// The `part` in the header of a message. Where all messages say the same, a single stream carries them in order.
+    /// The `part` in the header of a message. When it is equal for all messages, a single stream carries them in order.
     fn part(&self, number: usize) -> u32;
 
-    /// The message of which a header with this `part` speaks, on a single stream; `next` is the first that has not come.
+    /// The message that a header with this `part` belongs to, on a single stream; `next` is the first message that has not arrived.
     fn number(&self, part: u32, _next: usize) -> usize {
         part as usize
     }
 
-    /// Bytes of the operation that arrived in earlier runs, and that arrive in the whole of it.
+    /// Bytes of the operation that arrived in earlier runs, and bytes of the whole operation.
     fn progress(&self) -> (u64, u64);
 
-    /// What a peer does instead of what is still to come, where that can be known from elsewhere.
+    /// The text of a peer's operation that differs from this one, if that is visible elsewhere.
     fn elsewhere(&self, _peer: usize) -> Option<String> {
         None
     }
 }
 
-/// [`super::Mesh::exchange`] refuses messages on devices before it makes a plan.
+/// [`super::Mesh::exchange`] refuses messages in device memory before it makes a plan.
 const ON_HOST: &str = "messages in host memory";
 
-/// By peer: positions of the messages to it and from it in the caller's lists.
+/// By peer: indices of the messages to it and from it in the caller's lists.
 pub(super) type Lists = Vec<(Vec<usize>, Vec<usize>)>;
 
-/// Messages that are all there from the beginning.
+/// Messages that are all ready from the start.
 pub(super) struct Listed<'r, 's, 'd> {
-    /// To everybody.
+    /// All messages to send.
     pub sends: &'r [Outgoing<'s>],
-    /// From everybody.
+    /// All messages to receive.
     pub recvs: &'r mut [Incoming<'d>],
-    /// Which of them belong to a peer, in order.
+    /// The messages of each peer, in order.
     pub lists: Lists,
-    /// By peer: how many messages to it were begun.
+    /// By peer: number of messages to it that have been started.
     pub begun: Vec<usize>,
-    /// Where the run stands in its operation. All messages say the same `part`, so that several messages sent one by one can be
-    /// received as a group.
+    /// The position of the run in its operation. All messages have the same `part`, so that messages sent one by one can be received as a
+    /// group.
     pub step: Step,
     /// See [`Plan::elsewhere`].
     pub elsewhere: &'r dyn Fn(usize) -> Option<String>,
