@@ -427,11 +427,24 @@ def models_that_differ_are_named_on_every_rank(rank: int) -> None:
     wrapped(model)
 
 
+def complex_gradients_are_averaged(rank: int) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.complex64)
+    plain = copy.deepcopy(model)
+    wrapped(model)
+    plain.load_state_dict(model.state_dict())
+    n = bagua.get_world_size()
+    inputs = [torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(r)) for r in range(n)]
+    model(inputs[rank]).abs().sum().backward()
+    for values in inputs:
+        (plain(values).abs().sum() / n).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert same_everywhere(model.weight.grad, model.bias.grad)
+
+
 def models_that_cannot_be_wrapped_are_refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match="'0' has sparse gradients"):
         wrapped(torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True)))
-    with pytest.raises(TypeError, match=r"parameter 'weight' has dtype torch.complex64"):
-        wrapped(torch.nn.Linear(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="'weight' has no shape yet"):
         wrapped(torch.nn.LazyLinear(2))
     with pytest.raises(NotImplementedError, match="is on meta"):
@@ -556,6 +569,7 @@ CASES: list[Case] = [
     copies_of_a_model_are_plain_and_train_alone,
     optimizer_state_becomes_that_of_rank_0,
     models_that_differ_are_named_on_every_rank,
+    complex_gradients_are_averaged,
     models_that_cannot_be_wrapped_are_refused,
     parameters_that_come_or_change_later_are_named,
     a_backward_that_broke_off_is_forgotten,
