@@ -28,7 +28,7 @@ pub struct Toy {
 }
 
 impl Toy {
-    pub fn new(index: usize) -> Arc<dyn Device> {
+    pub fn device(index: usize) -> Arc<dyn Device> {
         Arc::new(Toy { name: format!("toy:{index}"), copying: Mutex::new(()) })
     }
 
@@ -255,7 +255,7 @@ impl Collective for OnToy {
 fn on_toy(ranks: Ranks, size: usize) -> Vec<Box<dyn Collective>> {
     let wrap = |(rank, inner): (usize, Box<dyn Collective>)| {
         let staged = ToyFactory.wrap(inner, &[(0..size).collect()]).unwrap();
-        Box::new(OnToy { staged, device: Toy::new(rank) }) as Box<dyn Collective>
+        Box::new(OnToy { staged, device: Toy::device(rank) }) as Box<dyn Collective>
     };
     ranks(size).into_iter().enumerate().map(wrap).collect()
 }
@@ -277,7 +277,7 @@ pub fn toy_hier(size: usize) -> Vec<Box<dyn Collective>> {
 
 #[test]
 fn toy_memory_comes_back_through_its_copy_functions_only() {
-    let device = Toy::new(0);
+    let device = Toy::device(0);
     let mut memory = ToyMemory::of(&device, &[7; 5000]);
     assert_eq!(memory.bytes(), [7; 5000]);
     memory.buffer_mut().copy_from(&[8; 5000]).unwrap();
@@ -292,7 +292,7 @@ const READS: &str = "BAGUA_TEST_READS_TOY_MEMORY";
 #[test]
 fn reading_toy_memory_outside_the_copy_functions_ends_the_process() {
     if std::env::var_os(READS).is_some() {
-        let memory = ToyMemory::of(&Toy::new(0), &[7; 100]);
+        let memory = ToyMemory::of(&Toy::device(0), &[7; 100]);
         // SAFETY: none; the read is the mistake that must not go unnoticed.
         let byte = unsafe { std::ptr::read_volatile(memory.address() as *const u8) };
         panic!("the host has read {byte} from memory of a device");

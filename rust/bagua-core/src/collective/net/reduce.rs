@@ -66,7 +66,7 @@ impl Net {
         let mut recvs: Vec<_> = Vec::new();
         if combines {
             let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-            recvs.extend(others.map(|(peer, data)| Incoming::new(peer, fingerprint, &mut **data)));
+            recvs.extend(others.map(|(peer, data)| Incoming::new(peer, fingerprint, data)));
         }
         self.mesh.exchange(cx, &sends, &mut recvs)?;
         drop(recvs);
