@@ -49,6 +49,15 @@ impl Address {
         out.0
     }
 
+    /// The version of the protocol that a blob is for; None if it is no address.
+    fn version(blob: &[u8]) -> Option<u16> {
+        let mut from = Reader(blob);
+        if from.array() != Ok(MAGIC) {
+            return None;
+        }
+        from.u16().ok()
+    }
+
     /// The address that a blob encodes.
     fn parse(blob: &[u8]) -> Result<Address, Malformed> {
         if blob.len() > LIMIT {
@@ -82,6 +91,12 @@ impl Address {
         let mut all: Vec<Address> = Vec::with_capacity(size);
         let mut nonces: HashMap<[u8; 16], usize> = HashMap::with_capacity(size);
         for (rank, blob) in blobs.iter().enumerate() {
+            if let Some(theirs) = Address::version(blob).filter(|&theirs| theirs != VERSION) {
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} runs version {theirs} of the protocol, rank {} version {VERSION}",
+                    config.rank
+                )));
+            }
             let address = Address::parse(blob)
                 .map_err(|why| Error::InvalidArgument(format!("the address of rank {rank} is malformed: {why}")))?;
             if address.rank != rank {
@@ -197,7 +212,11 @@ mod tests {
         assert!(matches!(refusal(&[good(0), twin], 0), Error::InvalidArgument(text) if text.contains("same address")));
         let mut version = good(1);
         version[4] ^= 0x40;
-        assert!(matches!(refusal(&[good(0), version], 0), Error::InvalidArgument(text) if text.contains("version")));
+        let theirs = format!("rank 1 runs version {} of the protocol", VERSION ^ 0x40);
+        let ours = format!("rank 0 version {VERSION}");
+        assert!(
+            matches!(refusal(&[good(0), version], 0), Error::Mismatch(text) if text.contains(&theirs) && text.contains(&ours))
+        );
         let mut longer = good(1);
         longer.push(0);
         assert!(matches!(refusal(&[good(0), longer], 0), Error::InvalidArgument(text) if text.contains("trailing")));

@@ -7,6 +7,8 @@
 //! server  result   0                                                                                    or 1, code
 //! ```
 //!
+//! The server's version follows the code that refuses a version, so that the client's error names both.
+//!
 //! Both proofs cover the hello, so that its fields cannot be changed on the way. The two labels prevent the replay of an answer as a
 //! proof. All messages have fixed lengths. Every step has a time limit.
 
@@ -131,8 +133,10 @@ impl Hello {
         if from.array() != Ok(MAGIC) {
             return Err(Refusal::Protocol);
         }
-        if from.u16() != Ok(VERSION) {
-            return Err(Refusal::Version);
+        match from.u16() {
+            Ok(VERSION) => {}
+            Ok(theirs) => return Err(Refusal::Version(theirs)),
+            Err(Malformed(_)) => return Err(Refusal::Protocol),
         }
         Hello::fields(&mut from).map_err(|Malformed(_)| Refusal::Purpose)
     }
@@ -153,24 +157,25 @@ impl Hello {
 
 /// Why a connection was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub(super) enum Refusal {
     /// The client does not follow the protocol, or was too slow. It gets no answer.
-    Protocol = 0,
-    Version = 1,
-    WorldSize = 2,
-    Job = 3,
-    Rank = 4,
-    Secret = 5,
-    Purpose = 6,
-    Busy = 7,
-    Duplicate = 8,
+    Protocol,
+    /// The other end runs this version of the protocol.
+    Version(u16),
+    WorldSize,
+    Job,
+    Rank,
+    Secret,
+    Purpose,
+    Busy,
+    Duplicate,
 }
 
 impl Refusal {
+    /// All refusals; the index of one is its code.
     const ALL: [Refusal; 9] = [
         Refusal::Protocol,
-        Refusal::Version,
+        Refusal::Version(VERSION),
         Refusal::WorldSize,
         Refusal::Job,
         Refusal::Rank,
@@ -179,13 +184,30 @@ impl Refusal {
         Refusal::Busy,
         Refusal::Duplicate,
     ];
+
+    /// The number that tells a refusal to the client.
+    fn code(self) -> u8 {
+        match self {
+            Refusal::Protocol => 0,
+            Refusal::Version(_) => 1,
+            Refusal::WorldSize => 2,
+            Refusal::Job => 3,
+            Refusal::Rank => 4,
+            Refusal::Secret => 5,
+            Refusal::Purpose => 6,
+            Refusal::Busy => 7,
+            Refusal::Duplicate => 8,
+        }
+    }
 }
 
 impl std::fmt::Display for Refusal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
+            Refusal::Version(theirs) => {
+                return write!(f, "refused: version {theirs} of the protocol there, version {VERSION} here");
+            }
             Refusal::Protocol => "refused: not this protocol",
-            Refusal::Version => "refused: another protocol version",
             Refusal::WorldSize => "refused: another world size",
             Refusal::Job => "refused: another job, or an earlier group of this one",
             Refusal::Rank => "refused: wrong rank",
@@ -282,7 +304,11 @@ pub(super) async fn accept(stream: &mut (impl AsyncWrite + Unpin)) -> std::io::R
 pub(super) async fn refuse(stream: &mut (impl AsyncWrite + Unpin), why: Refusal) {
     if why != Refusal::Protocol {
         let _ = tokio::time::timeout(STEP_TIMEOUT, async {
-            stream.write_all(&[REFUSED, why as u8]).await?;
+            let mut answer = vec![REFUSED, why.code()];
+            if let Refusal::Version(_) = why {
+                answer.extend_from_slice(&VERSION.to_le_bytes());
+            }
+            stream.write_all(&answer).await?;
             stream.shutdown().await
         })
         .await;
@@ -314,7 +340,11 @@ async fn read_answer(stream: &mut (impl AsyncRead + Unpin)) -> Result<(), Failed
         ACCEPTED => Ok(()),
         REFUSED => {
             let code = usize::from(stream.read_u8().await?);
-            Err(Failed::Refused(Refusal::ALL.get(code).copied().unwrap_or(Refusal::Protocol)))
+            let why = match Refusal::ALL.get(code).copied().unwrap_or(Refusal::Protocol) {
+                Refusal::Version(_) => Refusal::Version(stream.read_u16_le().await?),
+                why => why,
+            };
+            Err(Failed::Refused(why))
         }
         _ => Err(Failed::Refused(Refusal::Protocol)),
     }
@@ -372,15 +402,29 @@ mod tests {
     fn another_version_and_another_protocol_have_different_refusals() {
         let mut bytes = hello().encode(&[1; 32]);
         bytes[8] ^= 0x80;
-        assert_eq!(Hello::parse(&bytes), Err(Refusal::Version));
+        assert_eq!(Hello::parse(&bytes), Err(Refusal::Version(VERSION ^ 0x80)));
         bytes[0] ^= 1;
         assert_eq!(Hello::parse(&bytes), Err(Refusal::Protocol));
     }
 
     #[test]
+    fn both_ends_name_both_versions() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let refused = runtime.block_on(async {
+            let (mut client, mut server) = tokio::io::duplex(1024);
+            refuse(&mut server, Refusal::Version(VERSION + 1)).await;
+            read_answer(&mut client).await
+        });
+        assert_eq!(refused, Err(Failed::Refused(Refusal::Version(VERSION))), "the client hears the server's version");
+        let text = Refusal::Version(VERSION + 1).to_string();
+        assert!(text.contains(&format!("version {}", VERSION + 1)), "{text}");
+        assert!(text.contains(&format!("version {VERSION} here")), "{text}");
+    }
+
+    #[test]
     fn the_code_of_a_refusal_is_its_index() {
         for (index, refusal) in Refusal::ALL.into_iter().enumerate() {
-            assert_eq!(refusal as usize, index);
+            assert_eq!(usize::from(refusal.code()), index);
         }
     }
 }

@@ -132,7 +132,7 @@ impl Control {
                 Ok(Err(why)) => {
                     let text = format!("{peer}: {why}");
                     let error = match why {
-                        Refusal::Version | Refusal::WorldSize | Refusal::Job => Error::Mismatch(text),
+                        Refusal::Version(_) | Refusal::WorldSize | Refusal::Job => Error::Mismatch(text),
                         Refusal::Protocol
                         | Refusal::Rank
                         | Refusal::Secret

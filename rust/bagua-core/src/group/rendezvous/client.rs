@@ -166,7 +166,7 @@ fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Er
             Error::Mismatch(format!("rank {rank} has world size {world_size}, rank 0 has another ({rendezvous})"))
         }
         Refusal::Duplicate => Error::Mismatch(format!("two processes have rank {rank} ({rendezvous})")),
-        Refusal::Version => Error::Mismatch(format!("{rendezvous}: {why}")),
+        Refusal::Version(_) => Error::Mismatch(format!("{rendezvous}: {why}")),
         Refusal::Protocol | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
             Error::other(format!("{rendezvous}: {why}"))
         }
