@@ -176,7 +176,7 @@ def test_a_look_tells_a_plain_array_from_others_and_where_it_lies() -> None:
         np.ones(6)[::2],
         np.ones(3, ">f4"),
         np.frombuffer(b"\0" * 9, "f4", count=2, offset=1),
-        np.ones(3, "c8"),
+        np.ones(3, ">c8"),
         np.ones(3, "i2"),
         np.ones(3).view(np.recarray),
         np.array(["a"]),
