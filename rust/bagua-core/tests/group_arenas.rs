@@ -92,7 +92,7 @@ fn zero_copy_results_equal_those_of_windows_and_streams_bitwise_in_every_type_an
             let arena = rank.group.arena(1 << 20, "test").unwrap();
             let mut times = 0;
             for (dtype, op) in valid_pairs() {
-                for bytes in [16 << 10, (16 << 10) + 8, 40_008, 65_544] {
+                for bytes in [16_384_usize, 16_392, 40_008, 65_544] {
                     let bytes = bytes.next_multiple_of(dtype.size());
                     let expected = by_streams(&mut rank, dtype, bytes, op);
                     let mut windows = data(me, dtype, bytes);
