@@ -257,7 +257,7 @@ impl Shm {
         let me = self.index();
         let total = data.len();
         // At least eight chunks, so that the readers start while the root still writes.
-        let part = (total / 8 / ALIGN * ALIGN).clamp(EARLY, self.protocol.segment.window());
+        let part = (total / 8 / ALIGN * ALIGN).max(EARLY).min(self.protocol.segment.window());
         let (route, cut) = self.route(total, total, part);
         let slot = ArenaSlot::of(data, &mut self.finder);
         let verb = (Kind::Broadcast, total);
