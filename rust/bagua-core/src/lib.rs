@@ -9,7 +9,7 @@
 //! | 7 | [`op`] | the operations on a bucket, one file each |
 //! | 6 | [`group`] | membership: rendezvous, control connections, lanes, sub-groups |
 //! | 5 | [`collective`] | how the ranks of a group combine tensors: solo, shm, net, hier |
-//! | 4 | [`transport`], [`reduce`] | byte streams between two ranks; element-wise kernels |
+//! | 4 | [`transport`], [`reduce`], [`codec`] | byte streams between two ranks; element-wise kernels; compression |
 //! | 3 | [`request`] | one operation as a value: verb, buffers, deadline, counters |
 //! | 2 | [`memory`], [`stats`], [`health`], [`schedule`] | tensor memory; counters; a group's failure state; which bucket is next |
 //! | 1 | [`types`], [`wait`] | element types, reduce operations, fingerprints; deadlines, futexes, doorbells |
@@ -18,6 +18,7 @@
 #![deny(unsafe_code)]
 
 pub mod bucket;
+pub mod codec;
 pub mod collective;
 pub mod engine;
 pub mod error;

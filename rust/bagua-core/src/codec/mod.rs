@@ -1,0 +1,156 @@
+//! How elements become fewer bytes and come back: one trait, one file or folder per codec. `minmax_u8` is the one to read first.
+//!
+//! Every codec writes **records**: little-endian, a multiple of [`ALIGN`] bytes, all bytes that carry nothing 0. No elements make no
+//! bytes. Element types are float32, float16 and bfloat16; arithmetic is float32, unfused, rounding half to even.
+//!
+//! Invariants, quoted by the contract test:
+//!
+//! 1. **Same bytes everywhere.** A record depends on the elements, the options and the draw alone, not on the processor.
+//! 2. **Nothing becomes finite silently.** What a codec cannot express comes back as NaN, and `encode` says so.
+//! 3. **No trust.** `decode` checks a record that came from a peer and never panics.
+//! 4. **No allocation once warm.** What an encoder needs beside its arguments lives in a [`Scratch`] that the caller keeps.
+
+mod float;
+mod minmax_u8;
+mod options;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+pub use minmax_u8::MinMaxU8;
+pub use options::{CodecOption, Options};
+
+use crate::error::{Error, Result};
+use crate::types::DType;
+
+/// Records have a multiple of this many bytes.
+pub const ALIGN: usize = 32;
+
+/// Which bytes of a collective are encoded together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// A record for each member's shard; members reduce their shard and encode the result again (reduce-scatter, all-gather).
+    TwoShot,
+    /// One record of the whole tensor from each member to every other, which adds all of them.
+    OneShot,
+}
+
+/// What an encoder finds out about the elements of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Encoded {
+    /// The record says what the elements were, within the codec's error.
+    Finite,
+    /// Some element, or a quantity made of them, is not finite: the elements come back as NaN (those of one block of a block codec).
+    NonFinite,
+}
+
+/// Memory of encoders, kept between calls. Any contents are valid.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    /// Keys or places of elements.
+    pub words: Vec<u64>,
+    /// Places of elements.
+    pub places: Vec<u32>,
+}
+
+/// A way to encode elements. Stateless: what must be equal on all ranks, and what comes back, follows from the arguments.
+pub trait Codec: Send + Sync + Debug {
+    /// Code in message headers; never 0, which is no codec.
+    fn id(&self) -> u8;
+
+    /// Registered name.
+    fn name(&self) -> &'static str;
+
+    /// The options as text, all of them and always in one order; empty without options. Ranks must agree on it.
+    fn options(&self) -> String {
+        String::new()
+    }
+
+    /// How a collective uses it.
+    fn exchange(&self) -> Exchange {
+        Exchange::TwoShot
+    }
+
+    /// Whether it encodes this element type.
+    ///
+    /// # Errors
+    /// `UnsupportedType` for anything but float32, float16 and bfloat16.
+    fn check(&self, dtype: DType) -> Result<()> {
+        match dtype {
+            DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+            _ => Err(Error::UnsupportedType(format!("codec {} cannot encode {}", self.name(), dtype.name()))),
+        }
+    }
+
+    /// Whether it encodes records of so many elements.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when its options do not fit the count.
+    fn check_count(&self, count: usize) -> Result<()> {
+        let _ = count;
+        Ok(())
+    }
+
+    /// Bytes of the record of `count` elements: a multiple of [`ALIGN`], 0 for 0.
+    fn record_len(&self, count: usize, dtype: DType) -> usize;
+
+    /// Encodes elements into a record of exactly [`Codec::record_len`] bytes, all of which it writes. Any addresses are aligned.
+    /// `draw` is the number of the call for codecs that draw at random: the same number makes the same draws.
+    ///
+    /// # Panics
+    /// When the lengths do not fit, or `check` or `check_count` would have refused.
+    fn encode(&self, dtype: DType, elements: &[u8], record: &mut [u8], draw: u64, scratch: &mut Scratch) -> Encoded;
+
+    /// Decodes a record into all of `elements`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a record of another length, or whose contents no encoder writes.
+    fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()>;
+}
+
+/// The names of all codecs.
+pub const NAMES: [&str; 1] = ["minmax_u8"];
+
+/// The codec of this name ("MinMaxUInt8" is the original's for minmax_u8).
+///
+/// # Errors
+/// `InvalidArgument` for an unknown name (it lists the known ones) or an option out of its range, `UnsupportedType` for an option
+/// that the codec does not have.
+pub fn by_name(name: &str, given: &[(String, CodecOption)]) -> Result<Arc<dyn Codec>> {
+    let options = Options::new(name, given);
+    let codec: Arc<dyn Codec> = match name {
+        "minmax_u8" | "MinMaxUInt8" => Arc::new(MinMaxU8),
+        _ => {
+            return Err(Error::InvalidArgument(format!("no codec {name:?}; known: {}", NAMES.join(", "))));
+        }
+    };
+    options.finish()?;
+    Ok(codec)
+}
+
+/// Name and options, for error texts and for the comparison between ranks.
+pub fn describe(codec: &dyn Codec) -> String {
+    let options = codec.options();
+    if options.is_empty() { codec.name().to_owned() } else { format!("{}({options})", codec.name()) }
+}
+
+/// `len` rounded up to a multiple of [`ALIGN`].
+const fn aligned(len: usize) -> usize {
+    len.next_multiple_of(ALIGN)
+}
+
+/// Refuses a record of another length than `elements` make.
+fn check_len(codec: &dyn Codec, dtype: DType, record: &[u8], elements: &[u8]) -> Result<usize> {
+    let count = elements.len() / dtype.size();
+    let expected = codec.record_len(count, dtype);
+    if record.len() != expected {
+        return Err(Error::InvalidArgument(format!(
+            "a record of {count} elements of {} in {} has {expected} bytes, not {}",
+            dtype.name(),
+            codec.name(),
+            record.len()
+        )));
+    }
+    Ok(count)
+}

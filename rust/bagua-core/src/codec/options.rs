@@ -1,0 +1,57 @@
+//! Options of codecs, as users give them.
+
+use crate::error::{Error, Result};
+
+/// The value of an option.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum CodecOption {
+    /// An integer, such as a number of elements.
+    Int(i64),
+    /// A number, such as a share of the elements.
+    Float(f64),
+}
+
+/// The options given for one codec, each taken once.
+pub struct Options<'a> {
+    codec: &'a str,
+    left: Vec<&'a (String, CodecOption)>,
+}
+
+impl<'a> Options<'a> {
+    /// What was given for the codec of this name.
+    pub fn new(codec: &'a str, given: &'a [(String, CodecOption)]) -> Options<'a> {
+        Options { codec, left: given.iter().collect() }
+    }
+
+    /// Takes an option, if it was given.
+    pub fn take(&mut self, name: &str) -> Option<CodecOption> {
+        let at = self.left.iter().position(|(given, _)| given == name)?;
+        Some(self.left.swap_remove(at).1)
+    }
+
+    /// An integer option of at least `least`, `default` when it was not given.
+    ///
+    /// # Errors
+    /// `UnsupportedType` for a float, `InvalidArgument` for a smaller value.
+    pub fn int(&mut self, name: &str, default: i64, least: i64) -> Result<i64> {
+        match self.take(name) {
+            None => Ok(default),
+            Some(CodecOption::Int(value)) if value >= least => Ok(value),
+            Some(CodecOption::Int(value)) => {
+                Err(Error::InvalidArgument(format!("{} {name}={value}: must be at least {least}", self.codec)))
+            }
+            Some(CodecOption::Float(value)) => {
+                Err(Error::UnsupportedType(format!("{} {name}={value}: must be an integer", self.codec)))
+            }
+        }
+    }
+
+    /// # Errors
+    /// `UnsupportedType` that names an option which nobody took.
+    pub fn finish(self) -> Result<()> {
+        match self.left.first() {
+            None => Ok(()),
+            Some((name, _)) => Err(Error::UnsupportedType(format!("codec {} has no option {name:?}", self.codec))),
+        }
+    }
+}
