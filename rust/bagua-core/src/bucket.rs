@@ -28,6 +28,8 @@ pub struct CheckedOut {
     pub ops: Vec<Arc<dyn Op>>,
     /// How often the bucket was checked out before.
     pub step: u64,
+    /// Elements at the end that are padding.
+    pub padding: usize,
 }
 
 /// What a tensor is, without its memory.
@@ -116,8 +118,10 @@ impl Bucket {
     /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
         self.check_idle()?;
-        op.check(self.dtype).map_err(|error| match error {
+        let elements = self.tensors.iter().map(|tensor| tensor.count).sum();
+        op.check(self.dtype, elements).map_err(|error| match error {
             Error::UnsupportedType(text) => Error::UnsupportedType(format!("bucket '{}': {text}", self.name)),
+            Error::InvalidArgument(text) => Error::InvalidArgument(format!("bucket '{}': {text}", self.name)),
             other => other,
         })?;
         self.ops.push(op);
@@ -134,6 +138,11 @@ impl Bucket {
     /// Names of the operations.
     pub fn ops(&self) -> Vec<&'static str> {
         self.ops.iter().map(|op| op.name()).collect()
+    }
+
+    /// The choice of its first operation that makes one, see [`Op::choice`].
+    pub fn choice(&self) -> Option<String> {
+        self.ops.iter().find_map(|op| op.choice())
     }
 
     /// Gives a tensor other memory, of the same count and dtype.
@@ -163,7 +172,7 @@ impl Bucket {
                 let step = self.step;
                 self.step += 1;
                 let extra = std::mem::take(&mut self.extra);
-                Ok(CheckedOut { regions, extra, ops: self.ops.clone(), step })
+                Ok(CheckedOut { regions, extra, ops: self.ops.clone(), step, padding: self.padding() })
             }
             None => Err(self.in_flight()),
         }
@@ -188,9 +197,50 @@ impl Bucket {
         Ok(())
     }
 
-    /// Counts steps from 0 again.
-    pub fn restart(&mut self) {
-        self.step = 0;
+    /// Counts steps from this one on: 0 when it is registered, another one when a training is resumed.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the bucket is being communicated.
+    pub fn set_step(&mut self, step: u64) -> Result<()> {
+        self.check_idle()?;
+        self.step = step;
+        Ok(())
+    }
+
+    /// How often it was communicated.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Elements at the end that are padding.
+    fn padding(&self) -> usize {
+        self.tensors.iter().rev().take_while(|tensor| tensor.padding).map(|tensor| tensor.count).sum()
+    }
+
+    /// Copies an extra tensor, as long as the bucket, into the bucket's tensors.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the bucket is being communicated, or for an extra tensor that it lacks or that has another length;
+    /// `UnsupportedType` for device memory.
+    pub fn copy_from_extra(&mut self, name: &str) -> Result<()> {
+        self.check_idle()?;
+        let Some(extra) = self.extra.iter().find(|extra| extra.name == name) else {
+            return Err(Error::InvalidArgument(format!("bucket '{}' has no extra tensor '{name}'", self.name)));
+        };
+        let mut rest = extra.region.as_host()?;
+        if rest.len() != self.bytes() {
+            let (bytes, extra) = (self.bytes(), rest.len());
+            return Err(Error::InvalidArgument(format!(
+                "bucket '{}' has {bytes} bytes, its extra tensor '{name}' {extra}",
+                self.name
+            )));
+        }
+        for region in self.regions.iter_mut().flatten() {
+            let (head, tail) = rest.split_at(region.len());
+            region.as_host_mut()?.copy_from_slice(head);
+            rest = tail;
+        }
+        Ok(())
     }
 
     /// Ok unless it is checked out.

@@ -95,7 +95,7 @@ impl Verb {
     /// The verb of a kind; a kind that has no reduce operation or no root ignores it.
     ///
     /// # Errors
-    /// `InvalidArgument` for a kind that is a message and no verb.
+    /// `InvalidArgument` for a kind that is made of messages.
     #[inline]
     pub fn of(kind: Kind, op: ReduceOp, root: usize) -> Result<Verb> {
         Ok(match kind {
@@ -108,8 +108,8 @@ impl Verb {
             Kind::ReduceScatter => Verb::ReduceScatter(op),
             Kind::AllToAll => Verb::AllToAll,
             Kind::Barrier => Verb::Barrier,
-            Kind::AllToAllV | Kind::Send | Kind::Exchange => {
-                return Err(Error::InvalidArgument(format!("{} is a message, not a verb", kind.name())));
+            Kind::AllToAllV | Kind::Send | Kind::Exchange | Kind::CompressedAllReduce | Kind::Gossip => {
+                return Err(Error::InvalidArgument(format!("{} is made of messages, and no verb", kind.name())));
             }
         })
     }

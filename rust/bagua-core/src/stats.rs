@@ -24,6 +24,10 @@ pub struct OpStats {
     pub wait_ns: AtomicU64,
     /// Time in reduce kernels.
     pub reduce_ns: AtomicU64,
+    /// Time in codecs, both directions.
+    pub encode_ns: AtomicU64,
+    /// Records that this rank encoded as NaN, because what they say of is not finite.
+    pub nonfinite_records: AtomicU64,
 }
 
 /// The values of an [`OpStats`] at one time.
@@ -38,6 +42,8 @@ pub struct OpSnapshot {
     pub wire_bytes_received: u64,
     pub wait_s: f64,
     pub reduce_s: f64,
+    pub encode_s: f64,
+    pub nonfinite_records: u64,
 }
 
 impl OpStats {
@@ -49,6 +55,11 @@ impl OpStats {
     /// Adds to the time in reduce kernels.
     pub fn add_reduce(&self, time: Duration) {
         self.reduce_ns.fetch_add(nanos(time), Relaxed);
+    }
+
+    /// Adds to the time in codecs.
+    pub fn add_encode(&self, time: Duration) {
+        self.encode_ns.fetch_add(nanos(time), Relaxed);
     }
 
     /// The current values.
@@ -63,6 +74,8 @@ impl OpStats {
             wire_bytes_received: self.wire_bytes_received.load(Relaxed),
             wait_s: seconds(&self.wait_ns),
             reduce_s: seconds(&self.reduce_ns),
+            encode_s: seconds(&self.encode_ns),
+            nonfinite_records: self.nonfinite_records.load(Relaxed),
         }
     }
 }

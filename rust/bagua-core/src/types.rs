@@ -191,11 +191,13 @@ pub enum Kind {
     Send = 10,
     Exchange = 11,
     Barrier = 12,
+    CompressedAllReduce = 13,
+    Gossip = 14,
 }
 
 impl Kind {
     /// Every kind, in the order of the codes.
-    pub const ALL: [Kind; 12] = [
+    pub const ALL: [Kind; 14] = [
         Kind::AllReduce,
         Kind::Reduce,
         Kind::Broadcast,
@@ -208,6 +210,8 @@ impl Kind {
         Kind::Send,
         Kind::Exchange,
         Kind::Barrier,
+        Kind::CompressedAllReduce,
+        Kind::Gossip,
     ];
 
     /// The kind with this code.
@@ -230,6 +234,8 @@ impl Kind {
             Kind::Send => "send/recv",
             Kind::Exchange => "exchange",
             Kind::Barrier => "barrier",
+            Kind::CompressedAllReduce => "compressed_all_reduce",
+            Kind::Gossip => "gossip",
         }
     }
 }
@@ -282,7 +288,7 @@ pub struct Fingerprint {
     pub count: u64,
     /// Shape of the tensor, where the kind requires equal shapes.
     pub shape: Shape,
-    /// Tag of a message; 0 for collectives.
+    /// Tag of a message. Of a collective that has options beyond its op and root, a digest of them; else 0.
     pub tag: u32,
     /// Id of the codec that compresses the data; 0 for none.
     pub codec: u8,

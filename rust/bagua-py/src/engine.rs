@@ -4,10 +4,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_core::bucket;
+use bagua_core::codec::{self, CodecOption};
+use bagua_core::collective::gossip::PeerSelection;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
-use bagua_core::op::{CallbackOp, CentralizedOp, ExtraTensor};
+use bagua_core::op::{
+    CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor, LowPrecisionDecentralizedOp, Op,
+};
 use bagua_core::types::DType;
 use bagua_core::wait::{lock, wait_in_slices};
 use pyo3::exceptions::PyException;
@@ -120,6 +124,25 @@ pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
     })
 }
 
+/// The value of an option of a codec: an int or a float.
+#[derive(FromPyObject)]
+pub enum OptionValue {
+    Int(i64),
+    Float(f64),
+}
+
+/// A codec by its name and options.
+pub fn codec_of(name: &str, options: Vec<(String, OptionValue)>) -> Result<Arc<dyn codec::Codec>> {
+    let given: Vec<_> = options
+        .into_iter()
+        .map(|(option, value)| match value {
+            OptionValue::Int(value) => (option, CodecOption::Int(value)),
+            OptionValue::Float(value) => (option, CodecOption::Float(value)),
+        })
+        .collect();
+    codec::by_name(name, &given)
+}
+
 /// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
 ///
 /// The caller promises that the addresses stay valid as long as the bucket is registered with an engine.
@@ -129,6 +152,12 @@ pub struct Bucket {
     core: core::SharedBucket,
     /// How many of its tensors can be marked ready: all but padding.
     markable: usize,
+}
+
+impl Bucket {
+    fn append(&self, py: Python<'_>, op: impl FnOnce() -> Result<Arc<dyn Op>>) -> PyResult<()> {
+        op().and_then(|op| self.core.append(op)).map_err(|e| errors::raise(py, e))
+    }
 }
 
 #[pymethods]
@@ -175,8 +204,66 @@ impl Bucket {
         hierarchical: bool,
         scattergather: bool,
     ) -> PyResult<()> {
-        let op = CentralizedOp::new(average, hierarchical, scattergather);
-        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+        self.append(py, || Ok(Arc::new(CentralizedOp::new(average, hierarchical, scattergather))))
+    }
+
+    /// Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error": a float32 for each element, padding left
+    /// out.
+    ///
+    /// Raises ValueError for an unknown codec or an option out of its range, TypeError for an unknown option or an element type
+    /// that the codec does not encode.
+    #[pyo3(signature = (codec, options, average, hierarchical, error_feedback))]
+    fn append_compressed(
+        &self,
+        py: Python<'_>,
+        codec: &str,
+        options: Vec<(String, OptionValue)>,
+        average: bool,
+        hierarchical: bool,
+        error_feedback: bool,
+    ) -> PyResult<()> {
+        self.append(py, || {
+            Ok(Arc::new(CompressedOp::new(codec_of(codec, options)?, average, hierarchical, error_feedback)))
+        })
+    }
+
+    /// Adds an averaging with peers, into the extra tensor "peer_weight" of the bucket's length and type.
+    ///
+    /// Raises ValueError for an unknown selection, TypeError for elements without a mean.
+    fn append_decentralized(&self, py: Python<'_>, peer_selection_mode: &str, hierarchical: bool) -> PyResult<()> {
+        self.append(py, || {
+            let selection = PeerSelection::by_name(peer_selection_mode)?;
+            Ok(Arc::new(DecentralizedOp::new(selection, hierarchical)))
+        })
+    }
+
+    /// Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and "right_peer_weight".
+    ///
+    /// Raises as append_compressed.
+    fn append_low_precision_decentralized(
+        &self,
+        py: Python<'_>,
+        codec: &str,
+        options: Vec<(String, OptionValue)>,
+        hierarchical: bool,
+    ) -> PyResult<()> {
+        self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec_of(codec, options)?, hierarchical))))
+    }
+
+    /// Copies an extra tensor of the bucket's length into the bucket. Raises ValueError while the bucket is being communicated.
+    fn copy_from_extra(&self, py: Python<'_>, name: &str) -> PyResult<()> {
+        py.detach(|| self.core.copy_from_extra(name)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// How often it was communicated, since it was registered or since a step was set.
+    #[getter]
+    fn step(&self) -> u64 {
+        self.core.step()
+    }
+
+    /// Counts communications from `step` on, to resume a training. Raises ValueError while the bucket is being communicated.
+    fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.core.set_step(step).map_err(|e| errors::raise(py, e))
     }
 
     /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.

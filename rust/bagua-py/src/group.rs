@@ -336,6 +336,8 @@ impl Communicator {
             shown.set_item("wire_bytes_received", counts.wire_bytes_received)?;
             shown.set_item("wait_s", counts.wait_s)?;
             shown.set_item("reduce_s", counts.reduce_s)?;
+            shown.set_item("encode_s", counts.encode_s)?;
+            shown.set_item("nonfinite_records", counts.nonfinite_records)?;
             ops.set_item(kind.name(), shown)?;
         }
         let (collective, transports) = self.core.transports();

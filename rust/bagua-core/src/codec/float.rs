@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use crate::types::DType;
 
 /// An element type in memory.
-pub(super) trait Float: Copy + 'static {
+pub(crate) trait Float: Copy + 'static {
     /// Bytes of an element.
     const SIZE: usize;
 
@@ -41,7 +41,7 @@ float!(f16, 2, f16::to_f32, f16::from_f32);
 float!(bf16, 2, bf16::to_f32, bf16::from_f32);
 
 /// Something to do for an element type that is known at run time only.
-pub(super) trait ForFloat {
+pub(crate) trait ForFloat {
     /// What it returns.
     type Output;
 
@@ -52,8 +52,8 @@ pub(super) trait ForFloat {
 /// Does it for this element type.
 ///
 /// # Panics
-/// For a type that [`super::Codec::check`] refuses.
-pub(super) fn for_dtype<W: ForFloat>(dtype: DType, work: W) -> W::Output {
+/// For a type that [`crate::codec::Codec::check`] refuses.
+pub(crate) fn for_dtype<W: ForFloat>(dtype: DType, work: W) -> W::Output {
     match dtype {
         DType::F32 => work.run::<f32>(),
         DType::F16 => work.run::<f16>(),

@@ -10,7 +10,7 @@
 //! 3. **No trust.** `decode` checks a record that came from a peer and never panics.
 //! 4. **No allocation once warm.** What an encoder needs beside its arguments lives in a [`Scratch`] that the caller keeps.
 
-mod float;
+pub(crate) mod float;
 mod minmax_u8;
 mod options;
 

@@ -1,7 +1,8 @@
 //! How ranks combine tensors: one trait, one file per implementation.
 //!
 //! `solo` is the one to read first (a group of one rank). `shm` works in memory that all ranks of one host map, `net` over any
-//! mesh of transports, `hier` adds inside hosts first and between hosts then.
+//! mesh of transports, `hier` adds inside hosts first and between hosts then. `compressed` and `gossip` are written over the
+//! `exchange` of any of them.
 //!
 //! Invariants, quoted by the contract test:
 //!
@@ -11,6 +12,8 @@
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
 //! 4. **Every wait ends**: done, first cause of failure, or deadline.
 
+pub mod compressed;
+pub mod gossip;
 pub mod hier;
 mod net;
 pub mod shm;

@@ -58,7 +58,7 @@ impl Engine {
         wait_once(None, |limit| self.settle(limit), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
-        buckets.iter().for_each(SharedBucket::restart);
+        buckets.iter().try_for_each(|bucket| bucket.set_step(0))?;
         let mut state = self.state();
         *state =
             State { schedule, went: vec![false; buckets.len()], buckets, pending: std::mem::take(&mut state.pending) };

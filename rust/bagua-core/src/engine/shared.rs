@@ -61,6 +61,11 @@ impl SharedBucket {
         self.lock().ops()
     }
 
+    /// See [`Bucket::choice`].
+    pub fn choice(&self) -> Option<String> {
+        self.lock().choice()
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, Bucket> {
         // Nothing in Bucket panics half-way through a change.
         lock(&self.bucket)
@@ -71,15 +76,25 @@ impl SharedBucket {
         self.lock().attach(extra)
     }
 
-    /// See [`Bucket::restart`].
-    pub(super) fn restart(&self) {
-        self.lock().restart();
+    /// See [`Bucket::set_step`].
+    pub fn set_step(&self, step: u64) -> Result<()> {
+        self.lock().set_step(step)
+    }
+
+    /// See [`Bucket::step`].
+    pub fn step(&self) -> u64 {
+        self.lock().step()
+    }
+
+    /// See [`Bucket::copy_from_extra`].
+    pub fn copy_from_extra(&self, name: &str) -> Result<()> {
+        self.lock().copy_from_extra(name)
     }
 
     /// Takes the bucket's memory and operations for one communication.
     pub(super) fn check_out(&self) -> Result<(InFlight, Vec<Arc<dyn Op>>)> {
-        let CheckedOut { regions, extra, ops, step } = self.lock().check_out()?;
-        Ok((InFlight { bucket: self.clone(), regions, extra, step }, ops))
+        let CheckedOut { regions, extra, ops, step, padding } = self.lock().check_out()?;
+        Ok((InFlight { bucket: self.clone(), regions, extra, step, padding }, ops))
     }
 }
 
@@ -91,6 +106,8 @@ pub(super) struct InFlight {
     extra: Vec<ExtraTensor>,
     /// How often the bucket was communicated before.
     step: u64,
+    /// Elements at the end that are padding.
+    padding: usize,
 }
 
 impl InFlight {
@@ -100,8 +117,8 @@ impl InFlight {
 
     /// What an operation gets.
     pub(super) fn cx<'a>(&'a mut self, lanes: &'a mut Lanes) -> BucketCx<'a> {
-        let InFlight { bucket, regions, extra, step } = self;
-        BucketCx { bucket: bucket.name(), step: *step, tensors: regions, extra, lanes }
+        let InFlight { bucket, regions, extra, step, padding } = self;
+        BucketCx { bucket: bucket.name(), step: *step, tensors: regions, padding: *padding, extra, lanes }
     }
 }
 

@@ -32,6 +32,6 @@ pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
 pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{HostLanes, Lane, Options, PartLayout};
-pub use lanes::Lanes;
+pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};

@@ -48,7 +48,7 @@ impl Op for CentralizedOp {
         "centralized"
     }
 
-    fn check(&self, dtype: DType) -> Result<()> {
+    fn check(&self, dtype: DType, _elements: usize) -> Result<()> {
         self.reduce_op().check(dtype)
     }
 

@@ -1,11 +1,20 @@
 //! The operations on a bucket: one trait, one file per operation. `noop` is the one to read first.
 
+mod auto;
 mod callback;
 mod centralized;
+mod compressed;
+mod decentralized;
+mod low_precision;
 mod noop;
+mod whole;
 
+pub use auto::AutoOp;
 pub use callback::CallbackOp;
 pub use centralized::CentralizedOp;
+pub use compressed::{CompressedOp, ERROR};
+pub use decentralized::{DecentralizedOp, PEER_WEIGHT};
+pub use low_precision::{LowPrecisionDecentralizedOp, REPLICAS};
 pub use noop::NoOp;
 
 use crate::error::{Error, Result};
@@ -27,10 +36,12 @@ pub struct ExtraTensor {
 pub struct BucketCx<'a> {
     /// Name of the bucket, for error texts.
     pub bucket: &'a str,
-    /// How often the bucket was communicated before, since it was registered. Equal on all ranks.
+    /// How often the bucket was communicated before, since it was registered or since a step was set. Equal on all ranks.
     pub step: u64,
     /// The bucket's tensors in order, padding included, all of one dtype.
     pub tensors: &'a mut [Region],
+    /// Elements at the end of the tensors that are padding.
+    pub padding: usize,
     /// Tensors that were registered beside the bucket's own.
     pub extra: &'a mut [ExtraTensor],
     /// The lanes of the group: all ranks, this host, the hosts' first ranks.
@@ -48,13 +59,17 @@ impl BucketCx<'_> {
     /// # Errors
     /// `InvalidArgument` when the bucket has none.
     pub fn extra(&mut self, name: &str) -> Result<&mut Region> {
-        let bucket = self.bucket;
-        self.extra
-            .iter_mut()
-            .find(|extra| extra.name == name)
-            .map(|extra| &mut extra.region)
-            .ok_or_else(|| Error::InvalidArgument(format!("bucket '{bucket}' has no extra tensor '{name}'")))
+        extra_of(self.extra, self.bucket, name)
     }
+}
+
+/// The extra tensor of this name, where the rest of a [`BucketCx`] is used beside it.
+fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Result<&'a mut Region> {
+    extra
+        .iter_mut()
+        .find(|extra| extra.name == name)
+        .map(|extra| &mut extra.region)
+        .ok_or_else(|| Error::InvalidArgument(format!("bucket '{bucket}' has no extra tensor '{name}'")))
 }
 
 /// One operation on a bucket. Runs on the communication thread; must not wait for anything but the lanes.
@@ -64,13 +79,19 @@ pub trait Op: Send + Sync {
     /// Short name for reports.
     fn name(&self) -> &'static str;
 
-    /// Whether it can work on this element type; asked when it is added to a bucket, before any communication.
+    /// Whether it can work on a bucket of this element type and of so many elements, padding included; asked when it is added to a
+    /// bucket, before any communication.
     ///
     /// # Errors
-    /// `UnsupportedType` for a dtype that it cannot work on.
-    fn check(&self, dtype: DType) -> Result<()> {
-        let _ = dtype;
+    /// `UnsupportedType` for a dtype that it cannot work on, `InvalidArgument` for the number of elements.
+    fn check(&self, dtype: DType, elements: usize) -> Result<()> {
+        let _ = (dtype, elements);
         Ok(())
+    }
+
+    /// Which of several ways it takes now, where it chooses one: the codec, or nothing for none.
+    fn choice(&self) -> Option<String> {
+        None
     }
 
     /// Runs it on one communication of the bucket.

@@ -4,6 +4,7 @@
 //! becomes the group's first cause.
 
 mod check;
+mod exchanges;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

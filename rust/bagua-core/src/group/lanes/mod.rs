@@ -1,6 +1,10 @@
 //! The lanes of one engine: all ranks of the group, the ranks of this host, and the hosts' first ranks.
 
+mod exchanges;
+
 use std::sync::atomic::Ordering::Relaxed;
+
+pub use exchanges::{CompressedAllReduce, CompressedRing};
 
 use super::lane::{HostLanes, Lane, Options};
 use super::membership::Group;

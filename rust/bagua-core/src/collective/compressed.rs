@@ -1,0 +1,381 @@
+//! All_reduce through a codec, written once over `exchange`, so that it works on every collective and every set of ranks.
+//!
+//! **Two-shot** codecs: the tensor is cut into as many equal chunks as there are members, zeros behind its end. Each member encodes its
+//! chunks and sends record j to member j, which decodes all records of chunk j, adds them in member order, divides, rounds to the
+//! element type, and encodes the result; all members get and decode all results, the owner its own too. **One-shot** codecs (of the
+//! largest elements, say): each member sends one record of the whole tensor to all others. Either way every member decodes the
+//! same bytes, so results are equal to the bit. Source: Bagua (Gan et al., VLDB 2021, arXiv:2107.01499), centralized low precision.
+//!
+//! **Error feedback** (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv:1901.09847): what encoding lost is added to
+//! the next tensor. Invariant: at every step, the sum over ranks of (given + error before) = divisor * result + the sum of (error after),
+//! within float32 rounding. So the owner of a chunk keeps what its second encoding lost, times the divisor.
+
+use std::time::Instant;
+
+use super::{Collective, Incoming, OpContext, Outgoing};
+use crate::codec::float::{Float, ForFloat, for_dtype};
+use crate::codec::{Codec, Encoded, Exchange, Scratch};
+use crate::error::{Error, Result};
+
+/// Bytes of an element of error memory, a float32.
+const ERROR: usize = 4;
+
+/// How a tensor is combined.
+pub struct Compression<'a> {
+    /// Encodes it.
+    pub codec: &'a dyn Codec,
+    /// What the sum is divided by: the ranks of the group for an average, 1 for a sum.
+    pub divisor: usize,
+    /// Number of the call, for codecs that draw at random; equal on all members.
+    pub draw: u64,
+    /// Elements in front that carry values. The others are padding: taken as zeros, and zeros afterwards.
+    pub elements: usize,
+    /// Error feedback: one float32 in memory for each element that carries a value.
+    pub error: Option<&'a mut [u8]>,
+}
+
+/// Memory that is kept between calls, because fresh pages cost more than the copies.
+#[derive(Debug, Default)]
+pub struct Workspace {
+    /// The tensor and the zeros behind it, where its elements do not divide by the members.
+    padded: Vec<u8>,
+    /// Records of this member.
+    sent: Vec<u8>,
+    /// Records of the other members.
+    received: Vec<u8>,
+    /// Elements of one record.
+    decoded: Vec<u8>,
+    /// Sum of the members' elements, float32.
+    sum: Vec<u8>,
+    /// The error after this call, until it is known that the result is finite.
+    error: Vec<u8>,
+    /// The encoder's.
+    scratch: Scratch,
+}
+
+/// Combines `data`, of the type that the fingerprint says, in place. Alone it changes nothing but the padding.
+///
+/// # Errors
+/// `InvalidArgument` for error memory of another length or options of the codec that do not fit the count; otherwise as
+/// [`Collective::run`].
+pub fn all_reduce(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    data: &mut [u8],
+    how: &mut Compression<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    let (dtype, members) = (cx.dtype(), collective.size());
+    let size = dtype.size();
+    let total = data.len() / size;
+    let carried = how.elements.min(total) * size;
+    data[carried..].fill(0);
+    if members == 1 || data.is_empty() {
+        return Ok(());
+    }
+    if let Some(error) = how.error.as_deref()
+        && error.len() != how.elements * ERROR
+    {
+        return Err(Error::InvalidArgument(format!(
+            "error memory of {} elements for {}",
+            error.len() / ERROR,
+            how.elements
+        )));
+    }
+    if let Some(error) = how.error.as_deref() {
+        work.error.resize(error.len(), 0);
+        for_dtype(dtype, Compensate { data: &mut data[..carried], error, after: &mut work.error });
+    }
+    match how.codec.exchange() {
+        Exchange::OneShot => one_shot(collective, cx, data, how, work)?,
+        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(collective, cx, data, how, work)?,
+        Exchange::TwoShot => {
+            let mut padded = std::mem::take(&mut work.padded);
+            padded.clear();
+            padded.extend_from_slice(data);
+            padded.resize(total.next_multiple_of(members) * size, 0);
+            let outcome = two_shot(collective, cx, &mut padded, how, work);
+            data.copy_from_slice(&padded[..data.len()]);
+            work.padded = padded;
+            outcome?;
+        }
+    }
+    data[carried..].fill(0);
+    if let Some(error) = how.error.as_deref_mut()
+        && for_dtype(dtype, IsFinite(&data[..carried]))
+    {
+        error.copy_from_slice(&work.error);
+    }
+    Ok(())
+}
+
+fn two_shot(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    data: &mut [u8],
+    how: &Compression<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
+    let chunk = data.len() / members;
+    let count = chunk / dtype.size();
+    how.codec.check_count(count)?;
+    let record = how.codec.record_len(count, dtype);
+    work.resize(members * record, chunk, count);
+    let Workspace { sent, received, decoded, sum, error, scratch, .. } = work;
+    let feedback = how.error.is_some();
+    let errors = |chunk: usize| {
+        let end = how.elements * ERROR;
+        (chunk * count * ERROR).min(end)..((chunk + 1) * count * ERROR).min(end)
+    };
+
+    let start = Instant::now();
+    for (j, (elements, record)) in data.chunks(chunk).zip(sent.chunks_mut(record)).enumerate() {
+        encode(cx, how, elements, record, scratch);
+        if feedback {
+            how.codec.decode(dtype, record, decoded)?;
+            for_dtype(dtype, Lose { error: &mut error[errors(j)], decoded });
+        }
+    }
+    cx.stats.add_encode(start.elapsed());
+    all_to_all(collective, cx, sent, received, record)?;
+
+    let start = Instant::now();
+    received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
+    add_all(cx, how, received.chunks(record), decoded, sum)?;
+    for_dtype(dtype, Round { sum, divisor: how.divisor, out: decoded });
+    let own = &mut sent[..record];
+    encode(cx, how, decoded, own, scratch);
+    let mine = &mut data[me * chunk..][..chunk];
+    how.codec.decode(dtype, own, mine)?;
+    if feedback {
+        for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean: decoded, decoded: mine, times: how.divisor });
+    }
+    cx.stats.add_encode(start.elapsed());
+    all_gather(collective, cx, &sent[..record], received)?;
+
+    let start = Instant::now();
+    for (j, (elements, record)) in data.chunks_mut(chunk).zip(received.chunks(record)).enumerate() {
+        if j != me {
+            how.codec.decode(dtype, record, elements)?;
+        }
+    }
+    cx.stats.add_encode(start.elapsed());
+    Ok(())
+}
+
+fn one_shot(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    data: &mut [u8],
+    how: &Compression<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
+    let count = data.len() / dtype.size();
+    how.codec.check_count(count)?;
+    let record = how.codec.record_len(count, dtype);
+    work.resize(members * record, data.len(), count);
+    let Workspace { sent, received, decoded, sum, error, scratch, .. } = work;
+    let start = Instant::now();
+    encode(cx, how, data, &mut sent[..record], scratch);
+    if how.error.is_some() {
+        how.codec.decode(dtype, &sent[..record], decoded)?;
+        for_dtype(dtype, Lose { error, decoded });
+    }
+    cx.stats.add_encode(start.elapsed());
+    all_gather(collective, cx, &sent[..record], received)?;
+    let start = Instant::now();
+    received[me * record..][..record].copy_from_slice(&sent[..record]);
+    add_all(cx, how, received.chunks(record), decoded, sum)?;
+    for_dtype(dtype, Round { sum, divisor: how.divisor, out: data });
+    cx.stats.add_encode(start.elapsed());
+    Ok(())
+}
+
+impl Workspace {
+    /// Room for records, for the elements of one record, and for their sum.
+    fn resize(&mut self, records: usize, elements: usize, count: usize) {
+        self.sent.resize(records, 0);
+        self.received.resize(records, 0);
+        self.decoded.resize(elements, 0);
+        self.sum.resize(count * size_of::<f32>(), 0);
+    }
+}
+
+fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &mut [u8], scratch: &mut Scratch) {
+    if how.codec.encode(cx.dtype(), elements, record, how.draw, scratch) == Encoded::NonFinite {
+        cx.stats.nonfinite_records.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+/// Decodes records of the same elements and adds them in order, in float32.
+fn add_all<'r>(
+    cx: &OpContext<'_>,
+    how: &Compression<'_>,
+    records: impl Iterator<Item = &'r [u8]>,
+    decoded: &mut [u8],
+    sum: &mut [u8],
+) -> Result<()> {
+    for (member, record) in records.enumerate() {
+        how.codec.decode(cx.dtype(), record, decoded)?;
+        for_dtype(cx.dtype(), Add { sum, decoded, first: member == 0 });
+    }
+    Ok(())
+}
+
+/// Each member's record for each other member, and the others' for this one, at the sender's place.
+fn all_to_all(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    sent: &[u8],
+    received: &mut [u8],
+    record: usize,
+) -> Result<()> {
+    let me = collective.rank();
+    let others = |(peer, _): &(usize, _)| *peer != me;
+    let sends: Vec<_> = sent
+        .chunks(record)
+        .enumerate()
+        .filter(others)
+        .map(|(peer, data)| Outgoing::new(peer, cx.fingerprint, data))
+        .collect();
+    exchange(collective, cx, &sends, received, record)
+}
+
+/// One record for all other members, and theirs.
+fn all_gather(collective: &mut dyn Collective, cx: &OpContext<'_>, own: &[u8], received: &mut [u8]) -> Result<()> {
+    let (me, members) = (collective.rank(), collective.size());
+    let peers = (0..members).filter(|peer| *peer != me);
+    let sends: Vec<_> = peers.map(|peer| Outgoing::new(peer, cx.fingerprint, own)).collect();
+    exchange(collective, cx, &sends, received, own.len())
+}
+
+fn exchange(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    sends: &[Outgoing<'_>],
+    received: &mut [u8],
+    record: usize,
+) -> Result<()> {
+    let me = collective.rank();
+    let mut recvs: Vec<_> = received
+        .chunks_mut(record)
+        .enumerate()
+        .filter(|(peer, _)| *peer != me)
+        .map(|(peer, data)| Incoming::new(peer, cx.fingerprint, data))
+        .collect();
+    collective.exchange(cx, sends, &mut recvs)
+}
+
+/// The float32 values of bytes, and back.
+fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|value| f32::from_ne_bytes(*value))
+}
+
+/// `after` = data + error in float32; data = that, rounded.
+struct Compensate<'a> {
+    data: &'a mut [u8],
+    error: &'a [u8],
+    after: &'a mut [u8],
+}
+
+impl ForFloat for Compensate<'_> {
+    type Output = ();
+
+    fn run<T: Float>(self) {
+        let after = self.after.as_chunks_mut::<ERROR>().0;
+        for ((x, e), after) in self.data.chunks_exact_mut(T::SIZE).zip(floats(self.error)).zip(after) {
+            let sum = T::load(x) + e;
+            *after = sum.to_ne_bytes();
+            T::store(sum, x);
+        }
+    }
+}
+
+/// error -= decoded.
+struct Lose<'a> {
+    error: &'a mut [u8],
+    decoded: &'a [u8],
+}
+
+impl ForFloat for Lose<'_> {
+    type Output = ();
+
+    fn run<T: Float>(self) {
+        let errors = self.error.as_chunks_mut::<ERROR>().0;
+        for (error, decoded) in errors.iter_mut().zip(self.decoded.chunks_exact(T::SIZE)) {
+            *error = (f32::from_ne_bytes(*error) - T::load(decoded)).to_ne_bytes();
+        }
+    }
+}
+
+/// error += times * (mean - decoded).
+struct LoseMean<'a> {
+    error: &'a mut [u8],
+    mean: &'a [u8],
+    decoded: &'a [u8],
+    times: usize,
+}
+
+impl ForFloat for LoseMean<'_> {
+    type Output = ();
+
+    fn run<T: Float>(self) {
+        let times = self.times as f32;
+        let errors = self.error.as_chunks_mut::<ERROR>().0;
+        let lost = self.mean.chunks_exact(T::SIZE).zip(self.decoded.chunks_exact(T::SIZE));
+        for (error, (mean, decoded)) in errors.iter_mut().zip(lost) {
+            let lost = times * (T::load(mean) - T::load(decoded));
+            *error = (f32::from_ne_bytes(*error) + lost).to_ne_bytes();
+        }
+    }
+}
+
+/// sum += decoded; the first one replaces the sum.
+struct Add<'a> {
+    sum: &'a mut [u8],
+    decoded: &'a [u8],
+    first: bool,
+}
+
+impl ForFloat for Add<'_> {
+    type Output = ();
+
+    fn run<T: Float>(self) {
+        let sums = self.sum.as_chunks_mut::<ERROR>().0.iter_mut().zip(self.decoded.chunks_exact(T::SIZE));
+        if self.first {
+            sums.for_each(|(sum, x)| *sum = T::load(x).to_ne_bytes());
+        } else {
+            sums.for_each(|(sum, x)| *sum = (f32::from_ne_bytes(*sum) + T::load(x)).to_ne_bytes());
+        }
+    }
+}
+
+/// out = sum / divisor, rounded.
+struct Round<'a> {
+    sum: &'a [u8],
+    divisor: usize,
+    out: &'a mut [u8],
+}
+
+impl ForFloat for Round<'_> {
+    type Output = ();
+
+    fn run<T: Float>(self) {
+        let divisor = self.divisor as f32;
+        for (out, sum) in self.out.chunks_exact_mut(T::SIZE).zip(floats(self.sum)) {
+            T::store(sum / divisor, out);
+        }
+    }
+}
+
+struct IsFinite<'a>(&'a [u8]);
+
+impl ForFloat for IsFinite<'_> {
+    type Output = bool;
+
+    fn run<T: Float>(self) -> bool {
+        self.0.chunks_exact(T::SIZE).fold(true, |finite, x| finite & T::load(x).is_finite())
+    }
+}

@@ -1,0 +1,115 @@
+//! The operations of a lane that are made of messages: compressed all_reduce and gossip.
+
+use super::{Lane, Options, check};
+use crate::codec::{self, Codec};
+use crate::collective::compressed::{self, Compression};
+use crate::collective::gossip::{self, PeerSelection, Replicas};
+use crate::error::{Error, Result};
+use crate::types::{DType, Fingerprint, Kind};
+
+impl Lane {
+    /// All_reduce of `data` through a codec, in place. Ranks that differ in the codec, its options, the divisor or error feedback get
+    /// `Mismatch`.
+    ///
+    /// # Errors
+    /// `UnsupportedType` for an element type that the codec does not encode, before anything is sent; otherwise as [`Lane::run`].
+    pub fn compressed_all_reduce(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        data: &mut [u8],
+        how: &mut Compression<'_>,
+        work: &mut compressed::Workspace,
+    ) -> Result<()> {
+        self.health.check()?;
+        how.codec.check(dtype)?;
+        let count = check::elements(dtype, data.len(), "the buffer")?;
+        let feedback = if how.error.is_some() { ", error feedback" } else { "" };
+        let text = format!("{}, divided by {}{feedback}", codec::describe(how.codec), how.divisor);
+        let says = self.coded(Kind::CompressedAllReduce, dtype, count, how.codec, &text, options);
+        let payload = data.len();
+        self.perform(options, says, payload, |collective, cx| compressed::all_reduce(collective, cx, data, how, work))
+    }
+
+    /// `mean` = the mean of `weights` and those of this rank's peers in round `round`. All ranks must give the same selection and
+    /// round.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a selection that the number of ranks does not allow or buffers of different lengths,
+    /// `UnsupportedType` for elements without a mean, before anything is sent; otherwise as [`Lane::run`].
+    pub fn gossip(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        (selection, round): (PeerSelection, u64),
+        weights: &[u8],
+        mean: &mut [u8],
+        received: &mut Vec<u8>,
+    ) -> Result<()> {
+        self.health.check()?;
+        crate::types::ReduceOp::Avg.check(dtype)?;
+        selection.check(self.size())?;
+        let count = check::elements(dtype, weights.len(), "the buffer")?;
+        if mean.len() != weights.len() {
+            let elements = mean.len() / dtype.size();
+            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of their mean")));
+        }
+        let tag = digest(&format!("{} in round {round}", selection.name()));
+        let says = Fingerprint { tag, ..self.next(Kind::Gossip, dtype, count, options) };
+        let payload = weights.len();
+        self.perform(options, says, payload, |collective, cx| {
+            gossip::average(collective, cx, selection, round, weights, mean, received)
+        })
+    }
+
+    /// A round of the compressed ring, see [`gossip::compressed_ring`].
+    ///
+    /// # Errors
+    /// `UnsupportedType` for an element type that the codec does not encode, `InvalidArgument` for replicas of another length than
+    /// the weights, before anything is sent; otherwise as [`Lane::run`].
+    #[expect(clippy::too_many_arguments, reason = "all are buffers or choices of one operation")]
+    pub fn compressed_ring(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        codec: &dyn Codec,
+        draw: u64,
+        weights: &mut [u8],
+        replicas: Replicas<'_>,
+        work: &mut gossip::Workspace,
+    ) -> Result<()> {
+        self.health.check()?;
+        codec.check(dtype)?;
+        let count = check::elements(dtype, weights.len(), "the buffer")?;
+        let lens = [replicas.own.len(), replicas.left.len(), replicas.right.len()];
+        if let Some(len) = lens.into_iter().find(|len| *len != weights.len()) {
+            let elements = len / dtype.size();
+            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+        }
+        let text = format!("compressed ring, {}", codec::describe(codec));
+        let says = self.coded(Kind::Gossip, dtype, count, codec, &text, options);
+        let payload = weights.len();
+        self.perform(options, says, payload, |collective, cx| {
+            gossip::compressed_ring(collective, cx, codec, draw, weights, replicas, work)
+        })
+    }
+
+    /// The next fingerprint of an operation through a codec; `text` says all of its options.
+    fn coded(
+        &mut self,
+        kind: Kind,
+        dtype: DType,
+        count: usize,
+        codec: &dyn Codec,
+        text: &str,
+        options: &Options<'_>,
+    ) -> Fingerprint {
+        let options = Options { codec: codec.id(), ..*options };
+        Fingerprint { tag: digest(text), ..self.next(kind, dtype, count, &options) }
+    }
+}
+
+/// FNV-1a, 32 bits: tells options apart, and protects against nothing.
+fn digest(text: &str) -> u32 {
+    text.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}

@@ -1,0 +1,129 @@
+//! The centralized operation with or without a codec, whichever is faster here.
+//!
+//! In the first [`TRIALS`] communications of every [`PERIOD`] a bucket goes both ways in turns. The ranks then compare: the time of a
+//! communication is that of its slowest rank, the faster way by the median is kept, and the plain one where it is within 5 %. All
+//! ranks decide alike, because they compare the same numbers.
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::{BucketCx, CentralizedOp, CompressedOp, Op};
+use crate::error::Result;
+use crate::group::Options;
+use crate::request::{Io, Verb};
+use crate::types::{DType, ReduceOp};
+use crate::wait::lock;
+
+/// Communications of a bucket that are timed, half of them each way.
+pub const TRIALS: usize = 10;
+/// Communications after which the ways are compared again.
+pub const PERIOD: u64 = 1000;
+/// Times as long as the codec's way that the plain one may take and still be kept.
+const PREFER_PLAIN: f64 = 1.05;
+
+/// See the module.
+pub struct AutoOp {
+    plain: CentralizedOp,
+    compressed: CompressedOp,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Seconds of the trials of this period.
+    trials: Vec<f64>,
+    /// Whether the codec's way is the faster one.
+    compress: bool,
+}
+
+impl AutoOp {
+    /// Both ways must give the same, within what the codec loses.
+    pub fn new(plain: CentralizedOp, compressed: CompressedOp) -> AutoOp {
+        AutoOp { plain, compressed, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    fn go(&self, compress: bool, cx: &mut BucketCx<'_>) -> Result<Duration> {
+        let start = Instant::now();
+        if compress {
+            self.compressed.run(cx)?
+        } else {
+            self.plain.run(cx)?
+        }
+        Ok(start.elapsed())
+    }
+}
+
+impl Op for AutoOp {
+    fn name(&self) -> &'static str {
+        "auto"
+    }
+
+    fn check(&self, dtype: DType, elements: usize) -> Result<()> {
+        self.plain.check(dtype, elements)?;
+        self.compressed.check(dtype, elements)
+    }
+
+    fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
+        let phase = cx.step % PERIOD;
+        // A training that is resumed in the middle of the trials has no choice yet, alike on all ranks: it goes on as it began.
+        if phase >= TRIALS as u64 {
+            let compress = self.state().compress;
+            return self.go(compress, cx).map(drop);
+        }
+        let took = self.go(phase % 2 == 1, cx)?;
+        let mut trials = {
+            let mut state = self.state();
+            if phase == 0 {
+                state.trials.clear();
+            }
+            state.trials.push(took.as_secs_f64());
+            if phase + 1 < TRIALS as u64 || state.trials.len() < TRIALS {
+                return Ok(());
+            }
+            std::mem::take(&mut state.trials)
+        };
+        let mut bytes: Vec<u8> = trials.iter().flat_map(|seconds| seconds.to_ne_bytes()).collect();
+        let options = Options { label: cx.bucket, ..Options::DEFAULT };
+        let slowest = Verb::AllReduce(ReduceOp::Max);
+        cx.lanes.global.run(&options, DType::F64, slowest, Io::in_place(&mut bytes))?;
+        for (seconds, bytes) in trials.iter_mut().zip(bytes.as_chunks().0) {
+            *seconds = f64::from_ne_bytes(*bytes);
+        }
+        self.state().compress = compresses(&trials);
+        Ok(())
+    }
+
+    fn choice(&self) -> Option<String> {
+        Some(if self.state().compress { self.compressed.codec() } else { String::new() })
+    }
+}
+
+/// Whether the codec's way, which the odd trials took, is the faster one.
+fn compresses(trials: &[f64]) -> bool {
+    let median = |odd: usize| {
+        let mut seconds: Vec<f64> = trials.iter().skip(odd).step_by(2).copied().collect();
+        seconds.sort_unstable_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    };
+    median(0) > PREFER_PLAIN * median(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::compresses;
+
+    #[test]
+    fn the_faster_median_is_kept_and_plain_within_five_percent() {
+        let trials = |plain: f64, codec: f64| [plain, codec].repeat(5);
+        assert!(compresses(&trials(1.1, 1.0)));
+        assert!(!compresses(&trials(1.04, 1.0)));
+        assert!(!compresses(&trials(0.5, 1.0)));
+        let mut outlier = trials(2.0, 1.0);
+        outlier[1] = 100.0;
+        assert!(compresses(&outlier), "one slow trial does not decide");
+    }
+}

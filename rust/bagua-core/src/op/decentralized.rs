@@ -1,0 +1,62 @@
+//! Averaging weights with peers, in full precision: the result goes beside the bucket, not into it.
+
+use std::sync::Mutex;
+
+use super::whole::with_whole;
+use super::{BucketCx, Op, extra_of};
+use crate::collective::gossip::PeerSelection;
+use crate::error::{Error, Result};
+use crate::group::Options;
+use crate::memory::Region;
+use crate::types::{DType, ReduceOp};
+use crate::wait::lock;
+
+/// Name of the extra tensor that gets the result, as long as the bucket.
+pub const PEER_WEIGHT: &str = "peer_weight";
+
+/// See the module and [`crate::collective::gossip`]. The round is the bucket's step. `hierarchical`: members are the hosts, with the
+/// means of their ranks.
+pub struct DecentralizedOp {
+    selection: PeerSelection,
+    hierarchical: bool,
+    memory: Mutex<(Vec<u8>, Vec<u8>)>,
+}
+
+impl DecentralizedOp {
+    /// The mean of a member's weights and those of the selected peers.
+    pub fn new(selection: PeerSelection, hierarchical: bool) -> DecentralizedOp {
+        DecentralizedOp { selection, hierarchical, memory: Mutex::default() }
+    }
+}
+
+impl Op for DecentralizedOp {
+    fn name(&self) -> &'static str {
+        "decentralized"
+    }
+
+    fn check(&self, dtype: DType, _elements: usize) -> Result<()> {
+        ReduceOp::Avg.check(dtype)
+    }
+
+    fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
+        let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
+        let options = Options { label: cx.bucket, ..Options::DEFAULT };
+        let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
+        let mean = extra_of(extra, bucket, PEER_WEIGHT)?;
+        let count: usize = tensors.iter().map(Region::count).sum();
+        if mean.dtype() != dtype || mean.count() != count {
+            return Err(Error::InvalidArgument(format!(
+                "bucket '{bucket}' has {count} elements of {}, its peer weight {} of {}",
+                dtype.name(),
+                mean.count(),
+                mean.dtype().name()
+            )));
+        }
+        let mean = mean.as_host_mut()?;
+        let (scratch, received) = &mut *lock(&self.memory);
+        let peers = (self.selection, *step);
+        with_whole(tensors, scratch, |weights| {
+            lanes.gossip(&options, dtype, peers, self.hierarchical, weights, mean, received)
+        })
+    }
+}
