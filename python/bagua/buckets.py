@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
+from typing import Any
+
+import numpy
 
 from bagua import engine
 from bagua import group as groups
 from bagua.arrays import Array, Memory, memory_of
+from bagua.codecs import Compression, codec_arguments
 
 __all__ = ["Bucket", "Engine"]
 
@@ -36,6 +40,8 @@ class Bucket:
         self._memory: dict[str, Memory] = {}
         # Arrays of the operations.
         self._extra: dict[str, Memory] = {}
+        #: What encoding lost of each element: float32, with error feedback only.
+        self.error: numpy.ndarray[Any, Any] | None = None
         for tensor, array in pairs:
             if tensor in self._memory:
                 raise ValueError(f"tensor '{tensor}' is in bucket '{name}' twice")
@@ -65,13 +71,32 @@ class Bucket:
         """Names of the operations, in the order in which they run."""
         return self._raw.ops()
 
-    def append_centralized(self, *, average: bool = True, hierarchical: bool = False) -> Bucket:
+    def append_centralized(
+        self,
+        *,
+        average: bool = True,
+        hierarchical: bool = False,
+        compression: Compression = None,
+        error_feedback: bool = False,
+    ) -> Bucket:
         """Adds an all_reduce: every rank ends with the average of all ranks, or with the sum. Returns the bucket.
 
         `hierarchical` combines inside hosts first, also where the group would go flat; False takes the group's route.
-        All ranks must give the same.
+        `compression` is a codec's name or a `bagua.Codec`; where `hierarchical`, it is used between hosts only.
+        `error_feedback` adds what encoding lost to the next step's values; it is kept in `error`. All ranks must give
+        the same. TypeError for elements that the codec does not encode, ValueError for error feedback without a codec.
         """
-        self._raw.append_centralized(average, hierarchical, False)
+        codec = codec_arguments(compression)
+        if codec is None:
+            if error_feedback:
+                raise ValueError(f"bucket '{self.name}': error_feedback without compression has nothing to feed back")
+            self._raw.append_centralized(average, hierarchical, False)
+            return self
+        self._raw.append_compressed(*codec, average, hierarchical, error_feedback)
+        if error_feedback:
+            count = sum(memory.count for memory in self._memory.values())
+            self.error = numpy.zeros(count, dtype=numpy.float32)
+            self.attach("error", self.error)
         return self
 
     def attach(self, name: str, array: Array) -> Bucket:
@@ -96,6 +121,7 @@ class Bucket:
     def clear_ops(self) -> None:
         """Removes all operations."""
         self._raw.clear_ops()
+        self.error = None
 
     def _replace(self, tensor: str, array: Array) -> Memory:
         memory = memory_of(array, f"tensor '{tensor}'").to_write(f"tensor '{tensor}'")

@@ -10,6 +10,7 @@ import torch
 from bagua import engine
 from bagua.lifecycle import torch_state
 
+from bagua.codecs import Compression, codec_arguments
 from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration
 from .utils import check_contiguous
@@ -25,6 +26,17 @@ def _flat_memory(group: ProcessGroup | None, count: int, dtype: torch.dtype, nam
     if isinstance(communicator, Communicator):
         return communicator.empty(count, dtype, label=f"bagua-bucket-{name}")
     return torch.zeros(count, dtype=dtype)
+
+
+class DecentralizedSynchronousOp:
+    """What :meth:`BaguaBucket.append_decentralized_synchronous_op` returns."""
+
+    def copy_back_peer_weight(self, bucket: engine.Bucket) -> None:
+        """Copies the result into the tensors of ``bucket.backend_bucket``, after the wait for the bucket.
+
+        ValueError while the bucket is being communicated.
+        """
+        bucket.copy_from_extra("peer_weight")
 
 
 class BaguaBucket:
@@ -56,6 +68,11 @@ class BaguaBucket:
         # The flat memory, when the bucket owns one.
         self.backend_tensor: torch.Tensor | None = None
         self.padding_tensor: torch.Tensor | None = None
+        # What encoding lost of each element, padding left out: float32, with error feedback only.
+        self.error: torch.Tensor | None = None
+        # Tensors of the operations, by name.
+        self._extra: dict[str, torch.Tensor] = {}
+        self._built_for = group
         # Whom the operations were appended for; None: whoever the model communicates with.
         self._group: ProcessGroup | None = None
         self._check()
@@ -170,14 +187,30 @@ class BaguaBucket:
         hierarchical: bool = False,
         average: bool = True,
         scattergather: bool = False,
-        compression: str | None = None,
+        compression: Compression = None,
         group: ProcessGroup | None = None,
+        *,
+        error_feedback: bool = False,
     ) -> BaguaBucket:
-        """Sums or averages the tensors over all ranks. ``hierarchical``: inside hosts first, then between them."""
-        if compression is not None:
-            raise _missing(f"compression {compression!r}")
+        """Sums or averages the tensors over all ranks. ``hierarchical``: inside hosts first, then between them.
+
+        ``compression``: a codec's name or a :class:`bagua.Codec`; between hosts only, where ``hierarchical``. It needs
+        ``scattergather=True``, else ValueError; TypeError for elements that the codec does not encode.
+        ``error_feedback`` adds what encoding lost to the next step's values; it is kept in :attr:`error`.
+        """
+        codec = codec_arguments(compression)
+        if codec is None:
+            if error_feedback:
+                raise ValueError(f"bucket {self.name!r}: error_feedback without compression has nothing to feed back")
+            self.backend_bucket.append_centralized(average, hierarchical, scattergather)
+        else:
+            if not scattergather:
+                raise ValueError(f"bucket {self.name!r}: compression needs scattergather=True")
+            self.backend_bucket.append_compressed(*codec, average, hierarchical, error_feedback)
+            if error_feedback:
+                self.error = torch.zeros(sum(effective(t).numel() for t in self.tensors), dtype=torch.float32)
+                self._attach("error", self.error)
         self._group = group or self._group
-        self.backend_bucket.append_centralized(average, hierarchical, scattergather)
         return self
 
     def append_decentralized_synchronous_op(
@@ -186,9 +219,25 @@ class BaguaBucket:
         hierarchical: bool = True,
         peer_selection_mode: str = "all",
         group: ProcessGroup | None = None,
-    ) -> Any:
-        """Averages weights with peers."""
-        raise _missing("append_decentralized_synchronous_op")
+    ) -> DecentralizedSynchronousOp:
+        """Averages the tensors with peers: the mean goes into ``peer_weight``, and the tensors stay as they are.
+
+        ``peer_weight`` has the bucket's dtype and number of elements, padding included, else ValueError. Modes: "all",
+        "shift_one" (another peer in each round; ValueError for an odd number of members above 1), "ring",
+        "exponential", "one_peer_exponential". ``hierarchical``: the members are hosts, with the means of their ranks.
+        The number of the round is that of the bucket's communications.
+        """
+        if peer_selection_mode == "shift_one":
+            members = self._members_of(group, hierarchical)
+            if members > 1 and members % 2:
+                raise ValueError(
+                    f"bucket {self.name!r}: shift_one pairs all members with each other, and {members} is odd"
+                )
+        self._check_length("peer_weight", peer_weight)
+        self.backend_bucket.append_decentralized(peer_selection_mode, hierarchical)
+        self._attach("peer_weight", peer_weight)
+        self._group = group or self._group
+        return DecentralizedSynchronousOp()
 
     def append_low_precision_decentralized_synchronous_op(
         self,
@@ -196,11 +245,49 @@ class BaguaBucket:
         left_peer_weight: torch.Tensor,
         right_peer_weight: torch.Tensor,
         hierarchical: bool = True,
-        compression: str = "MinMaxUInt8",
+        compression: Compression = "MinMaxUInt8",
         group: ProcessGroup | None = None,
-    ) -> Any:
-        """Exchanges compressed differences of weights with both neighbours of a ring."""
-        raise _missing("append_low_precision_decentralized_synchronous_op")
+    ) -> None:
+        """Exchanges encoded differences of the tensors with both neighbours of a ring, and replaces the tensors.
+
+        ``weight`` is what both neighbours know of this member, ``left_peer_weight`` and ``right_peer_weight`` what it
+        knows of them: each of the bucket's dtype and number of elements, else ValueError, and initially the values that
+        the member it stands for begins with. ``hierarchical``: the members are hosts, with the means of their ranks.
+        """
+        codec = codec_arguments(compression)
+        if codec is None:
+            raise ValueError(f"bucket {self.name!r}: a low-precision operation needs a compression")
+        replicas = {"weight": weight, "left_peer_weight": left_peer_weight, "right_peer_weight": right_peer_weight}
+        for name, replica in replicas.items():
+            self._check_length(name, replica)
+        self.backend_bucket.append_low_precision_decentralized(*codec, hierarchical)
+        for name, replica in replicas.items():
+            self._attach(name, replica)
+        self._group = group or self._group
+
+    def _members_of(self, group: ProcessGroup | None, hierarchical: bool) -> int:
+        """Members of a decentralized operation: ranks, or hosts. 1 outside of any group."""
+        group = group or self._built_for
+        communicator = torch_state().world if group is None else group.get_global_communicator()
+        if not isinstance(communicator, Communicator):
+            return 1
+        return len(communicator.raw.hosts) if hierarchical else communicator.nranks()
+
+    def _check_length(self, name: str, tensor: torch.Tensor) -> None:
+        check_on_cpu(tensor, f"{name} of bucket {self.name!r}")
+        values = self._registered
+        count, dtype = sum(part.numel() for part in values), values[0].dtype
+        if tensor.numel() != count or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"bucket {self.name!r} has {count} elements of {dtype}: its {name} must be as many, contiguous, not "
+                f"{tensor.numel()} of {tensor.dtype}"
+            )
+
+    def _attach(self, name: str, tensor: torch.Tensor) -> None:
+        """Registers a tensor of the operations, and keeps it alive."""
+        code = dtype_code(tensor, f"{name} of bucket {self.name!r}")
+        self.backend_bucket.attach(name, tensor.data_ptr(), tensor.numel(), code)
+        self._extra[name] = tensor
 
     def append_asynchronous_model_average_op(self, peer_selection_mode: str, group: ProcessGroup | None = None) -> Any:
         """Averages weights all the time, beside the training."""
@@ -210,6 +297,7 @@ class BaguaBucket:
         """Removes the operations."""
         self.backend_bucket.clear_ops()
         self._group = None
+        self.error = None
         return self
 
 

@@ -206,11 +206,16 @@ def empty(
     return communicator.empty(shape, dtype)
 
 
-def get_backend(model_name: str) -> Backend:
-    """The backend of a model by its name; a new one on the default group when there is none yet."""
+def get_backend(model_name: str, group: ProcessGroup | None = None) -> Backend:
+    """The backend of a model by its name; a new one on ``group`` (the default group) when there is none yet.
+
+    ValueError when there is one on another group.
+    """
     found = backend.find(model_name)
+    if found is not None and group is not None and found.group.ranks != group.ranks:
+        raise ValueError(f"the backend of {model_name!r} communicates with {found.group}, not with {group}")
     if found is None:
-        found = Backend(model_name, _get_default_group())
+        found = Backend(model_name, group or _get_default_group())
         backend.adopt(found)
     return found
 
