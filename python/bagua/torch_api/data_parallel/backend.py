@@ -11,7 +11,7 @@ from bagua.lifecycle import torch_state
 
 from ..bucket import BaguaBucket
 from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
-from ..tensor import effective, registration
+from ..tensor import effective, registration, require_resolved
 
 _state = torch_state()
 
@@ -58,9 +58,10 @@ class Backend:
         return number
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
-        """A registered tensor has its final values for this step."""
-        values = effective(tensor)
-        self.mark_ready(self.number(registration(tensor).name), values.data_ptr(), values.numel())
+        """A registered tensor has its final values for this step. ValueError for a lazy negation or conjugate."""
+        values, name = effective(tensor), registration(tensor).name
+        require_resolved(values, f"tensor {name!r}")
+        self.mark_ready(self.number(name), values.data_ptr(), values.numel())
 
     def mark_ready(self, number: int, ptr: int | None = None, count: int | None = None) -> None:
         """The same by :meth:`number`. ``ptr`` is the address of the values, if it changed; they must live until the

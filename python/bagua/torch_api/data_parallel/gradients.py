@@ -2,7 +2,8 @@
 
 With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after
 ``zero_grad()``, which drops it) is copied there once and then replaced by its place in the bucket. Without, the core
-works on the gradient's own memory.
+works on the gradient's own memory. A gradient that is a lazy negation or conjugate (``is_neg()``, ``is_conj()``) on
+this rank is resolved first, in a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, layout_of, registration
+from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
 
 
@@ -83,8 +84,8 @@ class GradientExchange:
         tensors = []
         for name, param in reversed(self._parameters):
             had_grad = param.grad is not None
-            if param.grad is not None and layout_of(param.grad) != param.grad.stride():
-                param.grad = param.grad.contiguous()
+            if param.grad is not None and (is_lazy_value(param.grad) or layout_of(param.grad) != param.grad.stride()):
+                param.grad = resolved(param.grad).contiguous()
             BaguaTensor.bagua_ensure_grad(param)
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
             self._slots[name] = _Slot(name, param, had_grad)
@@ -135,7 +136,8 @@ class GradientExchange:
             self._mark(slot, self._own_memory(slot, grad))
 
     def _into_view(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
-        if grad is view or (grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()):
+        same_memory = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+        if grad is view or (same_memory and not is_lazy_value(grad)):
             return
         with torch.no_grad():
             view.copy_(grad)
@@ -148,7 +150,14 @@ class GradientExchange:
     def _own_memory(self, slot: _Slot, grad: torch.Tensor) -> torch.Tensor:
         wire = grad.detach()
         expected = slot.param.stride() if layout_of(slot.param) == slot.param.stride() else layout_of(grad)
-        if grad.stride() != expected or grad.dtype != slot.param.dtype or layout_of(grad) != grad.stride():
+        if (
+            grad.stride() != expected
+            or grad.dtype != slot.param.dtype
+            or layout_of(grad) != grad.stride()
+            # The core reads memory, and torch's lazy negation and conjugate change no memory: without a copy, the
+            # gradients of the ranks that have one would be averaged with the wrong sign.
+            or is_lazy_value(grad)
+        ):
             # The other ranks expect the parameter's layout.
             with torch.no_grad():
                 wire = torch.empty_like(slot.param, requires_grad=False).copy_(grad)
