@@ -200,15 +200,14 @@ def an_undefined_reduction_on_one_rank_disturbs_nobody(rank: int) -> None:
     size = bagua.get_world_size()
     for dtype, op in itertools.product(COMPLEX, (ReduceOp.MIN, ReduceOp.MAX)):
         tensor, room = torch.ones(size, dtype=dtype), torch.ones(1, dtype=dtype)
-        name = str(dtype).removeprefix("torch.")
+        refused = f"{op.name} of {str(dtype).removeprefix('torch.')} is not defined"
         if rank == 0:
-            for call in (
-                lambda: bagua.allreduce(tensor, tensor.clone(), op),
-                lambda: bagua.reduce_inplace(tensor, 0, op),
-                lambda: bagua.reduce_scatter(tensor, room, op),
-            ):
-                with pytest.raises(TypeError, match=f"{op.name} of {name} is not defined"):
-                    call()
+            with pytest.raises(TypeError, match=refused):
+                bagua.allreduce(tensor, tensor.clone(), op)
+            with pytest.raises(TypeError, match=refused):
+                bagua.reduce_inplace(tensor, 0, op)
+            with pytest.raises(TypeError, match=refused):
+                bagua.reduce_scatter(tensor, room, op)
         assert torch.equal(tensor, torch.ones_like(tensor))
         bagua.allreduce_inplace(tensor)
         assert torch.equal(tensor, torch.full_like(tensor, size))
@@ -250,6 +249,27 @@ def lazy_values_of_buckets_are_resolved_or_refused(rank: int) -> None:
         assert torch.equal(values, plain)
 
 
+def lazy_values_cannot_be_marked_ready(rank: int) -> None:
+    for lazily in (torch.Tensor.conj, torch._neg_view):
+        model = f"lazy mark {lazily.__name__}"
+        now = [torch.full((3,), 1 + 2j)]
+        tensor = torch.zeros(3, dtype=torch.complex64)
+        tensor.ensure_bagua_tensor("values", model, lambda _, now=now: now[0])
+        bucket = bagua.bucket.BaguaBucket([tensor], "b", flatten=False).append_centralized_synchronous_op(average=False)
+        backend = bagua.communication.get_backend(model)
+        backend.register_ordered_buckets([bucket])
+        now[0] = lazily(torch.full((3,), 1 + 2j))
+        with pytest.raises(
+            ValueError, match=r"tensor 'values' is the lazy .* call resolve_conj\(\) and resolve_neg\(\)"
+        ):
+            tensor.bagua_mark_communication_ready()
+        value = now[0].resolve_conj().resolve_neg()[0].item()
+        now[0] = now[0].resolve_conj().resolve_neg()
+        tensor.bagua_mark_communication_ready()
+        assert backend.wait_pending_comm_ops() == 1
+        assert now[0].tolist() == [value * bagua.get_world_size()] * 3
+
+
 CASES: list[Case] = [
     complex_parameters_train_as_under_torch,
     a_gradient_that_is_lazy_on_one_rank_is_averaged_by_value,
@@ -260,6 +280,7 @@ CASES: list[Case] = [
     an_undefined_reduction_on_one_rank_disturbs_nobody,
     reductions_of_complex_shards_equal_numpy,
     lazy_values_of_buckets_are_resolved_or_refused,
+    lazy_values_cannot_be_marked_ready,
 ]
 
 

@@ -32,9 +32,9 @@ class BaguaBucket:
 
     With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the ranks of a host share,
     and reduce without a copy. All ranks of ``group`` (``None``: the default group) then build the bucket, in the same
-    order; without any group the memory is private. Lazy negations and conjugates (``is_neg()``, ``is_conj()``) are
-    resolved where the bucket is flattened, and a ValueError where it is not. With ``alignment`` > 1 a tensor of zeros is added where needed, so
-    that the number of elements can be divided by it.
+    order; without any group the memory is private. With ``alignment`` > 1 a tensor of zeros is added where needed, so
+    that the number of elements can be divided by it. Lazy negations and conjugates (``is_neg()``, ``is_conj()``) are
+    resolved with ``flatten``, and a ValueError without.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def effective(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_lazy_value(tensor: torch.Tensor) -> bool:
-    """True if the tensor's memory holds the negatives or conjugates of its values, which torch computes when it reads."""
+    """True if its memory holds the negatives or conjugates of its values, which torch computes when it reads."""
     return tensor.is_neg() or tensor.is_conj()
 
 
@@ -85,7 +85,7 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_resolved(tensor: torch.Tensor, what: str) -> None:
-    """ValueError for a tensor in whose memory other numbers stand than its values: results written there would be too."""
+    """ValueError where :func:`is_lazy_value`: the core would read the wrong values, and write wrong results."""
     if is_lazy_value(tensor):
         relation = "conjugate" if tensor.is_conj() else "negation"
         raise ValueError(

@@ -80,6 +80,21 @@ class Backend:
         )
         return _present(handle)
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, by rank in the first dimension; in order with the buckets."""
+        everybody = tensor.new_empty((self.size, *tensor.shape))
+        everybody[self.rank] = tensor
+        self.all_gather_inplace(everybody)
+        return everybody
+
+    def all_gather_inplace(self, everybody: torch.Tensor) -> None:
+        """The same where this rank's is in its place already."""
+        code, count = DTYPES[everybody.dtype], everybody.numel() // self.size
+        handle = self._engine.run(
+            engine.ALL_GATHER, None, everybody.data_ptr(), count, code, async_op=True, keep=everybody
+        )
+        _present(handle).wait()
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, in order with the buckets."""
         code = DTYPES[tensor.dtype]
@@ -87,6 +102,11 @@ class Backend:
             engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root, async_op=True, keep=tensor
         )
         _present(handle).wait()
+
+    def reported(self, error: Exception) -> Exception:
+        """``error``, after the other ranks were told that this rank raises it: they would wait for it otherwise."""
+        self.communicator.raw.raise_(type(error).__name__, str(error))
+        return error
 
     def shutdown(self) -> None:
         """Ends the communication thread. May be called twice."""

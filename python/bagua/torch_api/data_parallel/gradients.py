@@ -20,6 +20,7 @@ from ..bucket import BaguaBucket
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
+from .sparse import SparseExchange
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -70,16 +71,21 @@ class GradientExchange:
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
+        sparse: SparseExchange,
     ) -> None:
         self._backend = backend
         self._module_name = module_name
-        self._parameters = list(parameters)
+        self._parameters = [(name, param) for name, param in parameters if name not in sparse]
+        self._sparse = sparse
         self._find_unused = find_unused
         self._slots: dict[str, _Slot] = {}
         self._now = _Backward()
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
+        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first.
+
+        Without those whose gradients are sparse, which have no place in a bucket.
+        """
         self._slots = {}
         tensors = []
         for name, param in reversed(self._parameters):
@@ -110,6 +116,9 @@ class GradientExchange:
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:
         """A gradient is complete on this rank: hands it to the engine."""
+        if name in self._sparse:
+            self._sparse.arrived(name)
+            return
         slot = self._slots.get(name)
         if slot is None:
             return
@@ -127,7 +136,13 @@ class GradientExchange:
                 f"the gradient of {slot.name!r} was removed by another hook before it could be communicated"
             )
         if grad.layout != torch.strided:
-            raise NotImplementedError(f"the gradient of {slot.name!r} is {grad.layout}: only dense gradients exist yet")
+            raise self._backend.reported(
+                NotImplementedError(
+                    f"the gradient of {slot.name!r} of model {self._module_name!r} is {grad.layout} on rank "
+                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules that had sparse=True at "
+                    "with_bagua can have sparse gradients"
+                )
+            )
         slot.sent = True
         if slot.view is not None:
             self._into_view(slot, slot.view, grad)
@@ -182,8 +197,9 @@ class GradientExchange:
         """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
         try:
             unused = self._rest()
-            if unused and not self._find_unused:
-                raise self._unused(unused)
+            names = [slot.name for slot in unused] + self._sparse.unused(self._now.touched)
+            if names and not self._find_unused:
+                raise self._unused(names)
             if self._now.failure is not None:
                 raise self._now.failure
             if self._find_unused:
@@ -193,6 +209,7 @@ class GradientExchange:
             for grad, wire in self._now.write_back:
                 # Not through autograd: the values are averaged, the graph stays that of this rank.
                 grad.data.copy_(wire)
+            self._sparse.exchange(self._now.touched)
         finally:
             self._reset()
 
@@ -208,15 +225,16 @@ class GradientExchange:
                 unused.append(slot)
         return unused
 
-    def _unused(self, unused: Sequence[_Slot]) -> BaguaError:
-        names = ", ".join(repr(slot.name) for slot in unused)
-        error = BaguaError(
-            f"no gradient for {names} of model {self._module_name!r} in this backward on rank {self._backend.rank}: "
-            "the loss does not depend on them; pass find_unused_parameters=True to with_bagua if that is meant"
-        )
+    def _unused(self, unused: Sequence[str]) -> Exception:
+        names = ", ".join(map(repr, unused))
         # The others wait for buckets that will never be complete.
-        self._backend.communicator.raw.raise_(type(error).__name__, str(error))
-        return error
+        return self._backend.reported(
+            BaguaError(
+                f"no gradient for {names} of model {self._module_name!r} in this backward on rank "
+                f"{self._backend.rank}: the loss does not depend on them; pass find_unused_parameters=True to "
+                "with_bagua if that is meant"
+            )
+        )
 
     def _wait_and_agree(self, unused: Sequence[_Slot]) -> None:
         before: dict[str, torch.Tensor | None] = {}
@@ -244,5 +262,6 @@ class GradientExchange:
 
     def _reset(self) -> None:
         self._now = _Backward()
+        self._sparse.reset()
         for slot in self._slots.values():
             slot.sent = False
