@@ -155,17 +155,18 @@ class SparseExchange:
     ) -> list[list[_Rows]]:
         """Every rank's rows of each parameter; ``counts`` by rank, then by parameter."""
         sizes = [sum(slot.bytes(n) for slot, n in zip(slots, theirs, strict=True)) for theirs in counts]
-        room = torch.empty((len(counts), max(sizes)), dtype=torch.uint8)
+        longest = max(sizes)
+        room = torch.empty(len(counts) * longest, dtype=torch.uint8)
         found: list[list[_Rows]] = [[] for _ in slots]
-        for piece, theirs in zip(room, counts, strict=True):
-            start = 0
+        for rank, theirs in enumerate(counts):
+            start = rank * longest
             for slot, n, of_slot in zip(slots, theirs, found, strict=True):
-                rows, start = slot.windows(piece, start, n)
+                rows, start = slot.windows(room, start, n)
                 of_slot.append(rows)
         for of_slot, rows in zip(found, mine, strict=True):
             of_slot[self._backend.rank].indices.copy_(rows.indices)
             of_slot[self._backend.rank].values.copy_(rows.values)
-        if max(sizes) > 0:
+        if longest > 0:
             self._backend.all_gather_inplace(room)
         return found
 
