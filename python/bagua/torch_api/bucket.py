@@ -12,7 +12,7 @@ from bagua.lifecycle import torch_state
 
 from bagua.codecs import Compression, codec_arguments
 from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
-from .tensor import BaguaTensor, effective, layout_of, registration
+from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous
 
 
@@ -45,7 +45,8 @@ class BaguaBucket:
     With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the ranks of a host share,
     and reduce without a copy. All ranks of ``group`` (``None``: the default group) then build the bucket, in the same
     order; without any group the memory is private. With ``alignment`` > 1 a tensor of zeros is added where needed, so
-    that the number of elements can be divided by it.
+    that the number of elements can be divided by it. Lazy negations and conjugates (``is_neg()``, ``is_conj()``) are
+    resolved with ``flatten``, and a ValueError without.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class BaguaBucket:
             name = registration(tensor).name
             if layout_of(values) != values.stride():
                 raise ValueError(f"tensor {name!r} of bucket {self.name!r} has gaps in memory: flatten the bucket")
+            require_resolved(values, f"tensor {name!r} of bucket {self.name!r}, which is not flattened,")
             code = dtype_code(values, name)
             described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
         return described

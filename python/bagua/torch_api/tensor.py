@@ -74,6 +74,25 @@ def effective(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if getter is None else getter(tensor)
 
 
+def is_lazy_value(tensor: torch.Tensor) -> bool:
+    """True if its memory holds the negatives or conjugates of its values, which torch computes when it reads."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its values: the same one, or a copy where :func:`is_lazy_value`."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def require_resolved(tensor: torch.Tensor, what: str) -> None:
+    """ValueError where :func:`is_lazy_value`: the core would read the wrong values, and write wrong results."""
+    if is_lazy_value(tensor):
+        relation = "conjugate" if tensor.is_conj() else "negation"
+        raise ValueError(
+            f"{what} is the lazy {relation} of what its memory holds: call resolve_conj() and resolve_neg() on it"
+        )
+
+
 def forget(tensor: torch.Tensor) -> None:
     """Removes the registration."""
     _registrations.pop(tensor, None)
@@ -170,7 +189,10 @@ class BaguaTensor:
         return _as_tensor(self)
 
     def bagua_mark_communication_ready(self: Any) -> None:
-        """Its values are final for this step; its bucket is communicated once all of its tensors are ready."""
+        """Its values are final for this step; its bucket is communicated once all of its tensors are ready.
+
+        ValueError if they are a lazy negation or conjugate (``is_neg()``, ``is_conj()``).
+        """
         known = registration(self)
         if known.module_name is None:
             raise ValueError(f"Bagua tensor {known.name!r} belongs to no model: register it with a module_name")

@@ -14,7 +14,7 @@ import torch
 from ..bucket import BaguaBucket
 from ..data_parallel.backend import Backend
 from ..data_parallel.gradients import GradientExchange
-from ..process_group import ProcessGroup
+from ..process_group import ProcessGroup, ReduceOp
 
 
 class WrappedModel(Protocol):
@@ -60,6 +60,13 @@ class AlgorithmImpl:
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends the operations to a bucket."""
+
+    def sparse_op(self) -> ReduceOp | None:
+        """How sparse gradients are combined: SUM or AVG. ``None``: a model that has some is refused.
+
+        Asked once. The default hooks do it, after the buckets.
+        """
+        return None
 
     def init_forward_pre_hook(self, bagua_ddp: WrappedModel) -> Callable[[Any], None]:
         """Called with the model's inputs before each training forward."""

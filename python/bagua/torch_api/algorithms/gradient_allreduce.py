@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bucket import BaguaBucket
-from ..process_group import ProcessGroup
+from ..process_group import ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 
@@ -21,6 +21,10 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical, average=self.average, group=self.process_group
         )
+
+    def sparse_op(self) -> ReduceOp:
+        """The same for sparse gradients, whose rows are gathered; never inside hosts first."""
+        return ReduceOp.AVG if self.average else ReduceOp.SUM
 
 
 class GradientAllReduceAlgorithm(Algorithm):

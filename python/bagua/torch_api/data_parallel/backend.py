@@ -11,7 +11,7 @@ from bagua.lifecycle import torch_state
 
 from ..bucket import BaguaBucket
 from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
-from ..tensor import effective, registration
+from ..tensor import effective, registration, require_resolved
 
 _state = torch_state()
 
@@ -58,9 +58,10 @@ class Backend:
         return number
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
-        """A registered tensor has its final values for this step."""
-        values = effective(tensor)
-        self.mark_ready(self.number(registration(tensor).name), values.data_ptr(), values.numel())
+        """A registered tensor has its final values for this step. ValueError for a lazy negation or conjugate."""
+        values, name = effective(tensor), registration(tensor).name
+        require_resolved(values, f"tensor {name!r}")
+        self.mark_ready(self.number(name), values.data_ptr(), values.numel())
 
     def mark_ready(self, number: int, ptr: int | None = None, count: int | None = None) -> None:
         """The same by :meth:`number`. ``ptr`` is the address of the values, if it changed; they must live until the
@@ -79,6 +80,21 @@ class Backend:
         )
         return _present(handle)
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, by rank in the first dimension; in order with the buckets."""
+        everybody = tensor.new_empty((self.size, *tensor.shape))
+        everybody[self.rank] = tensor
+        self.all_gather_inplace(everybody)
+        return everybody
+
+    def all_gather_inplace(self, everybody: torch.Tensor) -> None:
+        """The same where this rank's is in its place already."""
+        code, count = DTYPES[everybody.dtype], everybody.numel() // self.size
+        handle = self._engine.run(
+            engine.ALL_GATHER, None, everybody.data_ptr(), count, code, async_op=True, keep=everybody
+        )
+        _present(handle).wait()
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, in order with the buckets."""
         code = DTYPES[tensor.dtype]
@@ -86,6 +102,11 @@ class Backend:
             engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root, async_op=True, keep=tensor
         )
         _present(handle).wait()
+
+    def reported(self, error: Exception) -> Exception:
+        """``error``, after the other ranks were told that this rank raises it: they would wait for it otherwise."""
+        self.communicator.raw.raise_(type(error).__name__, str(error))
+        return error
 
     def shutdown(self) -> None:
         """Ends the communication thread. May be called twice."""

@@ -17,7 +17,7 @@ from ..process_group import Communicator, check_on_cpu
 _PIECE = 64 << 20
 
 #: Every dtype's elements start at a multiple of this in a packed message.
-_ALIGN = 16
+ALIGN = 16
 
 
 def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exception | None = None) -> None:
@@ -75,7 +75,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     for tensor in tensors:
         starts.append(end)
         size = tensor.numel() * tensor.element_size()
-        end += size + -size % _ALIGN
+        end += size + -size % ALIGN
     return torch.empty(end, dtype=torch.uint8), starts
 
 

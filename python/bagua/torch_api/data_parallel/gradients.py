@@ -2,7 +2,8 @@
 
 With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after
 ``zero_grad()``, which drops it) is copied there once and then replaced by its place in the bucket. Without, the core
-works on the gradient's own memory.
+works on the gradient's own memory. A gradient that is a lazy negation or conjugate (``is_neg()``, ``is_conj()``) on
+this rank is resolved first, in a copy.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, layout_of, registration
+from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
+from .sparse import SparseExchange
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -69,22 +71,27 @@ class GradientExchange:
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
+        sparse: SparseExchange,
     ) -> None:
         self._backend = backend
         self._module_name = module_name
-        self._parameters = list(parameters)
+        self._parameters = [(name, param) for name, param in parameters if name not in sparse]
+        self._sparse = sparse
         self._find_unused = find_unused
         self._slots: dict[str, _Slot] = {}
         self._now = _Backward()
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
+        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first.
+
+        Without those whose gradients are sparse, which have no place in a bucket.
+        """
         self._slots = {}
         tensors = []
         for name, param in reversed(self._parameters):
             had_grad = param.grad is not None
-            if param.grad is not None and layout_of(param.grad) != param.grad.stride():
-                param.grad = param.grad.contiguous()
+            if param.grad is not None and (is_lazy_value(param.grad) or layout_of(param.grad) != param.grad.stride()):
+                param.grad = resolved(param.grad).contiguous()
             BaguaTensor.bagua_ensure_grad(param)
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
             self._slots[name] = _Slot(name, param, had_grad)
@@ -109,6 +116,9 @@ class GradientExchange:
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:
         """A gradient is complete on this rank: hands it to the engine."""
+        if name in self._sparse:
+            self._sparse.arrived(name)
+            return
         slot = self._slots.get(name)
         if slot is None:
             return
@@ -126,7 +136,13 @@ class GradientExchange:
                 f"the gradient of {slot.name!r} was removed by another hook before it could be communicated"
             )
         if grad.layout != torch.strided:
-            raise NotImplementedError(f"the gradient of {slot.name!r} is {grad.layout}: only dense gradients exist yet")
+            raise self._backend.reported(
+                NotImplementedError(
+                    f"the gradient of {slot.name!r} of model {self._module_name!r} is {grad.layout} on rank "
+                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules that had sparse=True at "
+                    "with_bagua can have sparse gradients"
+                )
+            )
         slot.sent = True
         if slot.view is not None:
             self._into_view(slot, slot.view, grad)
@@ -135,7 +151,8 @@ class GradientExchange:
             self._mark(slot, self._own_memory(slot, grad))
 
     def _into_view(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
-        if grad is view or (grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()):
+        same_memory = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+        if grad is view or (same_memory and not is_lazy_value(grad)):
             return
         with torch.no_grad():
             view.copy_(grad)
@@ -148,7 +165,14 @@ class GradientExchange:
     def _own_memory(self, slot: _Slot, grad: torch.Tensor) -> torch.Tensor:
         wire = grad.detach()
         expected = slot.param.stride() if layout_of(slot.param) == slot.param.stride() else layout_of(grad)
-        if grad.stride() != expected or grad.dtype != slot.param.dtype or layout_of(grad) != grad.stride():
+        if (
+            grad.stride() != expected
+            or grad.dtype != slot.param.dtype
+            or layout_of(grad) != grad.stride()
+            # The core reads memory, and torch's lazy negation and conjugate change no memory: without a copy, the
+            # gradients of the ranks that have one would be averaged with the wrong sign.
+            or is_lazy_value(grad)
+        ):
             # The other ranks expect the parameter's layout.
             with torch.no_grad():
                 wire = torch.empty_like(slot.param, requires_grad=False).copy_(grad)
@@ -173,8 +197,9 @@ class GradientExchange:
         """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
         try:
             unused = self._rest()
-            if unused and not self._find_unused:
-                raise self._unused(unused)
+            names = [slot.name for slot in unused] + self._sparse.unused(self._now.touched)
+            if names and not self._find_unused:
+                raise self._unused(names)
             if self._now.failure is not None:
                 raise self._now.failure
             if self._find_unused:
@@ -184,6 +209,7 @@ class GradientExchange:
             for grad, wire in self._now.write_back:
                 # Not through autograd: the values are averaged, the graph stays that of this rank.
                 grad.data.copy_(wire)
+            self._sparse.exchange(self._now.touched)
         finally:
             self._reset()
 
@@ -199,15 +225,16 @@ class GradientExchange:
                 unused.append(slot)
         return unused
 
-    def _unused(self, unused: Sequence[_Slot]) -> BaguaError:
-        names = ", ".join(repr(slot.name) for slot in unused)
-        error = BaguaError(
-            f"no gradient for {names} of model {self._module_name!r} in this backward on rank {self._backend.rank}: "
-            "the loss does not depend on them; pass find_unused_parameters=True to with_bagua if that is meant"
-        )
+    def _unused(self, unused: Sequence[str]) -> Exception:
+        names = ", ".join(map(repr, unused))
         # The others wait for buckets that will never be complete.
-        self._backend.communicator.raw.raise_(type(error).__name__, str(error))
-        return error
+        return self._backend.reported(
+            BaguaError(
+                f"no gradient for {names} of model {self._module_name!r} in this backward on rank "
+                f"{self._backend.rank}: the loss does not depend on them; pass find_unused_parameters=True to "
+                "with_bagua if that is meant"
+            )
+        )
 
     def _wait_and_agree(self, unused: Sequence[_Slot]) -> None:
         before: dict[str, torch.Tensor | None] = {}
@@ -235,5 +262,6 @@ class GradientExchange:
 
     def _reset(self) -> None:
         self._now = _Backward()
+        self._sparse.reset()
         for slot in self._slots.values():
             slot.sent = False

@@ -17,12 +17,13 @@ from bagua.lifecycle import torch_state
 from .. import env
 from ..algorithms.base import Algorithm
 from ..bucket import BaguaBucket
-from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
+from ..process_group import Communicator, ProcessGroup, ReduceOp, check_on_cpu, dtype_code
 from ..tensor import forget
 from . import backend as backends
 from . import bucketing
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal
 from .gradients import GradientExchange
+from .sparse import SparseExchange, sparse_parameters
 
 # The wrapped model that communicates a parameter's gradient.
 _owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = torch_state().gradient_owners
@@ -151,9 +152,21 @@ class BaguaDistributedDataParallel:
         self._agree(module, algorithm)
         self.bagua_algorithm = algorithm.reify(process_group)
         self._tracked = self.bagua_build_params()
+        sparse, op = sparse_parameters(module, self._tracked), self.bagua_algorithm.sparse_op()
+        if sparse and op is None:
+            raise NotImplementedError(
+                f"parameter {sparse[0][0]!r} has sparse gradients, "
+                f"which {type(algorithm).__name__} does not communicate yet"
+            )
         self.backend = backends.Backend(name, process_group)
         backends.adopt(self.backend)
-        self.gradients = GradientExchange(self.backend, name, self._tracked, find_unused_parameters)
+        self.gradients = GradientExchange(
+            self.backend,
+            name,
+            self._tracked,
+            find_unused_parameters,
+            SparseExchange(self.backend, name, sparse, op or ReduceOp.SUM),
+        )
         try:
             self._init_algorithm()
             self._hook(module)
@@ -191,6 +204,7 @@ class BaguaDistributedDataParallel:
                 f"find_unused_parameters={self.find_unused_parameters}, broadcast_buffers={self.broadcast_buffers}, "
                 f"bucket_size={self.bucket_size}",
                 f"optimizers {kinds}",
+                f"sparse gradients of {[name for name, _ in sparse_parameters(module, self.bagua_build_params())]}",
                 *(describe(kind, name, tensor) for kind, name, tensor in self._state(module)),
             ]
         except Exception as found:
@@ -312,8 +326,7 @@ class BaguaDistributedDataParallel:
             "only backward() communicates"
         )
         # The others wait for this rank's gradients.
-        self._communicator.raw.raise_(type(error).__name__, str(error))
-        raise error
+        raise self.backend.reported(error)
 
     def _after_backward(self) -> None:
         # None outside of any node, which its type does not say.
@@ -386,11 +399,6 @@ def _ignored(module: torch.nn.Module) -> frozenset[str]:
 
 
 def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
-            raise NotImplementedError(
-                f"module {name!r} has sparse gradients: only dense gradients can be communicated yet"
-            )
     for name, param in module.named_parameters():
         if name in ignored:
             continue

@@ -13,6 +13,7 @@ use crate::memory::prefetch::prefetch_write;
 /// without prefetching, fewer lines are in flight from the peer's cache at a time. Measured on two Intel cores, 1 MiB of each type,
 /// against float32 without prefetching: bfloat16 took 1.28 times as long and takes 1.03, float16 1.15 and 1.03, float32 itself 0.95;
 /// with 512 bytes or a block at a time 1.14 and more, with 2 KiB the same. For AMD processors see `zen4`.
+#[cfg(target_arch = "x86_64")]
 pub(super) const PREFETCH: usize = 1024;
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -46,6 +47,7 @@ impl Work<'_, '_> {
     }
 
     /// False where results go to one place that does not begin with a cache line.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn is_aligned(&self) -> bool {
         match self {
             Work::Into { out, .. } => out.as_ptr().addr().is_multiple_of(LINE),

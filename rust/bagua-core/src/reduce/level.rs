@@ -8,8 +8,7 @@ use super::avx512::{Avx512, Bf16x32, F16x32};
 use super::element::F16 as F16x8;
 #[cfg(not(target_arch = "x86_64"))]
 use super::element::{
-    Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, C64, C128, F16 as F16x32, F16 as ZenF16, F32 as F32x16,
-    F32 as ZenF32,
+    Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, F16 as F16x32, F16 as ZenF16, F32 as F32x16, F32 as ZenF32,
 };
 use super::element::{Bf16, Bool, C64, C128, Element, F16, F32, F64, I8, I32, I64, U8};
 use super::kernel::Work;

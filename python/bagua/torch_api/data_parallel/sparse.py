@@ -1,0 +1,208 @@
+"""Sparse gradients: the rows of Embedding and EmbeddingBag weights that the ranks' samples touched, combined over all
+ranks.
+
+A model's sparse parameters are known before the first backward and equal on all ranks. Each backward runs one
+all_gather of row counts and, if any rank has a row, one of the rows, padded to the rank with most bytes. So all ranks
+call the same collectives, whichever parameters a rank used and however many rows it has. Every rank then adds all rows
+itself, in rank order as the dense collectives do: the results are bitwise equal on all ranks.
+
+They run after backward: the number of rows is known only then, and the buckets of dense gradients go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bagua.errors import BaguaError
+
+from ..process_group import ReduceOp
+from ..tensor import resolved
+from .backend import Backend
+from .consistency import ALIGN
+
+# Rows are added in these, and rounded once, as in the core's reductions.
+_ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+_INDEX = torch.int64
+
+
+def sparse_parameters(
+    module: torch.nn.Module, parameters: Sequence[tuple[str, torch.nn.Parameter]]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those of ``parameters`` that are the weight of an Embedding or EmbeddingBag with ``sparse=True``."""
+    weights = {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse
+    }
+    return [(name, param) for name, param in parameters if id(param) in weights]
+
+
+@dataclass
+class _Rows:
+    """The rows of one parameter's gradient on one rank."""
+
+    # Row numbers, ascending and without repetition.
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass
+class _Slot:
+    """One sparse parameter."""
+
+    name: str
+    param: torch.nn.Parameter
+    # It got a gradient in this backward.
+    arrived: bool = False
+
+    def none(self) -> _Rows:
+        return _Rows(torch.empty(0, dtype=_INDEX), torch.empty((0, *self.param.shape[1:]), dtype=self.param.dtype))
+
+    def windows(self, room: torch.Tensor, start: int, rows: int) -> tuple[_Rows, int]:
+        """This parameter's rows in a message of bytes from ``start`` on, and where the next parameter's begin."""
+        shape = (rows, *self.param.shape[1:])
+        indices, start = _window(room, start, (rows,), _INDEX)
+        values, start = _window(room, start, shape, self.param.dtype)
+        return _Rows(indices, values), start
+
+    def bytes(self, rows: int) -> int:
+        """Length of ``rows`` rows in a message."""
+        row = self.param.shape[1:].numel() * self.param.element_size()
+        return _aligned(rows * _INDEX.itemsize) + _aligned(rows * row)
+
+
+class SparseExchange:
+    """The sparse gradients of one model. ``op`` is SUM or AVG."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        module_name: str,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        op: ReduceOp,
+    ) -> None:
+        self._backend = backend
+        self._module_name = module_name
+        self._slots = {name: _Slot(name, param) for name, param in parameters}
+        self._divisor = backend.size if op is ReduceOp.AVG else 1
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def arrived(self, name: str) -> None:
+        """A gradient is complete on this rank. A second one in the same backward (re-entrant checkpoints) is added by
+        autograd and goes with the first.
+        """
+        self._slots[name].arrived = True
+
+    def unused(self, touched: Collection[str]) -> list[str]:
+        """Parameters without a gradient to send: none came in this backward, nor under no_sync before (``touched``)."""
+        return [slot.name for slot in self._slots.values() if not self._is_used(slot, touched)]
+
+    def _is_used(self, slot: _Slot, touched: Collection[str]) -> bool:
+        return slot.arrived or (slot.name in touched and slot.param.grad is not None)
+
+    def exchange(self, touched: Collection[str]) -> None:
+        """Replaces each gradient by the combination of all ranks'; collective.
+
+        A parameter that no rank used keeps what it had. One that this rank did not use counts with its old gradient if
+        it has one, and with no rows otherwise.
+        """
+        if not self._slots:
+            return
+        slots = list(self._slots.values())
+        used = [self._is_used(slot, touched) for slot in slots]
+        mine = [self._rows_of(slot, is_used) for slot, is_used in zip(slots, used, strict=True)]
+        counts = torch.tensor([[int(u), len(rows.indices)] for u, rows in zip(used, mine, strict=True)], dtype=_INDEX)
+        table: list[list[list[int]]] = self._backend.all_gather(counts).tolist()
+        # All ranks agree on the table, and so on everything that follows from it.
+        live = [i for i in range(len(slots)) if any(theirs[i][0] for theirs in table)]
+        rows = self._gather([slots[i] for i in live], [mine[i] for i in live], [[t[i][1] for i in live] for t in table])
+        for slot, parts in zip([slots[i] for i in live], rows, strict=True):
+            self._replace(slot.param, _combined(parts, slot.param, self._divisor))
+
+    def _rows_of(self, slot: _Slot, is_used: bool) -> _Rows:
+        grad, param = slot.param.grad, slot.param
+        if grad is None:
+            if is_used:
+                raise self._backend.reported(
+                    BaguaError(
+                        f"the gradient of {slot.name!r} was removed by another hook before it could be communicated"
+                    )
+                )
+            return slot.none()
+        if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
+            kind = (
+                "dense" if grad.layout == torch.strided else f"{grad.layout} with {grad.sparse_dim()} sparse dimensions"
+            )
+            raise self._backend.reported(
+                NotImplementedError(
+                    f"the gradient of {slot.name!r} of model {self._module_name!r} is {kind} on rank "
+                    f"{self._backend.rank}, but sparse=True of its embedding announced sparse rows: a weight that "
+                    "another module or operation uses too needs sparse=False"
+                )
+            )
+        grad = grad.detach().coalesce()
+        # The message holds the values, not what torch would compute them from.
+        return _Rows(grad.indices()[0], resolved(grad.values()).to(param.dtype))
+
+    def _gather(
+        self, slots: Sequence[_Slot], mine: Sequence[_Rows], counts: Sequence[Sequence[int]]
+    ) -> list[list[_Rows]]:
+        """Every rank's rows of each parameter; ``counts`` by rank, then by parameter."""
+        sizes = [sum(slot.bytes(n) for slot, n in zip(slots, theirs, strict=True)) for theirs in counts]
+        longest = max(sizes)
+        room = torch.empty(len(counts) * longest, dtype=torch.uint8)
+        found: list[list[_Rows]] = [[] for _ in slots]
+        for rank, theirs in enumerate(counts):
+            start = rank * longest
+            for slot, n, of_slot in zip(slots, theirs, found, strict=True):
+                rows, start = slot.windows(room, start, n)
+                of_slot.append(rows)
+        for of_slot, rows in zip(found, mine, strict=True):
+            of_slot[self._backend.rank].indices.copy_(rows.indices)
+            of_slot[self._backend.rank].values.copy_(rows.values)
+        if longest > 0:
+            self._backend.all_gather_inplace(room)
+        return found
+
+    def _replace(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        if param.grad is not None and param.grad.requires_grad:
+            # create_graph=True: the values are combined, the graph stays that of this rank.
+            param.grad.data = grad
+        else:
+            param.grad = grad
+
+    def reset(self) -> None:
+        """A backward has ended, or never will."""
+        for slot in self._slots.values():
+            slot.arrived = False
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGN
+
+
+def _window(room: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return room[start : start + size].view(dtype).view(shape), start + _aligned(size)
+
+
+def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: int) -> torch.Tensor:
+    """A coalesced gradient: the sum of all ranks' rows in rank order, then divided."""
+    touched, places = torch.unique(torch.cat([rows.indices for rows in parts]), return_inverse=True)
+    dtype = _ACCUMULATED_IN.get(param.dtype, param.dtype)
+    total = torch.zeros((len(touched), *param.shape[1:]), dtype=dtype)
+    for rows, place in zip(parts, places.split([len(rows.indices) for rows in parts]), strict=True):
+        # No row comes twice on one rank, so no order of additions is left to the number of threads.
+        total.index_add_(0, place, rows.values.to(dtype))
+    if divisor > 1:
+        total /= divisor
+    # torch counts the rows in order and once: nothing is left to coalesce or to check.
+    return torch.sparse_coo_tensor(
+        touched.unsqueeze(0), total.to(param.dtype), param.shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,0 +1,294 @@
+"""Complex tensors, and tensors whose memory holds the negatives or conjugates of their values."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua.torch_api as bagua
+from bagua.torch_api import ReduceOp
+from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+
+STEPS = 5
+COMPLEX = (torch.complex64, torch.complex128)
+TOLERANCE = {torch.complex64: 1e-6, torch.complex128: 1e-14}
+
+#: What a rank's gradient becomes lazily, and the same in NumPy.
+LAZY: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor], Callable[[np.ndarray], np.ndarray]]] = {
+    "conjugate": (torch.complex64, torch.Tensor.conj, np.conj),
+    "negation": (torch.float32, torch._neg_view, np.negative),
+    "negation of complex": (torch.complex128, torch._neg_view, np.negative),
+    "conjugate and negation": (torch.complex64, lambda g: torch._neg_view(g.conj()), lambda g: -np.conj(g)),
+}
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+class Filter(torch.nn.Module):
+    """Complex layers, of which one has a weight that is used as its conjugate too, so that its gradient may be lazy."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 4, dtype=dtype)
+        self.factor = torch.nn.Parameter(torch.randn(4, dtype=dtype))
+        self.last = torch.nn.Linear(4, 3, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x) * self.factor.conj())
+        return y
+
+
+def train(model: torch.nn.Module, parameters: list[torch.nn.Parameter], dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Steps on data of this rank; the final parameters in one tensor."""
+    optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+    data = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(6, 5, dtype=dtype, generator=data)).abs().square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def complex_parameters_train_as_under_torch(rank: int) -> None:
+    size = bagua.get_world_size()
+    for dtype in COMPLEX:
+        torch.manual_seed(5)
+        first = Filter(dtype)
+        theirs = copy.deepcopy(first)
+        expected = train(DistributedDataParallel(theirs), list(theirs.parameters()), dtype, rank)
+        start = torch.cat([parameter.detach().flatten() for parameter in first.parameters()])
+        assert (expected - start).abs().max() > 0.01
+        for do_flatten, bucket_size in itertools.product((True, False), (None, 1)):
+            ours = copy.deepcopy(first)
+            ours.with_bagua(
+                [], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten, bucket_size=bucket_size
+            )
+            found = train(ours, list(ours.parameters()), dtype, rank)
+            assert same_everywhere(found)
+            # Two summands have one order only; with more, gloo's differs from ours.
+            difference = float((found - expected).abs().max())
+            assert difference == 0 if size == 2 else difference <= TOLERANCE[dtype], (dtype, do_flatten, difference)
+
+
+class Product(torch.nn.Module):
+    """The real part of the sum of weight * x, whose gradient is the conjugate of x."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = (self.weight * x).real.sum()
+        return y
+
+
+def inputs(dtype: torch.dtype, step: int) -> list[torch.Tensor]:
+    """What each rank's weight is multiplied by."""
+    return [
+        torch.randn(2, 3, dtype=dtype, generator=torch.Generator().manual_seed(10 * rank + step))
+        for rank in range(bagua.get_world_size())
+    ]
+
+
+def a_gradient_that_is_lazy_on_one_rank_is_averaged_by_value(rank: int) -> None:
+    size = bagua.get_world_size()
+    last = size - 1
+    seen: list[bool] = []
+    for (dtype, lazily, plainly), do_flatten, set_to_none, find_unused, create_graph in itertools.product(
+        LAZY.values(), (True, False), (True, False), (True, False), (True, False)
+    ):
+        model = Product(dtype)
+        if rank == last:
+            model.weight.register_hook(lazily)
+        model.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(is_lazy(weight.grad)))
+        model.with_bagua(
+            [],
+            bagua.algorithms.GradientAllReduceAlgorithm(),
+            do_flatten=do_flatten,
+            find_unused_parameters=find_unused,
+        )
+        for step in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            xs = inputs(dtype, step)
+            model(xs[rank]).backward(create_graph=create_graph)
+            arrays = [np.conj(x.numpy()) for x in xs]
+            arrays[last] = plainly(arrays[last])
+            expected = sum(arrays) / size
+            found = model.weight.grad
+            assert found is not None
+            assert same_everywhere(found.detach().resolve_conj().resolve_neg())
+            np.testing.assert_allclose(found.detach().resolve_conj().resolve_neg().numpy(), expected, rtol=1e-5)
+    assert any(seen) == (rank == last), "the gradient of the last rank alone must have been lazy"
+
+
+def a_hook_may_leave_the_gradient_lazy_in_its_own_memory(rank: int) -> None:
+    size = bagua.get_world_size()
+    for (dtype, lazily, plainly), do_flatten in itertools.product(LAZY.values(), (True, False)):
+        model = Product(dtype)
+        same_memory = []
+
+        def conjugate(weight: torch.Tensor, lazily=lazily, same_memory=same_memory) -> None:
+            assert weight.grad is not None
+            before, weight.grad = weight.grad.data_ptr(), lazily(weight.grad)
+            same_memory.append(is_lazy(weight.grad) and weight.grad.data_ptr() == before)
+
+        if rank == 0:
+            model.weight.register_post_accumulate_grad_hook(conjugate)
+        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
+        for step in range(3):
+            # The gradient stays where it is, in the memory of the bucket if there is one.
+            model.zero_grad(set_to_none=False)
+            xs = inputs(dtype, step)
+            model(xs[rank]).backward()
+            arrays = [np.conj(x.numpy()) for x in xs]
+            expected = (plainly(arrays[0]) + sum(arrays[1:])) / size
+            found = model.weight.grad
+            assert found is not None
+            np.testing.assert_allclose(found.resolve_conj().resolve_neg().numpy(), expected, rtol=1e-5)
+        # Without a bucket's memory it stays lazy, and the hook of the second step makes it plain again.
+        assert same_memory == ([True, do_flatten, True] if rank == 0 else [])
+
+
+def lazy_gradients_accumulate_under_no_sync(rank: int) -> None:
+    size = bagua.get_world_size()
+    for do_flatten in (True, False):
+        model = Product(torch.complex64)
+        if rank == 0:
+            model.weight.register_hook(torch.Tensor.conj)
+        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
+        first, second = inputs(torch.complex64, 0), inputs(torch.complex64, 1)
+        with model.bagua_ddp.no_sync():
+            model(first[rank]).backward()
+            assert model.weight.grad.is_conj() == (rank == 0)
+        model(second[rank]).backward()
+        arrays = [np.conj((a + b).numpy()) for a, b in zip(first, second, strict=True)]
+        expected = (np.conj(arrays[0]) + sum(arrays[1:])) / size
+        np.testing.assert_allclose(model.weight.grad.resolve_conj().numpy(), expected, rtol=1e-5)
+
+
+def a_gradient_from_before_with_bagua_may_be_lazy(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = Product(torch.complex64)
+        model.weight.grad = torch.full((2, 3), 1 + 2j).conj()
+        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
+        model(torch.full((2, 3), rank * 1j)).backward()
+        mean = (bagua.get_world_size() - 1) / 2
+        torch.testing.assert_close(model.weight.grad.resolve_conj(), torch.full((2, 3), 1 - 2j - mean * 1j))
+
+
+def parameters_that_are_lazy_start_equal(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = Product(torch.complex64)
+        start = torch.full((2, 3), 1 + (rank + 1) * 1j)
+        model.weight = torch.nn.Parameter(start.conj() if rank == 0 else start)
+        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
+        assert torch.equal(model.weight.detach().resolve_conj(), torch.full((2, 3), 1 - 1j))
+        model(torch.full((2, 3), rank * 1j)).backward()
+        mean = (bagua.get_world_size() - 1) / 2
+        torch.testing.assert_close(model.weight.grad.resolve_conj(), torch.full((2, 3), -mean * 1j))
+
+
+def an_undefined_reduction_on_one_rank_disturbs_nobody(rank: int) -> None:
+    size = bagua.get_world_size()
+    for dtype, op in itertools.product(COMPLEX, (ReduceOp.MIN, ReduceOp.MAX)):
+        tensor, room = torch.ones(size, dtype=dtype), torch.ones(1, dtype=dtype)
+        refused = f"{op.name} of {str(dtype).removeprefix('torch.')} is not defined"
+        if rank == 0:
+            with pytest.raises(TypeError, match=refused):
+                bagua.allreduce(tensor, tensor.clone(), op)
+            with pytest.raises(TypeError, match=refused):
+                bagua.reduce_inplace(tensor, 0, op)
+            with pytest.raises(TypeError, match=refused):
+                bagua.reduce_scatter(tensor, room, op)
+        assert torch.equal(tensor, torch.ones_like(tensor))
+        bagua.allreduce_inplace(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, size))
+
+
+def reductions_of_complex_shards_equal_numpy(rank: int) -> None:
+    size = bagua.get_world_size()
+    for dtype, (op, combine) in itertools.product(
+        COMPLEX, ((ReduceOp.SUM, np.add), (ReduceOp.AVG, np.add), (ReduceOp.PRODUCT, np.multiply))
+    ):
+        everybody = [
+            torch.randn(3 * size, dtype=dtype, generator=torch.Generator().manual_seed(r)) for r in range(size)
+        ]
+        expected = everybody[0].numpy().astype(np.complex128)
+        for other in everybody[1:]:
+            expected = combine(expected, other.numpy())
+        expected = expected / size if op is ReduceOp.AVG else expected
+        shard = torch.zeros(3, dtype=dtype)
+        # Half of the ranks send a lazy conjugate of the conjugate.
+        mine = everybody[rank].conj().resolve_conj().conj() if rank % 2 else everybody[rank]
+        bagua.reduce_scatter(mine, shard, op)
+        tolerance = 1e-5 if dtype is torch.complex64 else 1e-13
+        np.testing.assert_allclose(shard.numpy(), expected[3 * rank : 3 * rank + 3], rtol=tolerance)
+        whole = torch.zeros(3 * size, dtype=dtype)
+        bagua.reduce(mine, whole, size - 1, op)
+        np.testing.assert_allclose(whole.numpy(), expected if rank == size - 1 else 0 * expected, rtol=tolerance)
+
+
+def lazy_values_of_buckets_are_resolved_or_refused(rank: int) -> None:
+    for lazily in (torch.Tensor.conj, torch._neg_view):
+        values = lazily(torch.full((3,), 1 + 2j * (rank + 1)))
+        plain = values.resolve_conj().resolve_neg().clone()
+        values.ensure_bagua_tensor("values", f"lazy {lazily.__name__}")
+        with pytest.raises(ValueError, match="'values' of bucket 'b', which is not flattened, is the lazy"):
+            bagua.bucket.BaguaBucket([values], "b", flatten=False)
+        bucket = bagua.bucket.BaguaBucket([values], "b", flatten=True)
+        assert torch.equal(bucket.flattened_tensor(), plain)
+        assert not is_lazy(values)
+        assert torch.equal(values, plain)
+
+
+def lazy_values_cannot_be_marked_ready(rank: int) -> None:
+    for lazily in (torch.Tensor.conj, torch._neg_view):
+        model = f"lazy mark {lazily.__name__}"
+        now = [torch.full((3,), 1 + 2j)]
+        tensor = torch.zeros(3, dtype=torch.complex64)
+        tensor.ensure_bagua_tensor("values", model, lambda _, now=now: now[0])
+        bucket = bagua.bucket.BaguaBucket([tensor], "b", flatten=False).append_centralized_synchronous_op(average=False)
+        backend = bagua.communication.get_backend(model)
+        backend.register_ordered_buckets([bucket])
+        now[0] = lazily(torch.full((3,), 1 + 2j))
+        with pytest.raises(
+            ValueError, match=r"tensor 'values' is the lazy .* call resolve_conj\(\) and resolve_neg\(\)"
+        ):
+            tensor.bagua_mark_communication_ready()
+        value = now[0].resolve_conj().resolve_neg()[0].item()
+        now[0] = now[0].resolve_conj().resolve_neg()
+        tensor.bagua_mark_communication_ready()
+        assert backend.wait_pending_comm_ops() == 1
+        assert now[0].tolist() == [value * bagua.get_world_size()] * 3
+
+
+CASES: list[Case] = [
+    complex_parameters_train_as_under_torch,
+    a_gradient_that_is_lazy_on_one_rank_is_averaged_by_value,
+    a_hook_may_leave_the_gradient_lazy_in_its_own_memory,
+    lazy_gradients_accumulate_under_no_sync,
+    a_gradient_from_before_with_bagua_may_be_lazy,
+    parameters_that_are_lazy_start_equal,
+    an_undefined_reduction_on_one_rank_disturbs_nobody,
+    reductions_of_complex_shards_equal_numpy,
+    lazy_values_of_buckets_are_resolved_or_refused,
+    lazy_values_cannot_be_marked_ready,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int) -> None:
+    check(run, size, case)
