@@ -23,7 +23,7 @@ import numpy
 from bagua import engine
 from bagua import group as groups
 from bagua.arrays import Array, Memory, memory_of
-from bagua.codecs import Compression, codec_arguments
+from bagua.codecs import Compression, raw_codec
 
 __all__ = ["Bucket", "Engine"]
 
@@ -86,13 +86,13 @@ class Bucket:
         `error_feedback` adds what encoding lost to the next step's values; it is kept in `error`. All ranks must give
         the same. TypeError for elements that the codec does not encode, ValueError for error feedback without a codec.
         """
-        codec = codec_arguments(compression)
+        codec = raw_codec(compression)
         if codec is None:
             if error_feedback:
                 raise ValueError(f"bucket '{self.name}': error_feedback without compression has nothing to feed back")
             self._raw.append_centralized(average, hierarchical, False)
             return self
-        self._raw.append_compressed(*codec, average, hierarchical, error_feedback)
+        self._raw.append_compressed(codec, average, hierarchical, error_feedback)
         if error_feedback:
             count = sum(memory.count for memory in self._memory.values())
             self.error = numpy.zeros(count, dtype=numpy.float32)

@@ -10,7 +10,7 @@ import torch
 from bagua import engine
 from bagua.lifecycle import torch_state
 
-from bagua.codecs import Compression, codec_arguments
+from bagua.codecs import Compression, raw_codec
 from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous
@@ -156,6 +156,16 @@ class BaguaBucket:
                 offset += part.numel()
         return flat
 
+    def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a flat tensor with the bucket's elements (padding may be left out), by the names of its tensors."""
+        parts, offset = {}, 0
+        for tensor, values in zip(self.tensors, self._registered, strict=False):
+            parts[registration(tensor).name] = flat.as_strided(
+                values.shape, layout_of(values), flat.storage_offset() + offset
+            )
+            offset += values.numel()
+        return parts
+
     def check_flatten(self) -> bool:
         """True if the effective tensors lie one after the other in memory."""
         return check_contiguous(self._effective())
@@ -200,7 +210,7 @@ class BaguaBucket:
         ``scattergather=True``, else ValueError; TypeError for elements that the codec does not encode.
         ``error_feedback`` adds what encoding lost to the next step's values; it is kept in :attr:`error`.
         """
-        codec = codec_arguments(compression)
+        codec = raw_codec(compression)
         if codec is None:
             if error_feedback:
                 raise ValueError(f"bucket {self.name!r}: error_feedback without compression has nothing to feed back")
@@ -208,10 +218,28 @@ class BaguaBucket:
         else:
             if not scattergather:
                 raise ValueError(f"bucket {self.name!r}: compression needs scattergather=True")
-            self.backend_bucket.append_compressed(*codec, average, hierarchical, error_feedback)
+            self.backend_bucket.append_compressed(codec, average, hierarchical, error_feedback)
             if error_feedback:
-                self.error = torch.zeros(sum(effective(t).numel() for t in self.tensors), dtype=torch.float32)
+                count = sum(values.numel() for _, values in zip(self.tensors, self._registered, strict=False))
+                self.error = torch.zeros(count, dtype=torch.float32)
                 self._attach("error", self.error)
+        self._group = group or self._group
+        return self
+
+    def append_automatic_op(
+        self,
+        compression: Compression,
+        hierarchical: bool = False,
+        average: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> BaguaBucket:
+        """Sums or averages the tensors over all ranks, through the codec or without it: the ranks time both ways in the
+        first 10 communications of every 1,000, and keep the faster. ``backend_bucket.choice()`` is the codec, or "".
+        """
+        codec = raw_codec(compression)
+        if codec is None:
+            raise ValueError(f"bucket {self.name!r}: there is no choice without a compression")
+        self.backend_bucket.append_automatic(codec, average, hierarchical)
         self._group = group or self._group
         return self
 
@@ -256,13 +284,13 @@ class BaguaBucket:
         knows of them: each of the bucket's dtype and number of elements, else ValueError, and initially the values that
         the member it stands for begins with. ``hierarchical``: the members are hosts, with the means of their ranks.
         """
-        codec = codec_arguments(compression)
+        codec = raw_codec(compression)
         if codec is None:
             raise ValueError(f"bucket {self.name!r}: a low-precision operation needs a compression")
         replicas = {"weight": weight, "left_peer_weight": left_peer_weight, "right_peer_weight": right_peer_weight}
         for name, replica in replicas.items():
             self._check_length(name, replica)
-        self.backend_bucket.append_low_precision_decentralized(*codec, hierarchical)
+        self.backend_bucket.append_low_precision_decentralized(codec, hierarchical)
         for name, replica in replicas.items():
             self._attach(name, replica)
         self._group = group or self._group

@@ -4,19 +4,19 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_core::bucket;
-use bagua_core::codec::{self, CodecOption};
 use bagua_core::collective::gossip::PeerSelection;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::op::{
-    CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor, LowPrecisionDecentralizedOp, Op,
+    AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor, LowPrecisionDecentralizedOp, Op,
 };
 use bagua_core::types::DType;
 use bagua_core::wait::{lock, wait_in_slices};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
+use crate::codec::Codec;
 use crate::errors::{self, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::interrupt;
@@ -124,25 +124,6 @@ pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
     })
 }
 
-/// The value of an option of a codec: an int or a float.
-#[derive(FromPyObject)]
-pub enum OptionValue {
-    Int(i64),
-    Float(f64),
-}
-
-/// A codec by its name and options.
-pub fn codec_of(name: &str, options: Vec<(String, OptionValue)>) -> Result<Arc<dyn codec::Codec>> {
-    let given: Vec<_> = options
-        .into_iter()
-        .map(|(option, value)| match value {
-            OptionValue::Int(value) => (option, CodecOption::Int(value)),
-            OptionValue::Float(value) => (option, CodecOption::Float(value)),
-        })
-        .collect();
-    codec::by_name(name, &given)
-}
-
 /// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
 ///
 /// The caller promises that the addresses stay valid as long as the bucket is registered with an engine.
@@ -210,21 +191,31 @@ impl Bucket {
     /// Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error": a float32 for each element, padding left
     /// out.
     ///
-    /// Raises ValueError for an unknown codec or an option out of its range, TypeError for an unknown option or an element type
-    /// that the codec does not encode.
-    #[pyo3(signature = (codec, options, average, hierarchical, error_feedback))]
+    /// Raises TypeError for an element type that the codec does not encode, ValueError for a codec whose options do not fit the
+    /// number of elements.
     fn append_compressed(
         &self,
         py: Python<'_>,
-        codec: &str,
-        options: Vec<(String, OptionValue)>,
+        codec: &Codec,
         average: bool,
         hierarchical: bool,
         error_feedback: bool,
     ) -> PyResult<()> {
+        self.append(py, || Ok(Arc::new(CompressedOp::new(codec.core(), average, hierarchical, error_feedback))))
+    }
+
+    /// Adds an all_reduce with or without a codec: both ways are timed now and then, and the faster is kept. Raises as
+    /// append_compressed.
+    fn append_automatic(&self, py: Python<'_>, codec: &Codec, average: bool, hierarchical: bool) -> PyResult<()> {
         self.append(py, || {
-            Ok(Arc::new(CompressedOp::new(codec_of(codec, options)?, average, hierarchical, error_feedback)))
+            let plain = CentralizedOp::new(average, hierarchical, true);
+            Ok(Arc::new(AutoOp::new(plain, CompressedOp::new(codec.core(), average, hierarchical, false))))
         })
+    }
+
+    /// The codec that an automatic operation uses now, "" for none; None without such an operation.
+    fn choice(&self) -> Option<String> {
+        self.core.choice()
     }
 
     /// Adds an averaging with peers, into the extra tensor "peer_weight" of the bucket's length and type.
@@ -243,11 +234,10 @@ impl Bucket {
     fn append_low_precision_decentralized(
         &self,
         py: Python<'_>,
-        codec: &str,
-        options: Vec<(String, OptionValue)>,
+        codec: &Codec,
         hierarchical: bool,
     ) -> PyResult<()> {
-        self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec_of(codec, options)?, hierarchical))))
+        self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec.core(), hierarchical))))
     }
 
     /// Copies an extra tensor of the bucket's length into the bucket. Raises ValueError while the bucket is being communicated.

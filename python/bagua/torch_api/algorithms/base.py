@@ -6,14 +6,19 @@ arrived. An algorithm replaces what it does differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from bagua.errors import BaguaError
+
 from ..bucket import BaguaBucket
 from ..data_parallel.backend import Backend
+from ..data_parallel.exchange import Exchange
 from ..data_parallel.gradients import GradientExchange
+from ..data_parallel.sparse import SparseExchange, sparse_parameters
 from ..process_group import ProcessGroup, ReduceOp
 
 
@@ -29,7 +34,11 @@ class WrappedModel(Protocol):
     bagua_train_step_counter: int
     process_group: ProcessGroup
     backend: Backend
-    gradients: GradientExchange
+    exchange: Exchange
+    find_unused_parameters: bool
+    #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
+    #: enabled, outside ``no_sync``) after the last step's backward; nothing else begins one.
+    step: int
 
     @property
     def module(self) -> torch.nn.Module:
@@ -38,20 +47,65 @@ class WrappedModel(Protocol):
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Name and parameter of every gradient to communicate, in the model's order."""
 
+    def send_buffers(self) -> None:
+        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
+
 
 class AlgorithmImpl:
     """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered."""
 
+    #: The model that it communicates for; set before anything else is called.
+    _model: weakref.ref[Any] | None = None
+    #: Under which name it was registered; in states, so that another algorithm's is refused.
+    name = ""
+
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
 
+    def attach(self, bagua_ddp: WrappedModel, name: str) -> None:
+        """Called once, with the model that it communicates for and the algorithm's name."""
+        self._model = weakref.ref(bagua_ddp)
+        self.name = name
+
+    @property
+    def bagua_ddp(self) -> WrappedModel:
+        """The model that it communicates for. BaguaError when that exists no longer."""
+        model: WrappedModel | None = self._model() if self._model is not None else None
+        if model is None:
+            raise BaguaError("this algorithm's model exists no longer")
+        return model
+
+    def check(self, bagua_ddp: WrappedModel) -> None:
+        """Refuses a model that it cannot train, before any communication; the other ranks get MismatchError."""
+
     def need_reset(self) -> bool:
-        """Asked before each training forward: True has everything initialised anew, broadcast included."""
+        """Asked before each training forward: True has tensors, buckets and operations made anew. Nothing is
+        broadcast.
+        """
         return False
+
+    def communicates(self, step: int) -> bool:
+        """Whether the step of this number, counted from 0, communicates."""
+        return True
+
+    def buffers_due(self, step: int) -> bool:
+        """Whether rank 0's buffers travel before a training forward of this step."""
+        return self.communicates(step)
+
+    def before_step(self, bagua_ddp: WrappedModel) -> None:
+        """Called before a step begins: does what the last one left undone, as its optimizer was never called."""
+
+    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+        """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""
+        parameters, backend, name = bagua_ddp.bagua_build_params(), bagua_ddp.backend, bagua_ddp.bagua_module_name
+        sparse = SparseExchange(
+            backend, name, sparse_parameters(bagua_ddp.module, parameters), self.sparse_op() or ReduceOp.SUM
+        )
+        return GradientExchange(backend, name, parameters, bagua_ddp.find_unused_parameters, sparse)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """The tensors to communicate, registered, in the order in which they become ready."""
-        return bagua_ddp.gradients.register()
+        return bagua_ddp.exchange.register()
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """One bucket for each list."""
@@ -78,11 +132,11 @@ class AlgorithmImpl:
 
     def init_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[str, torch.nn.Parameter], None]:
         """Called with name and parameter when a gradient has its final local value."""
-        return bagua_ddp.gradients.arrived
+        return bagua_ddp.exchange.arrived
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[], None]:
         """Called when the whole backward is done, before it returns."""
-        return bagua_ddp.gradients.finish
+        return bagua_ddp.exchange.finish
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
         """Called with the optimizer after each of its steps."""
@@ -92,6 +146,73 @@ class AlgorithmImpl:
 
         return hook
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the model's and the optimizers' states: numbers and tensors that
+        ``torch.load(weights_only=True)`` takes.
+
+        "algorithm" is the algorithm's name, "step" how many steps began, "round" how often a bucket was communicated;
+        other entries are dictionaries by parameter name, such as "error" with error feedback. It differs by rank: each
+        rank saves and loads its own, after ``with_bagua`` and with the states of model and optimizers.
+        """
+        ddp = self.bagua_ddp
+        self.before_step(ddp)
+        buckets = ddp.bagua_buckets
+        state: dict[str, Any] = {
+            "algorithm": self.name,
+            "step": ddp.step + 1,
+            "round": buckets[0].backend_bucket.step if buckets else 0,
+        }
+        for kind, tensors in self._tensors_of_state().items():
+            state[kind] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned. ValueError for another algorithm's, which it names, and for
+        entries that do not fit the model. Not collective.
+        """
+        if state.get("algorithm") != self.name:
+            raise ValueError(f"this is a state of algorithm {state.get('algorithm')!r}, not of {self.name!r}")
+        own = self._tensors_of_state()
+        for kind, tensors in own.items():
+            theirs = state.get(kind, {})
+            if theirs.keys() != tensors.keys():
+                differ = sorted(theirs.keys() ^ tensors.keys())
+                raise ValueError(f"the state's {kind!r} and this model differ in {differ}")
+            for name, tensor in tensors.items():
+                if theirs[name].shape != tensor.shape or theirs[name].dtype != tensor.dtype:
+                    raise ValueError(
+                        f"the state's {kind!r} of {name!r} is {theirs[name].dtype}{list(theirs[name].shape)}, not "
+                        f"{tensor.dtype}{list(tensor.shape)}"
+                    )
+        with torch.no_grad():
+            for kind, tensors in own.items():
+                for name, tensor in tensors.items():
+                    tensor.copy_(state[kind][name])
+        ddp = self.bagua_ddp
+        ddp.step = int(state["step"]) - 1
+        for bucket in ddp.bagua_buckets:
+            bucket.backend_bucket.set_step(int(state["round"]))
+
+    def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of :meth:`state_dict` themselves, by kind and parameter name."""
+        return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {"error": "error"})
+
+
+def tensors_of_buckets(
+    buckets: Sequence[BaguaBucket], attributes: Mapping[str, str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Parts of flat tensors that buckets have in these attributes (values), by kind (keys) and parameter name.
+
+    A kind that no bucket has is left out.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for kind, attribute in attributes.items():
+        for bucket in buckets:
+            flat = getattr(bucket, attribute, None)
+            if flat is not None:
+                found.setdefault(kind, {}).update(bucket.parts_of(flat))
+    return found
+
 
 class Algorithm:
     """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
@@ -99,6 +220,20 @@ class Algorithm:
     def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
         """A fresh implementation."""
         raise NotImplementedError(f"{type(self).__name__}.reify")
+
+    @property
+    def registered_name(self) -> str:
+        """The name under which its class is registered; the class's own name when it is not."""
+        for name, entry in GlobalAlgorithmRegistry.items():
+            if entry["algorithm"] is type(self):
+                return name
+        return type(self).__name__
+
+    def describe(self) -> str:
+        """Name and options; ``with_bagua`` compares it between the ranks."""
+        options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        shown = [f"{name}={type(v).__name__ if hasattr(v, 'param_groups') else repr(v)}" for name, v in options.items()]
+        return f"{self.registered_name}({', '.join(shown)})"
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:

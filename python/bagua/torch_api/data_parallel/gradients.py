@@ -63,7 +63,9 @@ class _Backward:
 
 
 class GradientExchange:
-    """The gradients of one model and what has become of them in this backward."""
+    """The gradients of one model and what has become of them in this backward: an :class:`~.exchange.Exchange`."""
+
+    needs_gradients = True
 
     def __init__(
         self,
@@ -109,6 +111,9 @@ class GradientExchange:
                 if not slot.had_grad:
                     # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
                     slot.param.grad = None
+
+    def begin(self) -> None:
+        """Nothing yet: gradients come with backward."""
 
     def accumulated(self, name: str) -> None:
         """A gradient that is not communicated yet."""

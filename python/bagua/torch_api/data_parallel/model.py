@@ -17,13 +17,12 @@ from bagua.lifecycle import torch_state
 from .. import env
 from ..algorithms.base import Algorithm
 from ..bucket import BaguaBucket
-from ..process_group import Communicator, ProcessGroup, ReduceOp, check_on_cpu, dtype_code
+from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from ..tensor import forget
 from . import backend as backends
 from . import bucketing
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal
-from .gradients import GradientExchange
-from .sparse import SparseExchange, sparse_parameters
+from .sparse import sparse_parameters
 
 # The wrapped model that communicates a parameter's gradient.
 _owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = torch_state().gradient_owners
@@ -139,6 +138,9 @@ class BaguaDistributedDataParallel:
         self.parameters_to_ignore = _ignored(module)
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
+        self.step = -1
+        # From the first forward of a step until its backward has ended.
+        self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
         self._in_backward = False
         # A training forward whose backward should communicate, while no gradient has come since.
@@ -149,25 +151,12 @@ class BaguaDistributedDataParallel:
         self._handles: list[RemovableHandle] = []
         self._communicator = communicator
 
-        self._agree(module, algorithm)
-        self.bagua_algorithm = algorithm.reify(process_group)
         self._tracked = self.bagua_build_params()
-        sparse, op = sparse_parameters(module, self._tracked), self.bagua_algorithm.sparse_op()
-        if sparse and op is None:
-            raise NotImplementedError(
-                f"parameter {sparse[0][0]!r} has sparse gradients, "
-                f"which {type(algorithm).__name__} does not communicate yet"
-            )
+        self._agree(module, algorithm)
         self.backend = backends.Backend(name, process_group)
         backends.adopt(self.backend)
-        self.gradients = GradientExchange(
-            self.backend,
-            name,
-            self._tracked,
-            find_unused_parameters,
-            SparseExchange(self.backend, name, sparse, op or ReduceOp.SUM),
-        )
         try:
+            self._broadcast_state()
             self._init_algorithm()
             self._hook(module)
         except BaseException:
@@ -198,13 +187,22 @@ class BaguaDistributedDataParallel:
             if not isinstance(algorithm, Algorithm):
                 raise TypeError(f"algorithm must be an Algorithm, not {type(algorithm).__name__}")
             _check_module(module, self.parameters_to_ignore)
+            self.bagua_algorithm = algorithm.reify(self.process_group)
+            self.bagua_algorithm.attach(self, algorithm.registered_name)
+            sparse = sparse_parameters(module, self._tracked)
+            if sparse and self.bagua_algorithm.sparse_op() is None:
+                raise NotImplementedError(
+                    f"parameter {sparse[0][0]!r} has sparse gradients, "
+                    f"which {type(algorithm).__name__} does not communicate yet"
+                )
+            self.bagua_algorithm.check(self)
             kinds = [type(optimizer).__name__ for optimizer in self.bagua_optimizers]
             lines = [
-                f"algorithm {type(algorithm).__name__}",
+                f"algorithm {algorithm.describe()}",
                 f"find_unused_parameters={self.find_unused_parameters}, broadcast_buffers={self.broadcast_buffers}, "
                 f"bucket_size={self.bucket_size}",
                 f"optimizers {kinds}",
-                f"sparse gradients of {[name for name, _ in sparse_parameters(module, self.bagua_build_params())]}",
+                f"sparse gradients of {[name for name, _ in sparse]}",
                 *(describe(kind, name, tensor) for kind, name, tensor in self._state(module)),
             ]
         except Exception as found:
@@ -218,7 +216,7 @@ class BaguaDistributedDataParallel:
                     yield kind, name, tensor
 
     def _init_algorithm(self) -> None:
-        self._broadcast_state()
+        self.exchange = self.bagua_algorithm.make_exchange(self)
         tensors = self.bagua_algorithm.init_tensors(self)
         buckets = self.bagua_algorithm.tensors_to_buckets(
             bucketing.split_effective(tensors, self.bucket_size), self.do_flatten
@@ -227,7 +225,7 @@ class BaguaDistributedDataParallel:
             self.bagua_algorithm.init_operations(self, bucket)
         self.backend.register_ordered_buckets(buckets)
         self.bagua_buckets = buckets
-        self.gradients.bind(buckets)
+        self.exchange.bind(buckets)
         self._forward_pre_hook = self.bagua_algorithm.init_forward_pre_hook(self)
         self._backward_hook = self.bagua_algorithm.init_backward_hook(self)
         self._post_backward_hook = self.bagua_algorithm.init_post_backward_hook(self)
@@ -269,16 +267,28 @@ class BaguaDistributedDataParallel:
             return
         if self._in_backward:
             self._in_backward = False
-            self.gradients.abandon()
+            self.exchange.abandon()
         self._check_unchanged(module)
         self.bagua_train_step_counter += 1
         self._forward_waits = self.require_backward_grad_sync and torch.is_grad_enabled()
+        begins = self._forward_waits and not self._in_step
+        if begins:
+            self.bagua_algorithm.before_step(self)
+            self.step += 1
+            self._in_step = True
         if self.bagua_algorithm.need_reset():
             self._init_algorithm()
-        if self.broadcast_buffers and self.require_backward_grad_sync:
-            buffers = [buffer for name, buffer in module.named_buffers() if name not in self.parameters_to_ignore]
-            broadcast_tensors(self._broadcast, self.backend.rank, buffers)
+        if self.require_backward_grad_sync and self.bagua_algorithm.buffers_due(self.step):
+            self.send_buffers()
+        if begins and self.bagua_algorithm.communicates(self.step):
+            self.exchange.begin()
         self._forward_pre_hook(inputs)
+
+    def send_buffers(self) -> None:
+        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
+        if self.broadcast_buffers:
+            buffers = [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+            broadcast_tensors(self._broadcast, self.backend.rank, buffers)
 
     def _check_unchanged(self, module: torch.nn.Module) -> None:
         """The set of gradients is fixed: a change is an error here, rather than ranks that silently differ."""
@@ -303,7 +313,7 @@ class BaguaDistributedDataParallel:
         """A parameter's gradient has its final local value."""
         if not self.require_backward_grad_sync:
             self._backwards += 1
-            self.gradients.accumulated(name)
+            self.exchange.accumulated(name)
             return
         self._forward_waits = False
         if not self._in_backward:
@@ -319,6 +329,8 @@ class BaguaDistributedDataParallel:
         """
         before, self._stepped_at[optimizer] = self._stepped_at.get(optimizer, 0), self._backwards
         if not (self._forward_waits and self._tracked and before == self._backwards):
+            return
+        if not self.exchange.needs_gradients:
             return
         error = BaguaError(
             f"optimizer.step() on rank {self.backend.rank}, but no gradient of model {self.bagua_module_name!r} came "
@@ -343,6 +355,7 @@ class BaguaDistributedDataParallel:
             handles.append(node.register_hook(in_outer))
             return
         self._in_backward = False
+        self._in_step = False
         self._post_backward_hook()
 
     @contextlib.contextmanager
@@ -372,7 +385,7 @@ class BaguaDistributedDataParallel:
 
     def __del__(self) -> None:
         # Absent when the constructor refused its arguments.
-        if hasattr(self, "gradients"):
+        if hasattr(self, "backend"):
             self.close()
 
 

@@ -1,0 +1,119 @@
+"""ByteGrad: gradients are averaged through a codec, eight bits per element by default.
+
+Source: the original Bagua's ByteGrad (Gan et al., VLDB 2021, arXiv:2107.01499). ``docs/algorithms.md`` has the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.codecs import Compression, raw_codec
+
+from ..bucket import BaguaBucket
+from ..process_group import Communicator, ProcessGroup, ReduceOp
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
+
+#: The codec that "auto" compares with none.
+_AUTO = "minmax_u8"
+
+
+class ByteGradAlgorithmImpl(AlgorithmImpl):
+    """One compressed all_reduce per bucket of gradients."""
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        hierarchical: bool = True,
+        average: bool = True,
+        *,
+        compression: Compression = "MinMaxUInt8",
+        error_feedback: bool = False,
+    ) -> None:
+        super().__init__(process_group)
+        self.hierarchical = hierarchical
+        self.average = average
+        self.compression = compression
+        self.error_feedback = error_feedback
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """One bucket for each list, of a multiple of the group's ranks."""
+        return aligned_buckets(self.process_group, tensors, do_flatten)
+
+    def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
+        """All-reduces the bucket through the codec."""
+        bucket.clear_ops()
+        if self.compression == "auto":
+            bucket.append_automatic_op(_AUTO, self.hierarchical, self.average, self.process_group)
+            return
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.hierarchical,
+            average=self.average,
+            scattergather=True,
+            compression=self.compression,
+            group=self.process_group,
+            error_feedback=self.error_feedback,
+        )
+
+    def sparse_op(self) -> ReduceOp:
+        """The same for sparse gradients, whose rows are gathered in full precision."""
+        return ReduceOp.AVG if self.average else ReduceOp.SUM
+
+    @property
+    def choices(self) -> dict[str, str | None]:
+        """The codec that each bucket uses, by the bucket's name; None for no codec. With ``"auto"`` it changes."""
+        if self.compression == "auto":
+            return {bucket.name: bucket.backend_bucket.choice() or None for bucket in self.bagua_ddp.bagua_buckets}
+        codec = raw_codec(self.compression)
+        return {bucket.name: None if codec is None else codec.name for bucket in self.bagua_ddp.bagua_buckets}
+
+
+def aligned_buckets(
+    group: ProcessGroup, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+) -> list[BaguaBucket]:
+    """One bucket for each list, padded to a multiple of the group's ranks."""
+    communicator = group.get_global_communicator()
+    ranks = communicator.nranks() if isinstance(communicator, Communicator) else 1
+    return [BaguaBucket(bucket, str(i), do_flatten, ranks, group=group) for i, bucket in enumerate(tensors)]
+
+
+class ByteGradAlgorithm(Algorithm):
+    """Averages (or sums) gradients through a codec.
+
+    ``hierarchical``: full precision inside hosts, the codec between them; on one host it is then
+    ``gradient_allreduce``. ``compression``: a codec's name, a :class:`bagua.Codec`, None for none, or ``"auto"``, which
+    times minmax_u8 against none in the first steps and every 1,000, and keeps the faster for each bucket.
+    ``error_feedback`` adds what encoding lost to the next step's gradients. ValueError for an unknown codec, and for
+    error feedback without a fixed one.
+    """
+
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        average: bool = True,
+        *,
+        compression: Compression = "MinMaxUInt8",
+        error_feedback: bool = False,
+    ) -> None:
+        if compression != "auto":
+            raw_codec(compression)
+        if error_feedback and (compression is None or compression == "auto"):
+            raise ValueError(f"error_feedback needs a codec, and compression is {compression!r}")
+        self.hierarchical = hierarchical
+        self.average = average
+        self.compression = compression
+        self.error_feedback = error_feedback
+
+    def reify(self, process_group: ProcessGroup) -> ByteGradAlgorithmImpl:
+        """A fresh implementation."""
+        return ByteGradAlgorithmImpl(
+            process_group,
+            self.hierarchical,
+            self.average,
+            compression=self.compression,
+            error_feedback=self.error_feedback,
+        )
+
+
+GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm, "compressed all-reduce of gradients")
