@@ -52,7 +52,7 @@ pub(crate) trait ForFloat {
 /// Does it for this element type.
 ///
 /// # Panics
-/// For a type that [`crate::codec::Codec::check`] refuses.
+/// For a type that [`super::Codec::check`] refuses.
 pub(crate) fn for_dtype<W: ForFloat>(dtype: DType, work: W) -> W::Output {
     match dtype {
         DType::F32 => work.run::<f32>(),

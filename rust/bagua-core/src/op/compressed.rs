@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::whole::with_whole;
 use super::{BucketCx, Op};
+use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};
 use crate::collective::compressed::Workspace;
 use crate::error::Result;
@@ -61,7 +62,7 @@ impl Op for CompressedOp {
         let elements = tensors.iter().map(Region::count).sum::<usize>() - *padding;
         let (scratch, work) = &mut *lock(&self.memory);
         let (codec, average, hierarchical) = (&*self.codec, self.average, self.hierarchical);
-        let how = CompressedAllReduce { codec, average, hierarchical, draw: *step, elements, error };
+        let how = CompressedAllReduce { codec, average, hierarchical, draw: draw(*step, 0), elements, error };
         with_whole(tensors, scratch, |data| lanes.compressed_all_reduce(&options, dtype, data, how, work))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use super::whole::with_whole;
 use super::{BucketCx, ExtraTensor, Op};
 use crate::codec::Codec;
+use crate::codec::chunks::draw;
 use crate::collective::gossip::{Replicas, Workspace};
 use crate::error::{Error, Result};
 use crate::group::{CompressedRing, Options};
@@ -47,7 +48,7 @@ impl Op for LowPrecisionDecentralizedOp {
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
         let replicas = replicas(extra, bucket, dtype)?;
         let (scratch, work) = &mut *lock(&self.memory);
-        let ring = CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: *step, replicas };
+        let ring = CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(*step, 0), replicas };
         with_whole(tensors, scratch, |weights| lanes.compressed_ring(&options, dtype, weights, ring, work))
     }
 }
