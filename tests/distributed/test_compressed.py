@@ -31,8 +31,15 @@ def values(rank: int, count: int, step: int, dtype: str) -> Values:
     return (rng.standard_normal(count) * (rank + 1)).astype(dtype)
 
 
-def case(group: bagua.Group, hosts: list[list[int]] | None, codec: bagua.Codec, count: int, dtype: str, average: bool,
-         feedback: bool) -> None:
+def case(
+    group: bagua.Group,
+    hosts: list[list[int]] | None,
+    codec: bagua.Codec,
+    count: int,
+    dtype: str,
+    average: bool,
+    feedback: bool,
+) -> None:
     """Three steps of one bucket against the oracle."""
     ranks, hierarchical = group.size, hosts is not None
     members = hosts or [[rank] for rank in range(ranks)]
@@ -45,8 +52,10 @@ def case(group: bagua.Group, hosts: list[list[int]] | None, codec: bagua.Codec, 
         engine.register([bucket])
         for step in range(STEPS):
             given = [values(rank, count, step, dtype) for rank in range(ranks)]
-            sums = [np.sum([given[rank].astype(np.float32) for rank in member], axis=0, dtype=np.float32).astype(dtype)
-                    for member in members]
+            sums = [
+                np.sum([given[rank].astype(np.float32) for rank in member], axis=0, dtype=np.float32).astype(dtype)
+                for member in members
+            ]
             before = oracle.errors
             expected = oracle.step(sums)
             x[:] = given[group.rank]
@@ -59,8 +68,16 @@ def case(group: bagua.Group, hosts: list[list[int]] | None, codec: bagua.Codec, 
                 check_feedback(group, bucket, members, oracle, before, sums, x, what)
 
 
-def check_feedback(group: bagua.Group, bucket: bagua.Bucket, members: list[list[int]], oracle: CompressedAllReduce,
-                   before: list[Values] | None, sums: list[Values], result: Values, what: str) -> None:
+def check_feedback(
+    group: bagua.Group,
+    bucket: bagua.Bucket,
+    members: list[list[int]],
+    oracle: CompressedAllReduce,
+    before: list[Values] | None,
+    sums: list[Values],
+    result: Values,
+    what: str,
+) -> None:
     """Each member's error is the oracle's, and nothing is lost over all of them."""
     leads = [member[0] for member in members]
     assert bucket.error is not None
