@@ -17,6 +17,7 @@ Nothing here imports torch; `bagua.torch_api` does.
 from bagua import engine as _engine
 from bagua import group
 from bagua.buckets import Bucket, Engine
+from bagua.codecs import Codec
 from bagua.errors import (
     AbortedError,
     BaguaError,
@@ -51,6 +52,7 @@ __all__ = [
     "BaguaError",
     "BaguaTimeoutError",
     "Bucket",
+    "Codec",
     "Engine",
     "Group",
     "Handle",

@@ -7,6 +7,7 @@
 //! | [`fast_path`] | its blocking verbs on plain tensors in one call |
 //! | [`arena`] | `Arena`: memory that the ranks of a host share |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
+//! | [`codec`] | `Codec`: compression |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
@@ -19,6 +20,7 @@
 
 mod arena;
 mod bootstrap;
+mod codec;
 mod engine;
 mod errors;
 mod fast_path;
@@ -37,6 +39,8 @@ mod _bagua {
     use crate::arena::Arena;
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
+    #[pymodule_export]
+    use crate::codec::Codec;
     #[pymodule_export]
     use crate::engine::{Bucket, Engine, Handle, wait_for_callbacks};
     #[pymodule_export]

@@ -29,6 +29,19 @@ pub fn shards_at(address: usize, per_rank: usize, ranks: usize, dtype: DType) ->
     region_at(address, count, dtype)
 }
 
+/// Whether no byte belongs to both: the core's slices must not alias.
+fn are_apart(a: &Region, b: &Region) -> bool {
+    a.is_empty() || b.is_empty() || a.address() + a.len() <= b.address() || b.address() + b.len() <= a.address()
+}
+
+/// Refuses two buffers that overlap, where no operation works in place.
+pub fn check_apart(src: &Region, dst: &Region) -> Result<()> {
+    if are_apart(src, dst) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument("source and destination overlap".to_owned()))
+}
+
 /// What a verb reads and writes; moves to the communication thread with its job.
 pub enum Operands {
     /// One buffer.
@@ -43,13 +56,9 @@ pub enum Operands {
 }
 
 impl Operands {
-    /// Two buffers, refused where they overlap: the core's slices must not alias.
+    /// Two buffers, refused where they overlap.
     pub fn split(src: Region, dst: Region) -> Result<Operands> {
-        let apart = src.is_empty()
-            || dst.is_empty()
-            || src.address() + src.len() <= dst.address()
-            || dst.address() + dst.len() <= src.address();
-        if !apart {
+        if !are_apart(&src, &dst) {
             return Err(Error::InvalidArgument(
                 "source and destination overlap; use one array in place, or two that are apart".to_owned(),
             ));

@@ -10,15 +10,26 @@
 //! 3. **No trust.** `decode` checks a record that came from a peer and never panics.
 //! 4. **No allocation once warm.** What an encoder needs beside its arguments lives in a [`Scratch`] that the caller keeps.
 
+mod block_i8;
+pub mod chunks;
 mod float;
+mod half_float;
 mod minmax_u8;
+mod onebit;
 mod options;
+mod sparse;
+#[cfg(test)]
+mod tests;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
+pub use block_i8::BlockI8;
+pub use half_float::{Bf16, F16};
 pub use minmax_u8::MinMaxU8;
+pub use onebit::OneBit;
 pub use options::{CodecOption, Options};
+pub use sparse::{RandomK, TopK};
 
 use crate::error::{Error, Result};
 use crate::types::DType;
@@ -62,9 +73,15 @@ pub trait Codec: Send + Sync + Debug {
     /// Registered name.
     fn name(&self) -> &'static str;
 
-    /// The options as text, all of them and always in one order; empty without options. Ranks must agree on it.
+    /// The options with their values, all of them and always in one order.
+    fn values(&self) -> Vec<(&'static str, CodecOption)> {
+        Vec::new()
+    }
+
+    /// The options as text, such as "k=0.01,seed=1"; empty without options. Ranks must agree on it.
     fn options(&self) -> String {
-        String::new()
+        let values: Vec<String> = self.values().iter().map(|(name, value)| format!("{name}={value}")).collect();
+        values.join(",")
     }
 
     /// How a collective uses it.
@@ -110,7 +127,7 @@ pub trait Codec: Send + Sync + Debug {
 }
 
 /// The names of all codecs.
-pub const NAMES: [&str; 1] = ["minmax_u8"];
+pub const NAMES: [&str; 7] = ["minmax_u8", "f16", "bf16", "block_i8", "top_k", "random_k", "onebit"];
 
 /// The codec of this name ("MinMaxUInt8" is the original's for minmax_u8).
 ///
@@ -118,9 +135,15 @@ pub const NAMES: [&str; 1] = ["minmax_u8"];
 /// `InvalidArgument` for an unknown name (it lists the known ones) or an option out of its range, `UnsupportedType` for an option
 /// that the codec does not have.
 pub fn by_name(name: &str, given: &[(String, CodecOption)]) -> Result<Arc<dyn Codec>> {
-    let options = Options::new(name, given);
+    let mut options = Options::new(name, given);
     let codec: Arc<dyn Codec> = match name {
         "minmax_u8" | "MinMaxUInt8" => Arc::new(MinMaxU8),
+        "f16" => Arc::new(F16),
+        "bf16" => Arc::new(Bf16),
+        "block_i8" => Arc::new(BlockI8::new(&mut options)?),
+        "top_k" => Arc::new(TopK::new(&mut options)?),
+        "random_k" => Arc::new(RandomK::new(&mut options)?),
+        "onebit" => Arc::new(OneBit),
         _ => {
             return Err(Error::InvalidArgument(format!("no codec {name:?}; known: {}", NAMES.join(", "))));
         }

@@ -1,5 +1,7 @@
 //! Options of codecs, as users give them.
 
+use std::fmt;
+
 use crate::error::{Error, Result};
 
 /// The value of an option.
@@ -9,6 +11,16 @@ pub enum CodecOption {
     Int(i64),
     /// A number, such as a share of the elements.
     Float(f64),
+}
+
+/// As Python writes it: a float has a point or an exponent, so that 1 and 1.0 differ.
+impl fmt::Display for CodecOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CodecOption::Int(value) => write!(f, "{value}"),
+            CodecOption::Float(value) => write!(f, "{value:?}"),
+        }
+    }
 }
 
 /// The options given for one codec, each taken once.
@@ -21,6 +33,11 @@ impl<'a> Options<'a> {
     /// What was given for the codec of this name.
     pub fn new(codec: &'a str, given: &'a [(String, CodecOption)]) -> Options<'a> {
         Options { codec, left: given.iter().collect() }
+    }
+
+    /// The name of the codec, for errors.
+    pub fn codec(&self) -> &'a str {
+        self.codec
     }
 
     /// Takes an option, if it was given.
@@ -40,7 +57,7 @@ impl<'a> Options<'a> {
             Some(CodecOption::Int(value)) => {
                 Err(Error::InvalidArgument(format!("{} {name}={value}: must be at least {least}", self.codec)))
             }
-            Some(CodecOption::Float(value)) => {
+            Some(value @ CodecOption::Float(_)) => {
                 Err(Error::UnsupportedType(format!("{} {name}={value}: must be an integer", self.codec)))
             }
         }

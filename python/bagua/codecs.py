@@ -1,0 +1,135 @@
+"""Codecs: arrays become fewer bytes, and come back.
+
+    codec = bagua.Codec("minmax_u8")
+    data = codec.encode(x)
+    codec.decode(data, y)
+
+The formats and the errors of all codecs are in docs/codecs.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from bagua import engine
+from bagua.arrays import Array, Memory, memory_of
+from bagua.engine import DTYPES
+
+__all__ = ["Codec"]
+
+_Out = TypeVar("_Out", bound=Array)
+
+
+class Codec:
+    """A way to encode elements of float32, float16 or bfloat16, the same on every processor.
+
+    | name | options | bytes for each float32 element | what comes back |
+    |---|---|---|---|
+    | `"minmax_u8"`, `"MinMaxUInt8"` | | 1 | one of 256 levels between the smallest and the largest element |
+    | `"f16"`, `"bf16"` | | 2 | the nearest float16 or bfloat16 |
+    | `"block_i8"` | `block=256` | 1 + 4 / block | one of 255 levels, scaled by the largest magnitude of each block |
+    | `"top_k"` | `k=0.01` | 8 k | the k elements of the largest magnitude, 0 elsewhere |
+    | `"random_k"` | `k=0.01`, `seed=1` | 8 k | k elements drawn at random, 0 elsewhere |
+    | `"onebit"` | | 1/8 | plus or minus the mean magnitude |
+
+    `k` is a share of the elements as a float, a number of them as an int. `random_k` draws anew at each call of
+    :meth:`encode`: two objects with the same options draw the same places at the same call.
+
+    Sources: minmax_u8 is the compression of the original's ByteGrad; block_i8 follows Dettmers et al. 2021
+    (arXiv:2110.02861), top_k Aji and Heafield 2017 (arXiv:1704.05021), onebit Seide et al. 2014 with the scale of
+    Karimireddy et al. 2019 (arXiv:1901.09847).
+
+    Raises ValueError for an unknown name, which it answers with the known ones, or an option out of its range;
+    TypeError for an unknown option or one of another type.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, name: str, **options: float) -> None:
+        self._raw = engine.Codec(name, options)
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return self._raw.name
+
+    @property
+    def options(self) -> dict[str, float]:
+        """All options with their values, those that were not given included."""
+        return self._raw.options
+
+    def encoded_bytes(self, count: int, dtype: str = "float32", *, chunks: int = 1) -> int:
+        """Bytes that :meth:`encode` makes of `count` elements of a type, such as `"bfloat16"`.
+
+        Raises as :meth:`encode`.
+        """
+        code = DTYPES.get(dtype)
+        if code is None:
+            raise TypeError(f"no element type {dtype!r}; known: {', '.join(DTYPES)}")
+        return self._raw.encoded_bytes(count, code, chunks)
+
+    def encode(self, x: Array, *, chunks: int = 1, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """The elements of `x` as bytes: a NumPy array of uint8 with one dimension, or `out`.
+
+        `x` is an array in host memory of any shape, in float32, float16 or bfloat16; it is only read, and copied when
+        it is not contiguous. Its elements, in C order, are cut into `chunks` equal parts with a record of their own
+        each. `out` is a contiguous array of uint8 with :meth:`encoded_bytes` bytes.
+
+        What a codec cannot express does not become finite: it comes back as NaN.
+
+        Raises ValueError unless `chunks` divides the elements, when an int `k` is more than the elements of a chunk,
+        and for an `out` of another length, read-only, not contiguous or overlapping `x`; TypeError for another
+        element type, of `x` or `out`, or for what is no array.
+        """
+        memory = memory_of(x, "x").to_read()
+        expected = self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
+        made: npt.NDArray[np.uint8] = np.empty(expected, np.uint8) if out is None else out
+        data = _bytes(made, "out").to_write("out")
+        self._raw.encode(memory.address, memory.count, memory.dtype, chunks, data.address, data.count)
+        return made
+
+    def decode(self, data: Array, out: _Out, *, chunks: int = 1) -> _Out:
+        """Fills `out` with what :meth:`encode` with as many `chunks` made `data` of, and returns it.
+
+        `data` is an array of uint8, or bytes. `out` is a contiguous array in host memory, in float32, float16 or
+        bfloat16: of the type and the number of elements that were encoded, in any shape. The bytes are checked, so
+        that those of a stranger do no harm; after an error, parts of `out` may have been written.
+
+        Raises ValueError for bytes of another length or that no encoder writes, unless `chunks` divides the elements,
+        when an int `k` is more than the elements of a chunk, and for an `out` that is read-only, not contiguous or
+        overlaps `data`; TypeError for another element type, or for what is no array.
+        """
+        memory = memory_of(out, "out").to_write("out")
+        records = _bytes(data, "data").to_read()
+        self._raw.decode(records.address, records.count, memory.address, memory.count, memory.dtype, chunks)
+        return out
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"bagua.Codec({self.name!r}{options})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Codec):
+            return NotImplemented
+        return repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name and options: a copy of random_k begins with the first draw."""
+        return _named, (self.name, self.options)
+
+
+def _named(name: str, options: dict[str, float]) -> Codec:
+    return Codec(name, **options)
+
+
+def _bytes(x: Array, what: str) -> Memory:
+    memory = memory_of(x, what)
+    if memory.dtype != DTYPES["uint8"]:
+        raise TypeError(f"{what} has elements of type {memory.dtype_name}; it must have uint8")
+    return memory

@@ -1,0 +1,58 @@
+//! f16 and bf16: the elements as float16 or as bfloat16, converted as IEEE 754 does, half to even.
+//!
+//! A record is two bytes per element, zeros up to a multiple of 32. Infinities stay infinite, values beyond the largest float16 become
+//! infinite, NaN stays NaN: nothing becomes finite.
+
+mod reference;
+
+use super::{Codec, Encoded, Scratch, aligned, check_len};
+use crate::error::Result;
+use crate::types::DType;
+
+/// The codec f16.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct F16;
+
+/// The codec bf16.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Bf16;
+
+macro_rules! half_float {
+    ($codec:ident, $id:literal, $name:literal, $half:ty) => {
+        impl Codec for $codec {
+            fn id(&self) -> u8 {
+                $id
+            }
+
+            fn name(&self) -> &'static str {
+                $name
+            }
+
+            fn record_len(&self, count: usize, _dtype: DType) -> usize {
+                aligned(count * 2)
+            }
+
+            fn encode(
+                &self,
+                dtype: DType,
+                elements: &[u8],
+                record: &mut [u8],
+                _draw: u64,
+                _scratch: &mut Scratch,
+            ) -> Encoded {
+                assert_eq!(record.len(), self.record_len(elements.len() / dtype.size(), dtype), "length of the record");
+                reference::encode::<$half>(dtype, elements, record);
+                Encoded::Finite
+            }
+
+            fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
+                check_len(self, dtype, record, elements)?;
+                reference::decode::<$half>(dtype, record, elements);
+                Ok(())
+            }
+        }
+    };
+}
+
+half_float!(F16, 2, "f16", half::f16);
+half_float!(Bf16, 3, "bf16", half::bf16);

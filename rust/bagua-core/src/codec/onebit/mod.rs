@@ -1,0 +1,51 @@
+//! onebit: the sign of each element, and one magnitude for all of them.
+//!
+//! A record is the mean magnitude in float32, one bit per element (bit i % 8 of byte i / 8 is 1 where element i is below 0), zeros up
+//! to a multiple of 32. Back come plus and minus that scale. Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
+//! 2014; the scale is that of Karimireddy et al., "Error Feedback Fixes SignSGD", 2019 (<https://arxiv.org/abs/1901.09847>). Both need
+//! the error to be added to the next step's elements, which is the caller's part.
+//!
+//! The mean has the same bits on every processor: element i is added to float64 sum i % 16, the sums are added in order and divided by
+//! the count.
+//!
+//! Where an element is not finite, the scale is NaN and all bits are 0; a scale that is not finite decodes to NaN.
+
+mod reference;
+
+use self::reference::SCALE;
+use super::{Codec, Encoded, Scratch, aligned, check_len};
+use crate::error::Result;
+use crate::types::DType;
+
+/// See the module.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OneBit;
+
+impl Codec for OneBit {
+    fn id(&self) -> u8 {
+        7
+    }
+
+    fn name(&self) -> &'static str {
+        "onebit"
+    }
+
+    fn record_len(&self, count: usize, _dtype: DType) -> usize {
+        if count == 0 { 0 } else { aligned(SCALE + count.div_ceil(8)) }
+    }
+
+    fn encode(&self, dtype: DType, elements: &[u8], record: &mut [u8], _draw: u64, _scratch: &mut Scratch) -> Encoded {
+        assert_eq!(record.len(), self.record_len(elements.len() / dtype.size(), dtype), "length of the record");
+        if elements.is_empty() {
+            return Encoded::Finite;
+        }
+        reference::encode(dtype, elements, record)
+    }
+
+    fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
+        if check_len(self, dtype, record, elements)? > 0 {
+            reference::decode(dtype, record, elements);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,105 @@
+//! random_k: k places drawn at random without replacement, anew for each draw. The values are not rescaled.
+//!
+//! The places are those of Floyd's algorithm (Bentley and Floyd, "Programming pearls: a sample of brilliance", 1987): for each j from
+//! count - k to count - 1 draw t from 0 to j; t joins the set, or j where t is in it already. They depend on the seed, the draw, the count
+//! and k, not on the elements: all ranks draw the same. The generator is that of [`super::random`].
+//!
+//! The set is a bit per element, 1/32 of the bytes of float32: a scan of it yields the places in order, which a hash table or a sort of
+//! k places would do more slowly for shares of a percent and more.
+//!
+//! When an element is not finite, whether it was drawn or not, all values are NaN.
+
+use super::super::float::{Float, ForFloat, for_dtype};
+use super::super::options::{CodecOption, Options};
+use super::super::{Codec, Encoded, Exchange, Scratch};
+use super::kept::Kept;
+use super::random::SplitMix64;
+use crate::error::Result;
+use crate::types::DType;
+
+/// See the module.
+#[derive(Clone, Copy, Debug)]
+pub struct RandomK {
+    kept: Kept,
+    /// At least 0.
+    seed: i64,
+}
+
+impl RandomK {
+    pub(in super::super) fn new(options: &mut Options<'_>) -> Result<RandomK> {
+        Ok(RandomK { kept: Kept::new(options)?, seed: options.int("seed", 1, 0)? })
+    }
+
+    /// Draws the places of a record into `scratch.places`.
+    fn draw(&self, count: usize, draw: u64, scratch: &mut Scratch) {
+        let kept = self.kept.of(count);
+        let Scratch { words, places } = scratch;
+        words.clear();
+        words.resize(count.div_ceil(64), 0);
+        places.clear();
+        places.reserve(kept);
+        let mut generator = SplitMix64::of(self.seed.cast_unsigned(), draw);
+        for j in count - kept..count {
+            let t = generator.below(j as u64 + 1) as usize;
+            let chosen = if words[t / 64] >> (t % 64) & 1 == 1 { j } else { t };
+            words[chosen / 64] |= 1 << (chosen % 64);
+        }
+        for (word, &(mut bits)) in words.iter().enumerate() {
+            while bits != 0 {
+                places.push((word * 64) as u32 + bits.trailing_zeros());
+                bits &= bits - 1;
+            }
+        }
+    }
+}
+
+impl Codec for RandomK {
+    fn id(&self) -> u8 {
+        6
+    }
+
+    fn name(&self) -> &'static str {
+        "random_k"
+    }
+
+    fn values(&self) -> Vec<(&'static str, CodecOption)> {
+        vec![("k", self.kept.value()), ("seed", CodecOption::Int(self.seed))]
+    }
+
+    fn exchange(&self) -> Exchange {
+        Exchange::OneShot
+    }
+
+    fn check_count(&self, count: usize) -> Result<()> {
+        self.kept.check(self.name(), count)
+    }
+
+    fn record_len(&self, count: usize, dtype: DType) -> usize {
+        self.kept.record_len(count, dtype)
+    }
+
+    fn encode(&self, dtype: DType, elements: &[u8], record: &mut [u8], draw: u64, scratch: &mut Scratch) -> Encoded {
+        let count = elements.len() / dtype.size();
+        assert_eq!(record.len(), self.record_len(count, dtype), "length of the record");
+        self.check_count(count).expect("a count that check_count accepts");
+        self.draw(count, draw, scratch);
+        let finite = for_dtype(dtype, AllFinite(elements));
+        self.kept.write(dtype, elements, &scratch.places, !finite, record);
+        if finite { Encoded::Finite } else { Encoded::NonFinite }
+    }
+
+    fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
+        self.kept.decode(self, dtype, record, elements)
+    }
+}
+
+/// Whether all elements are finite.
+struct AllFinite<'a>(&'a [u8]);
+
+impl ForFloat for AllFinite<'_> {
+    type Output = bool;
+
+    fn run<T: Float>(self) -> bool {
+        self.0.chunks_exact(T::SIZE).map(T::load).all(f32::is_finite)
+    }
+}

@@ -1,0 +1,154 @@
+//! `Codec`: encoding elements into fewer bytes and back.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use bagua_core::codec::{self, CodecOption, Encoded, Scratch, chunks};
+use bagua_core::error::{Error, Result};
+use bagua_core::types::DType;
+use bagua_core::wait::lock;
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors;
+use crate::tensor;
+
+/// A codec with its options. `bagua.Codec` is the one for users; this one speaks in addresses, and its caller keeps the promise that is
+/// written in the module's stub.
+///
+/// Raises ValueError for an unknown name or an option out of its range, TypeError for an option that the codec does not have or of
+/// another type.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Codec {
+    core: Arc<dyn codec::Codec>,
+    /// Calls of `encode`, for codecs that draw at random.
+    calls: AtomicU64,
+    /// Memory of the encoder; a second thread that encodes meanwhile finds an empty one.
+    scratch: Mutex<Scratch>,
+}
+
+impl Codec {
+    /// As the core takes it.
+    pub fn core(&self) -> Arc<dyn codec::Codec> {
+        self.core.clone()
+    }
+}
+
+/// An option's value: anything that is an integer to Python, else anything that is a number.
+fn option(name: &str, value: &Bound<'_, PyAny>) -> PyResult<CodecOption> {
+    match value.extract::<i64>() {
+        Ok(value) => return Ok(CodecOption::Int(value)),
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
+            return Err(PyValueError::new_err(format!("option {name} does not fit 64 bits")));
+        }
+        Err(_) => {}
+    }
+    let number = value.extract::<f64>().map_err(|_| {
+        let kind = value.get_type().name().map_or_else(|_| "?".to_owned(), |kind| kind.to_string());
+        PyTypeError::new_err(format!("option {name} is a {kind}; it must be a number"))
+    })?;
+    Ok(CodecOption::Float(number))
+}
+
+/// An element type and equal parts of `count` elements, from Python's integers.
+fn sizes(count: i64, dtype: u8, chunks: i64) -> Result<(usize, DType, usize)> {
+    let refused = || Error::InvalidArgument(format!("{count} elements cannot be cut into {chunks} equal chunks"));
+    let parsed = usize::try_from(count).ok().zip(usize::try_from(chunks).ok());
+    let (count, chunks) = parsed.ok_or_else(refused)?;
+    Ok((count, tensor::dtype(dtype)?, chunks))
+}
+
+#[pymethods]
+#[expect(clippy::too_many_arguments, reason = "the signatures are Python's")]
+impl Codec {
+    #[new]
+    fn new(py: Python<'_>, name: &str, options: &Bound<'_, PyDict>) -> PyResult<Codec> {
+        let mut given = Vec::with_capacity(options.len());
+        for (name, value) in options {
+            let name: String = name.extract()?;
+            let value = option(&name, &value)?;
+            given.push((name, value));
+        }
+        let core = codec::by_name(name, &given).map_err(|e| errors::raise(py, e))?;
+        Ok(Codec { core, calls: AtomicU64::new(0), scratch: Mutex::default() })
+    }
+
+    /// Registered name.
+    #[getter]
+    fn name(&self) -> &'static str {
+        self.core.name()
+    }
+
+    /// All options with their values.
+    #[getter]
+    fn options<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let options = PyDict::new(py);
+        for (name, value) in self.core.values() {
+            match value {
+                CodecOption::Int(value) => options.set_item(name, value)?,
+                CodecOption::Float(value) => options.set_item(name, value)?,
+            }
+        }
+        Ok(options)
+    }
+
+    /// Bytes of the records of `count` elements in `chunks` equal parts.
+    ///
+    /// Raises ValueError unless `chunks` divides `count`, or when an option does not fit; TypeError for a type that cannot be encoded.
+    fn encoded_bytes(&self, py: Python<'_>, count: i64, dtype: u8, chunks: i64) -> PyResult<usize> {
+        sizes(count, dtype, chunks)
+            .and_then(|(count, dtype, chunks)| chunks::records_len(&*self.core, dtype, count, chunks))
+            .map_err(|e| errors::raise(py, e))
+    }
+
+    /// Encodes `count` elements at `src` in `chunks` equal parts into the `len` bytes at `dst`. True when all elements were finite, as far
+    /// as the codec must know.
+    ///
+    /// Raises as `encoded_bytes`, and ValueError when `len` is another number than that, or when the memory overlaps.
+    fn encode(
+        &self,
+        py: Python<'_>,
+        src: usize,
+        count: i64,
+        dtype: u8,
+        chunks: i64,
+        dst: usize,
+        len: usize,
+    ) -> PyResult<bool> {
+        let work = || -> Result<bool> {
+            let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
+            let (src, mut dst) = (tensor::region_at(src, count, dtype)?, tensor::region_at(dst, len, DType::U8)?);
+            tensor::check_apart(&src, &dst)?;
+            let mut scratch = std::mem::take(&mut *lock(&self.scratch));
+            let call = || self.calls.fetch_add(1, Ordering::Relaxed);
+            let encoded =
+                chunks::encode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?, call, &mut scratch);
+            *lock(&self.scratch) = scratch;
+            Ok(encoded? == Encoded::Finite)
+        };
+        py.detach(work).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts.
+    ///
+    /// Raises as `encode`, and ValueError for bytes that no encoder writes.
+    fn decode(
+        &self,
+        py: Python<'_>,
+        src: usize,
+        len: usize,
+        dst: usize,
+        count: i64,
+        dtype: u8,
+        chunks: i64,
+    ) -> PyResult<()> {
+        let work = || -> Result<()> {
+            let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
+            let (src, mut dst) = (tensor::region_at(src, len, DType::U8)?, tensor::region_at(dst, count, dtype)?);
+            tensor::check_apart(&src, &dst)?;
+            chunks::decode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?)
+        };
+        py.detach(work).map_err(|e| errors::raise(py, e))
+    }
+}
