@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from bagua import engine
+from bagua.codecs import Compression, raw_codec
 from bagua.lifecycle import torch_state
 
-from bagua.codecs import Compression, raw_codec
 from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous

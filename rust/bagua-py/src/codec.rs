@@ -7,7 +7,7 @@ use bagua_core::codec::{self, CodecOption, Encoded, Scratch, chunks};
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -37,8 +37,12 @@ impl Codec {
 
 /// An option's value: anything that is an integer to Python, else anything that is a number.
 fn option(name: &str, value: &Bound<'_, PyAny>) -> PyResult<CodecOption> {
-    if let Ok(value) = value.extract::<i64>() {
-        return Ok(CodecOption::Int(value));
+    match value.extract::<i64>() {
+        Ok(value) => return Ok(CodecOption::Int(value)),
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
+            return Err(PyValueError::new_err(format!("option {name} does not fit 64 bits")));
+        }
+        Err(_) => {}
     }
     let number = value.extract::<f64>().map_err(|_| {
         let kind = value.get_type().name().map_or_else(|_| "?".to_owned(), |kind| kind.to_string());

@@ -231,12 +231,7 @@ impl Bucket {
     /// Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and "right_peer_weight".
     ///
     /// Raises as append_compressed.
-    fn append_low_precision_decentralized(
-        &self,
-        py: Python<'_>,
-        codec: &Codec,
-        hierarchical: bool,
-    ) -> PyResult<()> {
+    fn append_low_precision_decentralized(&self, py: Python<'_>, codec: &Codec, hierarchical: bool) -> PyResult<()> {
         self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec.core(), hierarchical))))
     }
 

@@ -48,7 +48,8 @@ impl Op for LowPrecisionDecentralizedOp {
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
         let replicas = replicas(extra, bucket, dtype)?;
         let (scratch, work) = &mut *lock(&self.memory);
-        let ring = CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(*step, 0), replicas };
+        let ring =
+            CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(*step, 0), replicas };
         with_whole(tensors, scratch, |weights| lanes.compressed_ring(&options, dtype, weights, ring, work))
     }
 }

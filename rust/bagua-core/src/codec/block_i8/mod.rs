@@ -9,6 +9,7 @@
 
 mod reference;
 
+use self::reference::SCALE;
 use super::options::{CodecOption, Options};
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
@@ -16,9 +17,6 @@ use crate::types::DType;
 
 /// Elements of a block unless the option says otherwise: a scale adds 1.6 % to the bytes.
 const BLOCK: i64 = 256;
-
-/// Bytes of a scale.
-const SCALE: usize = size_of::<f32>();
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]

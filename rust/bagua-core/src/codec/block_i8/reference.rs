@@ -2,8 +2,10 @@
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
-use super::SCALE;
 use crate::types::DType;
+
+/// Bytes of a scale.
+pub(super) const SCALE: usize = size_of::<f32>();
 
 struct Encode<'a> {
     block: usize,

@@ -9,12 +9,10 @@
 
 mod reference;
 
+use self::reference::HEADER;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
-
-/// Bytes before the elements.
-const HEADER: usize = 32;
 
 /// See the module.
 #[derive(Clone, Copy, Debug, Default)]

@@ -2,8 +2,10 @@
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
-use super::HEADER;
 use crate::types::DType;
+
+/// Bytes before the elements.
+pub(super) const HEADER: usize = 32;
 
 /// Scale, upper and lower of a range, in float32.
 #[derive(Clone, Copy)]

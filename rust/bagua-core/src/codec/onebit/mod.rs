@@ -12,15 +12,10 @@
 
 mod reference;
 
+use self::reference::SCALE;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
-
-/// Bytes of the scale.
-const SCALE: usize = size_of::<f32>();
-
-/// Sums of magnitudes.
-const SUMS: usize = 16;
 
 /// See the module.
 #[derive(Clone, Copy, Debug, Default)]

@@ -2,8 +2,13 @@
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
-use super::{SCALE, SUMS};
 use crate::types::DType;
+
+/// Bytes of the scale.
+pub(super) const SCALE: usize = size_of::<f32>();
+
+/// Sums of magnitudes.
+pub(super) const SUMS: usize = 16;
 
 /// The mean from the sums of magnitudes.
 pub(super) fn mean(sums: &[f64; SUMS], count: usize) -> f32 {

@@ -1,0 +1,233 @@
+"""The codecs once more, in NumPy and in Python's integers: what a record holds, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+F = np.float32
+
+
+def to_bits(values: Floats, dtype: str) -> npt.NDArray[Any]:
+    """Values as elements: bits of float32, float16 or bfloat16, half to even."""
+    if dtype == "float32":
+        return values.astype(F).view(np.uint32)
+    if dtype == "float16":
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.astype(F).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def to_values(bits: npt.NDArray[Any], dtype: str) -> Floats:
+    """Elements as float32."""
+    if dtype == "float32":
+        return bits.view(F)
+    if dtype == "float16":
+        return bits.view(np.float16).astype(F)
+    return (bits.astype(np.uint32) << 16).view(F)
+
+
+def bits_of(raw: bytes | Bytes, dtype: str) -> npt.NDArray[Any]:
+    """Bytes as elements."""
+    return np.frombuffer(bytes(raw), np.uint32 if dtype == "float32" else np.uint16)
+
+
+def padded(*parts: npt.NDArray[Any] | bytes) -> bytes:
+    """Parts one after the other, zeros up to a multiple of 32."""
+    joined = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
+    return joined + bytes(-len(joined) % 32)
+
+
+class MinMaxU8:
+    """minmax_u8."""
+
+    def _levels(self, low: Any, high: Any) -> tuple[Any, Any, bool]:
+        with np.errstate(all="ignore"):
+            spread = F(high - low)
+            scale = F(255) / F(spread + F(1e-7))
+            ends = (spread, F(high * scale), F(low * scale))
+            return scale, np.rint(ends[1]), all(np.isfinite(ends))
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        x = to_values(bits, dtype)
+        if not x.size:
+            return b""
+        fine = bool(np.isfinite(x).all())
+        low, high = (x.min() + F(0), x.max() + F(0)) if fine else (F(0), F(0))
+        scale, upper, expressible = self._levels(low, high)
+        if not (fine and expressible):
+            head = to_bits(np.array([np.nan, np.nan], F), dtype).tobytes()
+            return padded(head.ljust(32, b"\0"), bytes(x.size))
+        lower = F(upper - F(255))
+        q = np.clip(np.minimum(np.rint(x * scale), upper) - lower, 0, 255).astype(np.uint8)
+        head = to_bits(np.array([low, high], F), dtype).tobytes()
+        return padded(head.ljust(32, b"\0"), q)
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        size = 4 if dtype == "float32" else 2
+        if not count:
+            return np.empty(0, F)
+        low, high = to_values(bits_of(record[: 2 * size], dtype), dtype)
+        scale, upper, expressible = self._levels(low, high)
+        if not expressible:
+            return np.full(count, np.nan, F)
+        q = np.frombuffer(record, np.uint8)[32 : 32 + count].astype(F)
+        return (q + F(upper - F(255))) / scale
+
+
+class Half:
+    """f16 and bf16."""
+
+    def __init__(self, half: str) -> None:
+        self._half = half
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        with np.errstate(all="ignore"):
+            return padded(to_bits(to_values(bits, dtype), self._half))
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        return to_values(bits_of(record, self._half)[:count], self._half)
+
+
+class BlockI8:
+    """block_i8."""
+
+    def __init__(self, block: int = 256) -> None:
+        self._block = block
+
+    def _blocks(self, count: int) -> list[slice]:
+        return [slice(at, min(at + self._block, count)) for at in range(0, count, self._block)]
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        x = to_values(bits, dtype)
+        scales, q = [], np.zeros(x.size, np.int8)
+        for block in self._blocks(x.size):
+            if not np.isfinite(x[block]).all():
+                scales.append(F(np.nan))
+                continue
+            scale = F(np.abs(x[block]).max() / F(127))
+            scales.append(scale)
+            if scale != 0:
+                q[block] = np.clip(np.rint(x[block] / scale), -127, 127)
+        return padded(np.array(scales, F), q)
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        blocks = self._blocks(count)
+        scales = np.frombuffer(record, F, len(blocks))
+        q = np.frombuffer(record, np.int8, count, 4 * len(blocks)).astype(F)
+        return np.concatenate([q[block] * scale for block, scale in zip(blocks, scales, strict=True)] or [q])
+
+
+class OneBit:
+    """onebit."""
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        x = to_values(bits, dtype)
+        if not x.size:
+            return b""
+        if not np.isfinite(x).all():
+            return padded(np.array([np.nan], F), bytes(-(-x.size // 8)))
+        sums = np.zeros(16)
+        for i, magnitude in enumerate(np.abs(x).astype(np.float64)):
+            sums[i % 16] += magnitude
+        total = 0.0
+        for part in sums:
+            total += part
+        return padded(np.array([total / x.size], F), np.packbits(x < 0, bitorder="little"))
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        if not count:
+            return np.empty(0, F)
+        scale = np.frombuffer(record, F, 1)[0]
+        signs = np.unpackbits(np.frombuffer(record, np.uint8)[4:], count=count, bitorder="little")
+        return np.where(signs == 1, -scale, scale).astype(F)
+
+
+class Sparse:
+    """What top_k and random_k have in common."""
+
+    def __init__(self, k: float) -> None:
+        self._k = k
+
+    def kept(self, count: int) -> int:
+        return math.ceil(self._k * count) if isinstance(self._k, float) else min(self._k, count)
+
+    def write(self, bits: npt.NDArray[Any], places: list[int]) -> bytes:
+        return padded(np.array(places, np.uint32), bits[places])
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        kept = self.kept(count)
+        values = np.zeros(count, F)
+        if kept:
+            bits = bits_of(record[4 * kept :], dtype)[:kept]
+            values[np.frombuffer(record, np.uint32, kept)] = to_values(bits, dtype)
+        return values
+
+
+class TopK(Sparse):
+    """top_k."""
+
+    def __init__(self, k: float = 0.01) -> None:
+        super().__init__(k)
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        x = to_values(bits, dtype)
+        order = sorted(range(x.size), key=lambda at: (not np.isnan(x[at]), -np.abs(x[at]), at))
+        return self.write(bits, sorted(order[: self.kept(x.size)]))
+
+
+class RandomK(Sparse):
+    """random_k; counts its calls as the codec does."""
+
+    def __init__(self, k: float = 0.01, seed: int = 1) -> None:
+        super().__init__(k)
+        self._seed, self._draw = seed, 0
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        x = to_values(bits, dtype)
+        generator = SplitMix64(SplitMix64(SplitMix64(self._seed).number() + self._draw).number())
+        self._draw += 1 << 32
+        places: set[int] = set()
+        for j in range(x.size - self.kept(x.size), x.size):
+            t = generator.below(j + 1)
+            places.add(j if t in places else t)
+        if not np.isfinite(x).all():
+            bits = to_bits(np.full(x.size, np.nan, F), dtype)
+        return self.write(bits, sorted(places))
+
+
+class SplitMix64:
+    """Steele, Lea and Flood's generator, and Lemire's numbers below a bound."""
+
+    def __init__(self, state: int) -> None:
+        self._state = state % 2**64
+
+    def number(self) -> int:
+        self._state = (self._state + 0x9E3779B97F4A7C15) % 2**64
+        z = self._state
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    def below(self, bound: int) -> int:
+        while True:
+            product = self.number() * bound
+            if product % 2**64 >= 2**64 % bound:
+                return product >> 64
+
+
+ORACLES: dict[str, Any] = {
+    "minmax_u8": MinMaxU8,
+    "f16": lambda: Half("float16"),
+    "bf16": lambda: Half("bfloat16"),
+    "block_i8": BlockI8,
+    "top_k": TopK,
+    "random_k": RandomK,
+    "onebit": OneBit,
+}
