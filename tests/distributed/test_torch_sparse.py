@@ -35,7 +35,8 @@ class Net(torch.nn.Module):
 
     def forward(self, words: torch.Tensor, bags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         seen = self.hidden(self.words(words)).square().sum() + self.plain(words).sin().sum()
-        return seen + self.bags(bags, offsets).square().sum() / 2
+        # Gradients of at most about 1, whose rounding is far below the differences that are allowed.
+        return (seen + self.bags(bags, offsets).square().sum()) / 16
 
 
 def tables(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -153,9 +154,7 @@ def gradients_accumulate_as_under_torch(rank: int) -> None:
     for do_flatten in (True, False):
         ours = wrapped(copy.deepcopy(first), do_flatten=do_flatten)
         found = accumulate(ours, ours.bagua_ddp.no_sync)
-        for mine, other in zip(found, expected, strict=True):
-            # Values of some tens, in float32.
-            assert difference(mine, other) <= (0.0 if bagua.get_world_size() <= 2 else 1e-5)
+        close(rank, found, expected)
         assert same_everywhere(*bits(list(ours.parameters())))
 
 
@@ -420,14 +419,18 @@ class Unused(torch.nn.Module):
         return y if self.unused else y + self.table(torch.tensor([1])).sum()
 
 
+def one_backward(kind: type[torch.nn.Module], mistaken: bool) -> None:
+    model = wrapped(kind(mistaken))
+    model().backward()
+
+
 def failing(rank: int, kind: type[torch.nn.Module]) -> tuple[type[Exception], str]:
     """What rank 1's mistake raises on this rank."""
     torch.set_num_threads(1)
     bagua.init_process_group()
     with pytest.raises((BaguaError, NotImplementedError)) as failure:
-        # Rank 1 may fail while another rank is still in with_bagua.
-        model = wrapped(kind(rank == 1))
-        model().backward()
+        # with_bagua too: rank 1 may fail while another rank is still in it.
+        one_backward(kind, rank == 1)
     bagua.destroy_process_group()
     return failure.type, str(failure.value)
 
