@@ -35,7 +35,8 @@ class Net(torch.nn.Module):
 
     def forward(self, words: torch.Tensor, bags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         seen = self.hidden(self.words(words)).square().sum() + self.plain(words).sin().sum()
-        return seen + self.bags(bags, offsets).square().sum() / 2
+        # Gradients of at most about 1, whose rounding is far below the differences that are allowed.
+        return (seen + self.bags(bags, offsets).square().sum()) / 16
 
 
 def tables(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -124,7 +125,9 @@ def sparse_and_dense_parameters_train_as_under_torch(rank: int) -> None:
     first = Net()
     for make, set_to_none in itertools.product(OPTIMIZERS.values(), (True, False)):
         expected = train(DistributedDataParallel(copy.deepcopy(first)), make, rank, set_to_none)
-        assert sum(tensor.is_sparse and len(tensor.values()) > 0 for tensor in expected) == 2 * STEPS
+        # A rank alone has no rows in every second step.
+        filled = 2 * STEPS if bagua.get_world_size() > 1 else STEPS
+        assert sum(tensor.is_sparse and len(tensor.values()) > 0 for tensor in expected) == filled
         for do_flatten, bucket_size in ((True, None), (True, 1), (False, None), (False, 1)):
             ours = wrapped(copy.deepcopy(first), do_flatten=do_flatten, bucket_size=bucket_size)
             found = train(ours, make, rank, set_to_none)
@@ -153,17 +156,17 @@ def gradients_accumulate_as_under_torch(rank: int) -> None:
     for do_flatten in (True, False):
         ours = wrapped(copy.deepcopy(first), do_flatten=do_flatten)
         found = accumulate(ours, ours.bagua_ddp.no_sync)
-        for mine, other in zip(found, expected, strict=True):
-            # Values of some tens, in float32.
-            assert difference(mine, other) <= (0.0 if bagua.get_world_size() <= 2 else 1e-5)
+        close(rank, found, expected)
         assert same_everywhere(*bits(list(ours.parameters())))
 
 
 def a_model_may_be_an_embedding_alone(rank: int) -> None:
     size = bagua.get_world_size()
-    for options, divisor in (({}, size), ({"average": False}, 1)):
+    for average_them, find_unused in itertools.product((True, False), (True, False)):
+        divisor = size if average_them else 1
         model = torch.nn.Embedding(5, 2, sparse=True)
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(**options))
+        algorithm = bagua.algorithms.GradientAllReduceAlgorithm(average=average_them)
+        model.with_bagua([], algorithm, find_unused_parameters=find_unused)
         assert model.bagua_buckets == []
         assert same_everywhere(model.weight)
         (model(torch.tensor([4, rank, 4])) * (rank + 1)).sum().backward()
@@ -369,6 +372,27 @@ def test(case: Case, size: int) -> None:
     check(run, size, case)
 
 
+def run_on_hosts(rank: int) -> dict[str, str]:
+    return run_cases(rank, [gradients_accumulate_as_under_torch])
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_rows_travel_between_hosts_too(transport: str) -> None:
+    world = World(3, hosts=[[0, 1], [2]], env=ENVIRONMENT | {"BAGUA_TRANSPORT": transport})
+    for outcome in world.run(run_on_hosts):
+        assert outcome == {"gradients_accumulate_as_under_torch": ""}
+
+
+def run_alone(rank: int) -> dict[str, str]:
+    cases = [sparse_and_dense_parameters_train_as_under_torch, a_model_may_be_an_embedding_alone]
+    return run_cases(rank, cases)
+
+
+def test_one_rank_trains_as_under_torch() -> None:
+    (outcome,) = World(1, env=ENVIRONMENT).run(run_alone)
+    assert set(outcome.values()) == {""}, outcome
+
+
 class Functional(torch.nn.Module):
     """A table that is no Embedding, with a sparse gradient where ``sparse``."""
 
@@ -420,14 +444,18 @@ class Unused(torch.nn.Module):
         return y if self.unused else y + self.table(torch.tensor([1])).sum()
 
 
+def one_backward(kind: type[torch.nn.Module], mistaken: bool) -> None:
+    model = wrapped(kind(mistaken))
+    model().backward()
+
+
 def failing(rank: int, kind: type[torch.nn.Module]) -> tuple[type[Exception], str]:
     """What rank 1's mistake raises on this rank."""
     torch.set_num_threads(1)
     bagua.init_process_group()
     with pytest.raises((BaguaError, NotImplementedError)) as failure:
-        # Rank 1 may fail while another rank is still in with_bagua.
-        model = wrapped(kind(rank == 1))
-        model().backward()
+        # with_bagua too: rank 1 may fail while another rank is still in it.
+        one_backward(kind, rank == 1)
     bagua.destroy_process_group()
     return failure.type, str(failure.value)
 

@@ -32,10 +32,17 @@ def client(server: TCPStore) -> TCPStore:
     return TCPStore("127.0.0.1", server.port, 1, False, timedelta(seconds=10))
 
 
-KINDS: dict[str, Callable[[Path], Store]] = {
-    "tcp": lambda _: serving(),
-    "file": lambda folder: FileStore(str(folder / "store"), 1),
-    "hash": lambda _: HashStore(),
+def clients(ranks: int) -> list[Store]:
+    """A client of one server for each rank, as processes have. A client sends one request at a time."""
+    server = serving()
+    return [server, *(client(server) for _ in range(ranks - 1))]
+
+
+#: The store of each rank.
+KINDS: dict[str, Callable[[Path, int], list[Store]]] = {
+    "tcp": lambda _, ranks: clients(ranks),
+    "file": lambda folder, ranks: [FileStore(str(folder / "store"), 1)] * ranks,
+    "hash": lambda _, ranks: [HashStore()] * ranks,
 }
 
 
@@ -111,10 +118,10 @@ def abandoned(store: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_join_by_any_store_and_again_and_again(kind: str, tmp_path: Path) -> None:
-    store = PrefixStore("job", PrefixStore("try", KINDS[kind](tmp_path)))
+    stores = [PrefixStore("job", PrefixStore("try", store)) for store in KINDS[kind](tmp_path, 3)]
     numbers = []
     for _ in range(3):
-        found = joined([store] * 3)
+        found = joined(stores)
         assert len({number for _, number in found}) == 1
         numbers.append(found[0][1])
         work_and_leave([one for one, _ in found])

@@ -41,6 +41,9 @@ def with_bagua(
     With ``do_flatten`` a gradient is a view of its bucket's memory, which every backward overwrites: clone what must
     outlive ``zero_grad()``.
 
+    Gradients may be sparse where a weight is that of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` and of
+    nothing else.
+
     ``find_unused_parameters``: parameters that do not take part in a step are not an error. ``broadcast_buffers``: rank
     0's buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: the
     environment's).

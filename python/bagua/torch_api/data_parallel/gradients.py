@@ -2,14 +2,14 @@
 
 With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after
 ``zero_grad()``, which drops it) is copied there once and then replaced by its place in the bucket. Without, the core
-works on the gradient's own memory. A gradient that is a lazy negation or conjugate (``is_neg()``, ``is_conj()``) on
-this rank is resolved first, in a copy.
+works on the gradient's own memory, or on a copy: where another tensor may have that memory, and where the gradient is a
+lazy negation or conjugate (``is_neg()``, ``is_conj()``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,17 @@ def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def _set_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     parameter.grad = grad
+
+
+_references: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _is_in_use(grad: torch.Tensor) -> bool:
+    """True if another tensor may have its memory: one that autograd still reads in this backward, or the gradient of
+    another parameter, as after ``a.view(-1) + b.view(-1)``.
+    """
+    # One reference is the tensor's, one that of the Python object.
+    return _references is None or _references(grad.untyped_storage()._cdata) > 2
 
 
 @dataclass
@@ -168,17 +179,17 @@ class GradientExchange:
             slot.param.grad = view
 
     def _own_memory(self, slot: _Slot, grad: torch.Tensor) -> torch.Tensor:
+        if slot.wire is not None and slot.wire.data_ptr() != grad.data_ptr():
+            # Its reference to memory that the gradient was given again must not count as another tensor's.
+            slot.wire = None
+        in_use = slot.wire is None and _is_in_use(grad)
         wire = grad.detach()
+        # The other ranks expect the parameter's layout.
         expected = slot.param.stride() if layout_of(slot.param) == slot.param.stride() else layout_of(grad)
-        if (
-            grad.stride() != expected
-            or grad.dtype != slot.param.dtype
-            or layout_of(grad) != grad.stride()
-            # The core reads memory, and torch's lazy negation and conjugate change no memory: without a copy, the
-            # gradients of the ranks that have one would be averaged with the wrong sign.
-            or is_lazy_value(grad)
-        ):
-            # The other ranks expect the parameter's layout.
+        fits = grad.stride() == expected == layout_of(grad) and grad.dtype == slot.param.dtype
+        # The core reads memory, and torch's lazy negation and conjugate change no memory: without a copy, the gradients
+        # of the ranks that have one would be averaged with the wrong sign.
+        if in_use or not fits or is_lazy_value(grad):
             with torch.no_grad():
                 wire = torch.empty_like(slot.param, requires_grad=False).copy_(grad)
             self._now.write_back.append((grad, wire))
