@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use super::pieces::{Cut, Timer, combine_into, inputs};
+use super::chunks::{Cut, Timer, combine_into, inputs};
 use super::protocol::Phase;
 use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};

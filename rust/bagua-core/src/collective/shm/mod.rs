@@ -10,10 +10,10 @@
 #![allow(unsafe_code)]
 
 mod announce;
+mod chunks;
 mod cico;
-mod oversubscription;
 mod pairwise;
-mod pieces;
+mod placement;
 mod protocol;
 mod ranges;
 mod segment;
@@ -36,9 +36,9 @@ use crate::wait::Doorbell;
 pub use segment::segment_len;
 
 use announce::Announcement;
+use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use cico::Reduction;
 use pairwise::Pairwise;
-use pieces::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use protocol::{BufferOffer, Phase, Protocol, Route};
 use ranges::{others, shifted};
 use segment::{ALIGN, Buffer, SLOT, Segment};
@@ -75,6 +75,13 @@ impl Shm {
     #[must_use]
     pub fn knowing(self, registry: Arc<Registry>) -> Shm {
         Shm { finder: Finder::new(registry), ..self }
+    }
+
+    /// Leaves this rank on the processors that the kernel chooses: for benchmarks that compare.
+    #[must_use]
+    pub fn without_placement(mut self) -> Shm {
+        self.protocol.placement = None;
+        self
     }
 
     fn index(&self) -> usize {

@@ -27,7 +27,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::announce::{Announcement, NONSENSE};
-use super::oversubscription::{self, Oversubscription};
+use super::placement::Placement;
 use super::segment::{Buffer, Segment};
 use crate::collective::OpContext;
 use crate::error::Result;
@@ -121,8 +121,8 @@ pub(super) struct Protocol {
     pub(super) spins: bool,
     /// Full spins in vain since the last one that was worth it, and short ones since then.
     vain: Cell<u32>,
-    /// Where the ranks run, when there are too few cores.
-    oversubscription: Oversubscription,
+    /// Moves this rank away from a processor that it shares while another is free; `None` leaves that to the kernel.
+    pub(super) placement: Option<Placement>,
 }
 
 impl Protocol {
@@ -137,7 +137,7 @@ impl Protocol {
             parity: 0,
             spins,
             vain: Cell::new(0),
-            oversubscription: Oversubscription::default(),
+            placement: Some(Placement::default()),
         }
     }
 
@@ -254,8 +254,8 @@ impl Protocol {
     /// Writes digest and offer where the others look for them after this rank's next arrival, which orders the two.
     fn announce(&self, digest: u64, offer: BufferOffer, parity: usize) {
         self.segment.digest(self.segment.index, parity).store(digest, Ordering::Relaxed);
-        if !self.spins {
-            self.segment.processor(self.segment.index).store(oversubscription::here(), Ordering::Relaxed);
+        if let Some(placement) = &self.placement {
+            placement.publish(&self.segment);
         }
         let location = match offer {
             BufferOffer::Never => return,
@@ -327,38 +327,11 @@ impl Protocol {
         (done, total): (u64, u64),
     ) -> Result<()> {
         if self.spins {
-            let vain = self.vain.get();
-            let full = vain < VAIN || vain.is_multiple_of(PROBE);
-            let limit = if full { SPIN } else { SHORT_SPIN };
-            // The clock costs as much as a line that comes from the peer, so it is read last.
-            loop {
-                for _ in 0..SPINS {
-                    if self.has_come(peer, target) {
-                        if full {
-                            self.vain.set(0);
-                        }
-                        return Ok(());
-                    }
-                    spin_loop();
-                }
-                if begun.elapsed() >= limit {
-                    break;
-                }
+            if !self.sleeps_at_once(peer) && self.spin(peer, target, begun) {
+                return Ok(());
             }
-            self.vain.set(vain.wrapping_add(1));
-        } else {
-            let processor = |rank| self.segment.processor(rank).load(Ordering::Relaxed);
-            self.oversubscription.spread(self.segment.index, (0..self.segment.ranks).map(processor));
-            // Keeping the GIL meanwhile gains less than two runs differ.
-            loop {
-                blocking_wait(std::thread::yield_now);
-                if self.has_come(peer, target) {
-                    return Ok(());
-                }
-                if begun.elapsed() >= PATIENT {
-                    break;
-                }
-            }
+        } else if self.yields(peer, target, begun) {
+            return Ok(());
         }
         let word = self.segment.arrived(peer);
         loop {
@@ -379,6 +352,54 @@ impl Protocol {
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
             if !reached(seen, target) && seen & CLOSED == 0 {
                 futex_wait(word, seen, SLICE.min(cx.deadline.left().max(Duration::from_micros(100))));
+            }
+        }
+    }
+
+    /// Whether a spin would keep the peer from running, because both are on one processor.
+    fn sleeps_at_once(&self, peer: usize) -> bool {
+        let Some(placement) = &self.placement else { return false };
+        placement.publish(&self.segment);
+        placement.shares_with(&self.segment, peer) && !placement.leave_shared(&self.segment)
+    }
+
+    /// Spins until `peer` has arrived, for a limited time. Returns whether it has.
+    fn spin(&self, peer: usize, target: u32, begun: Instant) -> bool {
+        let vain = self.vain.get();
+        let full = vain < VAIN || vain.is_multiple_of(PROBE);
+        let limit = if full { SPIN } else { SHORT_SPIN };
+        // The clock costs as much as a line that comes from the peer, so it is read last.
+        loop {
+            for _ in 0..SPINS {
+                if self.has_come(peer, target) {
+                    if full {
+                        self.vain.set(0);
+                    }
+                    return true;
+                }
+                spin_loop();
+            }
+            if begun.elapsed() >= limit {
+                break;
+            }
+        }
+        self.vain.set(vain.wrapping_add(1));
+        false
+    }
+
+    /// Lets other ranks run until `peer` has arrived, for a limited time. Returns whether it has.
+    fn yields(&self, peer: usize, target: u32, begun: Instant) -> bool {
+        if let Some(placement) = &self.placement {
+            placement.spread(&self.segment);
+        }
+        // Keeping the GIL meanwhile gains less than two runs differ.
+        loop {
+            blocking_wait(std::thread::yield_now);
+            if self.has_come(peer, target) {
+                return true;
+            }
+            if begun.elapsed() >= PATIENT {
+                return false;
             }
         }
     }

@@ -97,7 +97,7 @@ impl Segment {
         self.arena.word(rank * rank_len(self.ranks))
     }
 
-    /// Where a rank runs, as [`super::oversubscription`] counts; on the line of its arrivals.
+    /// The processor of a rank, as [`super::placement`] writes it; on the line of its arrivals.
     pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * rank_len(self.ranks) + 4)
     }

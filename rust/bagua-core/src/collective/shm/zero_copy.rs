@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::pieces::Timer;
+use super::chunks::Timer;
 use super::protocol::{BufferOffer, Location};
 use super::ranges::others;
 use super::segment::ALIGN;
