@@ -1,4 +1,4 @@
-//! What the patterns are made of: pieces of a tensor, its input and its output, kernels that are timed.
+//! What the patterns are made of: chunks of a tensor, its input and its output, kernels that are timed.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -12,34 +12,34 @@ use crate::types::ReduceOp;
 /// Kernels on less than this are not timed: reading the clock twice would cost as much.
 const TIMED: usize = 16 << 10;
 
-/// A tensor or chunk cut into pieces.
+/// A tensor or chunk cut into chunks.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) total: usize,
-    /// Bytes of every piece but the last, which may be shorter.
+    /// Bytes of every chunk but the last, which may be shorter.
     pub(super) each: usize,
-    pub(super) pieces: usize,
+    pub(super) chunks: usize,
 }
 
 impl Cut {
-    /// Pieces of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
+    /// Chunks of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
     pub(super) fn new(total: usize, most: usize) -> Cut {
         let each = total.div_ceil(total.div_ceil(most)).next_multiple_of(ALIGN);
-        Cut { total, each, pieces: total.div_ceil(each) }
+        Cut { total, each, chunks: total.div_ceil(each) }
     }
 
-    pub(super) fn range(&self, piece: usize) -> Range<usize> {
-        (piece * self.each).min(self.total)..((piece + 1) * self.each).min(self.total)
+    pub(super) fn range(&self, chunk: usize) -> Range<usize> {
+        (chunk * self.each).min(self.total)..((chunk + 1) * self.each).min(self.total)
     }
 
-    /// The piece before this one; nothing before the first.
-    pub(super) fn before(&self, piece: usize) -> Range<usize> {
-        piece.checked_sub(1).map_or(0..0, |before| self.range(before))
+    /// The chunk before this one; nothing before the first.
+    pub(super) fn before(&self, chunk: usize) -> Range<usize> {
+        chunk.checked_sub(1).map_or(0..0, |before| self.range(before))
     }
 
-    /// The piece behind this one; nothing behind the last.
-    pub(super) fn behind(&self, piece: usize) -> Range<usize> {
-        self.range(piece + 1)
+    /// The chunk behind this one; nothing behind the last.
+    pub(super) fn behind(&self, chunk: usize) -> Range<usize> {
+        self.range(chunk + 1)
     }
 }
 
@@ -103,19 +103,19 @@ pub(super) fn combine_into<'a>(
     timer.stop();
 }
 
-/// Writes this piece of every other rank's chunk into the own buffer.
+/// Writes this chunk of every other rank's shard into the own buffer.
 pub(super) fn fill_for_each(
     segment: &Segment,
     buffer: Buffer,
     input: &[u8],
     range: Range<usize>,
-    chunk: usize,
+    shard: usize,
     stride: usize,
 ) {
     for rank in others(segment.index, segment.ranks) {
         // SAFETY: S2 or W2.
         let out = unsafe { segment.write(segment.index, buffer, shifted(0..range.len(), rank * stride)) };
-        copy(&input[shifted(range.clone(), rank * chunk)], out);
+        copy(&input[shifted(range.clone(), rank * shard)], out);
     }
 }
 

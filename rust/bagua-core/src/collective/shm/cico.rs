@@ -1,17 +1,17 @@
 //! all_reduce and reduce through windows, of tensors that do not fit a slot.
 //!
-//! Each rank reduces one share of every piece from all windows and its own tensor, into its own tensor and into the peers' windows.
-//! From there the peers copy it to their tensors, in the same pass that fills the window for the piece after next, and stretch
-//! by stretch in phase with their own reducing of the piece between the two. So
+//! Each rank reduces one share of every chunk from all windows and its own tensor, into its own tensor and into the peers' windows.
+//! From there the peers copy it to their tensors, in the same pass that fills the window for the chunk after next, and stretch
+//! by stretch in phase with their own reducing of the chunk between the two. So
 //!
-//! - both sides read *and* write every shared line, and each line travels once per piece in either direction: it brings what the
+//! - both sides read *and* write every shared line, and each line travels once per chunk in either direction: it brings what the
 //!   peer wrote, and takes away what the peer will read;
 //! - lines that come from the peer's cache and lines of the tensor that come from far away are under way at the same time.
 //!
 //! Measured (`cargo bench --bench limit`) on two cores that read each other's caches at 16 to 20 GB/s, which is what bounds this,
 //! because every byte of an ordinary tensor has to come over once: of the limit at 1, 16 and 64 MiB, 0.33, 0.36 and 0.36 when
-//! copying out, refilling and reducing followed each other piece by piece; 0.40, 0.44 and 0.52 in stretches. Slower there: every
-//! rank reducing all of every piece, windows of 64 or 512 KiB and more, non-temporal stores, demoting lines. No gain: two to eight
+//! copying out, refilling and reducing followed each other chunk by chunk; 0.40, 0.44 and 0.52 in stretches. Slower there: every
+//! rank reducing all of every chunk, windows of 64 or 512 KiB and more, non-temporal stores, demoting lines. No gain: two to eight
 //! streams at a time, four windows, prefetching to write. On other machines slower: slots with a separate result area, and
 //! `process_vm_readv`.
 
@@ -34,16 +34,16 @@ pub(super) struct Reduction<'a> {
     pub(super) cut: Cut,
 }
 
-/// What a step touches of a rank's tensor besides the piece that it reduces. Either may be empty, or shorter than a piece.
+/// What a step touches of a rank's tensor besides the chunk that it reduces. Either may be empty, or shorter than a chunk.
 struct Beside<'a> {
-    /// The piece before, where results go that the peers left in the window.
+    /// The chunk before, where results go that the peers left in the window.
     out: &'a mut [u8],
-    /// The piece behind, which goes into the window.
+    /// The chunk behind, which goes into the window.
     into: &'a [u8],
 }
 
 impl Reduction<'_> {
-    /// What a rank is responsible for, in a piece or window of `len` bytes. It begins at the same place in all pieces.
+    /// What a rank is responsible for, in a chunk or window of `len` bytes. It begins at the same place in all chunks.
     fn share(&self, segment: &Segment, rank: usize, len: usize) -> Range<usize> {
         let each = self.each(segment);
         (each * rank).min(len)..(each * (rank + 1)).min(len)
@@ -55,18 +55,18 @@ impl Reduction<'_> {
 
     /// The pattern for [`super::protocol::Protocol::run`], which is to be told to collect where this rank gets the result.
     pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut HostIo<'_>) {
-        let (first, pieces) = (self.cut.range(0), self.cut.pieces);
+        let (first, chunks) = (self.cut.range(0), self.cut.chunks);
         match phase {
             Phase::Fill(0) => self.turn_over(segment, buffer, Beside { out: &mut [], into: &io.input()[first] }),
-            Phase::Fill(piece) if piece > pieces => {
-                let out = &mut io.output()[self.cut.range(pieces - 1)];
+            Phase::Fill(chunk) if chunk > chunks => {
+                let out = &mut io.output()[self.cut.range(chunks - 1)];
                 self.turn_over(segment, buffer, Beside { out, into: &[] });
             }
             // Together with the Take that follows.
             Phase::Fill(_) => {}
-            Phase::Take(piece) => match self.root {
-                None => self.step(segment, piece, buffer, io),
-                Some(root) => self.step_towards(segment, root, piece, buffer, io),
+            Phase::Take(chunk) => match self.root {
+                None => self.step(segment, chunk, buffer, io),
+                Some(root) => self.step_towards(segment, root, chunk, buffer, io),
             },
         }
     }
@@ -84,18 +84,18 @@ impl Reduction<'_> {
                 (share.start + stretch.start).min(share.end)..(share.start + stretch.end).min(share.end)
             };
             let (out, into) = (within(beside.out.len()), within(beside.into.len()));
-            // SAFETY: W2; the peer that wrote the result here did so when it took that piece.
+            // SAFETY: W2; the peer that wrote the result here did so when it took that chunk.
             beside.out[out.clone()].copy_from_slice(unsafe { segment.read(segment.index, buffer, out) });
             // SAFETY: W2; the slice above is no longer used.
             unsafe { segment.write(segment.index, buffer, into.clone()) }.copy_from_slice(&beside.into[into]);
         }
     }
 
-    /// A piece of an all_reduce, and what is beside it.
-    fn step(&self, segment: &Segment, piece: usize, buffer: Buffer, io: &mut HostIo<'_>) {
+    /// A chunk of an all_reduce, and what is beside it.
+    fn step(&self, segment: &Segment, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, next) = (segment.index, buffer.other());
-        let range = self.cut.range(piece);
-        let (before, behind) = (self.cut.before(piece), self.cut.behind(piece));
+        let range = self.cut.range(chunk);
+        let (before, behind) = (self.cut.before(chunk), self.cut.behind(chunk));
         let mine = self.share(segment, me, range.len());
         let (src, out, dst, into): (Option<&[u8]>, _, _, &[u8]) = match io {
             HostIo::InPlace(data) => {
@@ -133,17 +133,17 @@ impl Reduction<'_> {
         self.turn_stretch_over(segment, next, &mut beside, mine.len()..self.each(segment));
     }
 
-    /// A piece of a reduce, and what is beside it.
-    fn step_towards(&self, segment: &Segment, root: usize, piece: usize, buffer: Buffer, io: &mut HostIo<'_>) {
+    /// A chunk of a reduce, and what is beside it.
+    fn step_towards(&self, segment: &Segment, root: usize, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, ranks) = (segment.index, segment.ranks);
         if root == me {
-            let out = &mut io.output()[self.cut.before(piece)];
+            let out = &mut io.output()[self.cut.before(chunk)];
             self.turn_over(segment, buffer.other(), Beside { out, into: &[] });
         }
-        let into = &io.input()[self.cut.behind(piece)];
+        let into = &io.input()[self.cut.behind(chunk)];
         self.turn_over(segment, buffer.other(), Beside { out: &mut [], into });
 
-        let range = self.cut.range(piece);
+        let range = self.cut.range(chunk);
         let mine = self.share(segment, me, range.len());
         let local = shifted(mine.clone(), range.start);
         // SAFETY: W1; of every window, this rank's share is read and written by this rank only.

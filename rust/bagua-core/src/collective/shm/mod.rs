@@ -1,7 +1,7 @@
 //! Collectives in memory that all ranks of one host map.
 //!
 //! Where all ranks' tensors lie in one arena, the ranks work in place, on their own and on the peers' memory (`in_place`).
-//! Otherwise what the others need of a tensor goes through the segment in cache-sized pieces, and results are combined straight
+//! Otherwise what the others need of a tensor goes through the segment in cache-sized chunks, and results are combined straight
 //! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `announcement` compares what the ranks are
 //! doing, and this file holds one pattern per operation: what to fill, what to take.
 //!
@@ -184,7 +184,7 @@ impl Shm {
             HostIo::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
             HostIo::Split { .. } => None,
         };
-        let route = (Route::Windows(cut.pieces), gets);
+        let route = (Route::Windows(cut.chunks), gets);
         let reduction = Reduction { cx, op, root, cut };
         let phase = |segment: &Segment, phase, buffer| reduction.phase(segment, phase, buffer, &mut io);
         let met = self.run_or_meet(cx, (verb, total), route, slot, phase)?;
@@ -200,62 +200,62 @@ impl Shm {
     fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: HostIo<'_>, root: Option<usize>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let gets = root.is_none_or(|root| root == me);
-        let (chunk, own) = match &io {
+        let (shard, own) = match &io {
             HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
             HostIo::Split { src, .. } => (src.len(), 0),
         };
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
-            self.route(chunk, chunk, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
-        let slot = ArenaSlot::of(&io.input()[own..own + chunk], &mut self.finder);
-        let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
+            self.route(shard, shard, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
+        let slot = ArenaSlot::of(&io.input()[own..own + shard], &mut self.finder);
+        let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * shard, keep: (own, me * shard) };
         let swaps = pair && matches!(route, Route::Windows(_));
-        let met = self.run_or_meet(cx, (verb, chunk), (route, false), slot, |segment, phase, buffer| match phase {
+        let met = self.run_or_meet(cx, (verb, shard), (route, false), slot, |segment, phase, buffer| match phase {
             _ if swaps => swap.phase(segment, phase, &mut io),
-            Phase::Fill(piece) if piece < cut.pieces && root != Some(me) => {
-                let range = cut.range(piece);
+            Phase::Fill(chunk) if chunk < cut.chunks && root != Some(me) => {
+                let range = cut.range(chunk);
                 // SAFETY: S2 or W2.
                 let out = unsafe { segment.write(me, buffer, 0..range.len()) };
                 copy(&io.input()[shifted(range, own)], out);
             }
-            Phase::Take(piece) if gets => {
-                let range = cut.range(piece);
-                io.keep_own(shifted(range.clone(), own), me * chunk + range.start);
+            Phase::Take(chunk) if gets => {
+                let range = cut.range(chunk);
+                io.keep_own(shifted(range.clone(), own), me * shard + range.start);
                 for rank in others(me, ranks) {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
-                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
                 }
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })?;
         let Some(tensors) = met else { return Ok(()) };
-        self.run_zero_copy(cx, chunk, || {
+        self.run_zero_copy(cx, shard, || {
             if gets {
-                io.keep_own(own..own + chunk, me * chunk);
-                tensors.pull(me, 0..chunk, |rank| shifted(0..chunk, rank * chunk), io.output());
+                io.keep_own(own..own + shard, me * shard);
+                tensors.pull(me, 0..shard, |rank| shifted(0..shard, rank * shard), io.output());
             }
         })
     }
 
-    /// How `chunk` bytes per rank travel, when `slot` bytes would lie in a slot and `part` bytes of a chunk in a window.
-    fn route(&self, chunk: usize, slot: usize, part: usize) -> (Route, Cut) {
-        if chunk == 0 {
-            (Route::Nothing, Cut { total: 0, each: 1, pieces: 0 })
+    /// How `shard` bytes per rank travel, when `slot` bytes would lie in a slot and `part` bytes of a shard in a window.
+    fn route(&self, shard: usize, slot: usize, part: usize) -> (Route, Cut) {
+        if shard == 0 {
+            (Route::Nothing, Cut { total: 0, each: 1, chunks: 0 })
         } else if slot <= SLOT {
-            (Route::Slots, Cut { total: chunk, each: chunk, pieces: 1 })
+            (Route::Slots, Cut { total: shard, each: shard, chunks: 1 })
         } else {
-            let cut = Cut::new(chunk, part);
-            (Route::Windows(cut.pieces), cut)
+            let cut = Cut::new(shard, part);
+            (Route::Windows(cut.chunks), cut)
         }
     }
 
-    /// How a chunk for each rank travels, and where in the buffer they begin.
-    fn route_for_each(&self, chunk: usize) -> (Route, Cut, usize) {
+    /// How a shard for each rank travels, and where in the buffer they begin.
+    fn route_for_each(&self, shard: usize) -> (Route, Cut, usize) {
         let ranks = self.ranks();
         let part = self.protocol.segment.window() / ranks / ALIGN * ALIGN;
-        let (route, cut) = self.route(chunk, chunk.saturating_mul(ranks), part);
-        (route, cut, if route == Route::Slots { chunk } else { part })
+        let (route, cut) = self.route(shard, shard.saturating_mul(ranks), part);
+        (route, cut, if route == Route::Slots { shard } else { part })
     }
 }
 
@@ -269,13 +269,13 @@ impl Shm {
         let slot = ArenaSlot::of(data, &mut self.finder);
         let verb = (Kind::Broadcast, total);
         let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
-            Phase::Fill(piece) if piece < cut.pieces && me == root => {
-                let range = cut.range(piece);
+            Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
+                let range = cut.range(chunk);
                 // SAFETY: S2 or W2.
                 copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
             }
-            Phase::Take(piece) if me != root => {
-                let range = cut.range(piece);
+            Phase::Take(chunk) if me != root => {
+                let range = cut.range(chunk);
                 if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
                     // SAFETY: W1: the root leaves its window alone until this rank has arrived, and there is no third rank.
                     let window = unsafe { segment.write(root, buffer, 0..range.len()) };
@@ -294,23 +294,23 @@ impl Shm {
 
     fn scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, root: usize) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let (chunk, slot) = match &io {
+        let (shard, slot) = match &io {
             HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
             HostIo::Split { dst, .. } => (dst.len(), 0),
         };
-        let (route, cut, stride) = self.route_for_each(chunk);
-        self.execute(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
-            Phase::Fill(piece) if piece < cut.pieces && me == root => {
-                let range = cut.range(piece);
+        let (route, cut, stride) = self.route_for_each(shard);
+        self.execute(cx, (Kind::Scatter, shard), route, |segment, phase, buffer| match phase {
+            Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
+                let range = cut.range(chunk);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
                     // SAFETY: S2 or W2.
                     let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
-                    copy(&io.input()[shifted(range.clone(), rank * chunk)], out);
+                    copy(&io.input()[shifted(range.clone(), rank * shard)], out);
                 }
-                io.keep_own(shifted(range.clone(), me * chunk), slot + range.start);
+                io.keep_own(shifted(range.clone(), me * shard), slot + range.start);
             }
-            Phase::Take(piece) if me != root => {
-                let range = cut.range(piece);
+            Phase::Take(chunk) if me != root => {
+                let range = cut.range(chunk);
                 // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
                 let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
                 copy(from, &mut io.output()[shifted(range, slot)]);
@@ -321,73 +321,73 @@ impl Shm {
 
     fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let chunk = io.input().len() / ranks;
-        let to = if matches!(io, HostIo::InPlace(_)) { me * chunk } else { 0 };
-        let (route, cut, stride) = self.route_for_each(chunk);
+        let shard = io.input().len() / ranks;
+        let to = if matches!(io, HostIo::InPlace(_)) { me * shard } else { 0 };
+        let (route, cut, stride) = self.route_for_each(shard);
         let slot = ArenaSlot::of(io.input(), &mut self.finder);
-        let verb = (Kind::ReduceScatter, chunk);
+        let verb = (Kind::ReduceScatter, shard);
         let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
-            Phase::Fill(piece) if piece < cut.pieces => {
-                fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
+            Phase::Fill(chunk) if chunk < cut.chunks => {
+                fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
             }
             Phase::Fill(_) => {}
-            Phase::Take(piece) => {
-                let range = cut.range(piece);
+            Phase::Take(chunk) => {
+                let range = cut.range(chunk);
                 let inputs = inputs(ranks, |rank| {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
                 });
-                let from = shifted(range.clone(), me * chunk);
+                let from = shifted(range.clone(), me * shard);
                 combine_into(cx, op, inputs, me, &mut io, from, shifted(range, to));
             }
         })?;
         let Some(tensors) = met else { return Ok(()) };
-        self.run_zero_copy(cx, chunk, || {
-            let mine = shifted(0..chunk, me * chunk);
+        self.run_zero_copy(cx, shard, || {
+            let mine = shifted(0..shard, me * shard);
             // SAFETY: D2; a result goes where only its own rank reads.
             let inputs = inputs(ranks, |rank| unsafe { tensors.read(rank, mine.clone()) });
-            combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..chunk, to));
+            combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..shard, to));
         })
     }
 
     fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let chunk = io.input().len() / ranks;
-        let (mut route, mut cut, stride) = self.route_for_each(chunk);
+        let shard = io.input().len() / ranks;
+        let (mut route, mut cut, stride) = self.route_for_each(shard);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(chunk, usize::MAX, pairwise::CHUNK);
+            (route, cut) = self.route(shard, usize::MAX, pairwise::CHUNK);
         }
         let peer = 1 - me.min(1);
-        let swap = Pairwise { cut, send: peer * chunk, recv: peer * chunk, keep: (me * chunk, me * chunk) };
+        let swap = Pairwise { cut, send: peer * shard, recv: peer * shard, keep: (me * shard, me * shard) };
         // In place a rank would overwrite what its peers have not read yet.
         let slot = match &io {
             HostIo::InPlace(_) => None,
             HostIo::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
         };
-        let verb = (Kind::AllToAll, chunk);
+        let verb = (Kind::AllToAll, shard);
         let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
             _ if swaps => swap.phase(segment, phase, &mut io),
-            Phase::Fill(piece) if piece < cut.pieces => {
-                fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
+            Phase::Fill(chunk) if chunk < cut.chunks => {
+                fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
             }
             Phase::Fill(_) => {}
-            Phase::Take(piece) => {
-                let range = cut.range(piece);
-                let own = shifted(range.clone(), me * chunk);
+            Phase::Take(chunk) => {
+                let range = cut.range(chunk);
+                let own = shifted(range.clone(), me * shard);
                 io.keep_own(own.clone(), own.start);
                 for rank in others(me, ranks) {
                     // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
                     let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
-                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
                 }
             }
         })?;
         let Some(tensors) = met else { return Ok(()) };
-        self.run_zero_copy(cx, chunk, || {
-            let own = shifted(0..chunk, me * chunk);
+        self.run_zero_copy(cx, shard, || {
+            let own = shifted(0..shard, me * shard);
             io.keep_own(own.clone(), own.start);
-            tensors.pull(me, own, |rank| shifted(0..chunk, rank * chunk), io.output());
+            tensors.pull(me, own, |rank| shifted(0..shard, rank * shard), io.output());
         })
     }
 }

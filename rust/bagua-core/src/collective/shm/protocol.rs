@@ -8,15 +8,15 @@
 //!   operations ahead. What is doubled by the parity of the operation (fingerprints, digests, offers, slots) is never overwritten
 //!   while a slow peer may read it. Announced is last, because it lies in the arrival word's cache line, on which peers spin.
 //! - **S2.** A rank's slot is written by that rank only, before the operation's first arrival.
-//! - **W1.** Piece p lies in the windows of parity p % 2. A rank fills its own window with piece p before its arrival number p
-//!   of the operation (counting from 0), and takes piece p between waiting for everybody's arrival number p and its own next one.
-//! - **W2.** So while a rank fills its window for piece p + 1, all have taken piece p - 1 from it: nobody else touches it.
-//! - **W3.** An operation may end while peers still take its last piece. The next one that uses windows waits for them first.
-//! - **X1.** Where two ranks swap, only the windows of parity 0 are used, and piece p lies in that of its writer when p is even and
+//! - **W1.** Piece p lies in the windows of parity p % 2. A rank fills its own window with chunk p before its arrival number p
+//!   of the operation (counting from 0), and takes chunk p between waiting for everybody's arrival number p and its own next one.
+//! - **W2.** So while a rank fills its window for chunk p + 1, all have taken chunk p - 1 from it: nobody else touches it.
+//! - **W3.** An operation may end while peers still take its last chunk. The next one that uses windows waits for them first.
+//! - **X1.** Where two ranks swap, only the windows of parity 0 are used, and chunk p lies in that of its writer when p is even and
 //!   in that of its reader when p is odd. Between waiting for everybody's arrival number p and its own next one a rank alone touches
-//!   the window in which the peer's piece p lies: it takes that piece and leaves its own piece p + 1 there.
+//!   the window in which the peer's chunk p lies: it takes that chunk and leaves its own chunk p + 1 there.
 //! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
-//!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
+//!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before chunk 0,
 //!   and what W1 says of arrival p holds for arrival p + 1.
 //! - **D2.** In place: between everybody's first arrival and everybody's second, the tensors that were offered are touched by this
 //!   operation only; the pattern says which rank touches which range of which tensor.
@@ -55,24 +55,24 @@ const SHIFT: u32 = 2;
 /// Counts have 30 bits and wrap; ranks are never half the circle apart.
 const COUNT: u32 = u32::MAX >> SHIFT;
 
-/// What the two ends of a piece are asked to do. Pieces count from 0.
+/// What the two ends of a chunk are asked to do. Chunks count from 0.
 pub(super) enum Phase {
-    /// Write into this rank's own buffer what the others need of this piece, if there is such a piece. Comes for one piece
-    /// beyond the last as well, where a pattern may have to empty what it filled two pieces ago.
+    /// Write into this rank's own buffer what the others need of this chunk, if there is such a chunk. Comes for one chunk
+    /// beyond the last as well, where a pattern may have to empty what it filled two chunks ago.
     Fill(usize),
-    /// Use what all ranks wrote of this piece. In windows, comes directly after `Fill` of the next one, so that a pattern may
+    /// Use what all ranks wrote of this chunk. In windows, comes directly after `Fill` of the next one, so that a pattern may
     /// do both now.
     Take(usize),
 }
 
-/// Where an operation's pieces travel.
+/// Where an operation's chunks travel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
     /// Nothing travels: a synchronisation only.
     Nothing,
-    /// One piece, in slots.
+    /// One chunk, in slots.
     Slots,
-    /// This many pieces, at least one, in windows.
+    /// This many chunks, at least one, in windows.
     Windows(usize),
 }
 
@@ -141,16 +141,16 @@ impl Protocol {
         }
     }
 
-    /// The buffer of a piece. To be asked by turns while [`Protocol::run`] runs.
-    fn buffer(route: Route, parity: usize, piece: usize) -> Buffer {
+    /// The buffer of a chunk. To be asked by turns while [`Protocol::run`] runs.
+    fn buffer(route: Route, parity: usize, chunk: usize) -> Buffer {
         match route {
-            Route::Windows(_) => Buffer::Window(piece % 2),
+            Route::Windows(_) => Buffer::Window(chunk % 2),
             Route::Nothing | Route::Slots => Buffer::Slot(parity),
         }
     }
 
     /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
-    /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
+    /// the end, with `Fill` two beyond the last chunk, when all ranks have taken that last chunk.
     ///
     /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host. The
     /// caller works there, and then calls [`Protocol::leave`].
@@ -164,10 +164,10 @@ impl Protocol {
         mut phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<Vec<u64>>> {
         let total = announcement.bytes;
-        let pieces = match route {
+        let chunks = match route {
             Route::Nothing => 0,
             Route::Slots => 1,
-            Route::Windows(pieces) => pieces,
+            Route::Windows(chunks) => chunks,
         };
         let windows = matches!(route, Route::Windows(_));
         self.parity ^= 1;
@@ -197,14 +197,14 @@ impl Protocol {
                 self.wait_for(cx, self.arrivals, 0, total)?;
             }
         }
-        for piece in 0..pieces {
-            if piece > 0 {
-                self.wait_for(cx, self.arrivals, part(total, piece, pieces), total)?;
+        for chunk in 0..chunks {
+            if chunk > 0 {
+                self.wait_for(cx, self.arrivals, part(total, chunk, chunks), total)?;
             }
             if windows {
-                phase(&self.segment, Phase::Fill(piece + 1), Self::buffer(route, parity, piece + 1));
+                phase(&self.segment, Phase::Fill(chunk + 1), Self::buffer(route, parity, chunk + 1));
             }
-            phase(&self.segment, Phase::Take(piece), Self::buffer(route, parity, piece));
+            phase(&self.segment, Phase::Take(chunk), Self::buffer(route, parity, chunk));
             if windows {
                 self.arrive();
             }
@@ -213,7 +213,7 @@ impl Protocol {
             self.windows_free = self.arrivals;
             if collect {
                 self.wait_for(cx, self.arrivals, total, total)?;
-                phase(&self.segment, Phase::Fill(pieces + 1), Self::buffer(route, parity, pieces + 1));
+                phase(&self.segment, Phase::Fill(chunks + 1), Self::buffer(route, parity, chunks + 1));
             }
         }
         Ok(None)
@@ -233,7 +233,7 @@ impl Protocol {
         self.wait_for(cx, self.arrivals, total / 2, total)
     }
 
-    /// Fills this rank's buffer for piece 0.
+    /// Fills this rank's buffer for chunk 0.
     fn fill_first(
         &self,
         cx: &OpContext<'_>,
@@ -433,7 +433,7 @@ fn reached(word: u32, target: u32) -> bool {
     (word >> SHIFT).wrapping_sub(target) & COUNT <= COUNT / 2
 }
 
-/// The share of `total` that `piece` of `pieces` is; u128 because total * piece may not fit.
-fn part(total: u64, piece: usize, pieces: usize) -> u64 {
-    u64::try_from(u128::from(total) * piece as u128 / pieces as u128).unwrap_or(total)
+/// The share of `total` that `chunk` of `chunks` is; u128 because total * chunk may not fit.
+fn part(total: u64, chunk: usize, chunks: usize) -> u64 {
+    u64::try_from(u128::from(total) * chunk as u128 / chunks as u128).unwrap_or(total)
 }
