@@ -118,7 +118,7 @@ impl Shm {
 
     /// An operation that is zero-copy when the tensors of all ranks, `bytes` long, lie in one arena. If it returns `Some`, no byte has
     /// been moved yet, and [`Shm::run_zero_copy`] must follow.
-    fn run_unless_zero_copy(
+    fn run_or_offer(
         &mut self,
         cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
@@ -133,8 +133,8 @@ impl Shm {
                 Route::Nothing | Route::Slots => BufferOffer::Never,
             };
             let offsets = protocol.run(cx, &announcement, route, collect, offer, phase)?;
-            let zero_copy = offsets.zip(tensor);
-            zero_copy.map(|(offsets, tensor)| tensor.tensors(cx, &protocol.members, &offsets)).transpose()
+            let found = offsets.zip(tensor);
+            found.map(|(offsets, tensor)| tensor.tensors(cx, &protocol.members, &offsets)).transpose()
         })
     }
 
@@ -196,8 +196,8 @@ impl Shm {
         let route = (Route::Windows(cut.chunks), gets);
         let reduction = Reduction { cx, op, root, cut };
         let phase = |segment: &Segment, phase, buffer| reduction.phase(segment, phase, buffer, &mut io);
-        let zero_copy = self.run_unless_zero_copy(cx, (verb, total), route, tensor, phase)?;
-        match (zero_copy, io) {
+        let found = self.run_or_offer(cx, (verb, total), route, tensor, phase)?;
+        match (found, io) {
             (Some(tensors), HostIo::InPlace(data)) => {
                 self.run_zero_copy(cx, total, || tensors.reduce(cx, op, me, root, data))
             }
@@ -219,12 +219,8 @@ impl Shm {
         let tensor = ArenaTensor::of(&io.input()[own..own + shard], &mut self.finder);
         let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * shard, keep: (own, me * shard) };
         let swaps = pair && matches!(route, Route::Windows(_));
-        let zero_copy = self.run_unless_zero_copy(
-            cx,
-            (verb, shard),
-            (route, false),
-            tensor,
-            |segment, phase, buffer| match phase {
+        let found =
+            self.run_or_offer(cx, (verb, shard), (route, false), tensor, |segment, phase, buffer| match phase {
                 _ if swaps => swap.phase(segment, phase, &mut io),
                 Phase::Fill(chunk) if chunk < cut.chunks && root != Some(me) => {
                     let range = cut.range(chunk);
@@ -242,9 +238,8 @@ impl Shm {
                     }
                 }
                 Phase::Fill(_) | Phase::Take(_) => {}
-            },
-        )?;
-        let Some(tensors) = zero_copy else { return Ok(()) };
+            })?;
+        let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, shard, || {
             if gets {
                 io.keep_own(own..own + shard, me * shard);
@@ -283,28 +278,27 @@ impl Shm {
         let (route, cut) = self.route(total, total, part);
         let tensor = ArenaTensor::of(data, &mut self.finder);
         let verb = (Kind::Broadcast, total);
-        let zero_copy =
-            self.run_unless_zero_copy(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
-                Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
-                    let range = cut.range(chunk);
-                    // SAFETY: S2 or W2.
-                    copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
+        let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
+            Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
+                let range = cut.range(chunk);
+                // SAFETY: S2 or W2.
+                copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
+            }
+            Phase::Take(chunk) if me != root => {
+                let range = cut.range(chunk);
+                if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
+                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and there is no third rank.
+                    let window = unsafe { segment.write(root, buffer, 0..range.len()) };
+                    copy_and_own(window, &mut data[range]);
+                } else {
+                    // SAFETY: S2 or W1: the root does not write to its buffer while its peers read from it.
+                    let from = unsafe { segment.read(root, buffer, 0..range.len()) };
+                    copy(from, &mut data[range]);
                 }
-                Phase::Take(chunk) if me != root => {
-                    let range = cut.range(chunk);
-                    if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
-                        // SAFETY: W1: the root does not access its window before this rank's next arrival, and there is no third rank.
-                        let window = unsafe { segment.write(root, buffer, 0..range.len()) };
-                        copy_and_own(window, &mut data[range]);
-                    } else {
-                        // SAFETY: S2 or W1: the root does not write to its buffer while its peers read from it.
-                        let from = unsafe { segment.read(root, buffer, 0..range.len()) };
-                        copy(from, &mut data[range]);
-                    }
-                }
-                Phase::Fill(_) | Phase::Take(_) => {}
-            })?;
-        let Some(tensors) = zero_copy else { return Ok(()) };
+            }
+            Phase::Fill(_) | Phase::Take(_) => {}
+        })?;
+        let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
     }
 
@@ -342,23 +336,22 @@ impl Shm {
         let (route, cut, stride) = self.route_for_each(shard);
         let tensor = ArenaTensor::of(io.input(), &mut self.finder);
         let verb = (Kind::ReduceScatter, shard);
-        let zero_copy =
-            self.run_unless_zero_copy(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
-                Phase::Fill(chunk) if chunk < cut.chunks => {
-                    fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
-                }
-                Phase::Fill(_) => {}
-                Phase::Take(chunk) => {
-                    let range = cut.range(chunk);
-                    let inputs = inputs(ranks, |rank| {
-                        // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
-                        unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
-                    });
-                    let from = shifted(range.clone(), me * shard);
-                    combine_into(cx, op, inputs, me, &mut io, from, shifted(range, to));
-                }
-            })?;
-        let Some(tensors) = zero_copy else { return Ok(()) };
+        let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
+            Phase::Fill(chunk) if chunk < cut.chunks => {
+                fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
+            }
+            Phase::Fill(_) => {}
+            Phase::Take(chunk) => {
+                let range = cut.range(chunk);
+                let inputs = inputs(ranks, |rank| {
+                    // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
+                    unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
+                });
+                let from = shifted(range.clone(), me * shard);
+                combine_into(cx, op, inputs, me, &mut io, from, shifted(range, to));
+            }
+        })?;
+        let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, shard, || {
             let mine = shifted(0..shard, me * shard);
             // SAFETY: D2; each rank writes only to a range that no other rank reads.
@@ -383,25 +376,24 @@ impl Shm {
             HostIo::Split { src, .. } => ArenaTensor::of(src, &mut self.finder),
         };
         let verb = (Kind::AllToAll, shard);
-        let zero_copy =
-            self.run_unless_zero_copy(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
-                _ if swaps => swap.phase(segment, phase, &mut io),
-                Phase::Fill(chunk) if chunk < cut.chunks => {
-                    fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
+        let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
+            _ if swaps => swap.phase(segment, phase, &mut io),
+            Phase::Fill(chunk) if chunk < cut.chunks => {
+                fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
+            }
+            Phase::Fill(_) => {}
+            Phase::Take(chunk) => {
+                let range = cut.range(chunk);
+                let own = shifted(range.clone(), me * shard);
+                io.keep_own(own.clone(), own.start);
+                for rank in others(me, ranks) {
+                    // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
+                    let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
                 }
-                Phase::Fill(_) => {}
-                Phase::Take(chunk) => {
-                    let range = cut.range(chunk);
-                    let own = shifted(range.clone(), me * shard);
-                    io.keep_own(own.clone(), own.start);
-                    for rank in others(me, ranks) {
-                        // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
-                        let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
-                        copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
-                    }
-                }
-            })?;
-        let Some(tensors) = zero_copy else { return Ok(()) };
+            }
+        })?;
+        let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, shard, || {
             let own = shifted(0..shard, me * shard);
             io.keep_own(own.clone(), own.start);
