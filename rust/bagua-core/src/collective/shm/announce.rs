@@ -1,21 +1,21 @@
-//! What a rank publishes of an operation before it arrives, and how the others read it.
+//! The fingerprint that a rank publishes of an operation before it arrives, for its peers to compare with theirs.
 
 use std::sync::atomic::Ordering;
 
 use super::segment::{Segment, WORDS};
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
-/// One call of a method of [`super::Shm`]: the operation's fingerprint, and what this part of it does.
+/// One call of a method of [`super::Shm`]: the fingerprint of the operation, and which of its calls this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Announcement {
     pub(super) fingerprint: Fingerprint,
-    /// The method. Differs from the fingerprint's kind in a announcement of `hier`.
+    /// The method. Differs from the fingerprint's kind in a call by `hier`.
     pub(super) verb: Kind,
     /// Bytes that the method was given, counted in the same way on every rank.
     pub(super) bytes: u64,
 }
 
-/// A published operation that no rank of this version can have written.
+/// For errors: a published operation that no rank of this version can have written.
 pub(super) const NONSENSE: &str = "something that makes no sense";
 
 /// Stands for "none" where a code is expected.
@@ -72,8 +72,8 @@ impl Announcement {
         Some(Announcement { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
     }
 
-    /// Writes it where the others look for it, and returns its digest, for them to compare first. They look after this rank's next
-    /// arrival, which orders the two.
+    /// Writes it to this rank's control block and returns its digest, which peers compare first. Peers read both after this rank's next
+    /// arrival, which orders the accesses.
     pub(super) fn publish(&self, segment: &Segment, parity: usize) -> u64 {
         let words = self.words();
         for (at, word) in words.into_iter().enumerate() {
@@ -88,7 +88,7 @@ impl Announcement {
         Announcement::from_words(std::array::from_fn(word))
     }
 
-    /// What `peer`, whose digest is another one, does, in words.
+    /// Describes the operation of `peer`, whose digest differs from this one's.
     #[cold]
     pub(super) fn difference(&self, segment: &Segment, peer: usize, parity: usize) -> String {
         match Announcement::of(segment, peer, parity) {
@@ -104,7 +104,7 @@ impl Announcement {
     }
 }
 
-/// 64 bits that stand for a fingerprint.
+/// A fingerprint's digest of 64 bits.
 ///
 /// Every step is a bijection of the state and of the word, so two fingerprints that differ in one word never have the same digest;
 /// two that differ in several have it with a probability of about 2^-64. (It is no defence against forgery: who maps the segment

@@ -1,23 +1,23 @@
 //! all_reduce and reduce through windows, of tensors that do not fit a slot.
 //!
-//! Each rank reduces one share of every piece from all windows and its own tensor, into its own tensor and into the peers' windows.
-//! From there the peers copy it to their tensors, in the same pass that fills the window for the piece after next, and stretch
-//! by stretch in phase with their own reducing of the piece between the two. So
+//! Each rank reduces its share of every chunk from all windows and its own tensor, and writes the result to its own tensor and to the
+//! peers' windows. A peer copies it from its window to its tensor in the same pass that fills the window with the chunk after next.
+//! That pass is divided into blocks, which alternate with the blocks in which the rank reduces the chunk in between. So
 //!
-//! - both sides read *and* write every shared line, and each line travels once per piece in either direction: it brings what the
-//!   peer wrote, and takes away what the peer will read;
-//! - lines that come from the peer's cache and lines of the tensor that come from far away are under way at the same time.
+//! - each rank both reads and writes every shared cache line, and a line crosses between two cores once per chunk in each direction:
+//!   with what the peer wrote, and with what the peer reads next;
+//! - loads from the peer's cache and loads of the tensor from main memory are in flight at the same time.
 //!
-//! Measured (`cargo bench --bench limit`) on two cores that read each other's caches at 16 to 20 GB/s, which is what bounds this,
-//! because every byte of an ordinary tensor has to come over once: of the limit at 1, 16 and 64 MiB, 0.33, 0.36 and 0.36 when
-//! copying out, refilling and reducing followed each other piece by piece; 0.40, 0.44 and 0.52 in stretches. Slower there: every
-//! rank reducing all of every piece, windows of 64 or 512 KiB and more, non-temporal stores, demoting lines. No gain: two to eight
-//! streams at a time, four windows, prefetching to write. On other machines slower: slots with a separate result area, and
-//! `process_vm_readv`.
+//! The limit is the rate at which two cores read each other's caches, 16 to 20 GB/s on the machine of these figures, because every
+//! byte of an ordinary tensor crosses once. Measured there (`cargo bench --bench limit`), as a share of the limit at 1, 16 and 64 MiB:
+//! 0.33, 0.36 and 0.36 when each chunk was copied out, refilled and reduced one after the other; 0.40, 0.44 and 0.52 in alternating
+//! blocks. Slower there: every rank reducing all of every chunk, windows of 64 or 512 KiB and more, non-temporal stores, demoting
+//! lines. No gain: two to eight streams at a time, four windows, prefetching to write. On other machines slower: slots with a separate
+//! result area, and `process_vm_readv`.
 
 use std::ops::Range;
 
-use super::pieces::{Cut, Timer, combine_into, inputs};
+use super::chunks::{Cut, Timer, combine_into, inputs};
 use super::protocol::Phase;
 use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};
@@ -29,21 +29,21 @@ use crate::types::ReduceOp;
 pub(super) struct Reduction<'a> {
     pub(super) cx: &'a OpContext<'a>,
     pub(super) op: ReduceOp,
-    /// Who gets the result; nobody in particular in all_reduce.
+    /// The rank that gets the result of reduce; `None` for all_reduce.
     pub(super) root: Option<usize>,
     pub(super) cut: Cut,
 }
 
-/// What a step touches of a rank's tensor besides the piece that it reduces. Either may be empty, or shorter than a piece.
+/// The ranges of a rank's tensor that a step copies while it reduces a chunk. Either may be empty, or shorter than a chunk.
 struct Beside<'a> {
-    /// The piece before, where results go that the peers left in the window.
+    /// The chunk before: results are copied to it from the window.
     out: &'a mut [u8],
-    /// The piece behind, which goes into the window.
+    /// The chunk after, which is copied to the window.
     into: &'a [u8],
 }
 
 impl Reduction<'_> {
-    /// What a rank is responsible for, in a piece or window of `len` bytes. It begins at the same place in all pieces.
+    /// The range that a rank reduces, in a chunk or window of `len` bytes. It begins at the same offset in all chunks.
     fn share(&self, segment: &Segment, rank: usize, len: usize) -> Range<usize> {
         let each = self.each(segment);
         (each * rank).min(len)..(each * (rank + 1)).min(len)
@@ -53,49 +53,49 @@ impl Reduction<'_> {
         self.cut.each.div_ceil(segment.ranks).next_multiple_of(ALIGN)
     }
 
-    /// The pattern for [`super::protocol::Protocol::run`], which is to be told to collect where this rank gets the result.
+    /// The phases of [`super::protocol::Protocol::run`], whose `collect` must be true on a rank that gets the result.
     pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut HostIo<'_>) {
-        let (first, pieces) = (self.cut.range(0), self.cut.pieces);
+        let (first, chunks) = (self.cut.range(0), self.cut.chunks);
         match phase {
-            Phase::Fill(0) => self.turn_over(segment, buffer, Beside { out: &mut [], into: &io.input()[first] }),
-            Phase::Fill(piece) if piece > pieces => {
-                let out = &mut io.output()[self.cut.range(pieces - 1)];
-                self.turn_over(segment, buffer, Beside { out, into: &[] });
+            Phase::Fill(0) => self.refill(segment, buffer, Beside { out: &mut [], into: &io.input()[first] }),
+            Phase::Fill(chunk) if chunk > chunks => {
+                let out = &mut io.output()[self.cut.range(chunks - 1)];
+                self.refill(segment, buffer, Beside { out, into: &[] });
             }
-            // Together with the Take that follows.
+            // Done by the Take that follows.
             Phase::Fill(_) => {}
-            Phase::Take(piece) => match self.root {
-                None => self.step(segment, piece, buffer, io),
-                Some(root) => self.step_towards(segment, root, piece, buffer, io),
+            Phase::Take(chunk) => match self.root {
+                None => self.step(segment, chunk, buffer, io),
+                Some(root) => self.step_towards(segment, root, chunk, buffer, io),
             },
         }
     }
 
-    /// Copies the results in the own window to the tensor, and fills it again.
-    fn turn_over(&self, segment: &Segment, buffer: Buffer, mut beside: Beside<'_>) {
-        self.turn_stretch_over(segment, buffer, &mut beside, 0..self.each(segment));
+    /// Copies the results from this rank's window to the tensor, and fills the window with the next chunk.
+    fn refill(&self, segment: &Segment, buffer: Buffer, mut beside: Beside<'_>) {
+        self.refill_block(segment, buffer, &mut beside, 0..self.each(segment));
     }
 
-    /// The same for one stretch of every peer's share.
-    fn turn_stretch_over(&self, segment: &Segment, buffer: Buffer, beside: &mut Beside<'_>, stretch: Range<usize>) {
+    /// The same for one block of every peer's share.
+    fn refill_block(&self, segment: &Segment, buffer: Buffer, beside: &mut Beside<'_>, block: Range<usize>) {
         for rank in others(segment.index, segment.ranks) {
             let within = |len| {
                 let share = self.share(segment, rank, len);
-                (share.start + stretch.start).min(share.end)..(share.start + stretch.end).min(share.end)
+                (share.start + block.start).min(share.end)..(share.start + block.end).min(share.end)
             };
             let (out, into) = (within(beside.out.len()), within(beside.into.len()));
-            // SAFETY: W2; the peer that wrote the result here did so when it took that piece.
+            // SAFETY: W2; the peer that wrote the result here did so when it took that chunk.
             beside.out[out.clone()].copy_from_slice(unsafe { segment.read(segment.index, buffer, out) });
             // SAFETY: W2; the slice above is no longer used.
             unsafe { segment.write(segment.index, buffer, into.clone()) }.copy_from_slice(&beside.into[into]);
         }
     }
 
-    /// A piece of an all_reduce, and what is beside it.
-    fn step(&self, segment: &Segment, piece: usize, buffer: Buffer, io: &mut HostIo<'_>) {
+    /// Reduces a chunk of an all_reduce and copies the chunks beside it.
+    fn step(&self, segment: &Segment, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, next) = (segment.index, buffer.other());
-        let range = self.cut.range(piece);
-        let (before, behind) = (self.cut.before(piece), self.cut.behind(piece));
+        let range = self.cut.range(chunk);
+        let (before, behind) = (self.cut.before(chunk), self.cut.behind(chunk));
         let mine = self.share(segment, me, range.len());
         let (src, out, dst, into): (Option<&[u8]>, _, _, &[u8]) = match io {
             HostIo::InPlace(data) => {
@@ -122,28 +122,28 @@ impl Reduction<'_> {
         };
         let mut parts: Vec<&mut [u8]> = (0..segment.ranks).map(part).collect();
         let timer = Timer::start(self.cx, mine.len());
-        combine_everywhere_after(self.cx.dtype(), self.op, &mut parts, &mut |stretch, parts| {
+        combine_everywhere_after(self.cx.dtype(), self.op, &mut parts, &mut |block, parts| {
             if let Some(src) = src {
-                parts[me][stretch.clone()].copy_from_slice(&src[stretch.clone()]);
+                parts[me][block.clone()].copy_from_slice(&src[block.clone()]);
             }
-            self.turn_stretch_over(segment, next, &mut beside, stretch);
+            self.refill_block(segment, next, &mut beside, block);
         });
         timer.stop();
-        // Where the own share is shorter than others, as the last one may be.
-        self.turn_stretch_over(segment, next, &mut beside, mine.len()..self.each(segment));
+        // What is left where this rank's share is shorter than its peers', as the last one may be.
+        self.refill_block(segment, next, &mut beside, mine.len()..self.each(segment));
     }
 
-    /// A piece of a reduce, and what is beside it.
-    fn step_towards(&self, segment: &Segment, root: usize, piece: usize, buffer: Buffer, io: &mut HostIo<'_>) {
+    /// Reduces a chunk of a reduce and copies the chunks beside it.
+    fn step_towards(&self, segment: &Segment, root: usize, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, ranks) = (segment.index, segment.ranks);
         if root == me {
-            let out = &mut io.output()[self.cut.before(piece)];
-            self.turn_over(segment, buffer.other(), Beside { out, into: &[] });
+            let out = &mut io.output()[self.cut.before(chunk)];
+            self.refill(segment, buffer.other(), Beside { out, into: &[] });
         }
-        let into = &io.input()[self.cut.behind(piece)];
-        self.turn_over(segment, buffer.other(), Beside { out: &mut [], into });
+        let into = &io.input()[self.cut.behind(chunk)];
+        self.refill(segment, buffer.other(), Beside { out: &mut [], into });
 
-        let range = self.cut.range(piece);
+        let range = self.cut.range(chunk);
         let mine = self.share(segment, me, range.len());
         let local = shifted(mine.clone(), range.start);
         // SAFETY: W1; of every window, this rank's share is read and written by this rank only.

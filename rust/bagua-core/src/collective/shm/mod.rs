@@ -1,19 +1,28 @@
 //! Collectives in memory that all ranks of one host map.
 //!
-//! Where all ranks' tensors lie in one arena, the ranks work in place, on their own and on the peers' memory (`in_place`).
-//! Otherwise what the others need of a tensor goes through the segment in cache-sized pieces, and results are combined straight
-//! into the tensors. `run` is the protocol of taking turns, `segment` says where things lie, `announcement` compares what the ranks are
-//! doing, and this file holds one pattern per operation: what to fill, what to take.
+//! Where all ranks' tensors lie in one arena, each rank reads and writes its peers' tensors directly (`zero_copy`). Otherwise a rank
+//! copies what its peers need of its tensor to the segment, chunk by chunk, and the peers combine it into their tensors.
 //!
-//! all_reduce of an ordinary tensor that does not fit a slot is the one pattern that is more than that: `reduction`.
+//! | file | what it holds |
+//! |---|---|
+//! | `protocol` | the synchronisation: arrivals, waiting, and which rank may access which memory when |
+//! | `placement` | the processors of the ranks |
+//! | `segment` | the layout of the shared memory |
+//! | `announce` | the fingerprint that a rank publishes for its peers to compare |
+//! | `cico` | all_reduce and reduce through windows |
+//! | `pairwise` | all_gather and all_to_all between two ranks |
+//! | `zero_copy` | every verb on tensors in an arena |
+//! | `chunks`, `ranges` | how tensors are divided, copied and combined |
+//!
+//! This file has the verbs: for each, what a rank writes to its own buffer and what it reads from its peers' (`Phase`).
 
 #![allow(unsafe_code)]
 
 mod announce;
+mod chunks;
 mod cico;
-mod oversubscription;
 mod pairwise;
-mod pieces;
+mod placement;
 mod protocol;
 mod ranges;
 mod segment;
@@ -36,31 +45,31 @@ use crate::wait::Doorbell;
 pub use segment::segment_len;
 
 use announce::Announcement;
+use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use cico::Reduction;
 use pairwise::Pairwise;
-use pieces::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use protocol::{BufferOffer, Phase, Protocol, Route};
 use ranges::{others, shifted};
 use segment::{ALIGN, Buffer, SLOT, Segment};
-use zero_copy::{ArenaSlot, PeerBuffers};
+use zero_copy::{ArenaTensor, PeerBuffers};
 
-/// The shortest chunk of a broadcast.
+/// Bytes of the shortest chunk of a broadcast.
 const EARLY: usize = 32 << 10;
 
-/// The ranks of one host, or some of them, in shared memory.
+/// The collective of the ranks of one host, or some of them, in shared memory.
 pub struct Shm {
     protocol: Protocol,
-    /// Streams to the same ranks, for messages between two of them.
+    /// Streams to the same ranks, for messages (send, recv, exchange).
     mesh: Mesh,
-    /// Knows which tensors lie in arenas.
+    /// Finds the arena in which a tensor lies.
     finder: Finder,
-    /// The error after which the ranks are no longer in step.
+    /// The first error. The ranks' arrivals may differ after it, so every later operation returns it.
     broken: Option<Error>,
 }
 
 impl Shm {
     /// Rank `index` of this host, whose ranks have the group ranks `members`. The segment has [`segment_len`] bytes, which
-    /// were zeroed before the first rank came, and serves one `Shm` per rank, once.
+    /// were zero before any rank created its `Shm`; each rank creates one `Shm` on it.
     ///
     /// # Errors
     /// `System` when the segment is too short.
@@ -71,10 +80,17 @@ impl Shm {
         Ok(Shm { protocol: Protocol::new(segment, members), mesh, finder: Finder::default(), broken: None })
     }
 
-    /// Works in place on tensors in the arenas of this registry. The ranks may differ in what they know of.
+    /// Operates zero-copy on tensors in the arenas of this registry. The ranks' registries may differ.
     #[must_use]
     pub fn knowing(self, registry: Arc<Registry>) -> Shm {
         Shm { finder: Finder::new(registry), ..self }
+    }
+
+    /// Leaves this rank on the processors that the kernel chooses: for benchmarks that compare.
+    #[must_use]
+    pub fn without_placement(mut self) -> Shm {
+        self.protocol.placement = None;
+        self
     }
 
     fn index(&self) -> usize {
@@ -85,7 +101,7 @@ impl Shm {
         self.protocol.segment.ranks
     }
 
-    /// An operation that never works in place.
+    /// An operation that is never zero-copy.
     fn execute(
         &mut self,
         cx: &OpContext<'_>,
@@ -97,32 +113,32 @@ impl Shm {
             let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
             protocol.run(cx, &announcement, route, false, BufferOffer::Never, phase)
         });
-        offers.map(|nobody| debug_assert!(nobody.is_none()))
+        offers.map(|offsets| debug_assert!(offsets.is_none(), "an operation without offers is not zero-copy"))
     }
 
-    /// An operation that works in place when all ranks have a slot for what they offer, `bytes` long. With `Some`, nothing is done
-    /// yet: [`Shm::run_zero_copy`] must follow.
-    fn run_or_meet(
+    /// An operation that is zero-copy when the tensors of all ranks, `bytes` long, lie in one arena. If it returns `Some`, no byte has
+    /// been moved yet, and [`Shm::run_zero_copy`] must follow.
+    fn run_or_offer(
         &mut self,
         cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
         (route, collect): (Route, bool),
-        slot: Option<ArenaSlot>,
+        tensor: Option<ArenaTensor>,
         phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<PeerBuffers>> {
         self.guarded(|protocol| {
             let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
             let offer = match route {
-                Route::Windows(_) => slot.as_ref().map_or(BufferOffer::Nowhere, ArenaSlot::offer),
+                Route::Windows(_) => tensor.as_ref().map_or(BufferOffer::Nowhere, ArenaTensor::offer),
                 Route::Nothing | Route::Slots => BufferOffer::Never,
             };
             let offsets = protocol.run(cx, &announcement, route, collect, offer, phase)?;
-            let met = offsets.zip(slot);
-            met.map(|(offsets, slot)| slot.tensors(cx, &protocol.members, &offsets)).transpose()
+            let found = offsets.zip(tensor);
+            found.map(|(offsets, tensor)| tensor.tensors(cx, &protocol.members, &offsets)).transpose()
         })
     }
 
-    /// Does this rank's work on all ranks' tensors and waits until the others have done theirs.
+    /// Runs this rank's part of a zero-copy operation and waits until all ranks have run theirs.
     fn run_zero_copy(&mut self, cx: &OpContext<'_>, bytes: usize, work: impl FnOnce()) -> Result<()> {
         cx.stats.zero_copy.fetch_add(1, Relaxed);
         self.guarded(|protocol| {
@@ -131,7 +147,7 @@ impl Shm {
         })
     }
 
-    /// Remembers an error: the ranks are no longer in step after it.
+    /// Runs `body` unless an earlier operation failed, and keeps its error for later operations.
     fn guarded<T>(&mut self, body: impl FnOnce(&mut Protocol) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
@@ -161,11 +177,11 @@ impl Shm {
         if total <= small(ranks) {
             return self.execute(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
                 Phase::Fill(_) => {
-                    // SAFETY: S2, and S1 for who read this slot last.
+                    // SAFETY: S2, and S1 for the peers that read this slot before.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
                 }
                 Phase::Take(_) if gets => {
-                    // SAFETY: S2: slots are left alone once everybody has arrived, and S1 until this rank's next operation.
+                    // SAFETY: S2: no rank writes to a slot after its arrival, and S1 until this rank's next operation.
                     let inputs = inputs(ranks, |rank| unsafe { segment.read(rank, buffer, 0..total) });
                     combine_into(cx, op, inputs, me, &mut io, 0..total, 0..total);
                 }
@@ -173,15 +189,15 @@ impl Shm {
             });
         }
         let cut = Cut::new(total, self.protocol.segment.window());
-        let slot = match &io {
-            HostIo::InPlace(data) => ArenaSlot::of(data, &mut self.finder),
+        let tensor = match &io {
+            HostIo::InPlace(data) => ArenaTensor::of(data, &mut self.finder),
             HostIo::Split { .. } => None,
         };
-        let route = (Route::Windows(cut.pieces), gets);
+        let route = (Route::Windows(cut.chunks), gets);
         let reduction = Reduction { cx, op, root, cut };
         let phase = |segment: &Segment, phase, buffer| reduction.phase(segment, phase, buffer, &mut io);
-        let met = self.run_or_meet(cx, (verb, total), route, slot, phase)?;
-        match (met, io) {
+        let found = self.run_or_offer(cx, (verb, total), route, tensor, phase)?;
+        match (found, io) {
             (Some(tensors), HostIo::InPlace(data)) => {
                 self.run_zero_copy(cx, total, || tensors.reduce(cx, op, me, root, data))
             }
@@ -193,62 +209,63 @@ impl Shm {
     fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: HostIo<'_>, root: Option<usize>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let gets = root.is_none_or(|root| root == me);
-        let (chunk, own) = match &io {
+        let (shard, own) = match &io {
             HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
             HostIo::Split { src, .. } => (src.len(), 0),
         };
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
-            self.route(chunk, chunk, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
-        let slot = ArenaSlot::of(&io.input()[own..own + chunk], &mut self.finder);
-        let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * chunk, keep: (own, me * chunk) };
+            self.route(shard, shard, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
+        let tensor = ArenaTensor::of(&io.input()[own..own + shard], &mut self.finder);
+        let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * shard, keep: (own, me * shard) };
         let swaps = pair && matches!(route, Route::Windows(_));
-        let met = self.run_or_meet(cx, (verb, chunk), (route, false), slot, |segment, phase, buffer| match phase {
-            _ if swaps => swap.phase(segment, phase, &mut io),
-            Phase::Fill(piece) if piece < cut.pieces && root != Some(me) => {
-                let range = cut.range(piece);
-                // SAFETY: S2 or W2.
-                let out = unsafe { segment.write(me, buffer, 0..range.len()) };
-                copy(&io.input()[shifted(range, own)], out);
-            }
-            Phase::Take(piece) if gets => {
-                let range = cut.range(piece);
-                io.keep_own(shifted(range.clone(), own), me * chunk + range.start);
-                for rank in others(me, ranks) {
-                    // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
-                    let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
-                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
+        let found =
+            self.run_or_offer(cx, (verb, shard), (route, false), tensor, |segment, phase, buffer| match phase {
+                _ if swaps => swap.phase(segment, phase, &mut io),
+                Phase::Fill(chunk) if chunk < cut.chunks && root != Some(me) => {
+                    let range = cut.range(chunk);
+                    // SAFETY: S2 or W2.
+                    let out = unsafe { segment.write(me, buffer, 0..range.len()) };
+                    copy(&io.input()[shifted(range, own)], out);
                 }
-            }
-            Phase::Fill(_) | Phase::Take(_) => {}
-        })?;
-        let Some(tensors) = met else { return Ok(()) };
-        self.run_zero_copy(cx, chunk, || {
+                Phase::Take(chunk) if gets => {
+                    let range = cut.range(chunk);
+                    io.keep_own(shifted(range.clone(), own), me * shard + range.start);
+                    for rank in others(me, ranks) {
+                        // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
+                        let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
+                        copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
+                    }
+                }
+                Phase::Fill(_) | Phase::Take(_) => {}
+            })?;
+        let Some(tensors) = found else { return Ok(()) };
+        self.run_zero_copy(cx, shard, || {
             if gets {
-                io.keep_own(own..own + chunk, me * chunk);
-                tensors.pull(me, 0..chunk, |rank| shifted(0..chunk, rank * chunk), io.output());
+                io.keep_own(own..own + shard, me * shard);
+                tensors.pull(me, 0..shard, |rank| shifted(0..shard, rank * shard), io.output());
             }
         })
     }
 
-    /// How `chunk` bytes per rank travel, when `slot` bytes would lie in a slot and `part` bytes of a chunk in a window.
-    fn route(&self, chunk: usize, slot: usize, part: usize) -> (Route, Cut) {
-        if chunk == 0 {
-            (Route::Nothing, Cut { total: 0, each: 1, pieces: 0 })
+    /// The route of a shard per rank: in slots if `slot` bytes fit one, otherwise in windows, in chunks of at most `part` bytes.
+    fn route(&self, shard: usize, slot: usize, part: usize) -> (Route, Cut) {
+        if shard == 0 {
+            (Route::Nothing, Cut { total: 0, each: 1, chunks: 0 })
         } else if slot <= SLOT {
-            (Route::Slots, Cut { total: chunk, each: chunk, pieces: 1 })
+            (Route::Slots, Cut { total: shard, each: shard, chunks: 1 })
         } else {
-            let cut = Cut::new(chunk, part);
-            (Route::Windows(cut.pieces), cut)
+            let cut = Cut::new(shard, part);
+            (Route::Windows(cut.chunks), cut)
         }
     }
 
-    /// How a chunk for each rank travels, and where in the buffer they begin.
-    fn route_for_each(&self, chunk: usize) -> (Route, Cut, usize) {
+    /// The route of a shard for each rank, and the distance between two shards in a buffer.
+    fn route_for_each(&self, shard: usize) -> (Route, Cut, usize) {
         let ranks = self.ranks();
         let part = self.protocol.segment.window() / ranks / ALIGN * ALIGN;
-        let (route, cut) = self.route(chunk, chunk.saturating_mul(ranks), part);
-        (route, cut, if route == Route::Slots { chunk } else { part })
+        let (route, cut) = self.route(shard, shard.saturating_mul(ranks), part);
+        (route, cut, if route == Route::Slots { shard } else { part })
     }
 }
 
@@ -256,57 +273,57 @@ impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
-        // At least eight chunks, so that the readers start while the root still writes.
+        // At least eight chunks, so that the other ranks read a chunk while the root writes the next one.
         let part = (total / 8 / ALIGN * ALIGN).max(EARLY).min(self.protocol.segment.window());
         let (route, cut) = self.route(total, total, part);
-        let slot = ArenaSlot::of(data, &mut self.finder);
+        let tensor = ArenaTensor::of(data, &mut self.finder);
         let verb = (Kind::Broadcast, total);
-        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
-            Phase::Fill(piece) if piece < cut.pieces && me == root => {
-                let range = cut.range(piece);
+        let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
+            Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
+                let range = cut.range(chunk);
                 // SAFETY: S2 or W2.
                 copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
             }
-            Phase::Take(piece) if me != root => {
-                let range = cut.range(piece);
+            Phase::Take(chunk) if me != root => {
+                let range = cut.range(chunk);
                 if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
-                    // SAFETY: W1: the root leaves its window alone until this rank has arrived, and there is no third rank.
+                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and there is no third rank.
                     let window = unsafe { segment.write(root, buffer, 0..range.len()) };
                     copy_and_own(window, &mut data[range]);
                 } else {
-                    // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+                    // SAFETY: S2 or W1: the root does not write to its buffer while its peers read from it.
                     let from = unsafe { segment.read(root, buffer, 0..range.len()) };
                     copy(from, &mut data[range]);
                 }
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })?;
-        let Some(tensors) = met else { return Ok(()) };
+        let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, total, || tensors.broadcast(me, root, data))
     }
 
     fn scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, root: usize) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let (chunk, slot) = match &io {
+        let (shard, own) = match &io {
             HostIo::InPlace(data) => (data.len() / ranks, me * (data.len() / ranks)),
             HostIo::Split { dst, .. } => (dst.len(), 0),
         };
-        let (route, cut, stride) = self.route_for_each(chunk);
-        self.execute(cx, (Kind::Scatter, chunk), route, |segment, phase, buffer| match phase {
-            Phase::Fill(piece) if piece < cut.pieces && me == root => {
-                let range = cut.range(piece);
+        let (route, cut, stride) = self.route_for_each(shard);
+        self.execute(cx, (Kind::Scatter, shard), route, |segment, phase, buffer| match phase {
+            Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
+                let range = cut.range(chunk);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
                     // SAFETY: S2 or W2.
                     let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
-                    copy(&io.input()[shifted(range.clone(), rank * chunk)], out);
+                    copy(&io.input()[shifted(range.clone(), rank * shard)], out);
                 }
-                io.keep_own(shifted(range.clone(), me * chunk), slot + range.start);
+                io.keep_own(shifted(range.clone(), me * shard), own + range.start);
             }
-            Phase::Take(piece) if me != root => {
-                let range = cut.range(piece);
-                // SAFETY: S2 or W1: the root leaves its buffer alone while the others take from it.
+            Phase::Take(chunk) if me != root => {
+                let range = cut.range(chunk);
+                // SAFETY: S2 or W1: the root does not write to its buffer while its peers read from it.
                 let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
-                copy(from, &mut io.output()[shifted(range, slot)]);
+                copy(from, &mut io.output()[shifted(range, own)]);
             }
             Phase::Fill(_) | Phase::Take(_) => {}
         })
@@ -314,73 +331,73 @@ impl Shm {
 
     fn reduce_scatter(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let chunk = io.input().len() / ranks;
-        let to = if matches!(io, HostIo::InPlace(_)) { me * chunk } else { 0 };
-        let (route, cut, stride) = self.route_for_each(chunk);
-        let slot = ArenaSlot::of(io.input(), &mut self.finder);
-        let verb = (Kind::ReduceScatter, chunk);
-        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
-            Phase::Fill(piece) if piece < cut.pieces => {
-                fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
+        let shard = io.input().len() / ranks;
+        let to = if matches!(io, HostIo::InPlace(_)) { me * shard } else { 0 };
+        let (route, cut, stride) = self.route_for_each(shard);
+        let tensor = ArenaTensor::of(io.input(), &mut self.finder);
+        let verb = (Kind::ReduceScatter, shard);
+        let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
+            Phase::Fill(chunk) if chunk < cut.chunks => {
+                fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
             }
             Phase::Fill(_) => {}
-            Phase::Take(piece) => {
-                let range = cut.range(piece);
+            Phase::Take(chunk) => {
+                let range = cut.range(chunk);
                 let inputs = inputs(ranks, |rank| {
-                    // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
+                    // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
                     unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
                 });
-                let from = shifted(range.clone(), me * chunk);
+                let from = shifted(range.clone(), me * shard);
                 combine_into(cx, op, inputs, me, &mut io, from, shifted(range, to));
             }
         })?;
-        let Some(tensors) = met else { return Ok(()) };
-        self.run_zero_copy(cx, chunk, || {
-            let mine = shifted(0..chunk, me * chunk);
-            // SAFETY: D2; a result goes where only its own rank reads.
+        let Some(tensors) = found else { return Ok(()) };
+        self.run_zero_copy(cx, shard, || {
+            let mine = shifted(0..shard, me * shard);
+            // SAFETY: D2; each rank writes only to a range that no other rank reads.
             let inputs = inputs(ranks, |rank| unsafe { tensors.read(rank, mine.clone()) });
-            combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..chunk, to));
+            combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..shard, to));
         })
     }
 
     fn all_to_all(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
-        let chunk = io.input().len() / ranks;
-        let (mut route, mut cut, stride) = self.route_for_each(chunk);
+        let shard = io.input().len() / ranks;
+        let (mut route, mut cut, stride) = self.route_for_each(shard);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(chunk, usize::MAX, pairwise::CHUNK);
+            (route, cut) = self.route(shard, usize::MAX, pairwise::CHUNK);
         }
         let peer = 1 - me.min(1);
-        let swap = Pairwise { cut, send: peer * chunk, recv: peer * chunk, keep: (me * chunk, me * chunk) };
+        let swap = Pairwise { cut, send: peer * shard, recv: peer * shard, keep: (me * shard, me * shard) };
         // In place a rank would overwrite what its peers have not read yet.
-        let slot = match &io {
+        let tensor = match &io {
             HostIo::InPlace(_) => None,
-            HostIo::Split { src, .. } => ArenaSlot::of(src, &mut self.finder),
+            HostIo::Split { src, .. } => ArenaTensor::of(src, &mut self.finder),
         };
-        let verb = (Kind::AllToAll, chunk);
-        let met = self.run_or_meet(cx, verb, (route, false), slot, |segment, phase, buffer| match phase {
+        let verb = (Kind::AllToAll, shard);
+        let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
             _ if swaps => swap.phase(segment, phase, &mut io),
-            Phase::Fill(piece) if piece < cut.pieces => {
-                fill_for_each(segment, buffer, io.input(), cut.range(piece), chunk, stride);
+            Phase::Fill(chunk) if chunk < cut.chunks => {
+                fill_for_each(segment, buffer, io.input(), cut.range(chunk), shard, stride);
             }
             Phase::Fill(_) => {}
-            Phase::Take(piece) => {
-                let range = cut.range(piece);
-                let own = shifted(range.clone(), me * chunk);
+            Phase::Take(chunk) => {
+                let range = cut.range(chunk);
+                let own = shifted(range.clone(), me * shard);
                 io.keep_own(own.clone(), own.start);
                 for rank in others(me, ranks) {
-                    // SAFETY: S2 or W1: a buffer is left alone by its owner while the others take from it.
+                    // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
                     let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
-                    copy(from, &mut io.output()[shifted(range.clone(), rank * chunk)]);
+                    copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
                 }
             }
         })?;
-        let Some(tensors) = met else { return Ok(()) };
-        self.run_zero_copy(cx, chunk, || {
-            let own = shifted(0..chunk, me * chunk);
+        let Some(tensors) = found else { return Ok(()) };
+        self.run_zero_copy(cx, shard, || {
+            let own = shifted(0..shard, me * shard);
             io.keep_own(own.clone(), own.start);
-            tensors.pull(me, own, |rank| shifted(0..chunk, rank * chunk), io.output());
+            tensors.pull(me, own, |rank| shifted(0..shard, rank * shard), io.output());
         })
     }
 }
@@ -428,13 +445,13 @@ impl Collective for Shm {
     }
 }
 
-/// Streams over the second set of rings of a lane's segment, for a group that connects the ranks of one host by streams beside
-/// the `Shm` on the same segment. Rank `index` of `ranks` asks once.
+/// Streams over the second set of rings of a lane's segment, for a group whose mesh connects the ranks of one host beside
+/// the `Shm` on the same segment. Rank `index` of `ranks` calls it once.
 pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
     ring_links(arena, segment::spare_rings(ranks), index, ranks)
 }
 
-/// The largest tensor that every rank reduces on its own from all slots. The more ranks, the more each of them would have to read.
+/// Bytes of the largest tensor that is one-shot: every rank reduces all of it from all slots, and reads more the more ranks there are.
 fn small(ranks: usize) -> usize {
     (4 * SLOT / ranks).clamp(buffer_len(2 << 10), SLOT)
 }

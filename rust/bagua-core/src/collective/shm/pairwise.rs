@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use super::pieces::Cut;
+use super::chunks::Cut;
 use super::protocol::Phase;
 use super::ranges::shifted;
 use super::segment::{Buffer, Segment};

@@ -1,49 +1,49 @@
-//! The protocol by which the ranks of one host take turns in shared memory.
+//! The synchronisation of the ranks of one host: which rank may access which shared memory when.
 //!
-//! Every rank counts its **arrivals** in a word that only it increases. Ranks that make the same calls arrive equally often, so
-//! "everybody has come to where I am" is "every counter has reached mine". Facts, numbered because the `unsafe` blocks quote them:
+//! Every rank counts its **arrivals** in a word that only it increases. Ranks that make the same calls arrive equally often, so all
+//! ranks have reached the same point when every count has reached this rank's. The `unsafe` blocks quote the rules by number:
 //!
-//! - **S1.** The first thing that an operation does is: publish its fingerprint, fill, announce (digest and offer), arrive, wait for
-//!   all. So a rank that has passed this in operation k knows that all others have finished operation k - 1, and nobody can be two
-//!   operations ahead. What is doubled by the parity of the operation (fingerprints, digests, offers, slots) is never overwritten
-//!   while a slow peer may read it. Announced is last, because it lies in the arrival word's cache line, on which peers spin.
+//! - **S1.** Every operation begins thus: publish the fingerprint, fill, announce (digest and offer), arrive, wait for the arrival of
+//!   all. So a rank that has passed this wait in operation k knows that all peers have finished operation k - 1, and no rank is two
+//!   operations ahead. What exists twice, by the parity of the operation (fingerprints, digests, offers, slots), is never overwritten
+//!   while a slow peer may read it. A rank announces last, because that writes to the arrival word's cache line, on which peers spin.
 //! - **S2.** A rank's slot is written by that rank only, before the operation's first arrival.
-//! - **W1.** Piece p lies in the windows of parity p % 2. A rank fills its own window with piece p before its arrival number p
-//!   of the operation (counting from 0), and takes piece p between waiting for everybody's arrival number p and its own next one.
-//! - **W2.** So while a rank fills its window for piece p + 1, all have taken piece p - 1 from it: nobody else touches it.
-//! - **W3.** An operation may end while peers still take its last piece. The next one that uses windows waits for them first.
-//! - **X1.** Where two ranks swap, only the windows of parity 0 are used, and piece p lies in that of its writer when p is even and
-//!   in that of its reader when p is odd. Between waiting for everybody's arrival number p and its own next one a rank alone touches
-//!   the window in which the peer's piece p lies: it takes that piece and leaves its own piece p + 1 there.
-//! - **D1.** Whether an operation works in place is decided after its first arrival from what all ranks published before it, so
-//!   all decide alike. A rank that expected to, and filled no window, fills it then; all count one more arrival before piece 0,
-//!   and what W1 says of arrival p holds for arrival p + 1.
-//! - **D2.** In place: between everybody's first arrival and everybody's second, the tensors that were offered are touched by this
-//!   operation only; the pattern says which rank touches which range of which tensor.
-//! - **D3.** Nobody returns from such an operation before everybody's second arrival, except with an error.
+//! - **W1.** Piece p lies in the windows of parity p % 2. A rank fills its own window with chunk p before its arrival number p
+//!   of the operation (counting from 0), and takes chunk p between the wait for all ranks' arrival number p and its own next arrival.
+//! - **W2.** So while a rank fills its window for chunk p + 1, all have taken chunk p - 1 from it: no other rank accesses it.
+//! - **W3.** An operation may end while peers still take its last chunk. The next one that uses windows waits for them first.
+//! - **X1.** In a pairwise exchange only the windows of parity 0 are used, and chunk p lies in that of its writer when p is even and
+//!   in that of its reader when p is odd. Between the wait for all ranks' arrival number p and its own next arrival only one rank
+//!   accesses the window in which the peer's chunk p lies: it takes that chunk and writes its own chunk p + 1 there.
+//! - **D1.** Every rank decides whether an operation is zero-copy after its first arrival, from what all ranks published before
+//!   theirs, so all decide alike. If it is not, a rank that offered a tensor, and so filled no window, fills it then; all ranks arrive
+//!   once more before chunk 0, and W1 holds with arrival p + 1 in place of p.
+//! - **D2.** Zero-copy: between the first arrival of all ranks and the second, only this operation accesses the tensors that were
+//!   offered; the verb defines which rank accesses which range of which tensor.
+//! - **D3.** No rank returns from such an operation before the second arrival of all, except with an error.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::announce::{Announcement, NONSENSE};
-use super::oversubscription::{self, Oversubscription};
+use super::placement::Placement;
 use super::segment::{Buffer, Segment};
 use crate::collective::OpContext;
 use crate::error::Result;
 use crate::sync::{Instant, SPINS, spin_loop};
 use crate::wait::{SLICE, blocking_wait, futex_wait, futex_wake};
 
-/// How long a rank with a core of its own spins for a peer. A peer that is later than this is doing something else, and a
-/// computing thread of this process may want the core.
+/// How long a rank with a core of its own spins for a peer. A peer that is later than this computes, and a computing thread of this
+/// process may need the core.
 const SPIN: Duration = Duration::from_micros(50);
-/// How long it spins when it seems that the peer does not run at the same time after all, because others use the cores.
+/// How long it spins when the peer does not seem to run at the same time, because other programs use the cores.
 const SHORT_SPIN: Duration = Duration::from_micros(2);
-/// After this many vain spins in a row it seems so.
+/// Spins in a row without an arrival after which it seems so.
 const VAIN: u32 = 2;
-/// One wait in this many spins for the full time all the same, to notice when the cores are free again.
+/// One wait in this many spins for the full time even then, to notice when the cores are free again.
 const PROBE: u32 = 16;
-/// How long a rank without a core of its own lets others run before it sleeps. Four ranks on two cores, evenly spread, at 1 KiB and
+/// How long a rank without a core of its own yields before it sleeps. Four ranks on two cores, evenly spread, at 1 KiB and
 /// 1 MiB: 1.27 and 1.65 times as fast as OpenMPI with 50 us, 1.4 and 1.75 with this.
 const PATIENT: Duration = Duration::from_micros(200);
 /// In an arrival word: a rank sleeps on it, or is about to.
@@ -52,38 +52,38 @@ const SLEEPERS: u32 = 1;
 const CLOSED: u32 = 2;
 /// Where the count begins in an arrival word.
 const SHIFT: u32 = 2;
-/// Counts have 30 bits and wrap; ranks are never half the circle apart.
+/// Counts have 30 bits and wrap; the counts of two ranks never differ by half of that.
 const COUNT: u32 = u32::MAX >> SHIFT;
 
-/// What the two ends of a piece are asked to do. Pieces count from 0.
+/// The two phases of a chunk. Chunks count from 0.
 pub(super) enum Phase {
-    /// Write into this rank's own buffer what the others need of this piece, if there is such a piece. Comes for one piece
-    /// beyond the last as well, where a pattern may have to empty what it filled two pieces ago.
+    /// Write to this rank's own buffer what its peers need of this chunk. Also called with the number after the last chunk, where a
+    /// verb may have to copy out of the buffer that it filled two chunks before.
     Fill(usize),
-    /// Use what all ranks wrote of this piece. In windows, comes directly after `Fill` of the next one, so that a pattern may
-    /// do both now.
+    /// Read what all ranks wrote of this chunk. In windows this follows `Fill` of the next chunk directly, so that a verb may do
+    /// both in one pass here.
     Take(usize),
 }
 
-/// Where an operation's pieces travel.
+/// The buffers through which an operation's chunks pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
-    /// Nothing travels: a synchronisation only.
+    /// None: the operation only synchronises.
     Nothing,
-    /// One piece, in slots.
+    /// One chunk, in slots.
     Slots,
-    /// This many pieces, at least one, in windows.
+    /// This many chunks, at least one, in windows.
     Windows(usize),
 }
 
-/// What a rank says of its tensor before it arrives.
+/// Whether and where a rank offers its tensor for a zero-copy operation; published before it arrives.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum BufferOffer {
-    /// This operation never works in place, on any rank.
+    /// This operation is zero-copy on no rank.
     Never,
-    /// It could, but this rank's tensor lies where no peer gets at it.
+    /// It could be, but this rank's tensor lies in no arena.
     Nowhere,
-    /// It lies here.
+    /// The tensor lies here.
     At(Location),
 }
 
@@ -92,17 +92,17 @@ pub(super) enum BufferOffer {
 pub(super) struct Location {
     /// Which arena; not 0.
     pub(super) arena: u64,
-    /// Where in the rank's part.
+    /// Offset in the rank's part.
     pub(super) offset: u64,
 }
 
-/// What the offers of all ranks mean.
+/// How an operation continues, by the offers of all ranks.
 enum Path {
-    /// All work in place, at these offsets in their parts.
-    InPlace(Vec<u64>),
-    /// Nobody can; all have filled their buffers.
+    /// Zero-copy, on tensors at these offsets in the ranks' parts.
+    ZeroCopy(Vec<u64>),
+    /// Through windows or slots; all ranks have filled theirs.
     AllFilled,
-    /// Not all can, or not in one arena; who made an offer has filled nothing.
+    /// Through windows; the ranks that made an offer have not filled theirs yet.
     SomeFilled,
 }
 
@@ -113,16 +113,16 @@ pub(super) struct Protocol {
     pub(super) members: Vec<usize>,
     /// Own arrivals so far, modulo 2^30.
     arrivals: u32,
-    /// The count at which all have let go of this rank's windows.
+    /// The count of arrivals at which no peer reads this rank's windows any more.
     windows_free: u32,
     /// Parity of the number of operations so far.
     parity: usize,
     /// Every rank of this host can have a core of its own.
     pub(super) spins: bool,
-    /// Full spins in vain since the last one that was worth it, and short ones since then.
+    /// Spins, of either length, since the last full one that ended with the arrival.
     vain: Cell<u32>,
-    /// Where the ranks run, when there are too few cores.
-    oversubscription: Oversubscription,
+    /// Moves this rank away from a processor that it shares while another is free; `None` leaves that to the kernel.
+    pub(super) placement: Option<Placement>,
 }
 
 impl Protocol {
@@ -137,23 +137,23 @@ impl Protocol {
             parity: 0,
             spins,
             vain: Cell::new(0),
-            oversubscription: Oversubscription::default(),
+            placement: Some(Placement::default()),
         }
     }
 
-    /// The buffer of a piece. To be asked by turns while [`Protocol::run`] runs.
-    fn buffer(route: Route, parity: usize, piece: usize) -> Buffer {
+    /// The buffer of a chunk.
+    fn buffer(route: Route, parity: usize, chunk: usize) -> Buffer {
         match route {
-            Route::Windows(_) => Buffer::Window(piece % 2),
+            Route::Windows(_) => Buffer::Window(chunk % 2),
             Route::Nothing | Route::Slots => Buffer::Slot(parity),
         }
     }
 
-    /// Runs one operation. `turn` is called with what to do and the buffer to do it in. With `collect`, it is called once more at
-    /// the end, with `Fill` two beyond the last piece, when all ranks have taken that last piece.
+    /// Runs one operation: calls `phase` with each phase of each chunk and its buffer. With `collect`, it calls it once more when all
+    /// ranks have taken the last chunk, with `Fill` of the number two after it.
     ///
-    /// When all ranks offer places in one arena, nothing of this happens: returns where in their parts, by rank on this host. The
-    /// caller works there, and then calls [`Protocol::leave`].
+    /// If all ranks offer tensors in one arena, it does not call `phase`, and returns the tensors' offsets in the ranks' parts, by rank
+    /// on this host. The caller operates on them and then calls [`Protocol::leave`].
     pub(super) fn run(
         &mut self,
         cx: &OpContext<'_>,
@@ -164,10 +164,10 @@ impl Protocol {
         mut phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<Vec<u64>>> {
         let total = announcement.bytes;
-        let pieces = match route {
+        let chunks = match route {
             Route::Nothing => 0,
             Route::Slots => 1,
-            Route::Windows(pieces) => pieces,
+            Route::Windows(chunks) => chunks,
         };
         let windows = matches!(route, Route::Windows(_));
         self.parity ^= 1;
@@ -187,7 +187,7 @@ impl Protocol {
             }
         }
         match self.path(offer, parity) {
-            Path::InPlace(offsets) => return Ok(Some(offsets)),
+            Path::ZeroCopy(offsets) => return Ok(Some(offsets)),
             Path::AllFilled => {}
             Path::SomeFilled => {
                 if offers {
@@ -197,14 +197,14 @@ impl Protocol {
                 self.wait_for(cx, self.arrivals, 0, total)?;
             }
         }
-        for piece in 0..pieces {
-            if piece > 0 {
-                self.wait_for(cx, self.arrivals, part(total, piece, pieces), total)?;
+        for chunk in 0..chunks {
+            if chunk > 0 {
+                self.wait_for(cx, self.arrivals, part(total, chunk, chunks), total)?;
             }
             if windows {
-                phase(&self.segment, Phase::Fill(piece + 1), Self::buffer(route, parity, piece + 1));
+                phase(&self.segment, Phase::Fill(chunk + 1), Self::buffer(route, parity, chunk + 1));
             }
-            phase(&self.segment, Phase::Take(piece), Self::buffer(route, parity, piece));
+            phase(&self.segment, Phase::Take(chunk), Self::buffer(route, parity, chunk));
             if windows {
                 self.arrive();
             }
@@ -213,27 +213,27 @@ impl Protocol {
             self.windows_free = self.arrivals;
             if collect {
                 self.wait_for(cx, self.arrivals, total, total)?;
-                phase(&self.segment, Phase::Fill(pieces + 1), Self::buffer(route, parity, pieces + 1));
+                phase(&self.segment, Phase::Fill(chunks + 1), Self::buffer(route, parity, chunks + 1));
             }
         }
         Ok(None)
     }
 
-    /// What a peer does that has begun the next operation, which it cannot end without this rank.
+    /// The operation of a peer that has begun the one after this rank's last.
     pub(super) fn ahead(&self, peer: usize) -> Option<String> {
-        let has_begun = self.has_come(peer, self.arrivals.wrapping_add(1) & COUNT);
+        let began_next = self.has_arrived(peer, self.arrivals.wrapping_add(1) & COUNT);
         let text = |announcement: Announcement| announcement.fingerprint.to_string();
-        has_begun
+        began_next
             .then(|| Announcement::of(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text))
     }
 
-    /// Ends an operation in place: returns when all ranks are done with all tensors.
+    /// Ends a zero-copy operation: returns when no rank accesses the tensors any more.
     pub(super) fn leave(&mut self, cx: &OpContext<'_>, total: u64) -> Result<()> {
         self.arrive();
         self.wait_for(cx, self.arrivals, total / 2, total)
     }
 
-    /// Fills this rank's buffer for piece 0.
+    /// Fills this rank's buffer for chunk 0.
     fn fill_first(
         &self,
         cx: &OpContext<'_>,
@@ -251,11 +251,11 @@ impl Protocol {
         Ok(())
     }
 
-    /// Writes digest and offer where the others look for them after this rank's next arrival, which orders the two.
+    /// Publishes digest and offer. Peers read them after this rank's next arrival, which orders the accesses.
     fn announce(&self, digest: u64, offer: BufferOffer, parity: usize) {
         self.segment.digest(self.segment.index, parity).store(digest, Ordering::Relaxed);
-        if !self.spins {
-            self.segment.processor(self.segment.index).store(oversubscription::here(), Ordering::Relaxed);
+        if let Some(placement) = &self.placement {
+            placement.publish(&self.segment);
         }
         let location = match offer {
             BufferOffer::Never => return,
@@ -267,7 +267,7 @@ impl Protocol {
         word(1).store(location.offset, Ordering::Relaxed);
     }
 
-    /// What all ranks' offers mean; the same on every rank (D1).
+    /// How the operation continues; the same on every rank (D1).
     fn path(&self, offer: BufferOffer, parity: usize) -> Path {
         if offer == BufferOffer::Never {
             return Path::AllFilled;
@@ -278,21 +278,21 @@ impl Protocol {
         match ranks.clone().map(|rank| word(rank, 0)).find(|arena| *arena != first) {
             Some(_) => Path::SomeFilled,
             None if first == 0 => Path::AllFilled,
-            None => Path::InPlace(ranks.map(|rank| word(rank, 1)).collect()),
+            None => Path::ZeroCopy(ranks.map(|rank| word(rank, 1)).collect()),
         }
     }
 
-    /// Tells the others that this rank has come one step further.
+    /// Increases this rank's count of arrivals.
     fn arrive(&mut self) {
         self.arrivals = self.arrivals.wrapping_add(1) & COUNT;
         let word = self.segment.arrived(self.segment.index);
-        // Release: what was written before is seen by whoever sees the count. The swap takes the sleepers' mark with it.
+        // Release: a peer that reads the count sees what this rank wrote before. The swap clears SLEEPERS.
         if word.swap(self.arrivals << SHIFT, Ordering::AcqRel) & SLEEPERS != 0 {
             futex_wake(word);
         }
     }
 
-    fn has_come(&self, peer: usize, target: u32) -> bool {
+    fn has_arrived(&self, peer: usize, target: u32) -> bool {
         reached(self.segment.arrived(peer).load(Ordering::Acquire), target)
     }
 
@@ -300,13 +300,13 @@ impl Protocol {
     #[inline]
     fn wait_for(&self, cx: &OpContext<'_>, target: u32, done: u64, total: u64) -> Result<()> {
         let (ranks, index) = (self.segment.ranks, self.segment.index);
-        // Beginning with the neighbour: not all ranks should pull at the same line first.
+        // Beginning with the next rank, so that the ranks do not all read the same line first.
         let mut peer = index + 1;
         for _ in 1..ranks {
             if peer >= ranks {
                 peer = 0;
             }
-            if !self.has_come(peer, target) {
+            if !self.has_arrived(peer, target) {
                 let begun = Instant::now();
                 let outcome = self.wait_for_one(cx, peer, target, begun, (done, total));
                 cx.stats.add_wait(begun.elapsed());
@@ -327,38 +327,11 @@ impl Protocol {
         (done, total): (u64, u64),
     ) -> Result<()> {
         if self.spins {
-            let vain = self.vain.get();
-            let full = vain < VAIN || vain.is_multiple_of(PROBE);
-            let limit = if full { SPIN } else { SHORT_SPIN };
-            // The clock costs as much as a line that comes from the peer, so it is read last.
-            loop {
-                for _ in 0..SPINS {
-                    if self.has_come(peer, target) {
-                        if full {
-                            self.vain.set(0);
-                        }
-                        return Ok(());
-                    }
-                    spin_loop();
-                }
-                if begun.elapsed() >= limit {
-                    break;
-                }
+            if !self.sleeps_at_once(peer) && self.spin(peer, target, begun) {
+                return Ok(());
             }
-            self.vain.set(vain.wrapping_add(1));
-        } else {
-            let processor = |rank| self.segment.processor(rank).load(Ordering::Relaxed);
-            self.oversubscription.spread(self.segment.index, (0..self.segment.ranks).map(processor));
-            // Keeping the GIL meanwhile gains less than two runs differ.
-            loop {
-                blocking_wait(std::thread::yield_now);
-                if self.has_come(peer, target) {
-                    return Ok(());
-                }
-                if begun.elapsed() >= PATIENT {
-                    break;
-                }
-            }
+        } else if self.yields(peer, target, begun) {
+            return Ok(());
         }
         let word = self.segment.arrived(peer);
         loop {
@@ -372,10 +345,10 @@ impl Protocol {
             }
             let missing = self.missing(target);
             if let Err(error) = cx.check(&missing, done, total) {
-                // It may have come, and left, while the health was asked.
-                return if self.has_come(peer, target) { Ok(()) } else { Err(error) };
+                // The peer may have arrived, and closed, during the check.
+                return if self.has_arrived(peer, target) { Ok(()) } else { Err(error) };
             }
-            // From here on an arrival and a closing each wake this rank, and change the word that it has seen.
+            // From here on an arrival or a close changes the word from `seen` and wakes this rank.
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
             if !reached(seen, target) && seen & CLOSED == 0 {
                 futex_wait(word, seen, SLICE.min(cx.deadline.left().max(Duration::from_micros(100))));
@@ -383,13 +356,61 @@ impl Protocol {
         }
     }
 
+    /// Whether a spin would keep the peer from running, because both are on one processor.
+    fn sleeps_at_once(&self, peer: usize) -> bool {
+        let Some(placement) = &self.placement else { return false };
+        placement.publish(&self.segment);
+        placement.shares_with(&self.segment, peer) && !placement.leave_shared(&self.segment)
+    }
+
+    /// Spins until `peer` has arrived, for a limited time. Returns whether it has.
+    fn spin(&self, peer: usize, target: u32, begun: Instant) -> bool {
+        let vain = self.vain.get();
+        let full = vain < VAIN || vain.is_multiple_of(PROBE);
+        let limit = if full { SPIN } else { SHORT_SPIN };
+        // The clock costs as much as a line that comes from the peer, so it is read last.
+        loop {
+            for _ in 0..SPINS {
+                if self.has_arrived(peer, target) {
+                    if full {
+                        self.vain.set(0);
+                    }
+                    return true;
+                }
+                spin_loop();
+            }
+            if begun.elapsed() >= limit {
+                break;
+            }
+        }
+        self.vain.set(vain.wrapping_add(1));
+        false
+    }
+
+    /// Lets other ranks run until `peer` has arrived, for a limited time. Returns whether it has.
+    fn yields(&self, peer: usize, target: u32, begun: Instant) -> bool {
+        if let Some(placement) = &self.placement {
+            placement.spread(&self.segment);
+        }
+        // Measured: keeping the GIL meanwhile makes no difference beyond noise.
+        loop {
+            blocking_wait(std::thread::yield_now);
+            if self.has_arrived(peer, target) {
+                return true;
+            }
+            if begun.elapsed() >= PATIENT {
+                return false;
+            }
+        }
+    }
+
     /// Group ranks whose count has not reached `target`.
     fn missing(&self, target: u32) -> Vec<usize> {
-        let absent = |peer: &usize| *peer != self.segment.index && !self.has_come(*peer, target);
+        let absent = |peer: &usize| *peer != self.segment.index && !self.has_arrived(*peer, target);
         (0..self.segment.ranks).filter(absent).map(|peer| self.members[peer]).collect()
     }
 
-    /// Begins counting `left` arrivals before the counter wraps, on every rank alike.
+    /// Sets the count to `left` arrivals before it wraps; called on every rank.
     #[cfg(test)]
     pub(super) fn wind_forward(&mut self, left: u32) {
         self.arrivals = COUNT - left;
@@ -412,7 +433,7 @@ fn reached(word: u32, target: u32) -> bool {
     (word >> SHIFT).wrapping_sub(target) & COUNT <= COUNT / 2
 }
 
-/// The share of `total` that `piece` of `pieces` is; u128 because total * piece may not fit.
-fn part(total: u64, piece: usize, pieces: usize) -> u64 {
-    u64::try_from(u128::from(total) * piece as u128 / pieces as u128).unwrap_or(total)
+/// Bytes of `total` before chunk number `chunk` of `chunks`; u128 because the product may not fit in 64 bits.
+fn part(total: u64, chunk: usize, chunks: usize) -> u64 {
+    u64::try_from(u128::from(total) * chunk as u128 / chunks as u128).unwrap_or(total)
 }

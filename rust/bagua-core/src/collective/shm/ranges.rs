@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// The peers of `me`, beginning with its neighbour, so that not all ranks pull at the same memory first.
+/// The peers of `me`, beginning with the next rank, so that the ranks do not all read the same memory first.
 pub(super) fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (1..ranks).map(move |step| (me + step) % ranks)
 }

@@ -1,9 +1,9 @@
-//! Where everything lies in the segment that the ranks of one host share.
+//! The layout of the segment that the ranks of one host share.
 //!
-//! Per rank, one after the other: a control block, two slots, two windows. Behind them two sets of byte rings: one for the
-//! messages of [`super::Shm`] itself, one for whoever connects the same ranks by streams as well.
+//! For each rank in turn: a control block, two slots, two windows. After them two sets of byte rings: one for the messages of
+//! [`super::Shm`], one for the mesh of a group on several hosts, which the same ranks belong to ([`super::spare_links`]).
 //!
-//! Who may touch what, and when, is the protocol of [`super::protocol`]; this file only knows offsets.
+//! Which rank may access which range when is the protocol of [`super::protocol`]; this file only computes offsets.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use crate::transport::shm::rings_len;
 const LINE: usize = 128;
 /// Bytes of a control block: the announcement and two fingerprints, each on lines of its own.
 ///
-/// The announcement is the one line that travels for every operation: the arrival word and, for each parity, three words that
-/// all peers read (digest, arena, offset). A fingerprint is read by nobody unless digests differ, so it stays in its writer's cache.
-/// With a fingerprint that travels, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from Python, by the run.
+/// The announcement is the one line that peers read in every operation: the arrival word, the processor and, for each parity, three
+/// words (digest, arena, offset). Peers read a fingerprint only where digests differ, so it stays in its writer's cache.
+/// Where peers read the fingerprint in every operation, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from Python, by the run.
 const CONTROL: usize = 3 * LINE;
 /// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
 pub(super) const SLOT: usize = buffer_len(16 << 10);
-/// Pieces of a window that belong to different ranks begin on lines of their own.
+/// Ranges of a window that different ranks access begin on different cache lines.
 pub(super) const ALIGN: usize = 64;
 /// Words of a fingerprint.
 pub(super) const WORDS: usize = 8;
@@ -38,17 +38,17 @@ const fn rank_len(ranks: usize) -> usize {
     CONTROL + 2 * SLOT + 2 * window_len(ranks)
 }
 
-/// Bytes of shared memory that one lane of `ranks` ranks on one host needs. Most of it is never touched.
+/// Bytes of shared memory that one lane of `ranks` ranks on one host needs. The kernel allocates a page when it is first accessed.
 pub const fn segment_len(ranks: usize) -> usize {
     ranks * rank_len(ranks) + 2 * rings_len(ranks)
 }
 
-/// Which of the two buffers that a rank writes for the others.
+/// One of the buffers in which a rank passes data to its peers.
 #[derive(Clone, Copy)]
 pub(super) enum Buffer {
     /// The slot for operations with this parity.
     Slot(usize),
-    /// The window for pieces with this parity.
+    /// The window for chunks with this parity.
     Window(usize),
 }
 
@@ -92,12 +92,12 @@ impl Segment {
         window_len(self.ranks)
     }
 
-    /// How far a rank has come.
+    /// The arrival word of a rank: its count of arrivals, and flags.
     pub(super) fn arrived(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * rank_len(self.ranks))
     }
 
-    /// Where a rank runs, as [`super::oversubscription`] counts; on the line of its arrivals.
+    /// The processor of a rank, as [`super::placement`] writes it; on the line of its arrivals.
     pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * rank_len(self.ranks) + 4)
     }
@@ -112,7 +112,7 @@ impl Segment {
         self.announced(rank, parity, 0)
     }
 
-    /// A word of what a rank offers for its operation with this parity.
+    /// A word of a rank's offer of a tensor in an arena, for its operation with this parity.
     pub(super) fn offer(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.announced(rank, parity, 1 + word)
     }
@@ -152,7 +152,7 @@ impl Segment {
         unsafe { self.arena.slice_mut(self.place(rank, buffer, range)) }
     }
 
-    /// Where the streams of [`super::Shm`] begin.
+    /// The offset of the rings of [`super::Shm`]'s own streams.
     pub(super) fn own_rings(&self) -> usize {
         own_rings(self.ranks)
     }
@@ -162,7 +162,7 @@ fn own_rings(ranks: usize) -> usize {
     (ranks * rank_len(ranks)).next_multiple_of(LINE)
 }
 
-/// Where the second set of streams begins.
+/// The offset of the second set of rings.
 pub(super) fn spare_rings(ranks: usize) -> usize {
     own_rings(ranks) + rings_len(ranks)
 }

@@ -1,11 +1,11 @@
-//! Work on all ranks' tensors where they lie, in one arena.
+//! Zero-copy operations: the tensors of all ranks lie in one arena.
 //!
-//! Every rank reads from, and in a reduction writes to, its peers' memory; the facts that the `unsafe` blocks quote are those of
-//! [`super::protocol`]. The rank's own tensor is reached through the slice that the caller lent, the peers' through the mapping.
+//! Every rank reads its peers' tensors, and in a reduction writes to them; the `unsafe` blocks quote the numbered rules of
+//! [`super::protocol`]. A rank accesses its own tensor through the caller's slice and the peers' through the mapping.
 
 use std::ops::Range;
 
-use super::pieces::Timer;
+use super::chunks::Timer;
 use super::protocol::{BufferOffer, Location};
 use super::ranges::others;
 use super::segment::ALIGN;
@@ -15,8 +15,8 @@ use crate::memory::{Finder, SharedArena};
 use crate::reduce::{combine, combine_everywhere};
 use crate::types::ReduceOp;
 
-/// Where a rank's tensor lies.
-pub(super) struct ArenaSlot {
+/// A rank's tensor in an arena.
+pub(super) struct ArenaTensor {
     arena: SharedArena,
     /// In this rank's part.
     offset: usize,
@@ -24,20 +24,20 @@ pub(super) struct ArenaSlot {
     len: usize,
 }
 
-impl ArenaSlot {
-    /// The slot of a tensor, if it has one.
-    pub(super) fn of(tensor: &[u8], finder: &mut Finder) -> Option<ArenaSlot> {
-        finder.find(tensor).map(|(arena, offset)| ArenaSlot { arena, offset, len: tensor.len() })
+impl ArenaTensor {
+    /// A tensor that lies in an arena; `None` for others.
+    pub(super) fn of(tensor: &[u8], finder: &mut Finder) -> Option<ArenaTensor> {
+        finder.find(tensor).map(|(arena, offset)| ArenaTensor { arena, offset, len: tensor.len() })
     }
 
-    /// What this rank tells the others.
+    /// What this rank publishes of it.
     pub(super) fn offer(&self) -> BufferOffer {
         let location = |arena| Location { arena, offset: self.offset as u64 };
         self.arena.id().map_or(BufferOffer::Nowhere, |id| BufferOffer::At(location(id)))
     }
 
-    /// The tensors of all ranks, each at an offset of its rank's part. Every rank offered a place in this arena, so all come to the
-    /// same conclusion here.
+    /// The tensors of all ranks, each at an offset of its rank's part. Every rank offered a tensor in this arena, so all get the same
+    /// result or the same error.
     pub(super) fn tensors(self, cx: &OpContext<'_>, members: &[usize], offsets: &[u64]) -> Result<PeerBuffers> {
         let place = |(member, offset): (&usize, &u64)| {
             let part = self.arena.part(cx.health.world_rank(*member))?;
@@ -46,20 +46,17 @@ impl ArenaSlot {
         };
         let places: Option<Vec<_>> = members.iter().zip(offsets).map(place).collect();
         let places = places.ok_or_else(|| {
-            Error::Mismatch(format!(
-                "{}: a rank says that its tensor lies where no part of the arena is",
-                cx.fingerprint
-            ))
+            Error::Mismatch(format!("{}: a rank published an offset outside of its part of the arena", cx.fingerprint))
         })?;
         Ok(PeerBuffers { arena: self.arena, places })
     }
 }
 
-/// All ranks' tensors, while an operation works on them.
+/// The tensors of all ranks, during one operation.
 pub(super) struct PeerBuffers {
     /// Keeps the peers' parts mapped.
     arena: SharedArena,
-    /// In the arena's memory, by rank on this host; in bounds, and apart from each other.
+    /// Ranges of the arena's memory, by rank on this host; in bounds and disjoint.
     places: Vec<Range<usize>>,
 }
 
@@ -90,7 +87,7 @@ impl PeerBuffers {
         unsafe { self.arena.mapping().slice_mut(self.range(rank, range)) }
     }
 
-    /// Rank `me` combines its share of all tensors and leaves the result in all of them, or in the root's. `own` is its own.
+    /// Rank `me` combines its share of all tensors and writes the result to all of them, or to the root's. `own` is its tensor.
     pub(super) fn reduce(&self, cx: &OpContext<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
         let ranks = self.places.len();
         let each = own.len().div_ceil(ranks).next_multiple_of(ALIGN);
@@ -137,16 +134,16 @@ impl PeerBuffers {
         let pushed = cut..data.len();
         if me == root {
             for rank in others(me, ranks) {
-                // SAFETY: D2; this part of another rank's tensor is touched by the root only.
+                // SAFETY: D2; only the root accesses this range of another rank's tensor.
                 unsafe { self.write(rank, pushed.clone()) }.copy_from_slice(&data[pushed.clone()]);
             }
         } else {
-            // SAFETY: D2; nobody writes to the root's tensor.
+            // SAFETY: D2; no rank writes to the root's tensor.
             data[..cut].copy_from_slice(unsafe { self.read(root, 0..cut) });
         }
     }
 
-    /// Copies a range of every peer's tensor to where it belongs in `out`, in a verb that changes no such range on its owner's side.
+    /// Copies a range of every peer's tensor to the range `to(peer)` of `out`, in verbs that do not write to the ranges they read.
     pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
         for rank in others(me, self.places.len()) {
             // SAFETY: D2; the verbs that come here write only to what no other rank reads.

@@ -1,4 +1,4 @@
-//! What the patterns are made of: pieces of a tensor, its input and its output, kernels that are timed.
+//! Dividing a tensor into chunks, copying chunks between cores, and combining them with timed kernels.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -9,37 +9,37 @@ use crate::collective::{HostIo, OpContext};
 use crate::reduce::combine;
 use crate::types::ReduceOp;
 
-/// Kernels on less than this are not timed: reading the clock twice would cost as much.
+/// Bytes below which a kernel is not timed: reading the clock twice would take as long.
 const TIMED: usize = 16 << 10;
 
-/// A tensor or chunk cut into pieces.
+/// A tensor or shard cut into chunks.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) total: usize,
-    /// Bytes of every piece but the last, which may be shorter.
+    /// Bytes of every chunk but the last, which may be shorter.
     pub(super) each: usize,
-    pub(super) pieces: usize,
+    pub(super) chunks: usize,
 }
 
 impl Cut {
-    /// Pieces of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
+    /// Chunks of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
     pub(super) fn new(total: usize, most: usize) -> Cut {
         let each = total.div_ceil(total.div_ceil(most)).next_multiple_of(ALIGN);
-        Cut { total, each, pieces: total.div_ceil(each) }
+        Cut { total, each, chunks: total.div_ceil(each) }
     }
 
-    pub(super) fn range(&self, piece: usize) -> Range<usize> {
-        (piece * self.each).min(self.total)..((piece + 1) * self.each).min(self.total)
+    pub(super) fn range(&self, chunk: usize) -> Range<usize> {
+        (chunk * self.each).min(self.total)..((chunk + 1) * self.each).min(self.total)
     }
 
-    /// The piece before this one; nothing before the first.
-    pub(super) fn before(&self, piece: usize) -> Range<usize> {
-        piece.checked_sub(1).map_or(0..0, |before| self.range(before))
+    /// The chunk before this one; empty for the first.
+    pub(super) fn before(&self, chunk: usize) -> Range<usize> {
+        chunk.checked_sub(1).map_or(0..0, |before| self.range(before))
     }
 
-    /// The piece behind this one; nothing behind the last.
-    pub(super) fn behind(&self, piece: usize) -> Range<usize> {
-        self.range(piece + 1)
+    /// The chunk after this one; empty for the last.
+    pub(super) fn behind(&self, chunk: usize) -> Range<usize> {
+        self.range(chunk + 1)
     }
 }
 
@@ -51,7 +51,7 @@ const LINE: usize = 64;
 /// EPYC (Zen 4).
 const BLOCK: usize = 4 << 10;
 
-/// Copies bytes to or from memory that another core uses. Both have one length.
+/// Copies bytes to or from memory that another core uses. Both slices have the same length.
 pub(super) fn copy(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len());
     for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
@@ -59,7 +59,7 @@ pub(super) fn copy(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// As [`copy`], from a window that this rank alone uses now; then rewrites one byte of each of its cache lines with its own value. The
+/// As [`copy`], from a window that no other rank accesses now; then rewrites one byte of each of its cache lines with its own value. The
 /// line is in this core's cache alone after that, and the other core's next write to it costs one transfer. Rewriting a line that
 /// both caches share costs two: broadcast of 1 MiB between two ranks took 2.0 times as long.
 pub(super) fn copy_and_own(window: &mut [u8], to: &mut [u8]) {
@@ -74,12 +74,12 @@ pub(super) fn copy_and_own(window: &mut [u8], to: &mut [u8]) {
     }
 }
 
-/// What each rank contributes, in rank order.
+/// The input of each rank, in rank order.
 pub(super) fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<Option<&'a [u8]>> {
     (0..ranks).map(|rank| Some(read(rank))).collect()
 }
 
-/// Combines the others' contributions and this rank's own, `from` of its input, into `to` of its output.
+/// Combines the peers' inputs and this rank's own, the range `from` of `io`'s input, into the range `to` of its output.
 pub(super) fn combine_into<'a>(
     cx: &OpContext<'_>,
     op: ReduceOp,
@@ -103,23 +103,23 @@ pub(super) fn combine_into<'a>(
     timer.stop();
 }
 
-/// Writes this piece of every other rank's chunk into the own buffer.
+/// Writes the range `range` of every peer's shard to this rank's buffer.
 pub(super) fn fill_for_each(
     segment: &Segment,
     buffer: Buffer,
     input: &[u8],
     range: Range<usize>,
-    chunk: usize,
+    shard: usize,
     stride: usize,
 ) {
     for rank in others(segment.index, segment.ranks) {
         // SAFETY: S2 or W2.
         let out = unsafe { segment.write(segment.index, buffer, shifted(0..range.len(), rank * stride)) };
-        copy(&input[shifted(range.clone(), rank * chunk)], out);
+        copy(&input[shifted(range.clone(), rank * shard)], out);
     }
 }
 
-/// Counts the time of a kernel, where it is worth it.
+/// Adds the time of a kernel to the statistics, unless it is too short ([`TIMED`]).
 pub(super) struct Timer<'a> {
     cx: &'a OpContext<'a>,
     begun: Option<Instant>,
