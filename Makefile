@@ -66,7 +66,7 @@ test: setup ## Runs every test, Rust and Python
 	$(BIN)/python -m pytest
 
 # --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory.
-MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --target-dir target/model -p bagua-core --lib -- model::
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-core --lib -- model::
 
 .PHONY: model
 model: ## Explores the models of the lock-free parts further than make test does: for minutes
