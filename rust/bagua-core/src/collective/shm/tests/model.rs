@@ -1,8 +1,8 @@
 //! Models of the protocol, run by the verbs themselves: threads for ranks, over one mapping, with slots of 64 bytes and windows of 1 KiB.
 //!
 //! All results are compared with the oracle. loom reports bytes of the segment or of an arena that one rank writes while another may
-//! still use them, and a wake that is missed. Each model found the mistakes that are named beside
-//! it, when they were made by hand in `protocol.rs`.
+//! still use them, and a wake that is missed. Each model found the mistakes that are named beside it, when they were made by hand in
+//! `protocol.rs` and `pairwise.rs`.
 
 use super::*;
 use crate::memory::{SharedArena, part_stride};
