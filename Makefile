@@ -65,12 +65,13 @@ test: setup ## Runs every test, Rust and Python
 	$(MODEL)
 	$(BIN)/python -m pytest
 
-# --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory.
-MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --target-dir target/model -p bagua-core --lib -- model::
+# --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory. The profile
+# is in Cargo.toml.
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-core --lib -- model::
 
 .PHONY: model
 model: ## Explores the models of the lock-free parts further than make test does: for minutes
-	LOOM_MAX_PREEMPTIONS=4 LOOM_MAX_DURATION=600 $(MODEL) --include-ignored --nocapture
+	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 $(MODEL) --nocapture
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.

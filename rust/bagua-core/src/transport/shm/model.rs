@@ -89,7 +89,8 @@ fn a_reader_that_empties_the_ring_at_once_wakes_the_writer() {
     });
 }
 
-/// The same in both directions at once, where each rank's one bell serves the two rings.
+/// The same in both directions at once, where each rank's one bell serves the two rings. Finds a writer's count published or loaded with
+/// `Relaxed`, or published before the bytes are there, and a writer that does not ring or rings before it publishes.
 #[test]
 fn both_directions_at_once_share_a_bell() {
     explore(|| {
@@ -106,7 +107,8 @@ fn both_directions_at_once_share_a_bell() {
 }
 
 /// Finds a writer's end that is closed, or seen to be closed, with `Relaxed`; a reader that does not look for bytes once more after it
-/// has seen that; and a link that does not ring when it is dropped.
+/// has seen that; and a link that does not ring when it is dropped. That second look needs no `Acquire`: it finds nothing where it is
+/// `Relaxed`, because the flag that was seen orders it.
 #[test]
 fn bytes_sent_before_the_peer_went_away_arrive_and_then_the_stream_is_broken() {
     explore(|| {
@@ -123,5 +125,23 @@ fn bytes_sent_before_the_peer_went_away_arrive_and_then_the_stream_is_broken() {
             }
         }
         sender.join().unwrap();
+    });
+}
+
+/// Deadlocks when a link that is dropped does not ring, or rings before it closes the ring.
+#[test]
+fn a_writer_that_waits_for_room_is_woken_when_the_reader_goes_away() {
+    explore(|| {
+        let [(mut link, bell), (other, _)] = pair();
+        let reader = thread::spawn(move || drop(other));
+        loop {
+            let seen = bell.rings();
+            match link.send(&[], &data(0, capacity(2) / BLOCK)) {
+                Ok(0) => bell.wait(seen, Duration::from_secs(60)),
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        reader.join().unwrap();
     });
 }
