@@ -184,7 +184,7 @@ mod tests {
         };
         assert_eq!(spoiled(3, b'1'), Err(BadFrame::Magic(u32::from_le_bytes(*b"BGW1"))));
         assert_eq!(spoiled(4, 0), Err(BadFrame::Kind(0)));
-        assert_eq!(spoiled(4, 13), Err(BadFrame::Kind(13)));
+        assert_eq!(spoiled(4, 15), Err(BadFrame::Kind(15)));
         assert_eq!(spoiled(5, 99), Err(BadFrame::DType(99)));
         assert_eq!(spoiled(6, 4), Err(BadFrame::Op(4)));
         assert_eq!(spoiled(79, 1), Err(BadFrame::Reserved));

@@ -279,7 +279,7 @@ mod tests {
         assert!(share());
         assert_eq!(placement.leave_shared(&segment), others, "where there is another processor");
         assert!(share() && !placement.leave_shared(&segment), "moves again before a pause");
-        segment.processor(0).store(u32::MAX & !STAYS, Relaxed);
+        segment.processor(0).store(!STAYS, Relaxed);
         assert!(!placement.shares_with(&segment, 0));
         assert_eq!(placement.in_a_row.get(), 0);
     }
