@@ -22,16 +22,18 @@
 //! Measured (`cargo bench --bench shm_placement`): all_reduce of 1 KiB in batches of 200 calls, 20 rounds of 48 batches, each of which
 //! the ranks begin on one of two processors; microseconds per call and the share of batches that took more than 3 times the best of
 //! the run, with and without this file. AMD EPYC (Zen 5, virtual, 2 cores), 2026-11-22, while other programs ran; lowest and highest of
-//! RUNS runs:
+//! five runs:
 //!
 //! | | median with | without | slow batches with | without |
 //! |---|---|---|---|---|
-//! | 2 ranks | M2W | M2K | S2W | S2K |
-//! | 4 ranks | M4W | M4K | S4W | S4K |
-//! | 2 ranks, bound to a processor each | MBW | MBK | SBW | SBK |
+//! | 2 ranks | 0.29 to 0.75 | 10.9 to 12.2 | 2.1 to 15.7 % | 87 to 99 % |
+//! | 4 ranks | 3.3 to 5.4 | 5.7 to 7.4 | 0.8 to 1.7 % | 1.4 to 28 % |
+//! | 2 ranks, bound to a processor each | 0.33 to 0.80 | 0.33 to 0.81 | 0.4 to 5.0 % | 1.1 to 4.6 % |
 //!
-//! The slow batches that remain are as many as with bound ranks: those in which other programs took a processor. A move at the first
-//! wait instead of the second ([`IN_A_ROW`]): 6.2 and 7.8 % slow batches instead of 4.6 and 5.0 % with 2 ranks.
+//! The last row is the cost where nobody moves, and what other programs alone do to the batches. A move at the first wait instead of the
+//! second ([`IN_A_ROW`]): 6.2 and 7.8 % slow batches with 2 ranks in two runs, instead of 4.6 and 5.0 %. Without the longer pauses
+//! ([`LONGEST`]), in one of three runs beside 15 other runnable threads: 4 ranks 862 us with and 6.4 us without this file, because
+//! every move took a rank behind another program; with the longer pauses no run had as many of those.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering::Relaxed;
