@@ -32,8 +32,8 @@
 //!
 //! The last row is the cost where nobody moves, and what other programs alone do to the batches. A move at the first wait instead of the
 //! second ([`IN_A_ROW`]): 6.2 and 7.8 % slow batches with 2 ranks in two runs, instead of 4.6 and 5.0 %. Without the longer pauses
-//! ([`LONGEST`]), in one of three runs beside 15 other runnable threads: 4 ranks 862 us with and 6.4 us without this file, because
-//! every move took a rank behind another program; with the longer pauses no run had as many of those.
+//! ([`LONGEST`]), in one of three runs beside about 15 runnable threads of other programs: 4 ranks 862 us with and 6.4 us without this
+//! file, 77 and 21 % slow batches. The longer pauses are meant for that; they have not been measured at such a load.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering::Relaxed;
