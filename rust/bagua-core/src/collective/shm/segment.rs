@@ -19,7 +19,8 @@ const LINE: usize = 128;
 ///
 /// The announcement is the one line that peers read in every operation: the arrival word, the processor and, for each parity, three
 /// words (digest, arena, offset). Peers read a fingerprint only where digests differ, so it stays in its writer's cache.
-/// Where peers read the fingerprint in every operation, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from Python, by the run.
+/// Where peers read the fingerprint in every operation, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from
+/// Python, by the run.
 const CONTROL: usize = 3 * LINE;
 /// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
 pub(super) const SLOT: usize = buffer_len(16 << 10);
