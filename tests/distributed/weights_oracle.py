@@ -198,9 +198,10 @@ class LowPrecision(Ranks):
     ) -> None:
         super().__init__(model, ranks)
         self.buckets, self.interval = buckets, interval
-        self.rings = [Ring(codec, self._flat(names)[0], ranks, hosts) for names in buckets]
+        self.rings = [Ring(codec, self.flat(names)[0], ranks, hosts) for names in buckets]
 
-    def _flat(self, names: Sequence[str]) -> list[Values]:
+    def flat(self, names: Sequence[str]) -> list[Values]:
+        """Every rank's parameters of these names, one after the other."""
         by_name = [self.values(name) for name in names]
         return [np.concatenate([v.ravel() for v in values]) for values in zip(*by_name, strict=True)]
 
@@ -211,7 +212,7 @@ class LowPrecision(Ranks):
         self.step(stepping)
         if step % self.interval == 0:
             for names, ring in zip(self.buckets, self.rings, strict=True):
-                after = ring.step(self._flat(names))
+                after = ring.step(self.flat(names))
                 for name, values in self.parts(names, after).items():
                     self.put(name, values)
 
