@@ -1,4 +1,4 @@
-"""decentralized: weights averaged with peers during forward and backward equal the simulation of all ranks bit for bit."""
+"""decentralized: weights averaged with peers during forward and backward equal the simulation of all ranks to the bit."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def sparse_gradients_are_no_obstacle(rank: int) -> None:
 def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     model = torch.nn.Linear(3, 2)
     model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="'phase' is torch.complex64"):
+    with pytest.raises(TypeError, match=r"'phase' is torch\.complex64"):
         model.with_bagua([sgd(model)], DecentralizedAlgorithm())
     with pytest.raises(ValueError, match=r"'star'; known: all, shift_one, ring, exponential, one_peer_exponential"):
         DecentralizedAlgorithm(peer_selection_mode="star")

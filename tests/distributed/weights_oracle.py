@@ -22,12 +22,12 @@ Hosts = Sequence[Sequence[int]]
 class Net(torch.nn.Module):
     """Element by element, so that no memory layout or vectorization changes the order of additions."""
 
-    def __init__(self, *, half: bool = False) -> None:
+    def __init__(self, *, other: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.randn(6))
         self.shift = torch.nn.Parameter(torch.randn(6))
         self.deep = torch.nn.Parameter(torch.randn(2, 3))
-        self.other = torch.nn.Parameter(torch.randn(5).to(torch.float16 if half else torch.float64))
+        self.other = torch.nn.Parameter(torch.randn(5).to(other))
         self.unused = torch.nn.Parameter(torch.randn(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ def assert_equals(model: torch.nn.Module, ranks: Ranks, rank: int, what: str) ->
         np.testing.assert_array_equal(param.detach().numpy(), theirs[name].detach().numpy(), f"{what}: {name}")
 
 
-def made_on_rank_0(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+def made_on_rank_0(make: Callable[[], Net]) -> Net:
     """The model with which every rank's training begins, on every rank."""
     torch.manual_seed(5)
     return make()
