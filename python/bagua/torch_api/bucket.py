@@ -71,6 +71,12 @@ class BaguaBucket:
         self.padding_tensor: torch.Tensor | None = None
         # What encoding lost of each element, padding left out: float32, with error feedback only.
         self.error: torch.Tensor | None = None
+        # Of the decentralized algorithms, each as long as the bucket: the mean with the peers' weights; the weights as
+        # both neighbours of a ring have them, and those of the neighbours.
+        self._peer_weight: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = None
+        self._left_peer_weight: torch.Tensor | None = None
+        self._right_peer_weight: torch.Tensor | None = None
         # Tensors of the operations, by name.
         self._extra: dict[str, torch.Tensor] = {}
         self._built_for = group
@@ -155,6 +161,16 @@ class BaguaBucket:
                 flat.as_strided(part.shape, layout_of(part), offset).copy_(part)
                 offset += part.numel()
         return flat
+
+    def extra_memory(self, name: str) -> torch.Tensor:
+        """Zeros of the bucket's dtype and number of elements, padding included; in an arena with ``flatten``, and then
+        all ranks call it in the same order.
+        """
+        values = self._registered
+        count, dtype = sum(part.numel() for part in values), values[0].dtype
+        if not self.flatten:
+            return torch.zeros(count, dtype=dtype)
+        return _flat_memory(self._built_for, count, dtype, f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat tensor with the bucket's elements (padding may be left out), by the names of its tensors."""

@@ -130,7 +130,7 @@ class BaguaModule:
 def _end_all() -> None:
     """Removes the hooks of every model, so that each trains alone after the group is gone."""
     for ddp in list(_wrapped.values()):
-        ddp.close()
+        ddp.close(at_exit=True)
     _wrapped.clear()
     _state.wrapped_count = 0
 

@@ -36,6 +36,8 @@ class WrappedModel(Protocol):
     backend: Backend
     exchange: Exchange
     find_unused_parameters: bool
+    #: Bytes that are communicated at once.
+    bucket_size: int
     #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
     #: enabled, outside ``no_sync``) after the last step's backward; nothing else begins one.
     step: int
@@ -49,6 +51,9 @@ class WrappedModel(Protocol):
 
     def send_buffers(self) -> None:
         """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
+
+    def restart(self, step: int) -> None:
+        """The next training forward begins the step of this number."""
 
 
 class AlgorithmImpl:
@@ -189,7 +194,7 @@ class AlgorithmImpl:
                 for name, tensor in tensors.items():
                     tensor.copy_(state[kind][name])
         ddp = self.bagua_ddp
-        ddp.step = int(state["step"]) - 1
+        ddp.restart(int(state["step"]))
         for bucket in ddp.bagua_buckets:
             bucket.backend_bucket.set_step(int(state["round"]))
 

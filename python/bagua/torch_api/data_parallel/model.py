@@ -266,8 +266,7 @@ class BaguaDistributedDataParallel:
         if not module.training or torch._C._current_graph_task_id() != -1:
             return
         if self._in_backward:
-            self._in_backward = False
-            self.exchange.abandon()
+            self._end_broken_step()
         self._check_unchanged(module)
         self.bagua_train_step_counter += 1
         self._forward_waits = self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -283,6 +282,17 @@ class BaguaDistributedDataParallel:
         if begins and self.bagua_algorithm.communicates(self.step):
             self.exchange.begin()
         self._forward_pre_hook(inputs)
+
+    def _end_broken_step(self) -> None:
+        """Ends a step whose backward raised or never came."""
+        self._in_backward = self._in_step = False
+        self.exchange.abandon()
+
+    def restart(self, step: int) -> None:
+        """The next training forward begins the step of this number."""
+        if self._in_step:
+            self._end_broken_step()
+        self.step = step - 1
 
     def send_buffers(self) -> None:
         """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
@@ -331,6 +341,9 @@ class BaguaDistributedDataParallel:
         if not (self._forward_waits and self._tracked and before == self._backwards):
             return
         if not self.exchange.needs_gradients:
+            # The step ends here as after a backward, or this rank would begin the next one later than the others.
+            self._forward_waits = self._in_step = False
+            self._post_backward_hook()
             return
         error = BaguaError(
             f"optimizer.step() on rank {self.backend.rank}, but no gradient of model {self.bagua_module_name!r} came "
@@ -368,8 +381,18 @@ class BaguaDistributedDataParallel:
         finally:
             self.require_backward_grad_sync = before
 
-    def close(self) -> None:
-        """Removes every hook and ends the engine. The model stays as it is and trains alone. May be called twice."""
+    def close(self, *, at_exit: bool = False) -> None:
+        """Removes every hook and ends the engine. The model stays as it is and trains alone. May be called twice.
+
+        What the last step began or left undone is communicated first, as the other ranks wait for it; ``at_exit`` an
+        open step is cut off.
+        """
+        # An error of the group was raised where it happened, or will be where the group is used next.
+        with contextlib.suppress(BaguaError, ValueError):
+            if self._in_step and not at_exit:
+                self._end_broken_step()
+            if self.bagua_buckets:
+                self.bagua_algorithm.before_step(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

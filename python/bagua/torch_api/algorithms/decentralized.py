@@ -1,0 +1,253 @@
+"""Decentralized training: each member steps with its own gradients, and averages its weights with those of peers.
+
+Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized SGD, whose average runs beside forward and
+backward; the exponential graphs are those of Assran et al., ICML 2019 (arXiv:1811.10792) and Ying et al., NeurIPS 2021
+(arXiv:2110.13363). The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), as in the original
+Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). ``docs/algorithms.md`` has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua.codecs import Compression, raw_codec
+
+from ..bucket import BaguaBucket
+from ..data_parallel import bucketing
+from ..data_parallel.weights import WeightAverage, WeightUpdate, check_floating
+from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
+from ..tensor import effective
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, tensors_of_buckets
+
+#: Whose weights member i of n averages with its own in round r.
+PEER_SELECTION_MODES = {
+    "all": "everybody's",
+    "shift_one": "one other member's, another one in each round; n must be even or 1",
+    "ring": "those of i - 1 and i + 1",
+    "exponential": "those of i + 2^j for all 2^j < n",
+    "one_peer_exponential": "that of i + 2^(r mod ceil(log2 n))",
+}
+
+
+def check_interval(communication_interval: int) -> int:
+    """``communication_interval``; ValueError unless it is a positive integer."""
+    if not isinstance(communication_interval, int) or communication_interval < 1:
+        raise ValueError(f"communication_interval must be a positive integer, not {communication_interval!r}")
+    return communication_interval
+
+
+def _members(group: ProcessGroup, hierarchical: bool) -> int:
+    """Hosts or ranks of a group; 1 on a rank outside of it."""
+    communicator = group.get_global_communicator()
+    if not isinstance(communicator, Communicator):
+        return 1
+    return len(communicator.raw.hosts) if hierarchical else communicator.nranks()
+
+
+class _WeightsAlgorithmImpl(AlgorithmImpl):
+    """What both algorithms share: weights travel in steps t with t % ``communication_interval`` == 0."""
+
+    def __init__(self, process_group: ProcessGroup, hierarchical: bool, communication_interval: int) -> None:
+        super().__init__(process_group)
+        self.hierarchical = hierarchical
+        self.communication_interval = communication_interval
+
+    def communicates(self, step: int) -> bool:
+        """Every ``communication_interval``-th step."""
+        return step % self.communication_interval == 0
+
+    def sparse_op(self) -> ReduceOp:
+        """Any: weights are dense, and gradients, sparse or not, do not travel."""
+        return ReduceOp.AVG
+
+
+class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
+    """One bucket per dtype, averaged with peers during each step's forward and backward."""
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        communication_interval: int = 1,
+    ) -> None:
+        super().__init__(process_group, hierarchical, communication_interval)
+        self.peer_selection_mode = peer_selection_mode
+
+    def check(self, bagua_ddp: WrappedModel) -> None:
+        """TypeError for complex parameters, by name; ValueError for shift_one among an odd number of members."""
+        check_floating(bagua_ddp.bagua_build_params())
+        members = _members(self.process_group, self.hierarchical)
+        if self.peer_selection_mode == "shift_one" and members > 1 and members % 2:
+            what = "hosts" if self.hierarchical else "ranks"
+            raise ValueError(f"shift_one pairs all members with each other, and {members} {what} are an odd number")
+
+    def make_exchange(self, bagua_ddp: WrappedModel) -> WeightAverage:
+        """The weights."""
+        return WeightAverage(bagua_ddp.backend, bagua_ddp.bagua_module_name, bagua_ddp.bagua_build_params())
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """One bucket per dtype: all weights are there when a step begins, so that smaller ones could go no earlier."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in (tensor for bucket in tensors for tensor in bucket):
+            by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
+        group = self.process_group
+        return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(by_dtype.values())]
+
+    def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
+        """Averages the bucket with peers, into ``bucket._peer_weight``."""
+        bucket.clear_ops()
+        bucket._peer_weight = bucket.extra_memory("peer-weight")
+        bucket.append_decentralized_synchronous_op(
+            bucket._peer_weight, self.hierarchical, self.peer_selection_mode, self.process_group
+        )
+
+
+class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
+    """Encoded differences of the weights go to both neighbours of a ring after each step's optimizers."""
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        hierarchical: bool = True,
+        communication_interval: int = 1,
+        *,
+        compression: Compression = "MinMaxUInt8",
+    ) -> None:
+        super().__init__(process_group, hierarchical, communication_interval)
+        self.compression = compression
+        self._exchange: WeightUpdate | None = None
+
+    def check(self, bagua_ddp: WrappedModel) -> None:
+        """ValueError for parameters that no optimizer has, TypeError for elements that are complex or that the codec
+        does not encode; both with names.
+        """
+        parameters = bagua_ddp.bagua_build_params()
+        check_floating(parameters)
+        stepped = {id(param) for optimizer in bagua_ddp.bagua_optimizers for param in _parameters_of(optimizer)}
+        missing = [name for name, param in parameters if id(param) not in stepped]
+        if missing:
+            raise ValueError(
+                f"no optimizer given to with_bagua has the parameters {missing}: their weights would be communicated "
+                "after a step that never comes"
+            )
+        codec = raw_codec(self.compression)
+        names = {id(param): name for name, param in parameters}
+        for bucket in bucketing.split([param for _, param in parameters], bagua_ddp.bucket_size):
+            try:
+                if codec is not None:
+                    codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"parameter {names[id(bucket[0])]!r}: {error}") from error
+
+    def make_exchange(self, bagua_ddp: WrappedModel) -> WeightUpdate:
+        """The weights."""
+        parameters = bagua_ddp.bagua_build_params()
+        own = {id(param) for _, param in parameters}
+        optimizers = [
+            optimizer
+            for optimizer in bagua_ddp.bagua_optimizers
+            if any(id(param) in own for param in _parameters_of(optimizer))
+        ]
+        self._exchange = WeightUpdate(bagua_ddp.backend, bagua_ddp.bagua_module_name, parameters, optimizers)
+        return self._exchange
+
+    def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
+        """Runs one round of the compressed ring on the bucket. All ranks have rank 0's weights now."""
+        bucket.clear_ops()
+        replicas = bucket.flattened_tensor(), bucket.flattened_tensor(), bucket.flattened_tensor()
+        bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight = replicas
+        bucket.append_low_precision_decentralized_synchronous_op(
+            *replicas, self.hierarchical, self.compression, self.process_group
+        )
+
+    def before_step(self, bagua_ddp: WrappedModel) -> None:
+        """Communicates what the last step should have, if one of its optimizers was skipped, as by a GradScaler."""
+        if self._exchange is not None:
+            self._exchange.communicate_due()
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
+        """Communicates the weights after the last optimizer of the step."""
+        exchange = self._exchange
+        assert exchange is not None
+        return exchange.stepped
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`AlgorithmImpl.load_state_dict`."""
+        super().load_state_dict(state)
+        if self._exchange is not None:
+            self._exchange.forget()
+
+    def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        kinds = ("weight", "left_peer_weight", "right_peer_weight")
+        return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {kind: f"_{kind}" for kind in kinds})
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class DecentralizedAlgorithm(Algorithm):
+    """Averages weights with peers in full precision; the gradient at a rank's weights is applied to the average.
+
+    ``peer_selection_mode``: one of :data:`PEER_SELECTION_MODES`. ``hierarchical``: the members are hosts, with the
+    means of their ranks' weights. ``communication_interval``: the steps t with t % interval == 0 communicate, the
+    others are local. ValueError for an unknown mode and for an interval below 1.
+    """
+
+    def __init__(
+        self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
+    ) -> None:
+        if peer_selection_mode not in PEER_SELECTION_MODES:
+            known = ", ".join(PEER_SELECTION_MODES)
+            raise ValueError(f"no peer selection mode {peer_selection_mode!r}; known: {known}")
+        self.hierarchical = hierarchical
+        self.peer_selection_mode = peer_selection_mode
+        self.communication_interval = check_interval(communication_interval)
+
+    def reify(self, process_group: ProcessGroup) -> DecentralizedAlgorithmImpl:
+        """A fresh implementation."""
+        return DecentralizedAlgorithmImpl(
+            process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval
+        )
+
+
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """Averages weights with both neighbours of a ring; only encoded differences travel, after each optimizer step.
+
+    ``compression``: a codec's name or a :class:`bagua.Codec`. ``hierarchical``: the members are hosts, with the means
+    of their ranks' weights; all ranks of a host get the result. ``communication_interval``: the steps t with
+    t % interval == 0 communicate. ValueError for an unknown codec, for none, and for an interval below 1.
+    """
+
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        communication_interval: int = 1,
+        *,
+        compression: Compression = "MinMaxUInt8",
+    ) -> None:
+        if raw_codec(compression) is None:
+            raise ValueError("low_precision_decentralized needs a compression; decentralized works without one")
+        self.hierarchical = hierarchical
+        self.communication_interval = check_interval(communication_interval)
+        self.compression = compression
+
+    def reify(self, process_group: ProcessGroup) -> LowPrecisionDecentralizedAlgorithmImpl:
+        """A fresh implementation."""
+        return LowPrecisionDecentralizedAlgorithmImpl(
+            process_group, self.hierarchical, self.communication_interval, compression=self.compression
+        )
+
+
+GlobalAlgorithmRegistry.register(
+    "decentralized", DecentralizedAlgorithm, "weights averaged with peers, overlapped with forward and backward"
+)
+GlobalAlgorithmRegistry.register(
+    "low_precision_decentralized",
+    LowPrecisionDecentralizedAlgorithm,
+    "encoded differences of weights to both neighbours of a ring",
+)

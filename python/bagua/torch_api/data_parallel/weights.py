@@ -1,0 +1,253 @@
+"""Weights that travel instead of gradients: how they reach the core, and how its results reach the parameters.
+
+Two ways, for two kinds of algorithms:
+
+- :class:`WeightAverage`: the exchange begins with a step's first forward and its result is taken over when the step's
+  backward ends. The core reads a copy of the weights that is made when the exchange begins, and never the parameters:
+  nothing that runs meanwhile (an ``optimizer.step()`` between forward and backward, a user's assignment) can race with
+  the communication thread. Without the copy such a write would be a data race, of which other ranks could see one
+  half, and the result of the exchange would overwrite it. With the copy, a weight that torch's version counter shows as
+  changed keeps its change: it becomes weight + (mean - copy). An unchanged one becomes the mean to the bit. The price
+  is one copy of the weights per communication, and their size in memory.
+- :class:`WeightUpdate`: the exchange runs between two steps and replaces the weights in place. The training thread
+  waits for it, so nobody else writes.
+
+Both raise the version counters of the parameters that they write: a graph that saved weights before (a second backward
+with ``retain_graph=True``) raises torch's error about in-place changes, instead of silently using other weights.
+``no_sync()`` around all but the last backward avoids that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bagua.errors import BaguaError
+
+from ..bucket import BaguaBucket
+from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
+from .backend import Backend
+
+Parameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def check_floating(parameters: Parameters) -> None:
+    """TypeError for the first parameter whose elements are not real floating-point numbers."""
+    for name, param in parameters:
+        if not param.is_floating_point():
+            raise TypeError(f"parameter {name!r} is {param.dtype}: this algorithm averages real weights only")
+
+
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
+class _Constant:
+    """A getter that answers with one tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._tensor
+
+
+@dataclass
+class _Slot:
+    """One parameter."""
+
+    name: str
+    param: torch.nn.Parameter
+    # Its place in the bucket, alive as long as the core knows of it. It is the parameter's own memory, unless that has
+    # gaps or was replaced since.
+    memory: torch.Tensor
+    # The engine's number of it.
+    number: int
+
+    def in_place(self) -> bool:
+        """True if the parameter still lies in its place in the bucket."""
+        same = self.param.data_ptr() == self.memory.data_ptr() and self.param.stride() == self.memory.stride()
+        return same and self.param.dtype == self.memory.dtype and not is_lazy_value(self.param)
+
+
+class _Weights:
+    """The parameters of one model as the tensors of its buckets."""
+
+    needs_gradients = False
+
+    def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
+        self._backend = backend
+        self._module_name = module_name
+        self._parameters = list(parameters)
+        self._slots: list[_Slot] = []
+
+    def register(self) -> list[torch.Tensor]:
+        """The parameters as Bagua tensors, in the model's order.
+
+        The effective tensor is the parameter itself; of one whose memory has gaps or lazy values, a copy without.
+        """
+        tensors = []
+        for name, param in self._parameters:
+            getter = _itself
+            if is_lazy_value(param) or layout_of(param) != param.stride():
+                getter = _Constant(resolved(param.detach()).clone(memory_format=torch.contiguous_format))
+            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, getter))
+        return tensors
+
+    def bind(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Takes over what the buckets made of the weights; called when they are registered with the engine."""
+        params = dict(self._parameters)
+        self._slots = []
+        for bucket in buckets:
+            for tensor in bucket.tensors:
+                name, memory = registration(tensor).name, effective(tensor).detach()
+                self._slots.append(_Slot(name, params[name], memory, self._backend.number(name)))
+
+    def accumulated(self, name: str) -> None:
+        """Nothing: gradients stay on their rank."""
+
+    def arrived(self, name: str, param: torch.nn.Parameter) -> None:
+        """Nothing: gradients stay on their rank."""
+
+
+@dataclass
+class _Averaged:
+    """One parameter in a :class:`WeightAverage`."""
+
+    slot: _Slot
+    # Its part of the copy that the core reads, and of the result.
+    copy: torch.Tensor
+    mean: torch.Tensor
+    # The parameter's version counter when the copy was made.
+    version: int = 0
+
+
+class WeightAverage(_Weights):
+    """Weights that are averaged with peers during forward and backward; each bucket has its ``_peer_weight``.
+
+    See the module for what the core reads, and for weights that change meanwhile.
+    """
+
+    def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
+        super().__init__(backend, module_name, parameters)
+        self._averaged: list[_Averaged] = []
+        # Communicated since the step's first forward, and not taken over yet.
+        self._begun = False
+
+    def bind(self, buckets: Sequence[BaguaBucket]) -> None:
+        """See :meth:`_Weights.bind`."""
+        super().bind(buckets)
+        self._averaged = []
+        slots = {slot.name: slot for slot in self._slots}
+        for bucket in buckets:
+            if bucket._peer_weight is None:
+                raise ValueError(f"bucket {bucket.name!r} has no peer weight: init_operations gives it one")
+            copies = bucket.parts_of(bucket.extra_memory("weights"))
+            means = bucket.parts_of(bucket._peer_weight)
+            self._averaged += [_Averaged(slots[name], copies[name], means[name]) for name in copies]
+
+    def begin(self) -> None:
+        """Copies the weights and hands the copy to the engine. A rank alone has nobody to average with."""
+        if self._backend.size == 1 or not self._averaged:
+            return
+        self._begun = True
+        with torch.no_grad():
+            torch._foreach_copy_([entry.copy for entry in self._averaged], [e.slot.param for e in self._averaged])
+        for entry in self._averaged:
+            entry.version = entry.slot.param._version
+        for entry in self._averaged:
+            self._backend.mark_ready(entry.slot.number, entry.copy.data_ptr(), entry.copy.numel())
+
+    def finish(self) -> None:
+        """The backward is done: waits for what :meth:`begin` began, and takes it over. Nothing when nothing was begun,
+        as in the second backward of a step.
+        """
+        if not self._begun:
+            return
+        self._begun = False
+        self._backend.wait_pending_comm_ops()
+        same: list[_Averaged] = []
+        changed: list[_Averaged] = []
+        for entry in self._averaged:
+            (same if entry.slot.param._version == entry.version else changed).append(entry)
+        with torch.no_grad():
+            if same:
+                torch._foreach_copy_([entry.slot.param for entry in same], [entry.mean for entry in same])
+            for entry in changed:
+                entry.slot.param.add_(entry.mean - entry.copy)
+
+    def abandon(self) -> None:
+        """A backward never came to its end: waits for the exchange, as the peers do, and drops its result."""
+        if not self._begun:
+            return
+        self._begun = False
+        with contextlib.suppress(BaguaError):
+            # What failed is raised by the next call to the engine.
+            self._backend.wait_pending_comm_ops()
+
+
+class WeightUpdate(_Weights):
+    """Weights that are communicated between two steps, in place: after the last of ``optimizers`` has stepped with the
+    gradients of a step's backward, or before the next step when one of them did not.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        module_name: str,
+        parameters: Parameters,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        super().__init__(backend, module_name, parameters)
+        self._optimizers = {id(optimizer) for optimizer in optimizers}
+        # A step that communicates has begun, and its backward has not ended.
+        self._open = False
+        # Its backward has ended, and the weights have not been communicated since.
+        self._due = False
+        # Those of the optimizers that have stepped since that backward, by id.
+        self._stepped: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins after whose optimizers the weights are communicated."""
+        self._open = True
+
+    def finish(self) -> None:
+        """The step's backward is done; its optimizers come next."""
+        if self._open:
+            self._open = False
+            self._due = True
+            self._stepped = set()
+
+    def abandon(self) -> None:
+        """The same: the peers communicate after this step, and wait for this rank."""
+        self.finish()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped; after the last one the weights are communicated. Collective then."""
+        self._stepped.add(id(optimizer))
+        if self._stepped >= self._optimizers:
+            self.communicate_due()
+
+    def forget(self) -> None:
+        """Nothing is to be communicated: the weights are about to be replaced on all ranks."""
+        self._open = self._due = False
+
+    def communicate_due(self) -> None:
+        """Communicates the weights, if a step's backward has ended since the last time. Collective then."""
+        if not self._due:
+            return
+        self._due = False
+        elsewhere = [slot for slot in self._slots if not slot.in_place()]
+        with torch.no_grad():
+            for slot in elsewhere:
+                slot.memory.copy_(slot.param)
+            for slot in self._slots:
+                self._backend.mark_ready(slot.number)
+            self._backend.wait_pending_comm_ops()
+            for slot in elsewhere:
+                slot.param.copy_(slot.memory)
+        for slot in self._slots:
+            torch.autograd.graph.increment_version(slot.param)

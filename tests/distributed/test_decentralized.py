@@ -1,0 +1,425 @@
+"""decentralized: weights averaged with peers during forward and backward equal the simulation of all ranks to the bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.errors import MismatchError
+from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
+from tests.distributed.hosted_ranks import TWO_AND_ONE, TWO_AND_TWO, Layout, check
+from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
+from tests.distributed.weights_oracle import (
+    Decentralized,
+    Net,
+    assert_equals,
+    averaged,
+    batch,
+    loss,
+    made_on_rank_0,
+    sgd,
+)
+
+DecentralizedAlgorithm = bagua.algorithms.DecentralizedAlgorithm
+
+
+def hosts() -> list[list[int]]:
+    found: list[list[int]] = bagua.communication._get_default_group().get_global_communicator().raw.hosts
+    return found
+
+
+def hosts_if(hierarchical: bool) -> list[list[int]] | None:
+    return hosts() if hierarchical else None
+
+
+def allowed(mode: str, hierarchical: bool) -> bool:
+    members = len(hosts()) if hierarchical else bagua.get_world_size()
+    return mode != "shift_one" or members == 1 or members % 2 == 0
+
+
+def wrapped(rank: int, algorithm: Any = None, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """A model that begins elsewhere on each rank, and becomes that of rank 0."""
+    model = made_on_rank_0(Net)
+    if rank:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(rank)
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], algorithm or DecentralizedAlgorithm(hierarchical=False), **options)
+    return model, optimizer
+
+
+def simulated(mode: str = "all", hierarchical: bool = False, interval: int = 1) -> Decentralized:
+    return Decentralized(made_on_rank_0(Net), bagua.get_world_size(), mode, hosts_if(hierarchical), interval)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    loss(model, batch(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def every_mode_equals_the_simulation(rank: int) -> None:
+    for mode, hierarchical, interval in itertools.product(PEER_SELECTION_MODES, (False, True), (1, 2)):
+        if not allowed(mode, hierarchical):
+            continue
+        for do_flatten in (True, False):
+            model, optimizer = wrapped(
+                rank, DecentralizedAlgorithm(hierarchical, mode, interval), do_flatten=do_flatten
+            )
+            ranks = simulated(mode, hierarchical, interval)
+            for step in range(6):
+                train(model, optimizer, rank, step)
+                ranks.train(step)
+                what = f"{mode}, {hierarchical=}, {interval=}, {do_flatten=}, step {step}"
+                assert_equals(model, ranks, rank, what)
+
+
+def shift_one_among_an_odd_number_is_refused_with_the_number(rank: int) -> None:
+    for hierarchical in (False, True):
+        if allowed("shift_one", hierarchical):
+            continue
+        with pytest.raises(ValueError, match=f"{bagua.get_world_size()} ranks"):
+            wrapped(rank, DecentralizedAlgorithm(hierarchical, "shift_one"))
+    wrapped(rank)
+
+
+def the_exchange_begins_in_the_first_forward_and_once_per_step(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    buckets = model.bagua_buckets
+    assert {bucket.backend_bucket.dtype for bucket in buckets} == {b.backend_bucket.dtype for b in buckets[:2]}
+    assert len(buckets) == 2
+    for bucket in buckets:
+        assert bucket._peer_weight is not None
+        assert bucket._peer_weight.numel() == sum(tensor.numel() for tensor in bucket.tensors)
+    expected = 0 if bagua.get_world_size() == 1 else 1
+    rounds: list[int] = []
+    handle = model.register_forward_hook(lambda *_: rounds.append(buckets[0].backend_bucket.step))
+    total = loss(model, batch(rank, 0)) + loss(model, batch(rank, 1)) + loss(model, batch(rank, 2))
+    assert rounds == [expected] * 3
+    total.backward()
+    handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    ranks = simulated()
+    ranks.mode = "all"
+    after = {name: averaged(ranks.values(name), "all", 0, None) for name, _ in model.named_parameters()}
+    for replica in range(bagua.get_world_size()):
+        sum((loss(ranks.models[replica], batch(replica, s)) for s in range(3)), torch.zeros(())).backward()
+    for name, values in after.items():
+        ranks.put(name, values)
+    ranks.step()
+    assert_equals(model, ranks, rank, "after three forwards")
+
+
+def a_second_backward_of_a_step_communicates_nothing(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    loss(model, batch(rank, 0)).backward()
+    before = [bucket.backend_bucket.step for bucket in model.bagua_buckets]
+    (model.scale * 2.0).sum().backward()
+    assert [bucket.backend_bucket.step for bucket in model.bagua_buckets] == before
+    optimizer.step()
+    train(model, optimizer, rank, 1)
+
+
+def weights_that_an_optimizer_changed_meanwhile_keep_the_change(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    x = model.scale.detach().clone()
+    loss(model, batch(rank, 1))
+    with torch.no_grad():
+        model.scale += 1.0
+    (model.deep * 1.0).sum().backward()
+    size = bagua.get_world_size()
+    mean = x.clone()
+    bagua.allreduce_inplace(mean, bagua.ReduceOp.SUM)
+    expected = mean / size + 1.0 if size > 1 else x + 1.0
+    torch.testing.assert_close(model.scale.detach(), expected, rtol=0, atol=1e-6)
+
+
+def a_graph_from_before_the_exchange_is_refused_afterwards(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return
+    model, _ = wrapped(rank)
+    value = loss(model, batch(rank, 0))
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+    value = loss(model, batch(rank, 0))
+    with bagua.no_sync(model):
+        value.backward(retain_graph=True)
+    value.backward()
+
+
+def a_run_resumes_to_the_bit(rank: int) -> None:
+    for mode, hierarchical, do_flatten in itertools.product(PEER_SELECTION_MODES, (False, True), (True, False)):
+        if not allowed(mode, hierarchical):
+            continue
+        algorithm = DecentralizedAlgorithm(hierarchical, mode, communication_interval=3)
+        whole, optimizer = wrapped(rank, algorithm, do_flatten=do_flatten)
+        for step in range(5):
+            train(whole, optimizer, rank, step)
+        saved = io.BytesIO()
+        torch.save([whole.state_dict(), optimizer.state_dict(), whole.bagua_algorithm.state_dict()], saved)
+        saved.seek(0)
+        states = torch.load(saved, weights_only=True)
+        assert states[2] == {
+            "algorithm": "decentralized",
+            "step": 5,
+            "round": 0 if bagua.get_world_size() == 1 else 2,
+        }
+        resumed, other = wrapped(rank, algorithm, do_flatten=do_flatten, bucket_size=16)
+        # A forward before the states are loaded begins a step that ends there.
+        loss(resumed, batch(rank, 99))
+        for owner, state in zip((resumed, other, resumed.bagua_algorithm), states, strict=True):
+            owner.load_state_dict(state)
+        for step in range(5, 10):
+            train(whole, optimizer, rank, step)
+            train(resumed, other, rank, step)
+            for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+                assert torch.equal(a, b), f"{mode} {hierarchical=} {do_flatten=} step {step}"
+    with pytest.raises(ValueError, match="gradient_allreduce"):
+        resumed.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 1, "round": 1})
+
+
+def options_that_differ_are_a_mismatch_and_the_group_lives_on(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return
+    pairs: list[dict[str, Any]] = [
+        {"hierarchical": rank == 0},
+        {"peer_selection_mode": "ring" if rank else "all"},
+        {"communication_interval": 1 + rank},
+    ]
+    for options in pairs:
+        with pytest.raises(MismatchError, match=next(iter(options))):
+            wrapped(rank, DecentralizedAlgorithm(**options))
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+
+
+def gradients_accumulate_under_no_sync(rank: int) -> None:
+    model, optimizer = wrapped(rank, DecentralizedAlgorithm(False, "ring"))
+    ranks = simulated("ring")
+    for step in range(3):
+        with bagua.no_sync(model):
+            loss(model, batch(rank, 10 * step)).backward()
+        rounds = model.bagua_buckets[0].backend_bucket.step
+        assert rounds == (0 if bagua.get_world_size() == 1 else step)
+        # The first forward outside begins: all gradients of the step are at the same weights.
+        train(model, optimizer, rank, 10 * step + 1)
+        ranks.train(step, passes=[10 * step, 10 * step + 1])
+        assert_equals(model, ranks, rank, f"step {step}")
+
+
+def unused_parameters_travel_and_frozen_ones_do_not(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = made_on_rank_0(Net)
+        model.deep.requires_grad_(False)
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], DecentralizedAlgorithm(False), do_flatten=do_flatten)
+        with torch.no_grad():
+            model.unused.fill_(float(rank))
+            model.deep.fill_(float(rank) + 1.0)
+        train(model, optimizer, rank, 0)
+        assert torch.equal(model.deep, torch.full((2, 3), rank + 1.0))
+        size = bagua.get_world_size()
+        assert torch.equal(model.unused, torch.full((3,), sum(map(float, range(size))) / size))
+
+
+def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    ranks = simulated()
+    for step in range(3):
+        if step == 1 and rank == 0:
+            model(batch(rank, step))
+            torch.ones(1, requires_grad=True).sum().backward()
+            optimizer.step()
+        else:
+            train(model, optimizer, rank, step)
+        names = [name for name, _ in model.named_parameters()]
+        after = {name: averaged(ranks.values(name), "all", step, None) for name in names}
+        for replica in range(bagua.get_world_size()):
+            if step != 1 or replica != 0:
+                loss(ranks.models[replica], batch(replica, step)).backward()
+        for name, values in after.items():
+            ranks.put(name, values)
+        ranks.step()
+        assert_equals(model, ranks, rank, f"step {step}")
+
+
+def two_models_with_one_algorithm_object_train_in_turn(rank: int) -> None:
+    algorithm = DecentralizedAlgorithm(False, "exponential")
+    both = [wrapped(rank, algorithm) for _ in range(2)]
+    sims = [simulated("exponential") for _ in range(2)]
+    for step in range(3):
+        losses = [loss(model, batch(rank, 2 * step + i)) for i, (model, _) in enumerate(both)]
+        for value, (_, optimizer) in zip(reversed(losses), reversed(both), strict=True):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for i, (ranks, (model, _)) in enumerate(zip(sims, both, strict=True)):
+            ranks.train(step, passes=[2 * step + i])
+            assert_equals(model, ranks, rank, f"model {i}, step {step}")
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("broken off")
+
+
+def a_backward_that_broke_off_ends_its_step(rank: int) -> None:
+    size = bagua.get_world_size()
+    # The result of the exchange is dropped where the backward broke off, and taken over elsewhere.
+    for broken in (range(size), range(1)):
+        model, optimizer = wrapped(rank)
+        ranks = simulated()
+        if rank in broken:
+            with pytest.raises(ArithmeticError):
+                loss(model, _Breaks.apply(batch(rank, 0).requires_grad_())).backward()
+            optimizer.zero_grad()
+        else:
+            train(model, optimizer, rank, 0)
+        before = {name: ranks.values(name) for name, _ in model.named_parameters()}
+        ranks.train(0, stepping=[r for r in range(size) if r not in broken])
+        for name, values in before.items():
+            ranks.put(name, [values[r] if r in broken else after for r, after in enumerate(ranks.values(name))])
+        for step in (1, 2):
+            train(model, optimizer, rank, step)
+            ranks.train(step)
+            assert_equals(model, ranks, rank, f"broken on {list(broken)}, step {step}")
+
+
+def a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment(rank: int) -> None:
+    for do_flatten in (True, False):
+        model, optimizer = wrapped(rank, do_flatten=do_flatten)
+        train(model, optimizer, rank, 0)
+        # An exchange that has begun is no obstacle.
+        loss(model, batch(rank, 1))
+        twin = copy.deepcopy(model)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        allreduce = bagua.algorithms.GradientAllReduceAlgorithm()
+        model.with_bagua([optimizer], allreduce, do_flatten=do_flatten, find_unused_parameters=True)
+        train(model, optimizer, rank, 1)
+        assert same_everywhere(*model.parameters())
+        model.with_bagua([optimizer], DecentralizedAlgorithm(False, "ring"), do_flatten=do_flatten)
+        # The optimizer and the state of the model are about the same parameters.
+        ranks = Decentralized(model, bagua.get_world_size(), "ring")
+        state = optimizer.state_dict()
+        for other in ranks.optimizers:
+            other.load_state_dict(copy.deepcopy(state))
+        for step in (2, 3):
+            train(model, optimizer, rank, step)
+            ranks.train(step)
+            assert_equals(model, ranks, rank, f"{do_flatten=}, step {step}")
+        saved = io.BytesIO()
+        torch.save(model.state_dict(), saved)
+        saved.seek(0)
+        for name, value in torch.load(saved, weights_only=True).items():
+            assert torch.equal(value, model.state_dict()[name])
+        twin.load_state_dict(model.state_dict())
+        train(twin, sgd(twin), rank, 4)
+        loss(model, batch(rank, 5))
+        del model, optimizer
+        gc.collect()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+
+
+def memory_with_gaps_and_memory_that_moved_is_averaged(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = torch.nn.Linear(4, 3)
+        model.weight = torch.nn.Parameter(torch.zeros(3, 8)[:, ::2])
+        model.with_bagua([sgd(model)], DecentralizedAlgorithm(False), do_flatten=do_flatten)
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        model.bias.data = torch.full((3,), float(rank))
+        model(torch.ones(1, 4)).sum().backward()
+        size = bagua.get_world_size()
+        mean = sum(map(float, range(size))) / size
+        assert torch.equal(model.weight, torch.full((3, 4), mean))
+        assert torch.equal(model.bias, torch.full((3,), mean))
+
+
+def an_overflow_makes_one_rank_skip_alone(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    ranks = simulated()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
+    for step in range(4):
+        value = loss(model, batch(rank, step))
+        overflows = step == 1 and rank == 0
+        scaler.scale(value * float("inf") if overflows else value).backward()
+        scaler.step(optimizer)
+        scaler.update(1.0)
+        optimizer.zero_grad()
+        ranks.train(step, stepping=range(1 if step == 1 else 0, bagua.get_world_size()))
+        assert_equals(model, ranks, rank, f"step {step}")
+
+
+def sparse_gradients_are_no_obstacle(rank: int) -> None:
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([rank])).sum().backward()
+        before = model.weight.detach().clone()
+        assert same_everywhere(before)
+        optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"'phase' is torch\.complex64"):
+        model.with_bagua([sgd(model)], DecentralizedAlgorithm())
+    with pytest.raises(ValueError, match=r"'star'; known: all, shift_one, ring, exponential, one_peer_exponential"):
+        DecentralizedAlgorithm(peer_selection_mode="star")
+    for interval in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="communication_interval"):
+            DecentralizedAlgorithm(communication_interval=interval)  # type: ignore[arg-type]
+    assert isinstance(bagua.algorithms.Algorithm.init("decentralized"), DecentralizedAlgorithm)
+
+
+CASES: list[Case] = [
+    every_mode_equals_the_simulation,
+    shift_one_among_an_odd_number_is_refused_with_the_number,
+    the_exchange_begins_in_the_first_forward_and_once_per_step,
+    a_second_backward_of_a_step_communicates_nothing,
+    weights_that_an_optimizer_changed_meanwhile_keep_the_change,
+    a_graph_from_before_the_exchange_is_refused_afterwards,
+    a_run_resumes_to_the_bit,
+    options_that_differ_are_a_mismatch_and_the_group_lives_on,
+    gradients_accumulate_under_no_sync,
+    unused_parameters_travel_and_frozen_ones_do_not,
+    a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer,
+    two_models_with_one_algorithm_object_train_in_turn,
+    a_backward_that_broke_off_ends_its_step,
+    a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment,
+    memory_with_gaps_and_memory_that_moved_is_averaged,
+    an_overflow_makes_one_rank_skip_alone,
+    sparse_gradients_are_no_obstacle,
+    models_and_options_that_cannot_be_are_refused,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("layout", [1, 2, 3, 4, TWO_AND_TWO, TWO_AND_ONE], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, layout: Layout) -> None:
+    check(run, layout, case)

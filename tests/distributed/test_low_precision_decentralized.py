@@ -1,0 +1,402 @@
+"""low_precision_decentralized: weights and replicas equal the simulation of all ranks bit for bit, with every codec."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.errors import MismatchError
+from tests.distributed.hosted_ranks import TWO_AND_ONE, TWO_AND_TWO, Layout, check
+from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
+from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd
+
+LowPrecisionAlgorithm = bagua.algorithms.LowPrecisionDecentralizedAlgorithm
+
+#: One of each kind: by range, by block, by choice, at random, by sign, by rounding.
+CODECS = (
+    neutral.Codec("minmax_u8"),
+    neutral.Codec("block_i8", block=16),
+    neutral.Codec("top_k", k=0.3),
+    neutral.Codec("random_k", k=0.4, seed=3),
+    neutral.Codec("onebit"),
+    neutral.Codec("f16"),
+)
+
+#: float32 parameters of Net, in the model's order; the other dtype has a bucket of its own.
+FLOAT32 = ("scale", "shift", "deep", "unused")
+WHOLE = (FLOAT32, ("other",))
+SINGLE = tuple((name,) for name in ("scale", "shift", "deep", "other", "unused"))
+
+make = functools.partial(Net, other=torch.float16)
+
+
+def hosts_if(hierarchical: bool) -> list[list[int]] | None:
+    if not hierarchical:
+        return None
+    found: list[list[int]] = bagua.communication._get_default_group().get_global_communicator().raw.hosts
+    return found
+
+
+def wrapped(
+    rank: int, algorithm: Any = None, make: Callable[[], Net] = make, **options: Any
+) -> tuple[Net, torch.optim.Optimizer]:
+    """A model that begins elsewhere on each rank, and becomes that of rank 0."""
+    model = made_on_rank_0(make)
+    if rank:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(rank)
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], algorithm or LowPrecisionAlgorithm(hierarchical=False), **options)
+    return model, optimizer
+
+
+def simulated(
+    codec: neutral.Codec = CODECS[0],
+    buckets: Sequence[Sequence[str]] = WHOLE,
+    hierarchical: bool = False,
+    interval: int = 1,
+) -> LowPrecision:
+    return LowPrecision(made_on_rank_0(make), bagua.get_world_size(), codec, buckets, hosts_if(hierarchical), interval)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    loss(model, batch(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_replicas(model: Net, ranks: LowPrecision, rank: int, what: str) -> None:
+    """The replicas of this rank, where it exchanges for its member, are those of the simulation."""
+    state = model.bagua_algorithm.state_dict()
+    for names, ring in zip(ranks.buckets, ranks.rings, strict=True):
+        i = ring.member_of(rank)
+        of_member = {"weight": ring.weight[i], "left_peer_weight": ring.left[i], "right_peer_weight": ring.right[i]}
+        for kind, flat in of_member.items():
+            if kind != "weight" and (ring.members[i][0] != rank or len(ring.members) == 1):
+                continue
+            for name, values in ranks.parts(names, [flat]).items():
+                np.testing.assert_array_equal(state[kind][name].numpy(), values[0], f"{what}: {kind} of {name}")
+
+
+def every_codec_equals_the_simulation(rank: int) -> None:
+    for i, (codec, hierarchical, interval) in enumerate(itertools.product(CODECS, (False, True), (1, 2))):
+        small, do_flatten = i % 2 == 0, i % 3 == 0
+        model, optimizer = wrapped(
+            rank,
+            LowPrecisionAlgorithm(hierarchical, interval, compression=codec),
+            do_flatten=do_flatten,
+            bucket_size=1 if small else None,
+        )
+        assert len(model.bagua_buckets) == (5 if small else 2)
+        ranks = simulated(codec, SINGLE if small else WHOLE, hierarchical, interval)
+        for step in range(5):
+            train(model, optimizer, rank, step)
+            ranks.train(step)
+            what = f"{codec}, {hierarchical=}, {interval=}, {do_flatten=}, {small=}, step {step}"
+            assert_equals(model, ranks, rank, what)
+            assert_replicas(model, ranks, rank, what)
+
+
+def both_flatten_settings_equal_the_simulation(rank: int) -> None:
+    for do_flatten, hierarchical in itertools.product((True, False), (True, False)):
+        model, optimizer = wrapped(rank, LowPrecisionAlgorithm(hierarchical), do_flatten=do_flatten)
+        ranks = simulated(hierarchical=hierarchical)
+        for step in range(3):
+            train(model, optimizer, rank, step)
+            ranks.train(step)
+            assert_equals(model, ranks, rank, f"{do_flatten=}, {hierarchical=}, step {step}")
+
+
+def neighbours_hold_what_this_rank_knows_of_itself(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    for step in range(3):
+        train(model, optimizer, rank, step)
+    size = bagua.get_world_size()
+    if size == 1:
+        return
+    for bucket in model.bagua_buckets:
+        everybody = torch.empty(size * bucket._weight.numel(), dtype=bucket._weight.dtype)
+        bagua.allgather(bucket._weight, everybody)
+        weights = everybody.chunk(size)
+        assert torch.equal(bucket._left_peer_weight, weights[(rank - 1) % size])
+        assert torch.equal(bucket._right_peer_weight, weights[(rank + 1) % size])
+        assert torch.equal(bucket.flattened_tensor(), bucket._weight)
+
+
+def all_ranks_of_a_host_get_its_weights(rank: int) -> None:
+    model, optimizer = wrapped(rank, LowPrecisionAlgorithm(hierarchical=True))
+    train(model, optimizer, rank, 0)
+    for param in model.parameters():
+        everybody = torch.empty(bagua.get_world_size() * param.numel(), dtype=param.dtype)
+        bagua.allgather(param.detach().reshape(-1).clone(), everybody)
+        found = everybody.chunk(bagua.get_world_size())
+        for host in hosts_if(True) or []:
+            assert all(torch.equal(found[other], found[host[0]]) for other in host)
+
+
+def the_last_of_several_optimizers_communicates(rank: int) -> None:
+    model = made_on_rank_0(make)
+    first = torch.optim.SGD([model.scale, model.shift], lr=0.05, momentum=0.5)
+    second = torch.optim.SGD([model.deep, model.other, model.unused], lr=0.05, momentum=0.5)
+    foreign = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.05)
+    model.with_bagua([first, second, foreign], LowPrecisionAlgorithm(False))
+    ranks = simulated()
+    bucket = model.bagua_buckets[0].backend_bucket
+    for step in range(4):
+        # Without a backward since, a step of an optimizer is not the step's.
+        foreign.step()
+        loss(model, batch(rank, step)).backward()
+        order = (first, second) if step % 2 else (second, first)
+        order[0].step()
+        assert bucket.step == step
+        order[1].step()
+        assert bucket.step == step + 1
+        model.zero_grad()
+        ranks.train(step)
+        assert_equals(model, ranks, rank, f"step {step}")
+
+
+def a_run_resumes_to_the_bit(rank: int) -> None:
+    cases = itertools.product((CODECS[0], CODECS[3]), (False, True), (True, False))
+    for codec, hierarchical, do_flatten in cases:
+        algorithm = LowPrecisionAlgorithm(hierarchical, communication_interval=3, compression=codec)
+        whole, optimizer = wrapped(rank, algorithm, do_flatten=do_flatten)
+        for step in range(5):
+            train(whole, optimizer, rank, step)
+        saved = io.BytesIO()
+        torch.save([whole.state_dict(), optimizer.state_dict(), whole.bagua_algorithm.state_dict()], saved)
+        saved.seek(0)
+        states = torch.load(saved, weights_only=True)
+        state = states[2]
+        assert (state["algorithm"], state["step"], state["round"]) == ("low_precision_decentralized", 5, 2)
+        names = {name for name, _ in whole.named_parameters()}
+        assert state.keys() == {"algorithm", "step", "round", "weight", "left_peer_weight", "right_peer_weight"}
+        assert all(state[kind].keys() == names for kind in ("weight", "left_peer_weight", "right_peer_weight"))
+        resumed, other = wrapped(rank, algorithm, do_flatten=do_flatten)
+        # A backward before the states are loaded leaves nothing behind.
+        loss(resumed, batch(rank, 99)).backward()
+        resumed.zero_grad()
+        for owner, loaded in zip((resumed, other, resumed.bagua_algorithm), states, strict=True):
+            owner.load_state_dict(loaded)
+        for step in range(5, 10):
+            train(whole, optimizer, rank, step)
+            train(resumed, other, rank, step)
+            for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+                assert torch.equal(a, b), f"{codec} {hierarchical=} {do_flatten=} step {step}"
+        # Another bucket size takes the same state.
+        small, _ = wrapped(rank, algorithm, do_flatten=do_flatten, bucket_size=1)
+        small.bagua_algorithm.load_state_dict(state)
+        for kind in ("weight", "left_peer_weight", "right_peer_weight"):
+            again = small.bagua_algorithm.state_dict()[kind]
+            assert all(torch.equal(again[name], state[kind][name]) for name in names)
+    with pytest.raises(ValueError, match="'decentralized'"):
+        resumed.bagua_algorithm.load_state_dict({"algorithm": "decentralized", "step": 1, "round": 1})
+    with pytest.raises(ValueError, match="'weight'"):
+        resumed.bagua_algorithm.load_state_dict({**state, "weight": {}})
+
+
+def options_that_differ_are_a_mismatch_and_the_group_lives_on(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return
+    pairs: list[dict[str, Any]] = [
+        {"hierarchical": rank == 0},
+        {"communication_interval": 1 + rank},
+        {"compression": "f16" if rank else "bf16"},
+        {"compression": neutral.Codec("top_k", k=0.1 + rank / 10)},
+    ]
+    for options in pairs:
+        with pytest.raises(MismatchError, match=next(iter(options))):
+            wrapped(rank, LowPrecisionAlgorithm(**options))
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+
+
+def gradients_accumulate_under_no_sync(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    ranks = simulated()
+    for step in range(3):
+        with bagua.no_sync(model):
+            loss(model, batch(rank, 10 * step)).backward()
+        train(model, optimizer, rank, 10 * step + 1)
+        ranks.train(step, passes=[10 * step, 10 * step + 1])
+        assert_equals(model, ranks, rank, f"step {step}")
+
+
+def an_optimizer_that_steps_under_no_sync_communicates_nothing(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    bucket = model.bagua_buckets[0].backend_bucket
+    with bagua.no_sync(model):
+        train(model, optimizer, rank, 0)
+    assert bucket.step == 0
+    train(model, optimizer, rank, 1)
+    assert bucket.step == 1
+
+
+def frozen_parameters_do_not_travel(rank: int) -> None:
+    model = made_on_rank_0(make)
+    model.deep.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model.with_bagua([optimizer], LowPrecisionAlgorithm(False))
+    with torch.no_grad():
+        model.deep.fill_(float(rank) + 1.0)
+    train(model, optimizer, rank, 0)
+    assert torch.equal(model.deep, torch.full((2, 3), rank + 1.0))
+    assert "deep" not in model.bagua_algorithm.state_dict()["weight"]
+
+
+def two_models_with_one_algorithm_object_train_in_turn(rank: int) -> None:
+    algorithm = LowPrecisionAlgorithm(False, compression=CODECS[3])
+    both = [wrapped(rank, algorithm) for _ in range(2)]
+    sims = [simulated(CODECS[3]) for _ in range(2)]
+    for step in range(3):
+        losses = [loss(model, batch(rank, 2 * step + i)) for i, (model, _) in enumerate(both)]
+        for value, (_, optimizer) in zip(reversed(losses), reversed(both), strict=True):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for i, (ranks, (model, _)) in enumerate(zip(sims, both, strict=True)):
+            ranks.train(step, passes=[2 * step + i])
+            assert_equals(model, ranks, rank, f"model {i}, step {step}")
+
+
+def an_overflow_makes_one_rank_skip_alone(rank: int) -> None:
+    # GradScaler refuses parameters of float16.
+    single = functools.partial(Net, other=torch.float32)
+    model, optimizer = wrapped(rank, make=single)
+    names = [name for name, _ in model.named_parameters()]
+    ranks = LowPrecision(made_on_rank_0(single), bagua.get_world_size(), CODECS[0], [names])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
+    skipping = (1, 3)
+    for step in range(4):
+        value = loss(model, batch(rank, step))
+        overflows = step in skipping and rank == 0
+        scaler.scale(value * float("inf") if overflows else value).backward()
+        # The other ranks wait here until rank 0 begins its next step, or the model is closed.
+        scaler.step(optimizer)
+        scaler.update(1.0)
+        optimizer.zero_grad()
+        ranks.train(step, stepping=range(1 if step in skipping else 0, bagua.get_world_size()))
+        if not overflows:
+            assert_equals(model, ranks, rank, f"step {step}")
+    # The last step of rank 0 was skipped too: wrapping the model again communicates what it owes.
+    model.with_bagua([optimizer], LowPrecisionAlgorithm(False))
+    train(model, optimizer, rank, 9)
+
+
+def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank: int) -> None:
+    model, optimizer = wrapped(rank)
+    ranks = simulated()
+    for step in range(3):
+        if step == 1 and rank == 0:
+            model(batch(rank, step))
+            optimizer.step()
+        else:
+            train(model, optimizer, rank, step)
+        for replica in range(bagua.get_world_size()):
+            if step != 1 or replica != 0:
+                loss(ranks.models[replica], batch(replica, step)).backward()
+        ranks.step()
+        for names, ring in zip(ranks.buckets, ranks.rings, strict=True):
+            for name, values in ranks.parts(names, ring.step(ranks.flat(names))).items():
+                ranks.put(name, values)
+        assert_equals(model, ranks, rank, f"step {step}")
+
+
+def algorithms_can_be_switched(rank: int) -> None:
+    for do_flatten in (True, False):
+        model, optimizer = wrapped(rank, do_flatten=do_flatten)
+        train(model, optimizer, rank, 0)
+        allreduce = bagua.algorithms.GradientAllReduceAlgorithm()
+        model.with_bagua([optimizer], allreduce, do_flatten=do_flatten, find_unused_parameters=True)
+        train(model, optimizer, rank, 1)
+        assert same_everywhere(*model.parameters())
+        model.with_bagua([optimizer], LowPrecisionAlgorithm(False), do_flatten=do_flatten)
+        ranks = LowPrecision(model, bagua.get_world_size(), CODECS[0], WHOLE)
+        state = optimizer.state_dict()
+        for other in ranks.optimizers:
+            other.load_state_dict(copy.deepcopy(state))
+        for step in (2, 3):
+            train(model, optimizer, rank, step)
+            ranks.train(step)
+            assert_equals(model, ranks, rank, f"{do_flatten=}, step {step}")
+
+
+def memory_with_gaps_and_memory_that_moved_is_communicated(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = torch.nn.Linear(4, 3)
+        model.weight = torch.nn.Parameter(torch.zeros(3, 8)[:, ::2])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.with_bagua([optimizer], LowPrecisionAlgorithm(False), do_flatten=do_flatten)
+        model.bias.data = model.bias.data.clone()
+        for step in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 4)).sum() * float(rank + step)).backward()
+            optimizer.step()
+            state = model.bagua_algorithm.state_dict()["weight"]
+            assert torch.equal(model.weight, state["weight"])
+            assert torch.equal(model.bias, state["bias"])
+        assert not torch.equal(model.weight, torch.zeros(3, 4))
+
+
+def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"no optimizer .*\['bias'\]"):
+        model.with_bagua([torch.optim.SGD([model.weight], lr=0.1)], LowPrecisionAlgorithm())
+    with pytest.raises(ValueError, match=r"\['weight', 'bias'\]"):
+        model.with_bagua([], LowPrecisionAlgorithm())
+    wide = torch.nn.Linear(3, 2).double()
+    with pytest.raises(TypeError, match=r"'weight'.*float64"):
+        wide.with_bagua([sgd(wide)], LowPrecisionAlgorithm())
+    with pytest.raises(ValueError, match="'weight'"):
+        model.with_bagua([sgd(model)], LowPrecisionAlgorithm(compression=neutral.Codec("top_k", k=1000)))
+    model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"'phase' is torch\.complex64"):
+        model.with_bagua([sgd(model)], LowPrecisionAlgorithm())
+    for compression in (None, "zip", "auto"):
+        with pytest.raises(ValueError, match=r"compression|codec"):
+            LowPrecisionAlgorithm(compression=compression)
+    with pytest.raises(ValueError, match="communication_interval"):
+        LowPrecisionAlgorithm(communication_interval=0)
+    made = bagua.algorithms.Algorithm.init("low_precision_decentralized", compression="f16")
+    assert isinstance(made, LowPrecisionAlgorithm)
+
+
+CASES: list[Case] = [
+    every_codec_equals_the_simulation,
+    both_flatten_settings_equal_the_simulation,
+    neighbours_hold_what_this_rank_knows_of_itself,
+    all_ranks_of_a_host_get_its_weights,
+    the_last_of_several_optimizers_communicates,
+    a_run_resumes_to_the_bit,
+    options_that_differ_are_a_mismatch_and_the_group_lives_on,
+    gradients_accumulate_under_no_sync,
+    an_optimizer_that_steps_under_no_sync_communicates_nothing,
+    frozen_parameters_do_not_travel,
+    two_models_with_one_algorithm_object_train_in_turn,
+    an_overflow_makes_one_rank_skip_alone,
+    a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer,
+    algorithms_can_be_switched,
+    memory_with_gaps_and_memory_that_moved_is_communicated,
+    models_and_options_that_cannot_be_are_refused,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("layout", [1, 2, 3, 4, TWO_AND_TWO, TWO_AND_ONE], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, layout: Layout) -> None:
+    check(run, layout, case)
