@@ -465,8 +465,9 @@ def with_bagua_inside_a_round_begins_with_the_weights_of_rank_0(rank: int) -> No
 
 def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
     for feedback in (False, True):
-        algorithm = DiLoCoAlgorithm(4, hierarchical=False, compression="f16" if feedback else None,
-                                    error_feedback=feedback)
+        algorithm = DiLoCoAlgorithm(
+            4, hierarchical=False, compression="f16" if feedback else None, error_feedback=feedback
+        )
         # Inside a round, and right after one.
         for saved in (6, 8):
             model = net()
@@ -479,7 +480,11 @@ def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
                     assert states[2].keys() == {"algorithm", "step", "round", "anchor", "outer_momentum"} | (
                         {"error"} if feedback else set()
                     )
-                    assert (states[2]["algorithm"], states[2]["step"], states[2]["round"]) == ("diloco", saved, saved // 4)
+                    assert (states[2]["algorithm"], states[2]["step"], states[2]["round"]) == (
+                        "diloco",
+                        saved,
+                        saved // 4,
+                    )
                     torch.save(states, file)
                 local_step(model, optimizer, data(rank, step))
             resumed = net()

@@ -89,6 +89,7 @@ def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]
 
     Version counters stay as they are: autograd may have saved a buffer for a backward that is still to come.
     """
+
     def at_once(room: torch.Tensor) -> Callable[[], None]:
         broadcast(room)
         return _nothing
