@@ -1,4 +1,4 @@
-"""bytegrad: gradients against the NumPy oracle, bytes between hosts, the choice of "auto"; ranks killed inside codecs."""
+"""bytegrad: gradients against the NumPy oracle, bytes between hosts, the choice of "auto"; killed ranks."""
 
 from __future__ import annotations
 
