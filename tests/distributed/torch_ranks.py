@@ -38,17 +38,22 @@ def run_cases(rank: int, cases: Sequence[Case]) -> dict[str, str]:
     return outcome
 
 
+#: The ranks of each pretended host; None for one host.
+Hosts = tuple[tuple[int, ...], ...] | None
+
+
 @functools.cache
-def outcomes(function: Callable[..., Any], size: int) -> list[dict[str, str]]:
+def outcomes(function: Callable[..., Any], size: int, hosts: Hosts = None) -> list[dict[str, str]]:
     """Every rank's outcomes of ``function``, which calls :func:`run_cases`. Runs once for all tests of a module."""
-    found: list[dict[str, str]] = make_world(size, env=ENVIRONMENT, timeout=240.0).run(function)
+    found: list[dict[str, str]] = make_world(size, hosts=hosts, env=ENVIRONMENT, timeout=240.0).run(function)
     return found
 
 
-def check(function: Callable[..., Any], size: int, case: Case) -> None:
+def check(function: Callable[..., Any], size: int, case: Case, hosts: Hosts = None) -> None:
     """Fails with every rank's traceback when a case failed."""
-    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(function, size))]
-    assert not any(texts[case.__name__] for texts in outcomes(function, size)), "\n".join(failed)
+    found = outcomes(function, size, hosts)
+    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(found)]
+    assert not any(texts[case.__name__] for texts in found), "\n".join(failed)
 
 
 def same_everywhere(*tensors: torch.Tensor | None) -> bool:

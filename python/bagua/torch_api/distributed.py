@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.errors import BaguaError
 from bagua.lifecycle import process, torch_state
 
 from .algorithms.base import Algorithm, AlgorithmImpl
@@ -49,6 +51,10 @@ def with_bagua(
     environment's).
     """
     group = to_bagua_process_group(process_group)
+    if (before := _wrapped.get(module)) is not None:
+        # Other ranks may wait for what the last step left undone here. Where that fails, the weights become rank 0's.
+        with contextlib.suppress(BaguaError):
+            before.bagua_algorithm.before_step(before)
     unwrap(module)
     if module not in _names:
         _names[module] = f"{type(module).__name__}_{_state.wrapped_count}"

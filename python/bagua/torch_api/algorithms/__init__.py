@@ -1,21 +1,25 @@
 """How a model's ranks stay in step: one file per algorithm, each registered under its name."""
 
-from . import base, bytegrad, decentralized, gradient_allreduce
+from . import base, bytegrad, decentralized, gradient_allreduce, local_sgd
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from .bytegrad import ByteGradAlgorithm
 from .decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from .gradient_allreduce import GradientAllReduceAlgorithm
+from .local_sgd import DiLoCoAlgorithm, LocalSGDAlgorithm
 
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
+    "DiLoCoAlgorithm",
     "GlobalAlgorithmRegistry",
     "GradientAllReduceAlgorithm",
+    "LocalSGDAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
     "base",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
+    "local_sgd",
 ]

@@ -55,6 +55,9 @@ class WrappedModel(Protocol):
     def restart(self, step: int) -> None:
         """The next training forward begins the step of this number."""
 
+    def start_buffers(self) -> Callable[[], None]:
+        """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
+
 
 class AlgorithmImpl:
     """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered."""
@@ -99,6 +102,9 @@ class AlgorithmImpl:
 
     def before_step(self, bagua_ddp: WrappedModel) -> None:
         """Called before a step begins: does what the last one left undone, as its optimizer was never called."""
+
+    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Called before each step of one of the model's optimizers."""
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""

@@ -97,11 +97,15 @@ class Backend:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, in order with the buckets."""
+        self.start_broadcast(tensor, root).wait()
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        """The same without the wait."""
         code = DTYPES[tensor.dtype]
         handle = self._engine.run(
             engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root, async_op=True, keep=tensor
         )
-        _present(handle).wait()
+        return _present(handle)
 
     def reported(self, error: Exception) -> Exception:
         """``error``, after the other ranks were told that this rank raises it: they would wait for it otherwise."""

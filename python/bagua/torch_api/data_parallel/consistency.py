@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,33 @@ def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]
 
     Version counters stay as they are: autograd may have saved a buffer for a backward that is still to come.
     """
+
+    def at_once(room: torch.Tensor) -> Callable[[], None]:
+        broadcast(room)
+        return _nothing
+
+    for batch in _batches(tensors):
+        _start_batch(at_once, rank, batch)()
+
+
+def start_broadcast(
+    start: Callable[[torch.Tensor], Callable[[], None]], rank: int, tensors: Iterable[torch.Tensor]
+) -> Callable[[], None]:
+    """:func:`broadcast_tensors` in two halves: returns the wait, after which the tensors have rank 0's values.
+
+    ``start(tensor)`` starts to send bytes from rank 0, and returns the wait for them.
+    """
+    waits = [_start_batch(start, rank, batch) for batch in _batches(tensors)]
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors that have elements, in messages of about :data:`_PIECE` bytes."""
     batch: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -98,22 +125,33 @@ def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]
         batch.append(tensor.data)
         size += tensor.numel() * tensor.element_size()
         if size >= _PIECE:
-            _broadcast_batch(broadcast, rank, batch)
+            yield batch
             batch, size = [], 0
     if batch:
-        _broadcast_batch(broadcast, rank, batch)
+        yield batch
 
 
-def _broadcast_batch(broadcast: Any, rank: int, batch: Sequence[torch.Tensor]) -> None:
+def _start_batch(
+    start: Callable[[torch.Tensor], Callable[[], None]], rank: int, batch: Sequence[torch.Tensor]
+) -> Callable[[], None]:
     room, starts = pack(batch)
-    windows = [_window(room, start, tensor) for start, tensor in zip(starts, batch, strict=True)]
+    windows = [_window(room, begin, tensor) for begin, tensor in zip(starts, batch, strict=True)]
     if rank == 0:
         for window, tensor in zip(windows, batch, strict=True):
             window.copy_(tensor)
-    broadcast(room)
-    if rank != 0:
-        for window, tensor in zip(windows, batch, strict=True):
-            tensor.copy_(window)
+    wait = start(room)
+
+    def finish() -> None:
+        wait()
+        if rank != 0:
+            for window, tensor in zip(windows, batch, strict=True):
+                tensor.copy_(window)
+
+    return finish
+
+
+def _nothing() -> None:
+    """The wait for what is done."""
 
 
 class _Slot:

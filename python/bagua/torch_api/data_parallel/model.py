@@ -21,7 +21,7 @@ from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from ..tensor import forget
 from . import backend as backends
 from . import bucketing
-from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal
+from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
 from .sparse import sparse_parameters
 
 # The wrapped model that communicates a parameter's gradient.
@@ -256,6 +256,7 @@ class BaguaDistributedDataParallel:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (ddp := this()) is not None:
                 ddp._check_step(optimizer)
+                ddp.bagua_algorithm.before_optimizer_step(ddp, optimizer)
 
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before_step))
@@ -296,9 +297,21 @@ class BaguaDistributedDataParallel:
 
     def send_buffers(self) -> None:
         """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
-        if self.broadcast_buffers:
-            buffers = [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
-            broadcast_tensors(self._broadcast, self.backend.rank, buffers)
+        broadcast_tensors(self._broadcast, self.backend.rank, self._buffers())
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
+
+        def start(room: torch.Tensor) -> Callable[[], None]:
+            return self.backend.start_broadcast(room, 0).wait
+
+        return start_broadcast(start, self.backend.rank, self._buffers())
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """The buffers that rank 0 sends."""
+        if not self.broadcast_buffers:
+            return []
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     def _check_unchanged(self, module: torch.nn.Module) -> None:
         """The set of gradients is fixed: a change is an error here, rather than ranks that silently differ."""

@@ -1,0 +1,326 @@
+"""What holds for all algorithms: switching, resuming, several models, options that differ; each joins in the table."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.errors import MismatchError
+from bagua.torch_api.algorithms import (
+    Algorithm,
+    ByteGradAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+)
+from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+
+#: Bytes of a bucket: several buckets in the models of this file, of other tensors with each.
+SMALL, OTHER = 96, 200
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Linear(7, 4), torch.nn.Linear(4, 3)
+    )
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm with options."""
+
+    name: str
+    #: Called with the model's optimizer.
+    make: Callable[[torch.optim.Optimizer], Algorithm]
+    #: The ranks' weights are equal after 10 steps.
+    keeps_equal: bool = True
+    #: The same values whatever the bucket size is: codecs that encode each element by itself, and no error feedback,
+    #: whose memory is at the rank that encodes an element a second time.
+    any_bucket_size: bool = True
+    #: One object may serve several models.
+    several_models: bool = True
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd
+
+
+def bytegrad(codec: str, feedback: bool, **options: Any) -> Callable[[object], Algorithm]:
+    compression = neutral.Codec(codec, **options)
+    return lambda _: ByteGradAlgorithm(False, compression=compression, error_feedback=feedback)
+
+
+TABLE = [
+    Entry("gradient_allreduce", lambda _: GradientAllReduceAlgorithm()),
+    Entry("bytegrad by host", lambda _: ByteGradAlgorithm(), any_bucket_size=False),
+    Entry("bytegrad minmax_u8", bytegrad("minmax_u8", False), any_bucket_size=False),
+    Entry("bytegrad minmax_u8 feedback", bytegrad("minmax_u8", True), any_bucket_size=False),
+    Entry("bytegrad bf16", bytegrad("bf16", False)),
+    Entry("bytegrad f16 feedback", bytegrad("f16", True), any_bucket_size=False),
+    Entry("bytegrad top_k feedback", bytegrad("top_k", True, k=0.3), any_bucket_size=False),
+    Entry("bytegrad random_k feedback", bytegrad("random_k", True, k=0.3), any_bucket_size=False),
+    Entry("bytegrad onebit feedback", bytegrad("onebit", True), any_bucket_size=False),
+    Entry("bytegrad block_i8", bytegrad("block_i8", False, block=16), any_bucket_size=False),
+    Entry("local_sgd", lambda _: LocalSGDAlgorithm(5)),
+    Entry("local_sgd every step", lambda _: LocalSGDAlgorithm(1)),
+    Entry("diloco", lambda _: DiLoCoAlgorithm(5)),
+    Entry(
+        "diloco minmax_u8 feedback",
+        lambda _: DiLoCoAlgorithm(5, hierarchical=False, compression="minmax_u8", error_feedback=True),
+        any_bucket_size=False,
+    ),
+]
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> float:
+    """Steps first to last - 1; the last loss."""
+    loss = torch.zeros(())
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = model(data(rank, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def one_model_is_trained_with_each_in_turn(rank: int) -> None:
+    model = net()
+    for entry in [*TABLE, *reversed(TABLE)]:
+        optimizer = entry.optimizer(model)
+        model.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
+        assert same_everywhere(*values(model)), entry.name
+        loss = train(model, optimizer, rank, 0, 10)
+        assert torch.isfinite(torch.tensor(loss)), entry.name
+        if entry.keeps_equal:
+            assert same_everywhere(*model.parameters()), entry.name
+        assert model.bagua_ddp.step == 9
+
+
+def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
+    for entry in TABLE:
+        torch.manual_seed(rank)
+        model = net()
+        optimizer = entry.optimizer(model)
+        model.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
+        train(model, optimizer, rank, 0, 7)
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()], file)
+        train(model, optimizer, rank, 7, 13)
+
+        file.seek(0)
+        states = torch.load(file, weights_only=True)
+        resumed = net()
+        optimizer = entry.optimizer(resumed)
+        bucket_size = OTHER if entry.any_bucket_size else SMALL
+        resumed.with_bagua([optimizer], entry.make(optimizer), bucket_size=bucket_size)
+        assert (len(resumed.bagua_buckets) == len(model.bagua_buckets)) != entry.any_bucket_size
+        resumed.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        resumed.bagua_algorithm.load_state_dict(states[2])
+        train(resumed, optimizer, rank, 7, 13)
+        assert equal(values(resumed), values(model)), entry.name
+        assert _same(resumed.bagua_algorithm.state_dict(), model.bagua_algorithm.state_dict()), entry.name
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
+    return torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else bool(mine == theirs)
+
+
+def a_state_of_another_bucket_size_is_taken_over_by_name(rank: int) -> None:
+    for entry in TABLE:
+        model, resumed = net(), net()
+        first, second = entry.optimizer(model), entry.optimizer(resumed)
+        model.with_bagua([first], entry.make(first), bucket_size=SMALL)
+        train(model, first, rank, 0, 7)
+        resumed.with_bagua([second], entry.make(second), bucket_size=OTHER)
+        state = model.bagua_algorithm.state_dict()
+        resumed.bagua_algorithm.load_state_dict(state)
+        assert _same(resumed.bagua_algorithm.state_dict(), state), entry.name
+        train(model, first, rank, 7, 8)
+        assert state["step"] == 7
+        train(resumed, second, rank, 7, 8)
+        assert resumed.bagua_algorithm.state_dict()["step"] == 8
+
+
+def a_state_of_another_algorithm_is_refused(rank: int) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for entry in TABLE:
+        model = net()
+        optimizer = entry.optimizer(model)
+        model.with_bagua([optimizer], entry.make(optimizer))
+        algorithm = model.bagua_algorithm
+        for name, state in found.items():
+            if name != algorithm.name:
+                with pytest.raises(ValueError, match=rf"(?s)'{name}'.*'{algorithm.name}'"):
+                    algorithm.load_state_dict(state)
+        found[algorithm.name] = algorithm.state_dict()
+    assert len(found) > 3
+
+
+def one_object_serves_two_models(rank: int) -> None:
+    for entry in TABLE:
+        if not entry.several_models:
+            continue
+        torch.manual_seed(rank)
+        pair = [net(), torch.nn.Linear(5, 2)]
+        alone = copy.deepcopy(pair)
+        algorithm = None
+        optimizers = []
+        for model in pair:
+            optimizer = entry.optimizer(model)
+            algorithm = algorithm or entry.make(optimizer)
+            model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
+            optimizers.append(optimizer)
+        for step in range(6):
+            for model, optimizer in zip(pair, optimizers, strict=True):
+                train(model, optimizer, rank, step, step + 1)
+        for model, other in zip(pair, alone, strict=True):
+            optimizer = entry.optimizer(other)
+            other.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
+            train(other, optimizer, rank, 0, 6)
+            assert equal(values(model), values(other)), entry.name
+
+
+def do_flatten_changes_no_value(rank: int) -> None:
+    for entry in TABLE:
+        torch.manual_seed(rank)
+        models = [net()]
+        models.append(copy.deepcopy(models[0]))
+        for model, do_flatten in zip(models, (True, False), strict=True):
+            optimizer = entry.optimizer(model)
+            model.with_bagua([optimizer], entry.make(optimizer), do_flatten=do_flatten, bucket_size=SMALL)
+            train(model, optimizer, rank, 0, 6)
+        assert equal(values(models[0]), values(models[1])), entry.name
+
+
+#: Options of rank 0, and of the last rank.
+DIFFERENT: list[tuple[Callable[[], Algorithm], Callable[[], Algorithm], tuple[str, str]]] = [
+    (GradientAllReduceAlgorithm, ByteGradAlgorithm, ("gradient_allreduce(", "bytegrad(")),
+    (ByteGradAlgorithm, lambda: ByteGradAlgorithm(average=False), ("average=True", "average=False")),
+    (
+        lambda: ByteGradAlgorithm(compression="onebit"),
+        lambda: ByteGradAlgorithm(compression="onebit", error_feedback=True),
+        ("error_feedback=False", "error_feedback=True"),
+    ),
+    (
+        lambda: ByteGradAlgorithm(compression=neutral.Codec("top_k", k=0.1)),
+        lambda: ByteGradAlgorithm(compression=neutral.Codec("top_k", k=0.2)),
+        ("k=0.1", "k=0.2"),
+    ),
+    (lambda: ByteGradAlgorithm(compression="auto"), ByteGradAlgorithm, ("'auto'", "'MinMaxUInt8'")),
+    (LocalSGDAlgorithm, DiLoCoAlgorithm, ("local_sgd(", "diloco(")),
+    (LocalSGDAlgorithm, lambda: LocalSGDAlgorithm(9), ("communication_interval=8", "communication_interval=9")),
+    (DiLoCoAlgorithm, lambda: DiLoCoAlgorithm(outer_lr=0.8), ("outer_lr=0.7", "outer_lr=0.8")),
+    (DiLoCoAlgorithm, lambda: DiLoCoAlgorithm(nesterov=False), ("nesterov=True", "nesterov=False")),
+]
+
+
+def options_that_differ_are_said_on_every_rank(rank: int) -> None:
+    last = bagua.get_world_size() - 1
+    for one, other, said in DIFFERENT:
+        model = net()
+        with pytest.raises(MismatchError) as caught:
+            model.with_bagua([sgd(model)], (other if rank == last else one)())
+        assert f"rank {last} has" in str(caught.value)
+        for words in said:
+            assert words in str(caught.value)
+        # The group works afterwards.
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], one())
+        train(model, optimizer, rank, 0, 1)
+
+
+def one_overflow_makes_every_rank_skip_where_gradients_travel(rank: int) -> None:
+    for make in (
+        lambda _: GradientAllReduceAlgorithm(),
+        bytegrad("minmax_u8", False),
+        bytegrad("f16", True),
+        bytegrad("onebit", True),
+        bytegrad("top_k", True, k=0.2),
+        bytegrad("block_i8", False),
+    ):
+        model = net()
+        optimizer = sgd(model)
+        algorithm = make(optimizer)
+        model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(5):
+            optimizer.zero_grad()
+            before = [param.detach().clone() for param in model.parameters()]
+            overflow = step == 2 and rank == bagua.get_world_size() - 1
+            loss = model(data(rank, step)).square().mean() * (float("inf") if overflow else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped = equal(before, list(model.parameters()))
+            assert skipped == (step == 2), f"{algorithm.describe()} step {step}"
+            assert scaler.get_scale() == (16.0 if step < 2 else 8.0)
+            assert same_everywhere(*model.parameters())
+        assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+def one_overflow_ends_with_weights_that_are_equal_and_finite_where_weights_travel(rank: int) -> None:
+    for entry in TABLE:
+        model = net()
+        optimizer = entry.optimizer(model)
+        model.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(10):
+            optimizer.zero_grad()
+            # In a step with a round of local_sgd and diloco, and in one without.
+            overflow = step in (2, 4) and rank == 0
+            loss = model(data(rank, step)).square().mean() * (float("inf") if overflow else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert all(torch.isfinite(param).all() for param in model.parameters()), entry.name
+        if entry.keeps_equal:
+            assert same_everywhere(*model.parameters()), entry.name
+
+
+CASES: list[Case] = [
+    one_model_is_trained_with_each_in_turn,
+    a_resumed_run_goes_on_to_the_bit,
+    a_state_of_another_bucket_size_is_taken_over_by_name,
+    a_state_of_another_algorithm_is_refused,
+    one_object_serves_two_models,
+    do_flatten_changes_no_value,
+    options_that_differ_are_said_on_every_rank,
+    one_overflow_makes_every_rank_skip_where_gradients_travel,
+    one_overflow_ends_with_weights_that_are_equal_and_finite_where_weights_travel,
+]
+
+WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (4, ((0, 1), (2, 3))), (3, ((0, 1), (2,)))]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "2+2", "2+1"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int, hosts: Hosts) -> None:
+    check(run, size, case, hosts)

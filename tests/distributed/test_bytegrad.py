@@ -1,0 +1,264 @@
+"""bytegrad: gradients against the NumPy oracle, bytes between hosts, the choice of "auto"; killed ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.lifecycle import torch_state
+from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.bucket import BaguaBucket
+from tests.distributed.compressed_oracle import CompressedAllReduce, Values
+from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.world import make_world
+
+CODECS: list[tuple[str, dict[str, Any]]] = [
+    ("minmax_u8", {}),
+    ("f16", {}),
+    ("bf16", {}),
+    ("block_i8", {"block": 16}),
+    ("top_k", {"k": 0.2}),
+    ("random_k", {"k": 0.3, "seed": 5}),
+    ("onebit", {}),
+]
+
+
+def net() -> torch.nn.Module:
+    """Buckets of 96 bytes have several tensors, or one that is larger, and elements that no number of ranks divides."""
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 4), torch.nn.Linear(4, 3))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def host_ranks() -> list[list[int]]:
+    world: Any = torch_state().world
+    return [list(ranks) for ranks in world.raw.hosts]
+
+
+def of_bucket(bucket: BaguaBucket, model: torch.nn.Module) -> Values:
+    """The gradients of a bucket's parameters, one after the other."""
+    grads = [model.get_parameter(tensor.bagua_tensor_name).grad for tensor in bucket.tensors]
+    return np.concatenate([grad.numpy().ravel() for grad in grads])
+
+
+def gradients_equal_the_oracle(rank: int) -> None:
+    size = bagua.get_world_size()
+    for codec, options in CODECS:
+        for hierarchical, average, feedback in ((False, True, True), (True, True, True), (False, False, False)):
+            members = host_ranks() if hierarchical else [[each] for each in range(size)]
+            algorithm = ByteGradAlgorithm(
+                hierarchical, average, compression=neutral.Codec(codec, **options), error_feedback=feedback
+            )
+            model = net()
+            optimizer = sgd(model)
+            model.with_bagua([optimizer], algorithm, bucket_size=96)
+            buckets = model.bagua_buckets
+            assert len(buckets) > 2
+            assert size == 1 or any(bucket.padding_tensor is not None for bucket in buckets)
+            oracles = [
+                CompressedAllReduce(codec, options, len(members), size, average, feedback=feedback) for _ in buckets
+            ]
+            for step in range(4):
+                alone = [copy.deepcopy(model) for _ in range(size)]
+                for other, each in enumerate(alone):
+                    each.zero_grad()
+                    each(data(other, step)).square().mean().backward()
+                optimizer.zero_grad()
+                model(data(rank, step)).square().mean().backward()
+                for bucket, oracle in zip(buckets, oracles, strict=True):
+                    given = [of_bucket(bucket, each) for each in alone]
+                    sums = [np.sum([given[each] for each in member], axis=0, dtype=np.float32) for member in members]
+                    padding = -len(sums[0]) % size
+                    expected = oracle.step(sums, padding)
+                    if len(members) == 1:
+                        # Nothing passes between hosts: full precision.
+                        expected = sums[0] / np.float32(size if average else 1)
+                    what = f"{algorithm.describe()} bucket {bucket.name} step {step}"
+                    np.testing.assert_array_equal(of_bucket(bucket, model), expected, what)
+                    if feedback:
+                        leads = [member[0] for member in members]
+                        mine = np.zeros(len(sums[0]), np.float32)
+                        if rank in leads and len(members) > 1:
+                            assert oracle.errors is not None
+                            mine = oracle.errors[leads.index(rank)]
+                        assert bucket.error is not None
+                        np.testing.assert_array_equal(bucket.error.numpy(), mine, what)
+                optimizer.step()
+
+
+def auto_ends_with_the_same_choices_on_all_ranks(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], ByteGradAlgorithm(False, compression="auto"), bucket_size=96)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(data(rank, step)).square().mean().backward()
+        assert same_everywhere(*(param.grad for param in model.parameters()))
+        optimizer.step()
+    choices = model.bagua_algorithm.choices
+    assert list(choices) == [bucket.name for bucket in model.bagua_buckets]
+    assert all(choice is None or choice.startswith("minmax_u8") for choice in choices.values()), choices
+    assert bagua.broadcast_object(choices) == choices
+
+
+def choices_are_the_codec_where_there_is_no_choice(rank: int) -> None:
+    for compression, expected in ((None, None), ("MinMaxUInt8", "minmax_u8"), (neutral.Codec("onebit"), "onebit")):
+        model = net()
+        model.with_bagua([sgd(model)], ByteGradAlgorithm(compression=compression), bucket_size=96)
+        assert model.bagua_algorithm.choices == dict.fromkeys((bucket.name for bucket in model.bagua_buckets), expected)
+
+
+def without_a_codec_it_is_gradient_allreduce(rank: int) -> None:
+    found = []
+    for algorithm in (GradientAllReduceAlgorithm(hierarchical=True), ByteGradAlgorithm(compression=None)):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], algorithm)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(data(rank, step)).square().mean().backward()
+            optimizer.step()
+        found.append(model)
+    for mine, theirs in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+CASES: list[Case] = [
+    gradients_equal_the_oracle,
+    auto_ends_with_the_same_choices_on_all_ranks,
+    choices_are_the_codec_where_there_is_no_choice,
+    without_a_codec_it_is_gradient_allreduce,
+]
+
+WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (4, None), (4, ((0, 1), (2, 3))), (3, ((0, 1), (2,)))]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int, hosts: Hosts) -> None:
+    check(run, size, case, hosts)
+
+
+# --- bytes between two hosts ------------------------------------------------------------------------------------------
+
+
+def sent() -> int:
+    """Bytes that this rank has sent to other hosts, headers included."""
+    groups = neutral.stats()["groups"].values()
+    return sum(counts["wire_bytes_sent"] for group in groups for counts in group["ops"].values())
+
+
+def bytes_of_a_step(rank: int) -> dict[str, int]:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    algorithms: dict[str, Algorithm] = {
+        "none": GradientAllReduceAlgorithm(),
+        "minmax_u8": ByteGradAlgorithm(),
+        "top_k": ByteGradAlgorithm(compression=neutral.Codec("top_k", k=0.01)),
+        "onebit": ByteGradAlgorithm(compression="onebit", error_feedback=True),
+    }
+    found = {}
+    for name, algorithm in algorithms.items():
+        # 10 MiB of float32.
+        model = torch.nn.Linear(2560, 1024, bias=False)
+        model.with_bagua([sgd(model)], algorithm, bucket_size=10 << 20)
+        assert [bucket.backend_tensor.nbytes for bucket in model.bagua_buckets] == [10 << 20]
+        loss = model(torch.full((1, 2560), float(rank + 1))).sum()
+        before = sent()
+        loss.backward()
+        found[name] = sent() - before
+    bagua.destroy_process_group()
+    return found
+
+
+def test_codecs_send_fewer_bytes_between_hosts() -> None:
+    for found in make_world(2, hosts=[[0], [1]]).run(bytes_of_a_step):
+        plain = found["none"]
+        assert plain >= 10 << 20
+        assert 0.24 * plain < found["minmax_u8"] <= 0.26 * plain
+        assert 0.019 * plain < found["top_k"] <= 0.021 * plain
+        assert 0.03 * plain < found["onebit"] <= 0.04 * plain
+
+
+# --- a dead peer ------------------------------------------------------------------------------------------------------
+
+
+def step_of_a_compressed_all_reduce() -> Callable[[], object]:
+    x = np.ones(1 << 18, np.float32)
+    bucket = neutral.Bucket("b", {"x": x}).append_centralized(compression="minmax_u8", error_feedback=True)
+    engine = neutral.Engine("e")
+    engine.register([bucket])
+
+    def step() -> None:
+        engine.mark_ready("x")
+        engine.wait()
+
+    return step
+
+
+def step_of_gossip() -> Callable[[], object]:
+    weights = torch.ones(1 << 18)
+    weights.ensure_bagua_tensor("weights", "gossip")
+    bucket = BaguaBucket([weights], "b", flatten=False)
+    bucket.append_decentralized_synchronous_op(torch.zeros(1 << 18), hierarchical=False, peer_selection_mode="ring")
+    backend = bagua.get_backend("gossip")
+    backend.register_ordered_buckets([bucket])
+
+    def step() -> None:
+        weights.bagua_mark_communication_ready()
+        backend.wait_pending_comm_ops()
+
+    return step
+
+
+STEPS = {"compressed all_reduce": step_of_a_compressed_all_reduce, "gossip": step_of_gossip}
+
+
+def killed_in(rank: int, what: str, victim: int, folder: str) -> tuple[float, int]:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    step = STEPS[what]()
+    for number in range(20 if rank == victim else 10**9):
+        try:
+            step()
+        except neutral.PeerLostError as error:
+            assert number >= 19
+            noticed, lost = time.monotonic(), error.rank
+            bagua.destroy_process_group()
+            return noticed - float(Path(folder, "killed").read_text()), lost
+    Path(folder, "killed").write_text(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("what", list(STEPS))
+def test_a_killed_rank_is_named_within_seconds(what: str, transport: str, tmp_path: Path) -> None:
+    world = make_world(3, expect_exit={1: -signal.SIGKILL}, env={"BAGUA_TRANSPORT": transport})
+    results = world.run(killed_in, what, 1, str(tmp_path))
+    for rank in (0, 2):
+        after, lost = results[rank]
+        assert lost == 1
+        assert after < 5.0

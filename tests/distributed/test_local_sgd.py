@@ -1,0 +1,359 @@
+"""local_sgd and diloco against a simulation of all ranks in one process, and what happens around a round."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm
+from tests.distributed.compressed_oracle import CompressedAllReduce
+from tests.distributed.local_sgd_simulation import (
+    SMALL,
+    WORLDS,
+    Simulation,
+    data,
+    equal,
+    hosts,
+    local_step,
+    net,
+    rounds,
+    sgd,
+)
+from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.world import make_world
+
+Outer = tuple[float, float, bool]
+PLAIN: Outer = (1.0, 0.0, False)
+
+
+def variants() -> list[tuple[Algorithm, Outer]]:
+    return [
+        (LocalSGDAlgorithm(3), PLAIN),
+        (DiLoCoAlgorithm(3), (0.7, 0.9, True)),
+        (DiLoCoAlgorithm(3, outer_lr=0.5, outer_momentum=0.8, nesterov=False), (0.5, 0.8, False)),
+        (DiLoCoAlgorithm(3, outer_lr=0.9, outer_momentum=0.0), (0.9, 0.0, False)),
+    ]
+
+
+def weights_equal_the_simulation_after_every_step(rank: int) -> None:
+    size = bagua.get_world_size()
+    for algorithm, outer in variants():
+        for do_flatten in (True, False):
+            model = net()
+            optimizer = sgd(model)
+            model.with_bagua([optimizer], algorithm, do_flatten=do_flatten, bucket_size=SMALL)
+            assert len(model.bagua_buckets) > 1
+            simulated = Simulation(model, sgd, size)
+            for step in range(8):
+                local_step(model, optimizer, data(rank, step))
+                for other in range(size):
+                    local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+                if step % 3 == 2:
+                    simulated.round(*outer)
+                    assert same_everywhere(*model.parameters())
+                assert equal(model, simulated.models[rank]), f"{algorithm.describe()} step {step}"
+            assert rounds(model) == 2
+
+
+def half_types_are_rounded_as_the_file_says(rank: int) -> None:
+    size = bagua.get_world_size()
+    for dtype in (torch.bfloat16, torch.float16):
+        model = net(dtype)
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], DiLoCoAlgorithm(2))
+        simulated = Simulation(model, sgd, size)
+        for step in range(6):
+            local_step(model, optimizer, data(rank, step, dtype))
+            for other in range(size):
+                local_step(simulated.models[other], simulated.optimizers[other], data(other, step, dtype))
+            if step % 2:
+                simulated.round(0.7, 0.9, True)
+                assert same_everywhere(*(param.detach().view(torch.int16) for param in model.parameters()))
+            # The sums of hosts are rounded to the type before they are sent, which is not simulated here.
+            assert len(hosts()) > 1 or equal(model, simulated.models[rank])
+
+
+def codecs_and_error_feedback_equal_the_oracle(rank: int) -> None:
+    size = bagua.get_world_size()
+    for codec, options, hierarchical, feedback in (
+        ("minmax_u8", {}, False, True),
+        ("minmax_u8", {}, True, True),
+        ("top_k", {"k": 0.3}, False, True),
+        ("bf16", {}, False, False),
+    ):
+        algorithm = DiLoCoAlgorithm(
+            2, hierarchical=hierarchical, compression=neutral.Codec(codec, **options), error_feedback=feedback
+        )
+        model = net()
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
+        simulated = Simulation(model, sgd, size)
+        members = hosts() if hierarchical else [[each] for each in range(size)]
+        if len(members) == 1:
+            continue
+        names = [[tensor.bagua_tensor_name for tensor in bucket.tensors] for bucket in model.bagua_buckets]
+        oracles = [CompressedAllReduce(codec, options, len(members), size, True, feedback=feedback) for _ in names]
+        for step in range(6):
+            local_step(model, optimizer, data(rank, step))
+            for other in range(size):
+                local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+            if step % 2:
+                means = {}
+                differences = simulated.differences()
+                for oracle, bucket in zip(oracles, names, strict=True):
+                    of_rank = [np.concatenate([differences[n][r].numpy().ravel() for n in bucket]) for r in range(size)]
+                    given = [np.sum([of_rank[r] for r in member], axis=0, dtype=np.float32) for member in members]
+                    found = torch.from_numpy(oracle.step(given, -given[0].size % size).copy())
+                    parts = found.split([simulated.anchors[n].numel() for n in bucket])
+                    means.update({n: p.view_as(simulated.anchors[n]) for n, p in zip(bucket, parts, strict=True)})
+                simulated.move(means, 0.7, 0.9, True)
+            assert equal(model, simulated.models[rank]), f"{algorithm.describe()} step {step}"
+
+
+def an_interval_of_1_averages_weights(rank: int) -> None:
+    size = bagua.get_world_size()
+
+    def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model = net()
+    optimizer = plain(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
+    alone = [copy.deepcopy(model) for _ in range(size)]
+    for step in range(5):
+        local_step(model, optimizer, data(rank, step))
+        for other, each in enumerate(alone):
+            local_step(each, plain(each), data(other, step))
+        for params in zip(*(each.parameters() for each in alone), strict=True):
+            mean = torch.stack([param.detach() for param in params]).mean(dim=0)
+            for param in params:
+                param.data.copy_(mean)
+        for mine, theirs in zip(model.parameters(), alone[0].parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def buffers_become_those_of_rank_0_after_a_round_only(rank: int) -> None:
+    for broadcast_buffers in (True, False):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], LocalSGDAlgorithm(2), broadcast_buffers=broadcast_buffers)
+        for step in range(6):
+            local_step(model, optimizer, data(rank, step))
+            assert same_everywhere(model[1].running_mean) == (step % 2 == 1 and broadcast_buffers)
+
+
+def unused_and_sparse_parameters_travel(rank: int) -> None:
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(7, 3, sparse=True)
+            self.one = torch.nn.Linear(3, 2)
+            self.never = torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+            return self.one(self.words(x)) if use else torch.zeros(2, requires_grad=True)
+
+    size = bagua.get_world_size()
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
+    alone = [copy.deepcopy(model) for _ in range(size)]
+    for step in range(4):
+        for who, each in [*enumerate(alone), (rank, model)]:
+            mine = optimizer if each is model else torch.optim.SGD(each.parameters(), lr=0.1)
+            mine.zero_grad()
+            # The loss of rank 0 depends on no parameter in steps 1 and 2.
+            each(torch.tensor([who, step]), who != 0 or step in (0, 3)).square().sum().backward()
+            with torch.no_grad():
+                each.never.bias.add_(float(who))
+            mine.step()
+        assert model.bagua_ddp.step == step
+        if step % 2:
+            assert same_everywhere(*model.parameters())
+            for params in zip(*(each.parameters() for each in alone), strict=True):
+                mean = torch.stack([param.detach() for param in params]).mean(dim=0)
+                for param in params:
+                    param.data.copy_(mean)
+            for mine_, theirs in zip(model.parameters(), alone[0].parameters(), strict=True):
+                torch.testing.assert_close(mine_, theirs, rtol=1e-6, atol=1e-6)
+    assert rounds(model) == 2
+
+
+def with_bagua_inside_a_round_begins_with_the_weights_of_rank_0(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = net()
+    optimizer = sgd(model)
+    algorithm = DiLoCoAlgorithm(4)
+    model.with_bagua([optimizer], algorithm)
+    for step in range(2):
+        local_step(model, optimizer, data(rank, step))
+    assert not same_everywhere(*model.parameters())
+    model.with_bagua([optimizer], algorithm)
+    assert same_everywhere(*model.parameters())
+    simulated = Simulation(model, sgd, size)
+    for other in simulated.optimizers:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(4):
+        local_step(model, optimizer, data(rank, step))
+        for other in range(size):
+            local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+        assert rounds(model) == (step == 3)
+    simulated.round(0.7, 0.9, True)
+    assert equal(model, simulated.models[rank])
+
+
+def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
+    for feedback in (False, True):
+        algorithm = DiLoCoAlgorithm(
+            4, hierarchical=False, compression="f16" if feedback else None, error_feedback=feedback
+        )
+        # Inside a round, and right after one.
+        for saved in (6, 8):
+            model = net()
+            optimizer = sgd(model)
+            model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
+            for step in range(13):
+                if step == saved:
+                    file = io.BytesIO()
+                    states = [model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()]
+                    assert states[2].keys() == {"algorithm", "step", "round", "anchor", "outer_momentum"} | (
+                        {"error"} if feedback else set()
+                    )
+                    assert (states[2]["algorithm"], states[2]["step"], states[2]["round"]) == (
+                        "diloco",
+                        saved,
+                        saved // 4,
+                    )
+                    torch.save(states, file)
+                local_step(model, optimizer, data(rank, step))
+            resumed = net()
+            optimizer = sgd(resumed)
+            resumed.with_bagua([optimizer], algorithm, bucket_size=SMALL if feedback else 1 << 20)
+            file.seek(0)
+            first, second, third = torch.load(file, weights_only=True)
+            resumed.load_state_dict(first)
+            optimizer.load_state_dict(second)
+            resumed.bagua_algorithm.load_state_dict(third)
+            for step in range(saved, 13):
+                local_step(resumed, optimizer, data(rank, step))
+            assert equal(resumed, model)
+            assert rounds(resumed) == 3
+    other = net().with_bagua([], LocalSGDAlgorithm())
+    with pytest.raises(ValueError, match=r"'diloco'.*'local_sgd'"):
+        other.bagua_algorithm.load_state_dict(third)
+
+
+def a_model_can_go_back_to_an_earlier_state(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
+    local_step(model, optimizer, data(rank, 0))
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()])
+    local_step(model, optimizer, data(rank, 1))
+    assert same_everywhere(*model.parameters())
+    after = [param.detach().clone() for param in model.parameters()]
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    model.bagua_algorithm.load_state_dict(states[2])
+    local_step(model, optimizer, data(rank, 1))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), after, strict=True))
+
+
+def frozen_and_ignored_parameters_stay(rank: int) -> None:
+    model = net()
+    model._bagua_params_and_buffers_to_ignore = ["0.bias"]
+    model[2].bias.requires_grad_(False)
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
+    frozen = model[2].bias.detach().clone()
+    local_step(model, optimizer, data(rank, 0))
+    assert same_everywhere(model[0].weight, model[2].weight)
+    assert not same_everywhere(model[0].bias)
+    assert torch.equal(model[2].bias, frozen)
+    assert set(model.bagua_algorithm.state_dict()["anchor"]) == {"0.weight", "2.weight"}
+
+
+CASES: list[Case] = [
+    weights_equal_the_simulation_after_every_step,
+    half_types_are_rounded_as_the_file_says,
+    codecs_and_error_feedback_equal_the_oracle,
+    an_interval_of_1_averages_weights,
+    buffers_become_those_of_rank_0_after_a_round_only,
+    unused_and_sparse_parameters_travel,
+    with_bagua_inside_a_round_begins_with_the_weights_of_rank_0,
+    a_resumed_run_goes_on_to_the_bit,
+    a_model_can_go_back_to_an_earlier_state,
+    frozen_and_ignored_parameters_stay,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int, hosts: Hosts) -> None:
+    check(run, size, case, hosts)
+
+
+def sent_in_each_step(rank: int) -> list[int]:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(4))
+
+    def sent() -> int:
+        groups = neutral.stats()["groups"].values()
+        return sum(counts["wire_bytes_sent"] for group in groups for counts in group["ops"].values())
+
+    found = []
+    for step in range(8):
+        before = sent()
+        local_step(model, optimizer, data(rank, step))
+        found.append(sent() - before)
+    bagua.destroy_process_group()
+    return found
+
+
+def test_nothing_is_sent_between_rounds() -> None:
+    for found in make_world(2, hosts=[[0], [1]]).run(sent_in_each_step):
+        assert [count > 0 for count in found] == [False, False, False, True] * 2
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for make in (LocalSGDAlgorithm, DiLoCoAlgorithm):
+        for interval in (0, -1):
+            with pytest.raises(ValueError, match=f"communication_interval={interval} "):
+                make(interval)
+        with pytest.raises(TypeError):
+            make(2.5)
+        with pytest.raises(ValueError, match="error_feedback without compression"):
+            make(error_feedback=True)
+        with pytest.raises(ValueError, match="nonsense"):
+            make(compression="nonsense")
+        with pytest.raises(TypeError):
+            make(8, True)
+    for outer_lr in (0.0, -0.7, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="outer_lr"):
+            DiLoCoAlgorithm(outer_lr=outer_lr)
+    for outer_momentum in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="outer_momentum"):
+            DiLoCoAlgorithm(outer_momentum=outer_momentum)
+
+
+def test_they_are_registered_by_name() -> None:
+    assert Algorithm.init("local_sgd", communication_interval=3).describe() == (
+        "local_sgd(communication_interval=3, hierarchical=True, compression=None, error_feedback=False)"
+    )
+    assert Algorithm.init("diloco").describe() == (
+        "diloco(communication_interval=100, outer_lr=0.7, outer_momentum=0.9, nesterov=True, hierarchical=True, "
+        "compression=None, error_feedback=False)"
+    )

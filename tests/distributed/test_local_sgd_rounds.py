@@ -1,0 +1,211 @@
+"""When a round of local_sgd happens: once at the end of each k-th step, whichever optimizers step; never a hang."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
+from tests.distributed.local_sgd_simulation import WORLDS, Simulation, data, equal, local_step, net, rounds, sgd
+from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+
+
+def an_overflow_on_one_rank_delays_nobody(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(2))
+    simulated = Simulation(model, sgd, size)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000, backoff_factor=0.999)
+    # Steps 1, 3 and 5 end with a round; in step 5 every rank overflows.
+    overflows = {1: [size - 1], 2: [0], 3: [0], 5: list(range(size))}
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(data(rank, step)).square().mean()
+        if rank in overflows.get(step, []):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        # As programs do for their log, before the step and after it.
+        bagua.allreduce_inplace(torch.zeros(1))
+        scaler.step(optimizer)
+        bagua.allreduce_inplace(torch.zeros(1))
+        scaler.update(4.0)
+        for other in range(size):
+            if other not in overflows.get(step, []):
+                optimizer_of = simulated.optimizers[other]
+                optimizer_of.zero_grad()
+                (simulated.models[other](data(other, step)).square().mean() * 4.0).backward()
+                for param in simulated.models[other].parameters():
+                    param.grad.mul_(0.25)
+                optimizer_of.step()
+        if step % 2:
+            simulated.round(0.7, 0.9, True)
+        if step % 2 == 0 or rank not in overflows.get(step, []):
+            assert equal(model, simulated.models[rank]), f"step {step}"
+    assert rounds(model) == 4
+    assert same_everywhere(*model.parameters())
+
+
+def an_overflow_in_the_last_step_does_not_hang(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 1 and rank == 0 else 1.0
+        scaler.scale(model(data(rank, step)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    bagua.barrier()
+    assert rounds(model) == 1
+    model.bagua_algorithm.state_dict()
+    assert same_everywhere(*model.parameters())
+
+
+def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
+    simulated = Simulation(model, sgd, size)
+    # Step: ranks that do not step, though their gradients are finite.
+    idle = {0: [0], 1: [size - 1], 2: [0], 3: list(range(size)), 5: [0]}
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(data(rank, step)).square().mean()
+        if step % 2 == 0:
+            assert equal(model, simulated.models[rank]), f"before step {step}"
+        loss.backward()
+        if rank not in idle.get(step, []):
+            optimizer.step()
+        for other in range(size):
+            if other not in idle.get(step, []):
+                local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+        if step % 2:
+            simulated.round()
+    model.bagua_algorithm.state_dict()
+    assert rounds(model) == 3
+    assert equal(model, simulated.models[rank])
+
+
+def every_optimizer_of_the_model_steps_before_a_round(rank: int) -> None:
+    size = bagua.get_world_size()
+
+    def both(model: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.01)]
+
+    model = net()
+    optimizers = both(model)
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    model.with_bagua([*optimizers, stranger], LocalSGDAlgorithm(1))
+    alone = Simulation(model, sgd, size)
+    theirs = [both(each) for each in alone.models]
+    for step in range(4):
+        order = (0, 1) if step % 2 else (1, 0)
+        for each, mine, who in [*zip(alone.models, theirs, range(size), strict=True), (model, optimizers, rank)]:
+            each.zero_grad()
+            each(data(who, step)).square().mean().backward()
+            for number in order:
+                assert each is not model or rounds(model) == step
+                mine[number].step()
+        assert rounds(model) == step + 1
+        alone.round()
+        assert equal(model, alone.models[rank])
+
+
+def a_second_backward_of_a_step_brings_no_second_round(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
+    for step in range(3):
+        optimizer.zero_grad()
+        first = model(data(rank, step)).square().mean()
+        second = model(data(rank, step + 9)).square().mean()
+        first.backward()
+        second.backward()
+        optimizer.step()
+        assert same_everywhere(*model.parameters())
+        # Without a forward: no step begins.
+        (model[2].bias.square().sum() * (rank + 1)).backward()
+        optimizer.step()
+        assert rounds(model) == step + 1
+        assert not same_everywhere(model[2].bias)
+
+
+def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
+    simulated = Simulation(model, sgd, size)
+    for step in range(4):
+        for each, mine, who in [
+            *zip(simulated.models, simulated.optimizers, range(size), strict=True),
+            (model, optimizer, rank),
+        ]:
+            mine.zero_grad()
+            # Another number of backwards on each rank.
+            for part in range(who + 1):
+                with bagua.no_sync(model) if each is model else contextlib.nullcontext():
+                    each(data(who, 10 * step + part)).square().mean().backward()
+            each(data(who, 10 * step + 9)).square().mean().backward()
+            mine.step()
+        if step % 2:
+            simulated.round()
+        assert equal(model, simulated.models[rank])
+    assert rounds(model) == 2
+
+
+def models_that_overflow_together_or_alone_delay_nobody(rank: int) -> None:
+    algorithm = LocalSGDAlgorithm(1)
+    # By step: of which models the gradients of rank 0 overflow.
+    overflows = {1: [0], 2: [1], 3: [0, 1]}
+    for order in ((0, 1), (1, 0)):
+        models = [torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)]
+        optimizers = [sgd(each) for each in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.with_bagua([optimizer], algorithm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(5):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            broken = overflows.get(step, []) if rank == 0 else []
+            hooks = [models[each].weight.register_hook(lambda grad: grad * float("inf")) for each in broken]
+            scaler.scale(models[1](models[0](data(rank, step)).tanh()).square().mean()).backward()
+            bagua.barrier()
+            for number in order:
+                before = models[number].weight.detach().clone()
+                scaler.step(optimizers[number])
+                assert torch.equal(before, models[number].weight) == (number in broken)
+            bagua.barrier()
+            scaler.update(2.0)
+            for hook in hooks:
+                hook.remove()
+        for model in models:
+            assert rounds(model) == 5
+            assert same_everywhere(*model.parameters())
+
+
+CASES: list[Case] = [
+    an_overflow_on_one_rank_delays_nobody,
+    an_overflow_in_the_last_step_does_not_hang,
+    an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward,
+    every_optimizer_of_the_model_steps_before_a_round,
+    a_second_backward_of_a_step_brings_no_second_round,
+    no_sync_makes_one_step_of_several_backwards,
+    models_that_overflow_together_or_alone_delay_nobody,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int, hosts: Hosts) -> None:
+    check(run, size, case, hosts)
