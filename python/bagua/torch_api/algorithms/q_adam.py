@@ -218,9 +218,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         else:
             m.copy_(averaged)
 
-    def _candidate(
-        self, group: Mapping[str, Any], param: torch.Tensor, grad: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _candidate(self, group: Mapping[str, Any], param: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Writes to ``out`` what the first moment becomes with a gradient; ``out`` may be the moment itself."""
         m = self.state.get(param, {}).get("exp_avg")
         if m is None:
@@ -248,11 +246,13 @@ class MomentExchange(GradientExchange):
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
         optimizer: QAdamOptimizer,
+        first_round: int = 0,
     ) -> None:
         super().__init__(
             backend, module_name, parameters, find_unused, SparseExchange(backend, module_name, [], ReduceOp.SUM)
         )
         self._optimizer = optimizer
+        self._first_round = first_round
         numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # Number of each parameter's group; load_state_dict replaces the groups themselves.
         self._group_of = {name: numbers[id(param)] for name, param in parameters}
@@ -270,7 +270,9 @@ class MomentExchange(GradientExchange):
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Nothing: a bucket moves the memory of a candidate, which stays the same tensor."""
+        """Counts rounds from ``first_round`` on. A bucket moves the memory of a candidate, which stays the same tensor."""
+        for bucket in buckets:
+            bucket.backend_bucket.set_step(self._first_round)
 
     def _forget(self) -> None:
         for slot in self._slots.values():
@@ -385,6 +387,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             bagua_ddp.bagua_build_params(),
             bagua_ddp.find_unused_parameters,
             self.optimizer,
+            self._round,
         )
         return self._moments
 
@@ -411,7 +414,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             compression=self.compression,
             group=self.process_group,
         )
-        bucket.backend_bucket.set_step(self._round)
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`AlgorithmImpl.state_dict`; "round" counts the exchanges of moments. m and v are in the
