@@ -1,11 +1,12 @@
 """How a model's ranks stay in step: one file per algorithm, each registered under its name."""
 
-from . import base, bytegrad, decentralized, gradient_allreduce, local_sgd
+from . import base, bytegrad, decentralized, gradient_allreduce, local_sgd, q_adam
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from .bytegrad import ByteGradAlgorithm
 from .decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from .gradient_allreduce import GradientAllReduceAlgorithm
 from .local_sgd import DiLoCoAlgorithm, LocalSGDAlgorithm
+from .q_adam import QAdamAlgorithm, QAdamOptimizer
 
 __all__ = [
     "Algorithm",
@@ -17,9 +18,12 @@ __all__ = [
     "GradientAllReduceAlgorithm",
     "LocalSGDAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
+    "QAdamAlgorithm",
+    "QAdamOptimizer",
     "base",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
     "local_sgd",
+    "q_adam",
 ]

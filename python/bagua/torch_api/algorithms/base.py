@@ -86,6 +86,9 @@ class AlgorithmImpl:
     def check(self, bagua_ddp: WrappedModel) -> None:
         """Refuses a model that it cannot train, before any communication; the other ranks get MismatchError."""
 
+    def end(self) -> None:
+        """Called when the model is wrapped anew or no longer; maybe twice, and not when its process ends."""
+
     def need_reset(self) -> bool:
         """Asked before each training forward: True has tensors, buckets and operations made anew. Nothing is
         broadcast.

@@ -44,7 +44,7 @@ def _is_in_use(grad: torch.Tensor) -> bool:
 
 
 @dataclass
-class _Slot:
+class Slot:
     """One parameter's gradient."""
 
     name: str
@@ -91,7 +91,7 @@ class GradientExchange:
         self._parameters = [(name, param) for name, param in parameters if name not in sparse]
         self._sparse = sparse
         self._find_unused = find_unused
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
     def register(self) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ class GradientExchange:
                 param.grad = resolved(param.grad).contiguous()
             BaguaTensor.bagua_ensure_grad(param)
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
-            self._slots[name] = _Slot(name, param, had_grad)
+            self._slots[name] = Slot(name, param, had_grad)
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
@@ -145,7 +145,7 @@ class GradientExchange:
             )
         self._send(slot)
 
-    def _send(self, slot: _Slot) -> None:
+    def _send(self, slot: Slot) -> None:
         grad = slot.param.grad
         if grad is None:
             raise BaguaError(
@@ -166,7 +166,7 @@ class GradientExchange:
         else:
             self._mark(slot, self._own_memory(slot, grad))
 
-    def _into_view(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
+    def _into_view(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
         same_memory = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
         if grad is view or (same_memory and not is_lazy_value(grad)):
             return
@@ -178,7 +178,7 @@ class GradientExchange:
         else:
             slot.param.grad = view
 
-    def _own_memory(self, slot: _Slot, grad: torch.Tensor) -> torch.Tensor:
+    def _own_memory(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         if slot.wire is not None and slot.wire.data_ptr() != grad.data_ptr():
             # Its reference to memory that the gradient was given again must not count as another tensor's.
             slot.wire = None
@@ -196,7 +196,7 @@ class GradientExchange:
         slot.wire = wire
         return wire
 
-    def _mark(self, slot: _Slot, wire: torch.Tensor | None) -> None:
+    def _mark(self, slot: Slot, wire: torch.Tensor | None) -> None:
         if self._now.failure is not None:
             return
         try:
@@ -218,18 +218,23 @@ class GradientExchange:
                 raise self._unused(names)
             if self._now.failure is not None:
                 raise self._now.failure
+            nowhere: set[str] = set()
             if self._find_unused:
-                self._wait_and_agree(unused)
+                nowhere = self._wait_and_agree(unused)
             else:
                 self._backend.wait_pending_comm_ops()
             for grad, wire in self._now.write_back:
                 # Not through autograd: the values are averaged, the graph stays that of this rank.
                 grad.data.copy_(wire)
             self._sparse.exchange(self._now.touched)
+            self._completed(nowhere)
         finally:
             self._reset()
 
-    def _rest(self) -> list[_Slot]:
+    def _completed(self, nowhere: set[str]) -> None:
+        """Every bucket is communicated. ``nowhere``: names of the parameters that no rank has a gradient for."""
+
+    def _rest(self) -> list[Slot]:
         """Sends what was accumulated under no_sync and got nothing now; returns what has no gradient to send."""
         unused = []
         for slot in self._slots.values():
@@ -252,7 +257,8 @@ class GradientExchange:
             )
         )
 
-    def _wait_and_agree(self, unused: Sequence[_Slot]) -> None:
+    def _wait_and_agree(self, unused: Sequence[Slot]) -> set[str]:
+        """Names of the parameters that no rank used."""
         before: dict[str, torch.Tensor | None] = {}
         for slot in unused:
             grad = slot.param.grad
@@ -264,10 +270,11 @@ class GradientExchange:
         handle = self._backend.all_reduce(used, ReduceOp.MAX)
         self._backend.wait_pending_comm_ops()
         handle.wait()
-        for slot, anywhere in zip(self._slots.values(), used.tolist(), strict=True):
-            # Unused everywhere: as if there had been no communication, so that an optimizer leaves the parameter alone.
-            if not anywhere:
-                slot.param.grad = before[slot.name]
+        nowhere = {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
+        for name in nowhere:
+            # As if there had been no communication, so that an optimizer leaves the parameter alone.
+            self._slots[name].param.grad = before[name]
+        return nowhere
 
     def abandon(self) -> None:
         """Forgets a backward that never came to its end."""

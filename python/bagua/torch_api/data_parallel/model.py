@@ -417,6 +417,7 @@ class BaguaDistributedDataParallel:
             for tensor in bucket.tensors:
                 forget(tensor)
         self.bagua_buckets = []
+        self.bagua_algorithm.end()
         backends.release(self.backend)
 
     def __del__(self) -> None:

@@ -49,6 +49,8 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _WHY_NOT:
         raise ValueError(f"{kind.__name__} cannot be fused: {_WHY_NOT[kind.__name__]}")
+    if reason := getattr(kind, "cannot_be_fused", None):
+        raise ValueError(f"{kind.__name__} cannot be fused: {reason}")
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ValueError(

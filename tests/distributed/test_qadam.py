@@ -1,0 +1,671 @@
+"""qadam on several ranks against a simulation of all of them in one process: plain torch, and the codecs' oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bagua
+import bagua.torch_api as bagua_torch
+from bagua.errors import BaguaError, MismatchError
+from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from tests.distributed.compressed_oracle import CompressedAllReduce, Values
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, run_cases, same_everywhere
+from tests.world import make_world
+
+W = 3
+LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-8, 0.1
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Weights with, biases without weight decay, and with another beta1."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": DECAY},
+        {"params": [param for param in params if param.dim() == 1], "betas": (0.7, BETAS[1])},
+    ]
+
+
+def q_adam(model: torch.nn.Module, **options: Any) -> QAdamOptimizer:
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "warmup_steps": W} | options
+    return QAdamOptimizer(param_groups(model), **options)
+
+
+def wrapped(
+    model: torch.nn.Module,
+    optimizer: QAdamOptimizer | None = None,
+    *,
+    compression: Any = None,
+    hierarchical: bool = True,
+    **options: Any,
+) -> QAdamOptimizer:
+    optimizer = optimizer or q_adam(model)
+    algorithm = QAdamAlgorithm(optimizer, hierarchical, compression=compression)
+    model.with_bagua([optimizer], algorithm, **options)
+    return optimizer
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step)).square().mean()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, bagua_torch.get_rank(), step).backward()
+        optimizer.step()
+
+
+# Set in each rank by the function that runs its cases.
+HOSTS: list[list[list[int]]] = [[[0]]]
+
+
+class AllRanks:
+    """The training of all ranks, on this one. ``codec`` is None or a name; by host where ``hierarchical``."""
+
+    def __init__(self, model: torch.nn.Module, codec: str | None = None, hierarchical: bool = True) -> None:
+        self.model = copy.deepcopy(model)
+        self.size = bagua_torch.get_world_size()
+        self.hosts = HOSTS[0]
+        self.adam = torch.optim.Adam(param_groups(self.model), lr=LR, betas=BETAS, eps=EPS, foreach=False)
+        self.members = self.hosts if hierarchical else [[rank] for rank in range(self.size)]
+        self.oracle = None
+        if codec is not None and len(self.members) > 1:
+            self.oracle = CompressedAllReduce(codec, {}, len(self.members), self.size, average=True)
+        self.t = 0
+
+    def gradients(self, rank: int, steps: Sequence[int]) -> list[torch.Tensor]:
+        """Those of one rank, accumulated over the batches of ``steps``."""
+        self.adam.zero_grad()
+        for step in steps:
+            loss_of(self.model, rank, step).backward()
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+    def sum(self, of_rank: Sequence[Values]) -> Values:
+        """Inside hosts first, as where several hosts have several ranks."""
+        return _added([_added([of_rank[rank] for rank in host]) for host in self.hosts])
+
+    def step(self, *steps: int) -> None:
+        """One step with the gradients of one or several batches."""
+        self.advance([self.gradients(rank, steps) for rank in range(self.size)])
+
+    def advance(self, of_rank: list[list[torch.Tensor]]) -> None:
+        self.t += 1
+        params = list(self.model.parameters())
+        if self.t <= W:
+            for number, param in enumerate(params):
+                total = self.sum([grads[number].numpy() for grads in of_rank])
+                param.grad = torch.from_numpy(total / np.float32(self.size))
+            self.adam.step()
+            return
+        candidates = []
+        for grads in of_rank:
+            parts = []
+            for param, grad in zip(params, grads, strict=True):
+                group = self.group(param)
+                decayed = grad + group["weight_decay"] * param.detach() if group["weight_decay"] else grad
+                parts.append(torch.lerp(self.adam.state[param]["exp_avg"], decayed, 1 - group["betas"][0]).flatten())
+            candidates.append(torch.cat(parts[::-1]).numpy())
+        average = torch.from_numpy(self.mean(candidates))
+        for param in params[::-1]:
+            group, state = self.group(param), self.adam.state[param]
+            m, average = average[: param.numel()].reshape(param.shape), average[param.numel() :]
+            state["exp_avg"].copy_(m)
+            v = state["exp_avg_sq"] / (1 - BETAS[1] ** W)
+            size = LR / (1 - group["betas"][0] ** self.t)
+            with torch.no_grad():
+                param -= size * m / (v.sqrt() + EPS)
+
+    def mean(self, candidates: list[Values]) -> Values:
+        """Through the codec between the members."""
+        if self.oracle is None:
+            return self.sum(candidates) / np.float32(self.size)
+        sums = [_added([candidates[rank] for rank in member]) for member in self.members]
+        return self.oracle.step(sums, padding=-len(sums[0]) % self.size)
+
+    def group(self, param: torch.Tensor) -> dict[str, Any]:
+        return next(g for g in self.adam.param_groups if any(param is p for p in g["params"]))
+
+    def moment(self, name: str) -> torch.Tensor:
+        moment: torch.Tensor = self.adam.state[dict(self.model.named_parameters())[name]]["exp_avg"]
+        return moment
+
+
+def _added(values: Sequence[Values]) -> Values:
+    return functools.reduce(np.add, values)
+
+
+def assert_equal_models(model: torch.nn.Module, expected: AllRanks, what: str, tolerance: float = 1e-6) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine.detach(), theirs.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what} {n}: {m}"
+        )
+    assert same_everywhere(*model.parameters()), what
+
+
+def moments_of(optimizer: QAdamOptimizer) -> list[torch.Tensor]:
+    return [state[key].clone() for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def the_training_of_all_ranks_equals_the_simulation(rank: int) -> None:
+    for codec, hierarchical, do_flatten in (
+        (None, True, True),
+        ("minmax_u8", True, True),
+        ("minmax_u8", False, True),
+        ("minmax_u8", False, False),
+        ("onebit", False, True),
+    ):
+        model = net()
+        expected = AllRanks(model, codec, hierarchical)
+        optimizer = wrapped(model, compression=codec, hierarchical=hierarchical, do_flatten=do_flatten)
+        for step in range(3 * W):
+            train(model, optimizer, range(step, step + 1))
+            expected.step(step)
+            what = f"{codec} {hierarchical=} {do_flatten=} {step=}"
+            assert_equal_models(model, expected, what)
+            state = dict(model.named_parameters())
+            for name in state:
+                m = optimizer.state[state[name]]["exp_avg"]
+                torch.testing.assert_close(m, expected.moment(name), rtol=1e-6, atol=1e-7, msg=lambda t, w=what: w + t)
+
+
+def a_smaller_bucket_gives_the_same_without_a_codec(rank: int) -> None:
+    model = net()
+    expected = AllRanks(model)
+    optimizer = wrapped(model, bucket_size=40)
+    train(model, optimizer, range(2 * W))
+    for step in range(2 * W):
+        expected.step(step)
+    assert len(model.bagua_buckets) > 1
+    assert_equal_models(model, expected, "small buckets")
+
+
+def the_buckets_change_once_and_nothing_is_broadcast_then(rank: int) -> None:
+    model = net()
+    optimizer = wrapped(model, compression="minmax_u8")
+    algorithm = model.bagua_algorithm
+    made: list[int] = []
+    make = algorithm.make_exchange
+    algorithm.make_exchange = lambda ddp: (made.append(optimizer.steps), make(ddp))[1]
+    asked: list[bool] = []
+    need = algorithm.need_reset
+    algorithm.need_reset = lambda: (asked.append(need()), asked[-1])[1]
+
+    def broadcasts() -> int:
+        groups = bagua.stats()["groups"].values()
+        return sum(group["ops"].get("broadcast", {"calls": 0})["calls"] for group in groups)
+
+    before = broadcasts()
+    train(model, optimizer, range(3 * W))
+    assert asked == [step == W for step in range(3 * W)]
+    assert made == [W]
+    assert broadcasts() == before
+
+
+def gradients_stay_those_of_this_rank_after_the_warm_up(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = net()
+        optimizer = wrapped(model, do_flatten=do_flatten)
+        train(model, optimizer, range(W))
+        expected = AllRanks(model)
+        optimizer.zero_grad()
+        loss_of(model, rank, W).backward()
+        own = expected.gradients(rank, [W])
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), own, strict=True))
+
+
+def gradients_accumulate_with_and_without_no_sync(rank: int) -> None:
+    for silent, do_flatten in ((True, True), (False, True), (True, False), (False, False)):
+        model = net()
+        expected = AllRanks(model)
+        optimizer = wrapped(model, do_flatten=do_flatten)
+        for step in range(2 * W):
+            optimizer.zero_grad()
+            with model.bagua_ddp.no_sync() if silent else contextlib.nullcontext():
+                loss_of(model, rank, 2 * step).backward()
+                moments = moments_of(optimizer)
+            loss_of(model, rank, 2 * step + 1).backward()
+            assert all(map(torch.equal, moments_of(optimizer), moments)), "a backward changed a moment"
+            optimizer.step()
+            expected.step(2 * step, 2 * step + 1)
+            assert_equal_models(model, expected, f"{silent=} {do_flatten=} {step=}", 5e-6)
+
+
+def zero_grad_between_backward_and_step_leaves_everything(rank: int) -> None:
+    for zero in ("optimizer", "model"):
+        model = net()
+        expected = AllRanks(model)
+        optimizer = wrapped(model)
+        train(model, optimizer, range(W + 1))
+        before = [*moments_of(optimizer), *(param.detach().clone() for param in model.parameters())]
+        loss_of(model, rank, 99).backward()
+        (optimizer if zero == "optimizer" else model).zero_grad()
+        optimizer.step()
+        after = [*moments_of(optimizer), *model.parameters()]
+        assert all(map(torch.equal, before, after))
+        # The update of later steps is that of t = W + 3, so compare moments only.
+        train(model, optimizer, range(W + 1, W + 2))
+        for step in range(W + 2):
+            expected.step(step)
+        assert optimizer.steps == W + 3
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(optimizer.state[param]["exp_avg"], expected.moment(name), rtol=1e-5, atol=1e-6)
+
+
+def a_batch_that_is_dropped_changes_nothing(rank: int) -> None:
+    for set_to_none in (True, False):
+        model = net()
+        expected = AllRanks(model)
+        optimizer = wrapped(model)
+        for step in range(2 * W):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(model, rank, 50 + step).backward()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            expected.step(step)
+        assert_equal_models(model, expected, f"{set_to_none=}")
+
+
+def clipping_acts_in_the_warm_up_and_not_after_it(rank: int) -> None:
+    models = [net(), net()]
+    for clip, model in enumerate(models):
+        optimizer = wrapped(model)
+        train(model, optimizer, range(W))
+        optimizer.zero_grad()
+        loss_of(model, rank, W).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+        optimizer.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+class Branches(torch.nn.Module):
+    """Layers, of which a forward uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.left = torch.nn.Linear(4, 3)
+        self.right = torch.nn.Linear(4, 3)
+        self.never = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        return sum((getattr(self, name)(x) for name in names), torch.zeros(len(x), 3))
+
+
+def unused_parameters_stay_where_no_rank_uses_them(rank: int) -> None:
+    for do_flatten in (True, False):
+        model = Branches()
+        optimizer = wrapped(model, do_flatten=do_flatten, find_unused_parameters=True)
+        initial = copy.deepcopy(model.never.state_dict())
+        for step in range(W + 1):
+            optimizer.zero_grad()
+            model(batch(rank, step), "left", "right").square().mean().backward()
+            optimizer.step()
+        # Now rank 0 alone uses the left layer, and nobody the right one.
+        expected = AllRanks(model)
+        grads = [torch.zeros_like(param) for param in model.parameters()]
+        expected.model(batch(0, 7), "left").square().mean().backward()
+        grads[0], grads[1] = expected.model.left.weight.grad, expected.model.left.bias.grad
+        before = {name: optimizer.state[param]["exp_avg"].clone() for name, param in model.left.named_parameters()}
+        values = {name: param.detach().clone() for name, param in model.left.named_parameters()}
+        right = [param.detach().clone() for param in model.right.parameters()]
+        right_moments = [optimizer.state[param]["exp_avg"].clone() for param in model.right.parameters()]
+        optimizer.zero_grad()
+        # The other ranks' backward reaches a parameter with a gradient of 0.
+        (model(batch(0, 7), "left").square().mean() * float(rank == 0)).backward()
+        optimizer.step()
+        for name, param in model.left.named_parameters():
+            decay, beta1 = (DECAY, BETAS[0]) if name == "weight" else (0.0, 0.7)
+            grad = grads[0 if name == "weight" else 1] / bagua_torch.get_world_size()
+            m = beta1 * before[name] + (1 - beta1) * (grad + decay * values[name])
+            torch.testing.assert_close(optimizer.state[param]["exp_avg"], m, rtol=1e-5, atol=1e-7)
+            assert not torch.equal(param, values[name])
+        assert all(map(torch.equal, model.right.parameters(), right))
+        assert all(
+            torch.equal(optimizer.state[param]["exp_avg"], m)
+            for param, m in zip(model.right.parameters(), right_moments, strict=True)
+        )
+        assert all(param.grad is None for param in model.right.parameters())
+        assert all(torch.equal(param, initial[name]) for name, param in model.never.named_parameters())
+        assert all(param not in optimizer.state for param in model.never.parameters())
+        assert same_everywhere(*model.parameters())
+
+
+def a_layer_that_only_other_ranks_used_is_stepped_here_too(rank: int) -> None:
+    model = Branches()
+    optimizer = wrapped(model, find_unused_parameters=True)
+    size = bagua_torch.get_world_size()
+    for step in range(2 * W):
+        optimizer.zero_grad()
+        # "left" on all ranks, "right" on the last one only; for a moment it accumulates two backwards.
+        names = ["left", "right"] if rank == size - 1 else ["left"]
+        model(batch(rank, step), *names).square().mean().backward()
+        model(batch(rank, 50 + step), "left").square().mean().backward()
+        before = model.right.weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, model.right.weight), step
+        assert same_everywhere(*model.parameters()), step
+        assert same_everywhere(*(optimizer.state[param]["exp_avg"] for param in model.right.parameters())), step
+
+
+def save(model: torch.nn.Module, optimizer: QAdamOptimizer) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()], file)
+    file.seek(0)
+    return file
+
+
+def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
+    for saved_after in (W - 1, W, W + 1, W + 3):
+        for codec in (bagua.Codec("minmax_u8"), bagua.Codec("random_k", k=0.5, seed=3)):
+            model = net()
+            optimizer = wrapped(model, compression=codec, hierarchical=False)
+            train(model, optimizer, range(saved_after))
+            file = save(model, optimizer)
+            train(model, optimizer, range(saved_after, 3 * W))
+            other = net()
+            resumed = wrapped(other, compression=codec, hierarchical=False)
+            of_model, of_optimizer, of_algorithm = torch.load(file, weights_only=True)
+            other.bagua_algorithm.load_state_dict(of_algorithm)
+            other.load_state_dict(of_model)
+            resumed.load_state_dict(of_optimizer)
+            assert other.bagua_ddp.step == saved_after - 1
+            train(other, resumed, range(saved_after, 3 * W))
+            assert all(map(torch.equal, model.parameters(), other.parameters())), (saved_after, codec)
+            # A second resume of the resumed run has the same numbers.
+            mine, theirs = other.bagua_algorithm.state_dict(), model.bagua_algorithm.state_dict()
+            assert mine == theirs, (saved_after, codec, mine, theirs)
+
+
+def an_earlier_state_brings_the_exchange_of_gradients_back(rank: int) -> None:
+    model = net()
+    optimizer = wrapped(model, compression="minmax_u8", hierarchical=False)
+    train(model, optimizer, range(1))
+    file = save(model, optimizer)
+    train(model, optimizer, range(1, 2 * W))
+    first = [param.detach().clone() for param in model.parameters()]
+    of_model, of_optimizer, of_algorithm = torch.load(file, weights_only=True)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    model.bagua_algorithm.load_state_dict(of_algorithm)
+    train(model, optimizer, range(1, 2 * W))
+    assert all(map(torch.equal, model.parameters(), first))
+
+
+def another_algorithms_state_is_refused(rank: int) -> None:
+    model = net()
+    wrapped(model)
+    with pytest.raises(ValueError, match="'gradient_allreduce', not of 'qadam'"):
+        model.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 0, "round": 0})
+
+
+def options_that_differ_are_a_mismatch_and_the_group_goes_on(rank: int) -> None:
+    if bagua_torch.get_world_size() == 1:
+        return
+    model = net()
+    for algorithm in (
+        QAdamAlgorithm(q_adam(model, warmup_steps=W + rank)),
+        QAdamAlgorithm(q_adam(model, legacy=rank == 0)),
+        QAdamAlgorithm(q_adam(model), hierarchical=rank == 0),
+        QAdamAlgorithm(q_adam(model), compression="f16" if rank else "bf16"),
+    ):
+        with pytest.raises(MismatchError, match="qadam"):
+            model.with_bagua([algorithm.q_adam_optimizer], algorithm)
+    expected = AllRanks(model)
+    optimizer = wrapped(model)
+    train(model, optimizer, range(W + 1))
+    for step in range(W + 1):
+        expected.step(step)
+    assert_equal_models(model, expected, "after mismatches")
+
+
+def what_it_cannot_train_is_refused_with_names(rank: int) -> None:
+    model = net()
+    some = QAdamOptimizer(model[0].parameters())
+    with pytest.raises(ValueError, match=r"does not have the parameters \['2.weight', '2.bias'\]"):
+        model.with_bagua([some], QAdamAlgorithm(some))
+    with pytest.raises(ValueError, match="among its optimizers"):
+        model.with_bagua([], QAdamAlgorithm(q_adam(model)))
+    double = net().double()
+    optimizer = q_adam(double)
+    with pytest.raises(TypeError, match="float64"):
+        double.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+    embedding = torch.nn.Embedding(4, 3, sparse=True)
+    optimizer = QAdamOptimizer(embedding.parameters())
+    with pytest.raises(NotImplementedError, match="sparse gradients"):
+        embedding.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+
+
+def an_algorithm_object_serves_one_model(rank: int) -> None:
+    model, other = net(), net()
+    optimizer = QAdamOptimizer([*model.parameters(), *other.parameters()], warmup_steps=W)
+    algorithm = QAdamAlgorithm(optimizer)
+    model.with_bagua([optimizer], algorithm)
+    with pytest.raises(ValueError, match="serves a Sequential already: an object serves one model"):
+        other.with_bagua([optimizer], algorithm)
+    model.with_bagua([optimizer], algorithm)
+    train(model, optimizer, range(W + 1))
+
+
+def two_models_train_beside_each_other(rank: int) -> None:
+    models = [net(), net()]
+    expected = [AllRanks(model) for model in models]
+    optimizers = [wrapped(model) for model in models]
+    for step in range(2 * W):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train(model, optimizer, range(7 * number + step, 7 * number + step + 1))
+            expected[number].step(7 * number + step)
+    for model, one in zip(models, expected, strict=True):
+        assert_equal_models(model, one, "two models")
+
+
+def grad_scaler_is_refused_after_the_warm_up_only(rank: int) -> None:
+    for unscale in (False, True):
+        model = net()
+        optimizer = wrapped(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        skipped = 0
+        for step in range(W + 1):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            if step == 1 and rank == bagua_torch.get_world_size() - 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            before = optimizer.steps
+            scaler.step(optimizer)
+            scaler.update()
+            skipped += optimizer.steps == before
+        assert skipped == 1, "an overflow on one rank is everybody's"
+        assert optimizer.steps == W
+        expected = [param.detach().clone() for param in model.parameters()]
+        moments = moments_of(optimizer)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, 9)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        with pytest.raises(BaguaError, match="GradScaler"):
+            scaler.step(optimizer)
+        assert all(map(torch.equal, model.parameters(), expected))
+        assert all(map(torch.equal, moments_of(optimizer), moments))
+        off = torch.amp.GradScaler("cpu", enabled=False)
+        optimizer.zero_grad()
+        off.scale(loss_of(model, rank, 10)).backward()
+        off.step(optimizer)
+        assert optimizer.steps == W + 1
+
+
+def a_step_without_an_exchange_is_an_error(rank: int) -> None:
+    model = net()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(W + 1))
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(BaguaError, match="that the other ranks have not seen"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with model.bagua_ddp.no_sync():
+        loss_of(model, rank, 3).backward()
+    with pytest.raises(BaguaError, match="backward outside no_sync"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    train(model, optimizer, range(W + 1, W + 2))
+    assert same_everywhere(*model.parameters())
+
+
+def another_algorithm_takes_over_after_the_warm_up(rank: int) -> None:
+    model = net()
+    expected = AllRanks(model)
+    optimizer = wrapped(model)
+    train(model, optimizer, range(W + 1))
+    model.with_bagua([optimizer], bagua_torch.algorithms.GradientAllReduceAlgorithm())
+    train(model, optimizer, range(W + 1, W + 3))
+    # Now from the first step on with moments.
+    wrapped(model, optimizer)
+    train(model, optimizer, range(W + 3, W + 5))
+    for step in range(W + 5):
+        expected.step(step)
+    assert_equal_models(model, expected, "switched", 1e-5)
+
+
+def legacy_trains_in_step(rank: int) -> None:
+    model = net()
+    optimizer = wrapped(model, q_adam(model, legacy=True), compression="minmax_u8", hierarchical=False)
+    start = [param.detach().clone() for param in model.parameters()]
+    train(model, optimizer, range(3 * W))
+    assert same_everywhere(*model.parameters())
+    assert not any(map(torch.equal, model.parameters(), start))
+
+
+def half_precision_models_train_in_step(rank: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        model = net().to(dtype)
+        optimizer = wrapped(model, q_adam(model, eps=1e-3), compression="minmax_u8", hierarchical=False)
+        for step in range(2 * W):
+            optimizer.zero_grad()
+            model(batch(rank, step).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+        assert same_everywhere(*(param.float() for param in model.parameters()))
+        assert all(param.isfinite().all() for param in model.parameters())
+
+
+def create_graph_gradients_are_exchanged_without_their_graph(rank: int) -> None:
+    model = net()
+    expected = AllRanks(model)
+    optimizer = wrapped(model)
+    for step in range(W + 2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward(create_graph=True)
+        optimizer.step()
+        expected.step(step)
+        for param in model.parameters():
+            param.grad = None
+    assert_equal_models(model, expected, "create_graph")
+
+
+CASES: list[Case] = [
+    the_training_of_all_ranks_equals_the_simulation,
+    a_smaller_bucket_gives_the_same_without_a_codec,
+    the_buckets_change_once_and_nothing_is_broadcast_then,
+    gradients_stay_those_of_this_rank_after_the_warm_up,
+    gradients_accumulate_with_and_without_no_sync,
+    zero_grad_between_backward_and_step_leaves_everything,
+    a_batch_that_is_dropped_changes_nothing,
+    clipping_acts_in_the_warm_up_and_not_after_it,
+    unused_parameters_stay_where_no_rank_uses_them,
+    a_layer_that_only_other_ranks_used_is_stepped_here_too,
+    a_resumed_run_goes_on_bit_for_bit,
+    an_earlier_state_brings_the_exchange_of_gradients_back,
+    another_algorithms_state_is_refused,
+    options_that_differ_are_a_mismatch_and_the_group_goes_on,
+    what_it_cannot_train_is_refused_with_names,
+    an_algorithm_object_serves_one_model,
+    two_models_train_beside_each_other,
+    grad_scaler_is_refused_after_the_warm_up_only,
+    a_step_without_an_exchange_is_an_error,
+    another_algorithm_takes_over_after_the_warm_up,
+    legacy_trains_in_step,
+    half_precision_models_train_in_step,
+    create_graph_gradients_are_exchanged_without_their_graph,
+]
+
+WORLDS: dict[str, list[list[int]]] = {
+    "one_rank": [[0]],
+    "two_ranks": [[0, 1]],
+    "three_ranks": [[0, 1, 2]],
+    "four_ranks": [[0, 1, 2, 3]],
+    "hosts_of_2_and_2": [[0, 1], [2, 3]],
+    "hosts_of_2_and_1": [[0, 1], [2]],
+}
+
+
+def ranks(rank: int, hosts: list[list[int]]) -> dict[str, str]:
+    HOSTS[0] = hosts
+    return run_cases(rank, CASES)
+
+
+@functools.cache
+def outcomes(world: str) -> list[dict[str, str]]:
+    hosts = WORLDS[world]
+    pretended = hosts if len(hosts) > 1 else None
+    size = sum(map(len, hosts))
+    found: list[dict[str, str]] = make_world(size, hosts=pretended, env=ENVIRONMENT, timeout=240.0).run(ranks, hosts)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_qadam(case: Case, world: str) -> None:
+    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(world))]
+    assert not any(texts[case.__name__] for texts in outcomes(world)), "\n".join(failed)
+
+
+def sent_bytes() -> int:
+    groups = bagua.stats()["groups"].values()
+    return sum(op["wire_bytes_sent"] for group in groups for op in group["ops"].values())
+
+
+def bytes_of_five_steps(rank: int) -> tuple[int, int]:
+    """After the warm-up: of gradient_allreduce, and of qadam."""
+    torch.set_num_threads(1)
+    bagua_torch.init_process_group()
+    found = []
+    for compressed in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+        optimizer = QAdamOptimizer(model.parameters(), warmup_steps=2, eps=1e-3)
+        algorithm = QAdamAlgorithm(optimizer) if compressed else bagua_torch.algorithms.GradientAllReduceAlgorithm()
+        model.with_bagua([optimizer], algorithm)
+        for step in range(8):
+            if step == 3:
+                before = sent_bytes()
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        found.append(sent_bytes() - before)
+        assert same_everywhere(*model.parameters())
+    bagua_torch.destroy_process_group()
+    return found[0], found[1]
+
+
+def test_qadam_sends_at_most_30_percent_of_the_bytes_after_its_warm_up() -> None:
+    for plain, compressed in make_world(2, hosts=[[0], [1]], env=ENVIRONMENT, timeout=120.0).run(bytes_of_five_steps):
+        assert plain > 5 * 4 * 2 * 64 * 256
+        assert 0 < compressed <= 0.3 * plain
