@@ -7,6 +7,7 @@ SHELL := bash
 
 PYTHON ?= python3
 RANKS ?= 2
+ALGORITHM ?= gradient_allreduce
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +30,7 @@ help: ## Explains every target
 	@echo "  TORCH_BACKEND=cpu make train   takes torch's CPU build instead of the 5 GB CUDA build (any backend that uv knows)"
 	@echo "  PYTHON=python3.12 make setup   makes .venv with that interpreter (3.10 or newer)"
 	@echo "  RANKS=4 make train             trains with four ranks"
+	@echo "  make train ALGORITHM=bytegrad  trains with another algorithm (docs/algorithms.md)"
 
 # --- set-up: each step leaves a stamp, so that nothing is done twice -------------------------------------------------
 
@@ -55,7 +57,7 @@ $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 
 .PHONY: train
 train: setup ## Trains a small CNN on handwritten digits with two ranks
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py --algorithm $(ALGORITHM)
 
 .PHONY: test
 test: setup ## Runs every test, Rust and Python

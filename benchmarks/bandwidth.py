@@ -2,11 +2,11 @@
 
 Needs root and the tools `ip` and `tc`; see network.py, whose namespaces it uses.
 
-    sudo python benchmarks/bandwidth.py                                  # 50 and 200 Mbit/s, 1 and 10 Gbit/s, unlimited
+    sudo python benchmarks/bandwidth.py                          # 50 and 200 Mbit/s, 1 and 10 Gbit/s, unlimited
     sudo python benchmarks/bandwidth.py --rates 1gbit --contenders bytegrad ddp ddp-bf16 --record
 
-One rank on each host trains an MLP of 25 million parameters on 4 samples a step. A contender trains alone: its blocks of
-steps are those of one communication interval (one step for most), a block's time is that of its slowest rank, the figure
+One rank on each host trains an MLP of 25 million parameters on 4 samples a step. A contender trains alone: its blocks
+of steps are those of one communication interval (one step for most), a block's time is that of its slowest rank, the figure
 is the median time of a step. torch's DDP on gloo is measured first and last, so that a change of the machine shows:
 `x ddp` is against the mean of both. MiB a step are what the first rank sends, from bagua.stats().
 """
@@ -97,7 +97,7 @@ class Contender:
 
         for _ in range(count):
             x, y = next(self.data)
-            loss = cross_entropy(self.module(x), y)
+            loss: Any = cross_entropy(self.module(x), y)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Compressed all_reduce computed on one process with NumPy and the codecs: what the ranks' results must equal bit for bit."""
+"""Compressed all_reduce computed on one process with NumPy and the codecs: the ranks' results equal it bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed all_reduce of buckets equals the NumPy oracle bit for bit: flat and by host, every codec, over shm and TCP."""
+"""Compressed all_reduce of buckets equals the NumPy oracle bit for bit: flat and by host, every codec, shm and TCP."""
 
 from __future__ import annotations
 
