@@ -71,6 +71,14 @@ def test_placement_names_the_processors_of_every_batch(tmp_path: Path) -> None:
     assert all(float(row["us"]) > 0 and "rank 1 on " in row["processors"] for row in rows)
 
 
+def test_codecs_are_compared_with_a_copy_and_with_torch(tmp_path: Path) -> None:
+    shown, rows = quick("codec.py", tmp_path)
+    assert len(rows) == 3 + 2 * 7
+    assert all(float(row["copy/time"]) > 0 for row in rows)
+    assert [row["codec"] for row in rows if row["torch/time"]] == ["minmax_u8", "minmax_u8"]
+    assert "codec,call,bytes,seconds,copy/time,torch/time" in shown
+
+
 def test_the_overhead_of_a_verb_is_measured_at_every_layer(tmp_path: Path) -> None:
     _, rows = quick("overhead.py", tmp_path)
     layers = [row["call"] for row in rows if not row["ns_mean"]]

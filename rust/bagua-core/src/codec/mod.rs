@@ -14,6 +14,7 @@ mod block_i8;
 pub mod chunks;
 pub(crate) mod float;
 mod half_float;
+mod lanes;
 mod minmax_u8;
 mod onebit;
 mod options;
@@ -156,6 +157,11 @@ pub fn by_name(name: &str, given: &[(String, CodecOption)]) -> Result<Arc<dyn Co
 pub fn describe(codec: &dyn Codec) -> String {
     let options = codec.options();
     if options.is_empty() { codec.name().to_owned() } else { format!("{}({options})", codec.name()) }
+}
+
+/// The name of the level of instructions in use, for benchmarks.
+pub fn level() -> &'static str {
+    lanes::Level::best().name()
 }
 
 /// `len` rounded up to a multiple of [`ALIGN`].

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 
+use super::lanes::Level;
 use super::*;
 
 /// Every codec, with options that differ in effect.
@@ -447,4 +448,101 @@ proptest! {
             prop_assert!(back.iter().any(|x| !x.is_finite()) );
         }
     }
+}
+
+/// A codec whose loops run on a given level; the reference for `None`.
+pub(super) trait AtLevel: Codec {
+    fn encode_at(&self, level: Option<Level>, dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded;
+    fn decode_at(&self, level: Option<Level>, dtype: DType, record: &[u8], elements: &mut [u8]);
+}
+
+/// Float32 of one of some kinds: ordinary ones, finite ones that end up halfway between two levels or at the ends of a format, any bits.
+fn any_values() -> impl Strategy<Value = Vec<f32>> {
+    let ordinary = -1.0f32..1.0;
+    let edges = prop::sample::select(vec![
+        0.0,
+        -0.0,
+        0.5,
+        1.5,
+        -2.5,
+        1.0,
+        -1.0,
+        127.0,
+        -127.0,
+        255.0,
+        128.5,
+        1e-45,
+        -1e-45,
+        1.1754942e-38,
+        1e-40,
+        6e-8,
+        1e-7,
+        65504.0,
+        -65504.0,
+        3.0,
+        1.0 + f32::EPSILON,
+        1e4,
+        16_777_216.0,
+    ]);
+    let huge = prop::sample::select(vec![f32::MAX, f32::MIN, 1e38, -1e38, 1e30, 65520.0, 1e10, 0.0]);
+    let bits = any::<u32>().prop_map(f32::from_bits);
+    let mostly = (-1.0f32..1.0, 0u32..200).prop_map(|(x, odds)| match odds {
+        0 => f32::NAN,
+        1 => f32::INFINITY,
+        2 => f32::NEG_INFINITY,
+        _ => x,
+    });
+    let len = 1usize..300;
+    prop_oneof![
+        prop::collection::vec(ordinary, len.clone()),
+        prop::collection::vec(edges, len.clone()),
+        prop::collection::vec(huge, len.clone()),
+        prop::collection::vec(bits, len.clone()),
+        prop::collection::vec(mostly, len),
+        // A shifted range: its levels are large numbers.
+        (prop::collection::vec(-1.0f32..1.0, 1..300), -1e6f32..1e6)
+            .prop_map(|(values, by)| values.iter().map(|x| x + by).collect()),
+    ]
+}
+
+/// Asserts that every level writes the records of the reference, and decodes these and arbitrary ones as it does. At any address.
+pub(super) fn compare<C: AtLevel>(codec: &C) {
+    use proptest::test_runner::{Config, TestRunner};
+
+    let cases = (prop::sample::select(DTYPES.to_vec()), any_values(), 0usize..64, 0usize..64, any::<u64>());
+    let mut kinds = std::cell::Cell::new([0; 2]);
+    let check = |(dtype, given, at, record_at, noise): (DType, Vec<f32>, usize, usize, u64)| {
+        let given = elements(dtype, &given);
+        let count = given.len() / dtype.size();
+        let len = codec.record_len(count, dtype);
+        let mut expected = vec![0x5a; len];
+        let encoded = codec.encode_at(None, dtype, &given, &mut expected);
+        let mut seen = kinds.get();
+        seen[usize::from(encoded == Encoded::Finite)] += 1;
+        kinds.set(seen);
+        let mut hostile = expected.clone();
+        hostile.iter_mut().enumerate().for_each(|(i, byte)| *byte ^= (noise >> (i % 57)) as u8);
+        for level in Level::available() {
+            let from = [vec![0; at], given.clone()].concat();
+            let mut record = vec![0xa5; record_at + len + 1];
+            let got = codec.encode_at(Some(level), dtype, &from[at..], &mut record[record_at..record_at + len]);
+            prop_assert_eq!(got, encoded, "{}", level.name());
+            prop_assert_eq!(&record[record_at..record_at + len], &expected[..], "{} {}", level.name(), dtype.name());
+            prop_assert_eq!(record[record_at + len], 0xa5);
+            for bytes in [&expected, &hostile] {
+                let moved = [vec![0; record_at], bytes.clone()].concat();
+                let mut back = vec![0x5a; given.len()];
+                codec.decode_at(None, dtype, bytes, &mut back);
+                let mut elements = vec![0xa5; at + given.len() + 1];
+                codec.decode_at(Some(level), dtype, &moved[record_at..], &mut elements[at..at + given.len()]);
+                prop_assert_eq!(&elements[at..at + given.len()], &back[..], "{} {}", level.name(), dtype.name());
+                prop_assert_eq!(elements[at + given.len()], 0xa5);
+            }
+        }
+        Ok(())
+    };
+    TestRunner::new(Config::with_cases(2000)).run(&cases, check).unwrap();
+    let [non_finite, finite] = *kinds.get_mut();
+    assert!(finite > 500, "{finite}");
+    assert!(non_finite > 100 || ["f16", "bf16"].contains(&codec.name()), "{non_finite}");
 }

@@ -7,9 +7,14 @@
 //!
 //! The scale of a block with an element that is not finite is NaN and its q are 0; a scale that is not finite decodes to NaN.
 
+mod kernel;
+#[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod tests;
 
-use self::reference::SCALE;
+use self::kernel::SCALE;
+use super::lanes::Level;
 use super::options::{CodecOption, Options};
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
@@ -58,13 +63,13 @@ impl Codec for BlockI8 {
         let count = elements.len() / dtype.size();
         assert_eq!(record.len(), self.record_len(count, dtype), "length of the record");
         let (scales, bytes) = record.split_at_mut(self.scales(count));
-        reference::encode(dtype, self.block, elements, scales, bytes)
+        kernel::encode(Level::best(), dtype, self.block, elements, scales, bytes)
     }
 
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
         let count = check_len(self, dtype, record, elements)?;
         let (scales, bytes) = record.split_at(self.scales(count));
-        reference::decode(dtype, self.block, scales, bytes, elements);
+        kernel::decode(Level::best(), dtype, self.block, scales, bytes, elements);
         Ok(())
     }
 }

@@ -2,10 +2,8 @@
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
+use super::kernel::SCALE;
 use crate::types::DType;
-
-/// Bytes of a scale.
-pub(super) const SCALE: usize = size_of::<f32>();
 
 struct Encode<'a> {
     block: usize,

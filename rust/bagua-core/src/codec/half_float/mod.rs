@@ -3,8 +3,13 @@
 //! A record is two bytes per element, zeros up to a multiple of 32. Infinities stay infinite, values beyond the largest float16 become
 //! infinite, NaN stays NaN: nothing becomes finite.
 
+mod kernel;
+#[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod tests;
 
+use super::lanes::Level;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
@@ -41,13 +46,13 @@ macro_rules! half_float {
                 _scratch: &mut Scratch,
             ) -> Encoded {
                 assert_eq!(record.len(), self.record_len(elements.len() / dtype.size(), dtype), "length of the record");
-                reference::encode::<$half>(dtype, elements, record);
+                kernel::encode::<$half>(Level::best(), dtype, elements, record);
                 Encoded::Finite
             }
 
             fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
                 check_len(self, dtype, record, elements)?;
-                reference::decode::<$half>(dtype, record, elements);
+                kernel::decode::<$half>(Level::best(), dtype, record, elements);
                 Ok(())
             }
         }

@@ -7,9 +7,15 @@
 //!
 //! Where an element, max - min, max * scale or min * scale is not finite, min and max are NaN and every q is 0.
 
+mod kernel;
+mod record;
+#[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod tests;
 
-use self::reference::HEADER;
+use self::record::HEADER;
+use super::lanes::Level;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
@@ -36,12 +42,12 @@ impl Codec for MinMaxU8 {
         if elements.is_empty() {
             return Encoded::Finite;
         }
-        reference::encode(dtype, elements, record)
+        kernel::encode(Level::best(), dtype, elements, record)
     }
 
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
         if check_len(self, dtype, record, elements)? > 0 {
-            reference::decode(dtype, record, elements);
+            kernel::decode(Level::best(), dtype, record, elements);
         }
         Ok(())
     }

@@ -2,29 +2,8 @@
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
+use super::record::{HEADER, levels};
 use crate::types::DType;
-
-/// Bytes before the elements.
-pub(super) const HEADER: usize = 32;
-
-/// Scale, upper and lower of a range, in float32.
-#[derive(Clone, Copy)]
-pub(super) struct Levels {
-    pub(super) scale: f32,
-    pub(super) upper: f32,
-    pub(super) lower: f32,
-}
-
-/// The levels between two values; `None` when one of the quantities is not finite.
-pub(super) fn levels(min: f32, max: f32) -> Option<Levels> {
-    let range = max - min;
-    let scale = 255.0 / (range + 1e-7);
-    let upper = (max * scale).round_ties_even();
-    if !(range.is_finite() && upper.is_finite() && (min * scale).is_finite()) {
-        return None;
-    }
-    Some(Levels { scale, upper, lower: upper - 255.0 })
-}
 
 struct Encode<'a>(&'a [u8], &'a mut [u8]);
 
@@ -54,7 +33,7 @@ impl ForFloat for Encode<'_> {
         let count = elements.len() / T::SIZE;
         for (q, x) in body.iter_mut().zip(values()) {
             let level = (x * levels.scale).round_ties_even().min(levels.upper);
-            *q = (level - levels.lower).clamp(0.0, 255.0) as u8;
+            *q = (level - levels.lower()).clamp(0.0, 255.0) as u8;
         }
         body[count..].fill(0);
         Encoded::Finite
@@ -79,7 +58,7 @@ impl ForFloat for Decode<'_> {
             None => out.for_each(|element| T::store(f32::NAN, element)),
             Some(levels) => {
                 for (q, element) in record[HEADER..].iter().zip(out) {
-                    T::store((f32::from(*q) + levels.lower) / levels.scale, element);
+                    T::store((f32::from(*q) + levels.lower()) / levels.scale, element);
                 }
             }
         }

@@ -10,9 +10,14 @@
 //!
 //! Where an element is not finite, the scale is NaN and all bits are 0; a scale that is not finite decodes to NaN.
 
+mod kernel;
+#[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod tests;
 
-use self::reference::SCALE;
+use self::kernel::SCALE;
+use super::lanes::Level;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
@@ -39,12 +44,12 @@ impl Codec for OneBit {
         if elements.is_empty() {
             return Encoded::Finite;
         }
-        reference::encode(dtype, elements, record)
+        kernel::encode(Level::best(), dtype, elements, record)
     }
 
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
         if check_len(self, dtype, record, elements)? > 0 {
-            reference::decode(dtype, record, elements);
+            kernel::decode(Level::best(), dtype, record, elements);
         }
         Ok(())
     }

@@ -2,18 +2,8 @@
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
+use super::kernel::{SCALE, SUMS, mean};
 use crate::types::DType;
-
-/// Bytes of the scale.
-pub(super) const SCALE: usize = size_of::<f32>();
-
-/// Sums of magnitudes.
-pub(super) const SUMS: usize = 16;
-
-/// The mean from the sums of magnitudes.
-pub(super) fn mean(sums: &[f64; SUMS], count: usize) -> f32 {
-    (sums.iter().fold(0.0, |all, sum| all + sum) / count as f64) as f32
-}
 
 struct Encode<'a>(&'a [u8], &'a mut [u8]);
 

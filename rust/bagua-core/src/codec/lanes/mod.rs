@@ -1,0 +1,81 @@
+//! Sixteen float32 at a time, on the widest registers that the processor has.
+//!
+//! A codec's fast loop is a [`Kernel`], written once over [`Lanes`]. [`Level::run`] compiles it for each level of instructions and
+//! selects one by the processor's features. Every level makes the same bits: nothing is fused or reassociated, and what an
+//! instruction does with NaN or beyond a range is either written at the function or excluded by its callers.
+
+mod array;
+#[cfg(target_arch = "x86_64")]
+mod simd_x86;
+mod vector;
+
+use array::Array;
+pub(super) use vector::{Kernel, LANES, Lanes};
+
+/// Which compilation of a kernel runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    /// The instructions that every processor of the target has.
+    Portable,
+    /// 256-bit registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(simd_x86::Avx2),
+    /// 512-bit registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx512(simd_x86::Avx512),
+}
+
+impl Level {
+    /// The widest that this processor has.
+    pub(super) fn best() -> Level {
+        Level::available().next().expect("every processor has the portable level")
+    }
+
+    /// All that this processor has, the widest first. The standard library caches the detection.
+    pub(super) fn available() -> impl Iterator<Item = Level> {
+        #[cfg(target_arch = "x86_64")]
+        let wide = {
+            let avx512 = simd_x86::Avx512::new().map(Level::Avx512);
+            avx512.into_iter().chain(simd_x86::Avx2::new().map(Level::Avx2))
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let wide = std::iter::empty();
+        wide.chain([Level::Portable])
+    }
+
+    /// Its name in benchmarks.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(_) => "avx512",
+        }
+    }
+
+    /// Runs a kernel.
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            Level::Portable => kernel.run::<Array>(),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(avx2) => avx2.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(avx512) => avx512.run(kernel),
+        }
+    }
+}
+
+/// The last elements of a slice, fewer than sixteen, filled up with zeros.
+#[inline(always)]
+pub(super) fn filled(left: &[u8]) -> [u8; 64] {
+    let mut block = [0; 64];
+    block[..left.len()].copy_from_slice(left);
+    block
+}
+
+/// Whether all lanes of a sum of `x - x` are finite: that difference is 0 for finite numbers and NaN for all others.
+#[inline(always)]
+pub(super) fn is_zero<L: Lanes>(differences: L) -> bool {
+    differences.values().iter().all(|value| *value == 0.0)
+}

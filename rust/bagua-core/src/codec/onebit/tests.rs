@@ -1,0 +1,27 @@
+//! The fast loops against the reference.
+
+use super::super::lanes::Level;
+use super::super::tests::{AtLevel, compare};
+use super::{Encoded, OneBit, kernel, reference};
+use crate::types::DType;
+
+impl AtLevel for OneBit {
+    fn encode_at(&self, level: Option<Level>, dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded {
+        match level {
+            None => reference::encode(dtype, elements, record),
+            Some(level) => kernel::encode(level, dtype, elements, record),
+        }
+    }
+
+    fn decode_at(&self, level: Option<Level>, dtype: DType, record: &[u8], elements: &mut [u8]) {
+        match level {
+            None => reference::decode(dtype, record, elements),
+            Some(level) => kernel::decode(level, dtype, record, elements),
+        }
+    }
+}
+
+#[test]
+fn every_level_makes_the_bits_of_the_reference() {
+    compare(&OneBit);
+}
