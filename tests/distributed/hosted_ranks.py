@@ -12,8 +12,12 @@ from tests.world import make_world
 #: Ranks, or the ranks of each host.
 Layout = int | tuple[tuple[int, ...], ...]
 
-TWO_AND_TWO = ((0, 1), (2, 3))
-TWO_AND_ONE = ((0, 1), (2,))
+LAYOUTS: list[Layout] = [1, 2, 3, 4, ((0, 1), (2, 3)), ((0, 1), (2,))]
+
+
+def name_of(layout: Layout) -> str:
+    """Ranks of each host."""
+    return str(layout) if isinstance(layout, int) else "+".join(str(len(host)) for host in layout)
 
 
 @functools.cache

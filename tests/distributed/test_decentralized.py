@@ -1,4 +1,4 @@
-"""decentralized: weights averaged with peers during forward and backward equal the simulation of all ranks to the bit."""
+"""decentralized: weights averaged with peers during forward and backward equal those of a simulation to the bit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import MismatchError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
-from tests.distributed.hosted_ranks import TWO_AND_ONE, TWO_AND_TWO, Layout, check
+from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
 from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
 from tests.distributed.weights_oracle import (
     Decentralized,
@@ -26,6 +27,7 @@ from tests.distributed.weights_oracle import (
     made_on_rank_0,
     sgd,
 )
+from tests.world import make_world
 
 DecentralizedAlgorithm = bagua.algorithms.DecentralizedAlgorithm
 
@@ -419,7 +421,38 @@ def run(rank: int) -> dict[str, str]:
     return run_cases(rank, CASES)
 
 
-@pytest.mark.parametrize("layout", [1, 2, 3, 4, TWO_AND_TWO, TWO_AND_ONE], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, layout: Layout) -> None:
     check(run, layout, case)
+
+
+def end_with_a_forward(rank: int) -> None:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    model(batch(rank, 1))
+    bagua.destroy_process_group()
+    # Trains alone now.
+    train(model, optimizer, rank, 1)
+
+
+def test_a_program_may_end_between_forward_and_backward() -> None:
+    make_world(2).run(end_with_a_forward)
+
+
+def end_with_a_forward_of_rank_0(rank: int) -> float:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    if rank == 0:
+        model(batch(rank, 1))
+    start = time.monotonic()
+    bagua.destroy_process_group()
+    return time.monotonic() - start
+
+
+def test_a_forward_of_one_rank_does_not_hold_up_the_end_of_the_program() -> None:
+    assert max(make_world(2).run(end_with_a_forward_of_rank_0)) < 20
