@@ -37,10 +37,6 @@ def hosts() -> list[list[int]]:
     return found
 
 
-def hosts_if(hierarchical: bool) -> list[list[int]] | None:
-    return hosts() if hierarchical else None
-
-
 def allowed(mode: str, hierarchical: bool) -> bool:
     members = len(hosts()) if hierarchical else bagua.get_world_size()
     return mode != "shift_one" or members == 1 or members % 2 == 0
@@ -59,7 +55,9 @@ def wrapped(rank: int, algorithm: Any = None, **options: Any) -> tuple[Net, torc
 
 
 def simulated(mode: str = "all", hierarchical: bool = False, interval: int = 1) -> Decentralized:
-    return Decentralized(made_on_rank_0(Net), bagua.get_world_size(), mode, hosts_if(hierarchical), interval)
+    # An all_reduce adds up inside hosts first, hierarchical or not.
+    by_host = hosts() if hierarchical or mode == "all" else None
+    return Decentralized(made_on_rank_0(Net), bagua.get_world_size(), mode, by_host, interval)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -112,7 +110,7 @@ def the_exchange_begins_in_the_first_forward_and_once_per_step(rank: int) -> Non
     optimizer.zero_grad()
     ranks = simulated()
     ranks.mode = "all"
-    after = {name: averaged(ranks.values(name), "all", 0, None) for name, _ in model.named_parameters()}
+    after = {name: averaged(ranks.values(name), "all", 0, hosts()) for name, _ in model.named_parameters()}
     for replica in range(bagua.get_world_size()):
         sum((loss(ranks.models[replica], batch(replica, s)) for s in range(3)), torch.zeros(())).backward()
     for name, values in after.items():
@@ -246,7 +244,7 @@ def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank:
         else:
             train(model, optimizer, rank, step)
         names = [name for name, _ in model.named_parameters()]
-        after = {name: averaged(ranks.values(name), "all", step, None) for name in names}
+        after = {name: averaged(ranks.values(name), "all", step, hosts()) for name in names}
         for replica in range(bagua.get_world_size()):
             if step != 1 or replica != 0:
                 loss(ranks.models[replica], batch(replica, step)).backward()
