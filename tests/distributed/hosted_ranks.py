@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tests.distributed.torch_ranks import ENVIRONMENT, Case
+from tests.distributed.torch_ranks import Case
 from tests.world import make_world
+
+#: A case that hangs must not cost the whole deadline of the run; nor may the start of many ranks on few cores be one.
+ENVIRONMENT = {"BAGUA_TIMEOUT": "60"}
 
 #: Ranks, or the ranks of each host.
 Layout = int | tuple[tuple[int, ...], ...]

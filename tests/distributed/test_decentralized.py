@@ -129,7 +129,7 @@ def a_second_backward_of_a_step_communicates_nothing(rank: int) -> None:
     train(model, optimizer, rank, 1)
 
 
-def weights_that_an_optimizer_changed_meanwhile_keep_the_change(rank: int) -> None:
+def weights_that_change_meanwhile_keep_the_change(rank: int) -> None:
     model, optimizer = wrapped(rank)
     train(model, optimizer, rank, 0)
     x = model.scale.detach().clone()
@@ -380,6 +380,21 @@ def sparse_gradients_are_no_obstacle(rank: int) -> None:
     assert not torch.equal(before, model.weight)
 
 
+def a_model_trains_on_a_sub_group(rank: int) -> None:
+    size = bagua.get_world_size()
+    members = list(range(max(0, size - 2), size))
+    group = bagua.new_group(members)
+    if rank not in members:
+        return
+    for mode in PEER_SELECTION_MODES:
+        model, optimizer = wrapped(members.index(rank), DecentralizedAlgorithm(False, mode), process_group=group)
+        ranks = Decentralized(made_on_rank_0(Net), len(members), mode)
+        for step in range(2):
+            train(model, optimizer, members.index(rank), step)
+            ranks.train(step)
+            assert_equals(model, ranks, members.index(rank), f"{mode}, step {step}")
+
+
 def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     model = torch.nn.Linear(3, 2)
     model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
@@ -398,7 +413,7 @@ CASES: list[Case] = [
     shift_one_among_an_odd_number_is_refused_with_the_number,
     the_exchange_begins_in_the_first_forward_and_once_per_step,
     a_second_backward_of_a_step_communicates_nothing,
-    weights_that_an_optimizer_changed_meanwhile_keep_the_change,
+    weights_that_change_meanwhile_keep_the_change,
     a_graph_from_before_the_exchange_is_refused_afterwards,
     a_run_resumes_to_the_bit,
     options_that_differ_are_a_mismatch_and_the_group_lives_on,
@@ -411,6 +426,7 @@ CASES: list[Case] = [
     memory_with_gaps_and_memory_that_moved_is_averaged,
     an_overflow_makes_one_rank_skip_alone,
     sparse_gradients_are_no_obstacle,
+    a_model_trains_on_a_sub_group,
     models_and_options_that_cannot_be_are_refused,
 ]
 

@@ -98,7 +98,9 @@ class AlgorithmImpl:
         return self.communicates(step)
 
     def before_step(self, bagua_ddp: WrappedModel) -> None:
-        """Called before a step begins: does what the last one left undone, as its optimizer was never called."""
+        """Called before a step begins, and before the model is closed: does what the last step left undone, as its
+        optimizer was never called.
+        """
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""
