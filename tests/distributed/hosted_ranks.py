@@ -6,14 +6,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tests.distributed.torch_ranks import ENVIRONMENT, Case
+from tests.distributed.torch_ranks import Case
 from tests.world import make_world
+
+#: A case that hangs must not cost the whole deadline of the run; nor may the start of many ranks on few cores be one.
+ENVIRONMENT = {"BAGUA_TIMEOUT": "60"}
 
 #: Ranks, or the ranks of each host.
 Layout = int | tuple[tuple[int, ...], ...]
 
-TWO_AND_TWO = ((0, 1), (2, 3))
-TWO_AND_ONE = ((0, 1), (2,))
+LAYOUTS: list[Layout] = [1, 2, 3, 4, ((0, 1), (2, 3)), ((0, 1), (2,))]
+
+
+def name_of(layout: Layout) -> str:
+    """Ranks of each host."""
+    return str(layout) if isinstance(layout, int) else "+".join(str(len(host)) for host in layout)
 
 
 @functools.cache

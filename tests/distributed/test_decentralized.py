@@ -1,4 +1,4 @@
-"""decentralized: weights averaged with peers during forward and backward equal the simulation of all ranks to the bit."""
+"""decentralized: weights averaged with peers during forward and backward equal those of a simulation to the bit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import MismatchError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
-from tests.distributed.hosted_ranks import TWO_AND_ONE, TWO_AND_TWO, Layout, check
+from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
 from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
 from tests.distributed.weights_oracle import (
     Decentralized,
@@ -26,6 +27,7 @@ from tests.distributed.weights_oracle import (
     made_on_rank_0,
     sgd,
 )
+from tests.world import make_world
 
 DecentralizedAlgorithm = bagua.algorithms.DecentralizedAlgorithm
 
@@ -33,10 +35,6 @@ DecentralizedAlgorithm = bagua.algorithms.DecentralizedAlgorithm
 def hosts() -> list[list[int]]:
     found: list[list[int]] = bagua.communication._get_default_group().get_global_communicator().raw.hosts
     return found
-
-
-def hosts_if(hierarchical: bool) -> list[list[int]] | None:
-    return hosts() if hierarchical else None
 
 
 def allowed(mode: str, hierarchical: bool) -> bool:
@@ -57,7 +55,9 @@ def wrapped(rank: int, algorithm: Any = None, **options: Any) -> tuple[Net, torc
 
 
 def simulated(mode: str = "all", hierarchical: bool = False, interval: int = 1) -> Decentralized:
-    return Decentralized(made_on_rank_0(Net), bagua.get_world_size(), mode, hosts_if(hierarchical), interval)
+    # An all_reduce adds up inside hosts first, hierarchical or not.
+    by_host = hosts() if hierarchical or mode == "all" else None
+    return Decentralized(made_on_rank_0(Net), bagua.get_world_size(), mode, by_host, interval)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -110,7 +110,7 @@ def the_exchange_begins_in_the_first_forward_and_once_per_step(rank: int) -> Non
     optimizer.zero_grad()
     ranks = simulated()
     ranks.mode = "all"
-    after = {name: averaged(ranks.values(name), "all", 0, None) for name, _ in model.named_parameters()}
+    after = {name: averaged(ranks.values(name), "all", 0, hosts()) for name, _ in model.named_parameters()}
     for replica in range(bagua.get_world_size()):
         sum((loss(ranks.models[replica], batch(replica, s)) for s in range(3)), torch.zeros(())).backward()
     for name, values in after.items():
@@ -129,7 +129,7 @@ def a_second_backward_of_a_step_communicates_nothing(rank: int) -> None:
     train(model, optimizer, rank, 1)
 
 
-def weights_that_an_optimizer_changed_meanwhile_keep_the_change(rank: int) -> None:
+def weights_that_change_meanwhile_keep_the_change(rank: int) -> None:
     model, optimizer = wrapped(rank)
     train(model, optimizer, rank, 0)
     x = model.scale.detach().clone()
@@ -244,7 +244,7 @@ def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank:
         else:
             train(model, optimizer, rank, step)
         names = [name for name, _ in model.named_parameters()]
-        after = {name: averaged(ranks.values(name), "all", step, None) for name in names}
+        after = {name: averaged(ranks.values(name), "all", step, hosts()) for name in names}
         for replica in range(bagua.get_world_size()):
             if step != 1 or replica != 0:
                 loss(ranks.models[replica], batch(replica, step)).backward()
@@ -380,6 +380,21 @@ def sparse_gradients_are_no_obstacle(rank: int) -> None:
     assert not torch.equal(before, model.weight)
 
 
+def a_model_trains_on_a_sub_group(rank: int) -> None:
+    size = bagua.get_world_size()
+    members = list(range(max(0, size - 2), size))
+    group = bagua.new_group(members)
+    if rank not in members:
+        return
+    for mode in PEER_SELECTION_MODES:
+        model, optimizer = wrapped(members.index(rank), DecentralizedAlgorithm(False, mode), process_group=group)
+        ranks = Decentralized(made_on_rank_0(Net), len(members), mode)
+        for step in range(2):
+            train(model, optimizer, members.index(rank), step)
+            ranks.train(step)
+            assert_equals(model, ranks, members.index(rank), f"{mode}, step {step}")
+
+
 def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     model = torch.nn.Linear(3, 2)
     model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
@@ -398,7 +413,7 @@ CASES: list[Case] = [
     shift_one_among_an_odd_number_is_refused_with_the_number,
     the_exchange_begins_in_the_first_forward_and_once_per_step,
     a_second_backward_of_a_step_communicates_nothing,
-    weights_that_an_optimizer_changed_meanwhile_keep_the_change,
+    weights_that_change_meanwhile_keep_the_change,
     a_graph_from_before_the_exchange_is_refused_afterwards,
     a_run_resumes_to_the_bit,
     options_that_differ_are_a_mismatch_and_the_group_lives_on,
@@ -411,6 +426,7 @@ CASES: list[Case] = [
     memory_with_gaps_and_memory_that_moved_is_averaged,
     an_overflow_makes_one_rank_skip_alone,
     sparse_gradients_are_no_obstacle,
+    a_model_trains_on_a_sub_group,
     models_and_options_that_cannot_be_are_refused,
 ]
 
@@ -419,7 +435,38 @@ def run(rank: int) -> dict[str, str]:
     return run_cases(rank, CASES)
 
 
-@pytest.mark.parametrize("layout", [1, 2, 3, 4, TWO_AND_TWO, TWO_AND_ONE], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, layout: Layout) -> None:
     check(run, layout, case)
+
+
+def end_with_a_forward(rank: int) -> None:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    model(batch(rank, 1))
+    bagua.destroy_process_group()
+    # Trains alone now.
+    train(model, optimizer, rank, 1)
+
+
+def test_a_program_may_end_between_forward_and_backward() -> None:
+    make_world(2).run(end_with_a_forward)
+
+
+def end_with_a_forward_of_rank_0(rank: int) -> float:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    if rank == 0:
+        model(batch(rank, 1))
+    start = time.monotonic()
+    bagua.destroy_process_group()
+    return time.monotonic() - start
+
+
+def test_a_forward_of_one_rank_does_not_hold_up_the_end_of_the_program() -> None:
+    assert max(make_world(2).run(end_with_a_forward_of_rank_0)) < 20

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import MismatchError
-from tests.distributed.hosted_ranks import TWO_AND_ONE, TWO_AND_TWO, Layout, check
+from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
 from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
 from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd
+from tests.world import make_world
 
 LowPrecisionAlgorithm = bagua.algorithms.LowPrecisionDecentralizedAlgorithm
 
@@ -396,7 +398,45 @@ def run(rank: int) -> dict[str, str]:
     return run_cases(rank, CASES)
 
 
-@pytest.mark.parametrize("layout", [1, 2, 3, 4, TWO_AND_TWO, TWO_AND_ONE], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, layout: Layout) -> None:
     check(run, layout, case)
+
+
+def end_with_a_skipped_step(rank: int, skipping: int) -> tuple[float, int]:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    loss(model, batch(rank, 1)).backward()
+    start = time.monotonic()
+    if rank >= skipping:
+        # The other ranks wait here until rank 0 leaves.
+        optimizer.step()
+    bucket = model.bagua_buckets[0].backend_bucket
+    bagua.destroy_process_group()
+    return time.monotonic() - start, bucket.step
+
+
+@pytest.mark.parametrize("skipping", [1, 2], ids=["one rank", "all ranks"])
+def test_a_program_may_end_after_a_skipped_step(skipping: int) -> None:
+    for seconds, rounds in make_world(2).run(end_with_a_skipped_step, skipping):
+        assert rounds == 2
+        assert seconds < 20
+
+
+def end_with_a_backward_of_rank_0(rank: int) -> float:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model, optimizer = wrapped(rank)
+    train(model, optimizer, rank, 0)
+    if rank == 0:
+        loss(model, batch(rank, 1)).backward()
+    start = time.monotonic()
+    bagua.destroy_process_group()
+    return time.monotonic() - start
+
+
+def test_a_backward_of_one_rank_does_not_hold_up_the_end_of_the_program() -> None:
+    assert max(make_world(2).run(end_with_a_backward_of_rank_0)) < 20

@@ -80,7 +80,7 @@ def peers(mode: str, i: int, n: int, r: int) -> set[int]:
 
 
 def averaged(xs: Sequence[Values], mode: str, r: int, hosts: Hosts | None) -> list[Values]:
-    """Every rank's weights after round r. ``hosts``: whose members are hosts."""
+    """Every rank's weights after round r. ``hosts``: the members are hosts, with "all" only the order of additions."""
     if mode == "all":
         if hosts is None:
             return [mean(xs)] * len(xs)

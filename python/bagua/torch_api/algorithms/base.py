@@ -104,7 +104,9 @@ class AlgorithmImpl:
         return self.communicates(step)
 
     def before_step(self, bagua_ddp: WrappedModel) -> None:
-        """Called before a step begins: does what the last one left undone, as its optimizer was never called."""
+        """Called before a step begins, and before the model is closed: does what the last step left undone, as its
+        optimizer was never called.
+        """
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of one of the model's optimizers."""

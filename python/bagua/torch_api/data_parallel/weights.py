@@ -184,8 +184,8 @@ class WeightAverage(_Weights):
         if not self._begun:
             return
         self._begun = False
-        with contextlib.suppress(BaguaError):
-            # What failed is raised by the next call to the engine.
+        with contextlib.suppress(BaguaError, ValueError):
+            # A failure of the group is raised by the next call to the engine.
             self._backend.wait_pending_comm_ops()
 
 
