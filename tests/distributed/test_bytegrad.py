@@ -21,7 +21,7 @@ from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAll
 from bagua.torch_api.bucket import BaguaBucket
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
 from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
-from tests.world import make_world
+from tests.world import DEADLINE, make_world
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("minmax_u8", {}),
@@ -194,7 +194,7 @@ def bytes_of_a_step(rank: int) -> dict[str, int]:
 
 
 def test_codecs_send_fewer_bytes_between_hosts() -> None:
-    for found in make_world(2, hosts=[[0], [1]]).run(bytes_of_a_step):
+    for found in make_world(2, hosts=[[0], [1]], timeout=2 * DEADLINE).run(bytes_of_a_step):
         plain = found["none"]
         assert plain >= 10 << 20
         assert 0.24 * plain < found["minmax_u8"] <= 0.26 * plain
@@ -256,7 +256,7 @@ def killed_in(rank: int, what: str, victim: int, folder: str) -> tuple[float, in
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("what", list(STEPS))
 def test_a_killed_rank_is_named_within_seconds(what: str, transport: str, tmp_path: Path) -> None:
-    world = make_world(3, expect_exit={1: -signal.SIGKILL}, env={"BAGUA_TRANSPORT": transport})
+    world = make_world(3, expect_exit={1: -signal.SIGKILL}, env={"BAGUA_TRANSPORT": transport}, timeout=2 * DEADLINE)
     results = world.run(killed_in, what, 1, str(tmp_path))
     for rank in (0, 2):
         after, lost = results[rank]

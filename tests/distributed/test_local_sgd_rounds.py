@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
 from tests.distributed.local_sgd_simulation import WORLDS, Simulation, data, equal, local_step, net, rounds, sgd
 from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.world import make_world
 
 
 def an_overflow_on_one_rank_delays_nobody(rank: int) -> None:
@@ -209,3 +211,25 @@ def run(rank: int) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
     check(run, size, case, hosts)
+
+
+def group_ends_before_a_round(rank: int) -> int:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
+    model(data(rank, 0)).square().mean().backward()
+    bagua.destroy_process_group()
+    bagua.init_process_group()
+    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
+    for step in range(2):
+        local_step(model, optimizer, data(rank, step))
+        assert same_everywhere(*model.parameters())
+    done = rounds(model)
+    bagua.destroy_process_group()
+    return done
+
+
+def test_a_round_that_was_due_when_its_group_ended_is_dropped() -> None:
+    assert make_world(2).run(group_ends_before_a_round) == [2, 2]
