@@ -1,8 +1,8 @@
 """PowerSGD: the ranks average low-rank approximations of their gradients.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-NeurIPS 2019, arXiv:1905.13727. With M = g + e of each rank, a gradient as a matrix of n x m plus what the rank's earlier
-rounds lost of it, one round is::
+NeurIPS 2019, arXiv:1905.13727. With M = g + e of each rank, a gradient as a matrix of n x m plus what the rank's
+earlier rounds lost of it, one round is::
 
     P  = orthonormal columns of (sum over ranks of M Q)      n x r, one all_reduce for all parameters
     Q' = mean over ranks of M^T P                            m x r, one all_reduce for all parameters
