@@ -233,9 +233,10 @@ class _Flat:
         for dtype in sorted({dtype for _, _, dtype in shapes.values()}, key=str):
             wanted = {name: (rows, columns) for name, (rows, columns, of) in shapes.items() if of == dtype}
             flat = torch.empty(sum(rows * columns for rows, columns in wanted.values()), dtype=dtype)
-            pieces = flat.split([rows * columns for rows, columns in wanted.values()])
-            for (name, shape), piece in zip(wanted.items(), pieces, strict=True):
-                self.parts[name] = piece.view(shape)
+            end = 0
+            for name, (rows, columns) in wanted.items():
+                start, end = end, end + rows * columns
+                self.parts[name] = flat[start:end].view(rows, columns)
             self._flats.append(flat)
 
     def all_reduce(self, backend: Backend, op: ReduceOp) -> None:
