@@ -1,11 +1,12 @@
 """How a model's ranks stay in step: one file per algorithm, each registered under its name."""
 
-from . import base, bytegrad, decentralized, gradient_allreduce, local_sgd, q_adam
+from . import base, bytegrad, decentralized, gradient_allreduce, local_sgd, powersgd, q_adam
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from .bytegrad import ByteGradAlgorithm
 from .decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from .gradient_allreduce import GradientAllReduceAlgorithm
 from .local_sgd import DiLoCoAlgorithm, LocalSGDAlgorithm
+from .powersgd import PowerSGDAlgorithm
 from .q_adam import QAdamAlgorithm, QAdamOptimizer
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "GradientAllReduceAlgorithm",
     "LocalSGDAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
+    "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
     "base",
@@ -25,5 +27,6 @@ __all__ = [
     "decentralized",
     "gradient_allreduce",
     "local_sgd",
+    "powersgd",
     "q_adam",
 ]

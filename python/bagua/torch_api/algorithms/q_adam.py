@@ -90,7 +90,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in ("lr", "eps", "weight_decay"):
-            if not 0 <= float(group[name]):
+            if not float(group[name]) >= 0:
                 raise ValueError(f"{name} must not be negative: {group[name]!r}")
         if len(group["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in group["betas"]):
             raise ValueError(f"betas must be two numbers from 0 up to, but not including, 1: {group['betas']!r}")
@@ -270,7 +270,7 @@ class MomentExchange(GradientExchange):
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Counts rounds from ``first_round`` on. A bucket moves the memory of a candidate, which stays the same tensor."""
+        """Counts rounds from ``first_round`` on. A bucket moves a candidate's memory; it stays the same tensor."""
         for bucket in buckets:
             bucket.backend_bucket.set_step(self._first_round)
 

@@ -1,0 +1,562 @@
+"""powersgd on several ranks against a NumPy simulation of all of them, and against what the method promises."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import bagua
+import bagua.torch_api as bagua_torch
+from bagua.errors import MismatchError
+from bagua.torch_api.algorithms.powersgd import PowerSGDAlgorithm
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, run_cases, same_everywhere
+from tests.world import make_world
+
+Values = npt.NDArray[Any]
+
+RANK = 2
+
+SHAPES = {"matrix": (20, 30), "conv": (8, 4, 3, 3), "bias": (5,)}
+
+
+class Given(torch.nn.Module):
+    """Parameters whose gradients are what the forward is given."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum(((getattr(self, name) * grad).sum() for name, grad in gradients.items()), torch.zeros(()))
+
+
+class Simulated:
+    """PowerSGD of one parameter on all ranks, in float64."""
+
+    def __init__(self, name: str, warm: bool = True, feedback: bool = True, seed: int = 1) -> None:
+        self.number = list(SHAPES).index(name)
+        self.shape = SHAPES[name]
+        self.n, self.m = self.shape[0], int(np.prod(self.shape[1:]))
+        self.warm, self.feedback, self.seed = warm, feedback, seed
+        self.round = 0
+        self.q = self.drawn()
+        self.errors = [np.zeros((self.n, self.m)) for _ in range(size())]
+
+    def drawn(self) -> Values:
+        return np.random.default_rng([self.seed, self.round, self.number]).standard_normal((self.m, RANK))
+
+    def step(self, grads: Sequence[torch.Tensor]) -> Values:
+        given = [g.double().numpy().reshape(self.n, self.m) + e for g, e in zip(grads, self.errors, strict=True)]
+        p, _ = np.linalg.qr(sum(m @ self.q for m in given))
+        factor = sum(m.T @ p for m in given) / len(given)
+        if self.feedback:
+            self.errors = [m - p @ (p.T @ m) for m in given]
+        self.round += 1
+        self.q = factor if self.warm else self.drawn()
+        return (p @ factor.T).reshape(self.shape)
+
+
+def size() -> int:
+    return bagua_torch.get_world_size()
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def wrapped(
+    model: torch.nn.Module, algorithm: PowerSGDAlgorithm | None = None, **options: Any
+) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model.with_bagua([optimizer], algorithm or PowerSGDAlgorithm(RANK), **options)
+    return optimizer
+
+
+def averages(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is in ``param.grad`` after a backward."""
+    model.zero_grad()
+    model(given).backward()
+    return {name: param.grad.detach().clone() for name, param in model.named_parameters() if param.grad is not None}
+
+
+def close(mine: torch.Tensor, theirs: Values | torch.Tensor, what: object = "", tolerance: float = 1e-5) -> None:
+    expected = torch.as_tensor(theirs, dtype=torch.float64)
+    scale = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(
+        mine.double(), expected, rtol=0.0, atol=tolerance * scale, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def rounds_equal_the_simulation(rank: int) -> None:
+    if size() == 1:
+        return
+    for warm, feedback, do_flatten in (
+        (True, True, True),
+        (False, True, True),
+        (True, False, True),
+        (False, False, False),
+        (True, True, False),
+    ):
+        model = Given()
+        wrapped(model, PowerSGDAlgorithm(RANK, warm_start=warm, error_feedback=feedback, seed=7), do_flatten=do_flatten)
+        assert model.bagua_algorithm.matrices == {"matrix": (20, 30, RANK), "conv": (8, 36, RANK)}
+        expected = {name: Simulated(name, warm, feedback, 7) for name in ("matrix", "conv")}
+        for step in range(5):
+            what = f"{warm=} {feedback=} {do_flatten=} {step=}"
+            everybody = [gradients(other, step) for other in range(size())]
+            found = averages(model, everybody[rank])
+            close(found["bias"], sum(given["bias"] for given in everybody) / size(), what)
+            state = model.bagua_algorithm.state_dict()
+            for name, one in expected.items():
+                close(found[name], one.step([given[name] for given in everybody]), f"{what} {name}", 3e-5)
+                if feedback:
+                    close(state["error"][name].reshape(one.n, one.m), one.errors[rank], f"{what} {name}", 3e-5)
+            assert same_everywhere(*found.values()), what
+            assert ("error" in state, "q" in state) == (feedback, warm)
+            assert state["round"] == step + 1
+            if warm:
+                assert same_everywhere(*state["q"].values())
+
+
+def gradients_of_one_column_space_are_averaged_exactly(rank: int) -> None:
+    # Feedback would magnify the rounding errors of such gradients, which are all that is left, from round to round.
+    for feedback, rounds in ((True, 1), (False, 4)):
+        for seed in range(3):
+            model = Given()
+            wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=feedback))
+            generator = torch.Generator().manual_seed(seed)
+            basis = torch.randn(20, RANK, generator=generator)
+            for step in range(rounds):
+                everybody = [basis @ torch.randn(RANK, 30, generator=generator) for _ in range(size())]
+                found = averages(model, gradients(rank, 0) | {"matrix": everybody[rank]})
+                close(found["matrix"], sum(everybody) / size(), (feedback, seed, step))
+
+
+def a_round_projects_the_mean_on_a_space_of_few_columns(rank: int) -> None:
+    if size() == 1:
+        return
+    model = Given()
+    wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=False))
+    for step in range(3):
+        found = averages(model, gradients(rank, step))["matrix"].double()
+        mean = sum(gradients(other, step)["matrix"] for other in range(size())).double() / size()
+        assert torch.linalg.matrix_rank(found, rtol=1e-5) == RANK
+        left = mean - found
+        assert 0.1 * mean.norm() < left.norm() < mean.norm()
+        assert (found.T @ left).norm() < 1e-5 * mean.norm() ** 2
+
+
+def a_warm_start_finds_the_best_approximation(rank: int) -> None:
+    if size() == 1:
+        return
+    everybody = [gradients(other, 3)["matrix"] for other in range(size())]
+    u, values, v = torch.linalg.svd((sum(everybody) / size()).double())
+    # A gap behind the wanted values, so that a few steps are enough.
+    values[RANK:] *= 0.3
+    best = u[:, :RANK] @ torch.diag(values[:RANK]) @ v[:RANK]
+    mean = u[:, :20] @ torch.diag(values) @ v[:20]
+    apart = torch.randn(20, 30, generator=torch.Generator().manual_seed(rank))
+    summed = sum(torch.randn(20, 30, generator=torch.Generator().manual_seed(other)) for other in range(size()))
+    own = (mean + apart.double() - summed.double() / size()).float()
+    errors = {}
+    for warm in (True, False):
+        model = Given()
+        wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=False, warm_start=warm))
+        for _ in range(15):
+            found = averages(model, gradients(rank, 0) | {"matrix": own})["matrix"]
+        errors[warm] = float((found.double() - best).norm() / best.norm())
+    assert errors[True] < 1e-4
+    assert errors[False] > 1e-2
+
+
+def averages_over_time_converge_with_error_feedback(rank: int) -> None:
+    everybody = [gradients(other, 5)["matrix"] for other in range(size())]
+    mean = (sum(everybody) / size()).double()
+    distance = {}
+    for feedback in (True, False):
+        model = Given()
+        wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=feedback))
+        total = torch.zeros(20, 30, dtype=torch.float64)
+        for _ in range(150):
+            total += averages(model, gradients(rank, 0) | {"matrix": everybody[rank]})["matrix"].double()
+        distance[feedback] = float((total / 150 - mean).norm() / mean.norm())
+    assert distance[True] < 0.1
+    assert size() == 1 or distance[False] > 0.5
+
+
+def gradients_of_zero_stay_zero_and_do_no_harm(rank: int) -> None:
+    model = Given()
+    wrapped(model)
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for _ in range(3):
+        assert not any(average.any() for average in averages(model, zeros).values())
+    # A gradient whose first rows, and many columns, are 0: the direction has to be found again.
+    for _ in range(3):
+        given = zeros | {"matrix": torch.zeros(20, 30)}
+        given["matrix"][15, 20:] = float(rank + 1)
+        found = averages(model, given)["matrix"]
+        expected = torch.zeros(20, 30)
+        expected[15, 20:] = (size() + 1) / 2
+        close(found, expected)
+
+
+def gradients_of_a_lower_rank_than_the_last_ones_give_no_nan(rank: int) -> None:
+    model = Given()
+    wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=False))
+    one = torch.outer(torch.arange(20.0), torch.arange(30.0))
+    for _ in range(4):
+        close(averages(model, gradients(rank, 0) | {"matrix": one * (rank + 1)})["matrix"], one * (size() + 1) / 2)
+    other = torch.outer(torch.arange(20.0).flip(0), torch.ones(30))
+    for _ in range(2):
+        found = averages(model, gradients(rank, 0) | {"matrix": one + other})["matrix"]
+    close(found, one + other, tolerance=1e-4)
+
+
+def gradients_of_any_scale_are_approximated(rank: int) -> None:
+    for scale in (1e-25, 1e25):
+        model = Given()
+        wrapped(model)
+        basis = torch.randn(20, RANK, generator=torch.Generator().manual_seed(1))
+        factor = torch.randn(RANK, 30, generator=torch.Generator().manual_seed(2))
+        for _ in range(4):
+            found = averages(model, gradients(rank, 0) | {"matrix": (basis @ factor) * scale})["matrix"]
+            close(found / scale, basis @ factor, scale)
+
+
+def an_overflow_on_one_rank_is_everybodys_and_leaves_the_state(rank: int) -> None:
+    for warm in (True, False):
+        for name in SHAPES:
+            for value in (float("inf"), float("nan")):
+                model, plain = Given(), Given()
+                wrapped(model, PowerSGDAlgorithm(RANK, warm_start=warm))
+                wrapped(plain, PowerSGDAlgorithm(RANK, warm_start=warm))
+                for step in range(2):
+                    averages(model, gradients(rank, step))
+                    averages(plain, gradients(rank, step))
+                broken = gradients(rank, 9)
+                if rank == size() - 1:
+                    broken[name].view(-1)[3] = value
+                before = model.bagua_algorithm.state_dict()
+                found = averages(model, broken)
+                assert not found[name].isfinite().all()
+                assert all(found[other].isfinite().all() for other in SHAPES if other != name)
+                after = model.bagua_algorithm.state_dict()
+                for kind in {"error", "q"} & before.keys():
+                    assert all(torch.equal(before[kind][key], after[kind][key]) for key in before[kind])
+                mine, theirs = averages(model, gradients(rank, 3)), averages(plain, gradients(rank, 3))
+                assert all(torch.equal(mine[key], theirs[key]) for key in SHAPES), (warm, name, value)
+
+
+def grad_scaler_skips_on_all_ranks(rank: int) -> None:
+    model = Given()
+    optimizer = wrapped(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(4):
+        given = gradients(rank, step)
+        if step == 1 and rank == 0:
+            given["matrix"][0, 0] = float("inf")
+        before = model.matrix.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(model(given)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model.matrix) == (step == 1)
+        assert same_everywhere(*model.parameters())
+
+
+def half_precision_gradients_are_computed_in_float32(rank: int) -> None:
+    if size() == 1:
+        return
+    for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float64, 1e-9)):
+        model = Given(dtype)
+        wrapped(model)
+        expected = {name: Simulated(name) for name in ("matrix", "conv")}
+        for step in range(3):
+            everybody = [gradients(other, step, dtype) for other in range(size())]
+            found = averages(model, everybody[rank])
+            for name, one in expected.items():
+                assert found[name].dtype == dtype
+                close(found[name], one.step([given[name] for given in everybody]), f"{dtype} {name}", tolerance)
+            # Rounding to the gradient's type is no part of the error.
+            error = model.bagua_algorithm.state_dict()["error"]["matrix"]
+            assert error.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            close(error, expected["matrix"].errors[rank], dtype, min(tolerance, 1e-4))
+            assert same_everywhere(*(average.double() for average in found.values()))
+
+
+def unused_parameters_stay_and_take_part_where_another_rank_uses_them(rank: int) -> None:
+    if size() == 1:
+        return
+    for do_flatten in (True, False):
+        model = Given()
+        wrapped(model, find_unused_parameters=True, do_flatten=do_flatten)
+        expected = Simulated("matrix")
+        for step in range(4):
+            everybody = [gradients(other, step) for other in range(size())]
+            names = ["matrix", "bias"] if rank == 0 else ["bias"]
+            if step == 2:
+                names = ["bias"]
+            before = model.bagua_algorithm.state_dict()
+            found = averages(model, {name: everybody[rank][name] for name in names})
+            after = model.bagua_algorithm.state_dict()
+            assert "conv" not in found
+            assert not after["error"]["conv"].any()
+            assert torch.equal(before["q"]["conv"], after["q"]["conv"])
+            if step == 2:
+                assert "matrix" not in found
+                assert torch.equal(before["error"]["matrix"], after["error"]["matrix"])
+                continue
+            used = [everybody[0]["matrix"], *(torch.zeros(20, 30) for _ in range(size() - 1))]
+            close(found["matrix"], expected.step(used), step, 3e-5)
+
+
+def gradients_accumulate_under_no_sync(rank: int) -> None:
+    if size() == 1:
+        return
+    for do_flatten in (True, False):
+        model = Given()
+        wrapped(model, do_flatten=do_flatten)
+        expected = Simulated("matrix")
+        for step in range(3):
+            model.zero_grad()
+            with model.bagua_ddp.no_sync():
+                model(gradients(rank, 10 * step)).backward()
+            model(gradients(rank, 10 * step + 1)).backward()
+            given = [[gradients(other, 10 * step + i)["matrix"] for i in range(2)] for other in range(size())]
+            close(model.matrix.grad, expected.step([a + b for a, b in given]), step, 3e-5)
+
+
+def create_graph_gradients_are_averaged_without_their_graph(rank: int) -> None:
+    model, plain = Given(), Given()
+    wrapped(model)
+    wrapped(plain)
+    for step in range(2):
+        model.zero_grad()
+        model(gradients(rank, step)).backward(create_graph=True)
+        expected = averages(plain, gradients(rank, step))
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad.detach(), expected[name])
+            param.grad = None
+
+
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()], file)
+    file.seek(0)
+    return file
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + bagua_torch.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def mlp(bias: bool = True) -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(20, 32, bias), torch.nn.Tanh(), torch.nn.Linear(32, 24, bias))
+
+
+def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
+    for warm in (True, False):
+        algorithm = PowerSGDAlgorithm(RANK, warm_start=warm)
+        model = mlp()
+        optimizer = wrapped(model, algorithm)
+        train(model, optimizer, range(3))
+        file = save(model, optimizer)
+        train(model, optimizer, range(3, 7))
+        other = mlp()
+        # Another bucket size changes nothing.
+        resumed = wrapped(other, algorithm, bucket_size=64)
+        of_model, of_optimizer, of_algorithm = torch.load(file, weights_only=True)
+        assert of_algorithm["algorithm"] == "powersgd"
+        other.load_state_dict(of_model)
+        resumed.load_state_dict(of_optimizer)
+        other.bagua_algorithm.load_state_dict(of_algorithm)
+        train(other, resumed, range(3, 7))
+        assert all(map(torch.equal, model.parameters(), other.parameters())), warm
+        with pytest.raises(ValueError, match="'bytegrad', not of 'powersgd'"):
+            other.bagua_algorithm.load_state_dict(of_algorithm | {"algorithm": "bytegrad"})
+
+
+def a_model_of_matrices_only_has_no_buckets(rank: int) -> None:
+    for unused in (False, True):
+        model = mlp(bias=False)
+        optimizer = wrapped(model, find_unused_parameters=unused)
+        assert not model.bagua_buckets
+        start = copy.deepcopy(model.state_dict())
+        train(model, optimizer, range(3))
+        assert same_everywhere(*model.parameters())
+        assert not any(torch.equal(param, start[name]) for name, param in model.named_parameters())
+        model.bagua_algorithm.load_state_dict(model.bagua_algorithm.state_dict())
+
+
+def one_algorithm_object_serves_two_models(rank: int) -> None:
+    algorithm = PowerSGDAlgorithm(RANK)
+    models, alone = [Given(), Given()], [Given(), Given()]
+    for model in models:
+        wrapped(model, algorithm)
+    for model in alone:
+        wrapped(model)
+    for step in range(3):
+        for number in range(2):
+            given = gradients(rank, 10 * number + step)
+            mine, theirs = averages(models[number], given), averages(alone[number], given)
+            assert all(torch.equal(mine[name], theirs[name]) for name in SHAPES)
+
+
+def options_that_differ_are_a_mismatch_and_the_group_goes_on(rank: int) -> None:
+    if size() == 1:
+        return
+    model = Given()
+    for options in ({"rank": 2 + rank}, {"warm_start": rank == 0}, {"seed": rank}, {"min_compression": 2.0 + rank}):
+        with pytest.raises(MismatchError, match="powersgd"):
+            wrapped(model, PowerSGDAlgorithm(**options))
+    wrapped(model)
+    assert same_everywhere(*averages(model, gradients(rank, 0)).values())
+
+
+def sparse_gradients_are_refused(rank: int) -> None:
+    with pytest.raises(NotImplementedError, match="sparse gradients, which PowerSGDAlgorithm does not"):
+        wrapped(torch.nn.Embedding(40, 30, sparse=True))
+
+
+def one_rank_trains_with_its_own_gradients(rank: int) -> None:
+    if size() > 1:
+        return
+    model = Given()
+    wrapped(model)
+    given = gradients(0, 0)
+    found = averages(model, given)
+    assert all(torch.equal(found[name], given[name]) for name in SHAPES)
+
+
+def only_what_becomes_smaller_is_approximated(rank: int) -> None:
+    for options, expected in (
+        ({"rank": 4}, {"matrix": (20, 30, 4)}),
+        ({"rank": 4, "min_compression": 1.0}, {"matrix": (20, 30, 4), "conv": (8, 36, 4)}),
+        ({"rank": 100, "min_compression": 0.1}, {"matrix": (20, 30, 20), "conv": (8, 36, 8), "bias": (5, 1, 1)}),
+        # 20 * 30 = 2 * 6 * (20 + 30)
+        ({"rank": 6}, {"matrix": (20, 30, 6)}),
+        ({"rank": 7}, {}),
+    ):
+        model = Given()
+        wrapped(model, PowerSGDAlgorithm(**options))
+        assert model.bagua_algorithm.matrices == expected, options
+        found = averages(model, gradients(rank, 0))
+        if options["rank"] in (7, 100):
+            for name in SHAPES:
+                close(found[name], sum(gradients(other, 0)[name] for other in range(size())) / size())
+
+
+CASES: list[Case] = [
+    rounds_equal_the_simulation,
+    gradients_of_one_column_space_are_averaged_exactly,
+    a_round_projects_the_mean_on_a_space_of_few_columns,
+    a_warm_start_finds_the_best_approximation,
+    averages_over_time_converge_with_error_feedback,
+    gradients_of_zero_stay_zero_and_do_no_harm,
+    gradients_of_a_lower_rank_than_the_last_ones_give_no_nan,
+    gradients_of_any_scale_are_approximated,
+    an_overflow_on_one_rank_is_everybodys_and_leaves_the_state,
+    grad_scaler_skips_on_all_ranks,
+    half_precision_gradients_are_computed_in_float32,
+    unused_parameters_stay_and_take_part_where_another_rank_uses_them,
+    gradients_accumulate_under_no_sync,
+    create_graph_gradients_are_averaged_without_their_graph,
+    a_resumed_run_goes_on_bit_for_bit,
+    a_model_of_matrices_only_has_no_buckets,
+    one_algorithm_object_serves_two_models,
+    options_that_differ_are_a_mismatch_and_the_group_goes_on,
+    sparse_gradients_are_refused,
+    one_rank_trains_with_its_own_gradients,
+    only_what_becomes_smaller_is_approximated,
+]
+
+WORLDS: dict[str, list[list[int]]] = {
+    "one_rank": [[0]],
+    "two_ranks": [[0, 1]],
+    "three_ranks": [[0, 1, 2]],
+    "four_ranks": [[0, 1, 2, 3]],
+    "hosts_of_2_and_2": [[0, 1], [2, 3]],
+    "hosts_of_2_and_1": [[0, 1], [2]],
+}
+
+
+def ranks(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@functools.cache
+def outcomes(world: str) -> list[dict[str, str]]:
+    hosts = WORLDS[world]
+    pretended = hosts if len(hosts) > 1 else None
+    size = sum(map(len, hosts))
+    found: list[dict[str, str]] = make_world(size, hosts=pretended, env=ENVIRONMENT, timeout=240.0).run(ranks)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_powersgd(case: Case, world: str) -> None:
+    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(world))]
+    assert not any(texts[case.__name__] for texts in outcomes(world)), "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be an int of at least 1, not 0"),
+        ({"rank": 1.5}, "rank must be an int of at least 1, not 1.5"),
+        ({"seed": -1}, "seed must be an int of at least 0, not -1"),
+        ({"min_compression": -1.0}, "min_compression must be a finite number"),
+        ({"min_compression": float("nan")}, "min_compression must be a finite number"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PowerSGDAlgorithm(**options)
+
+
+def sent_bytes() -> int:
+    groups = bagua.stats()["groups"].values()
+    return sum(op["wire_bytes_sent"] for group in groups for op in group["ops"].values())
+
+
+def bytes_of_five_steps(rank: int) -> list[int]:
+    """Of gradient_allreduce, and of powersgd."""
+    torch.set_num_threads(1)
+    bagua_torch.init_process_group()
+    found = []
+    for algorithm in (bagua_torch.algorithms.GradientAllReduceAlgorithm(), PowerSGDAlgorithm(4)):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.with_bagua([optimizer], algorithm)
+        before = sent_bytes()
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 256)).square().mean().backward()
+            optimizer.step()
+        found.append(sent_bytes() - before)
+        assert same_everywhere(*model.parameters())
+    bagua_torch.destroy_process_group()
+    return found
+
+
+def test_rank_4_sends_at_most_5_percent_of_the_bytes() -> None:
+    for plain, compressed in make_world(2, hosts=[[0], [1]], env=ENVIRONMENT, timeout=120.0).run(bytes_of_five_steps):
+        assert plain > 5 * 4 * 2 * 256 * 512
+        assert 0 < compressed <= 0.05 * plain
