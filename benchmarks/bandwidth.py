@@ -6,7 +6,7 @@ Needs root and the tools `ip` and `tc`; see network.py, whose namespaces it uses
     sudo python benchmarks/bandwidth.py --rates 1gbit --contenders bytegrad ddp ddp-bf16 --record
 
 One rank on each host trains an MLP of 25 million parameters on 4 samples a step. A contender trains alone: its blocks
-of steps are those of one communication interval (one step for most), a block's time is that of its slowest rank, the figure
+    sudo python benchmarks/bandwidth.py --rates 1gbit --contenders bytegrad ddp ddp-bf16
 is the median time of a step. torch's DDP on gloo is measured first and last, so that a change of the machine shows:
 `x ddp` is against the mean of both. MiB a step are what the first rank sends, from bagua.stats().
 """
