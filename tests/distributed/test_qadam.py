@@ -390,11 +390,16 @@ def a_step_without_an_exchange_is_an_error(rank: int) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(BaguaError, match="that the other ranks have not seen"):
         optimizer.step()
-    optimizer.zero_grad()
-    with model.bagua_ddp.no_sync():
-        loss_of(model, rank, 3).backward()
-    with pytest.raises(BaguaError, match="backward outside no_sync"):
-        optimizer.step()
+    for dropped in (False, True):
+        optimizer.zero_grad()
+        loss_of(model, rank, 2).backward()
+        if dropped:
+            optimizer.zero_grad()
+            optimizer.step()
+        with model.bagua_ddp.no_sync():
+            loss_of(model, rank, 3).backward()
+        with pytest.raises(BaguaError, match="backward outside no_sync"):
+            optimizer.step()
     assert all(map(torch.equal, model.parameters(), before))
     train(model, optimizer, range(W + 1, W + 2))
     assert same_everywhere(*model.parameters())

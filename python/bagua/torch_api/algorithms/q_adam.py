@@ -146,8 +146,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             group["step"] += 1
         for group, param in work:
             (self._update_legacy if self.legacy else self._update)(group, param, warming)
-            if param in self._averaged:
-                self._averaged[param] = None
+        # Used up, or dropped by zero_grad().
+        self._averaged = dict.fromkeys(self._averaged)
         return loss
 
     def _check(self, param: torch.Tensor, warming: bool) -> None:
@@ -282,6 +282,11 @@ class MomentExchange(GradientExchange):
         """From now on the optimizer steps with the gradients that it finds."""
         for slot in self._slots.values():
             self._optimizer._averaged.pop(slot.param, None)
+
+    def accumulated(self, name: str) -> None:
+        """A gradient that the mean does not have."""
+        super().accumulated(name)
+        self._optimizer._averaged[self._slots[name].param] = None
 
     def _into_view(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
         self._optimizer._averaged[slot.param] = None
