@@ -16,6 +16,7 @@ use super::{Collective, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::codec::{Codec, Encoded, Exchange, Scratch};
 use crate::error::{Error, Result};
+use crate::reduce::sum_over;
 
 /// Bytes of an element of error memory, a float32.
 const ERROR: usize = 4;
@@ -43,10 +44,10 @@ pub struct Workspace {
     sent: Vec<u8>,
     /// Records of the other members.
     received: Vec<u8>,
-    /// Elements of one record.
+    /// Elements of all members' records of one chunk.
     decoded: Vec<u8>,
-    /// Sum of the members' elements, float32.
-    sum: Vec<u8>,
+    /// The mean of one chunk before its second encoding.
+    mean: Vec<u8>,
     /// The error after this call, until it is known that the result is finite.
     error: Vec<u8>,
     /// The encoder's.
@@ -121,8 +122,8 @@ fn two_shot(
     let count = chunk / dtype.size();
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
-    work.resize(members * record, chunk, count);
-    let Workspace { sent, received, decoded, sum, error, scratch, .. } = work;
+    work.resize(members * record, members * chunk, chunk);
+    let Workspace { sent, received, decoded, mean, error, scratch, .. } = work;
     let feedback = how.error.is_some();
     let errors = |chunk: usize| {
         let end = how.elements * ERROR;
@@ -133,6 +134,7 @@ fn two_shot(
     for (j, (elements, record)) in data.chunks(chunk).zip(sent.chunks_mut(record)).enumerate() {
         encode(cx, how, elements, record, scratch);
         if feedback {
+            let decoded = &mut decoded[..chunk];
             how.codec.decode(dtype, record, decoded)?;
             for_dtype(dtype, Lose { error: &mut error[errors(j)], decoded });
         }
@@ -142,14 +144,13 @@ fn two_shot(
 
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
-    add_all(cx, how, received.chunks(record), decoded, sum)?;
-    for_dtype(dtype, Round { sum, divisor: how.divisor, out: decoded });
+    combine(cx, how, received.chunks(record), decoded, mean)?;
     let own = &mut sent[..record];
-    encode(cx, how, decoded, own, scratch);
+    encode(cx, how, mean, own, scratch);
     let mine = &mut data[me * chunk..][..chunk];
     how.codec.decode(dtype, own, mine)?;
     if feedback {
-        for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean: decoded, decoded: mine, times: how.divisor });
+        for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean, decoded: mine, times: how.divisor });
     }
     cx.stats.add_encode(start.elapsed());
     all_gather(collective, cx, &sent[..record], received)?;
@@ -175,11 +176,12 @@ fn one_shot(
     let count = data.len() / dtype.size();
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
-    work.resize(members * record, data.len(), count);
-    let Workspace { sent, received, decoded, sum, error, scratch, .. } = work;
+    work.resize(members * record, members * data.len(), 0);
+    let Workspace { sent, received, decoded, error, scratch, .. } = work;
     let start = Instant::now();
     encode(cx, how, data, &mut sent[..record], scratch);
     if how.error.is_some() {
+        let decoded = &mut decoded[..data.len()];
         how.codec.decode(dtype, &sent[..record], decoded)?;
         for_dtype(dtype, Lose { error, decoded });
     }
@@ -187,19 +189,18 @@ fn one_shot(
     all_gather(collective, cx, &sent[..record], received)?;
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[..record]);
-    add_all(cx, how, received.chunks(record), decoded, sum)?;
-    for_dtype(dtype, Round { sum, divisor: how.divisor, out: data });
+    combine(cx, how, received.chunks(record), decoded, data)?;
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }
 
 impl Workspace {
-    /// Room for records, for the elements of one record, and for their sum.
-    fn resize(&mut self, records: usize, elements: usize, count: usize) {
+    /// Room for these bytes of records, of their elements, and of the elements' mean.
+    fn resize(&mut self, records: usize, elements: usize, mean: usize) {
         self.sent.resize(records, 0);
         self.received.resize(records, 0);
         self.decoded.resize(elements, 0);
-        self.sum.resize(count * size_of::<f32>(), 0);
+        self.mean.resize(mean, 0);
     }
 }
 
@@ -209,18 +210,19 @@ fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &m
     }
 }
 
-/// Decodes records of the same elements and adds them in order, in float32.
-fn add_all<'r>(
+/// Decodes all members' records of the same elements, adds them in member order in float32, divides, and rounds once.
+fn combine<'r>(
     cx: &OpContext<'_>,
     how: &Compression<'_>,
     records: impl Iterator<Item = &'r [u8]>,
     decoded: &mut [u8],
-    sum: &mut [u8],
+    result: &mut [u8],
 ) -> Result<()> {
-    for (member, record) in records.enumerate() {
-        how.codec.decode(cx.dtype(), record, decoded)?;
-        for_dtype(cx.dtype(), Add { sum, decoded, first: member == 0 });
+    for (record, elements) in records.zip(decoded.chunks_mut(result.len())) {
+        how.codec.decode(cx.dtype(), record, elements)?;
     }
+    let inputs: Vec<_> = decoded.chunks(result.len()).map(Some).collect();
+    sum_over(cx.dtype(), &inputs, result, how.divisor);
     Ok(())
 }
 
@@ -328,44 +330,6 @@ impl ForFloat for LoseMean<'_> {
         for (error, (mean, decoded)) in errors.iter_mut().zip(lost) {
             let lost = times * (T::load(mean) - T::load(decoded));
             *error = (f32::from_ne_bytes(*error) + lost).to_ne_bytes();
-        }
-    }
-}
-
-/// sum += decoded; the first one replaces the sum.
-struct Add<'a> {
-    sum: &'a mut [u8],
-    decoded: &'a [u8],
-    first: bool,
-}
-
-impl ForFloat for Add<'_> {
-    type Output = ();
-
-    fn run<T: Float>(self) {
-        let sums = self.sum.as_chunks_mut::<ERROR>().0.iter_mut().zip(self.decoded.chunks_exact(T::SIZE));
-        if self.first {
-            sums.for_each(|(sum, x)| *sum = T::load(x).to_ne_bytes());
-        } else {
-            sums.for_each(|(sum, x)| *sum = (f32::from_ne_bytes(*sum) + T::load(x)).to_ne_bytes());
-        }
-    }
-}
-
-/// out = sum / divisor, rounded.
-struct Round<'a> {
-    sum: &'a [u8],
-    divisor: usize,
-    out: &'a mut [u8],
-}
-
-impl ForFloat for Round<'_> {
-    type Output = ();
-
-    fn run<T: Float>(self) {
-        let divisor = self.divisor as f32;
-        for (out, sum) in self.out.chunks_exact_mut(T::SIZE).zip(floats(self.sum)) {
-            T::store(sum / divisor, out);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use super::whole::with_whole;
+use super::whole::read_whole;
 use super::{BucketCx, Op, extra_of};
 use crate::collective::gossip::PeerSelection;
 use crate::error::{Error, Result};
@@ -55,7 +55,7 @@ impl Op for DecentralizedOp {
         let mean = mean.as_host_mut()?;
         let (scratch, received) = &mut *lock(&self.memory);
         let peers = (self.selection, *step);
-        with_whole(tensors, scratch, |weights| {
+        read_whole(tensors, scratch, |weights| {
             lanes.gossip(&options, dtype, peers, self.hierarchical, weights, mean, received)
         })
     }

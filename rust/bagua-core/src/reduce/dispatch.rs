@@ -45,9 +45,13 @@ fn work(level: Level, dtype: DType, op: ReduceOp, work: Work<'_, '_>) {
 
 /// As [`super::divide`], on a given level: an average of one input, with another divisor.
 pub(super) fn divide(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
-    let inputs = &[None];
-    check(dtype, inputs, data);
-    let work = Work::Into { inputs, out: data };
+    sum_over(level, dtype, &[None], data, divisor);
+}
+
+/// As [`super::sum_over`], on a given level.
+pub(super) fn sum_over(level: Level, dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
+    check(dtype, inputs, out);
+    let work = Work::Into { inputs, out };
     match dtype {
         DType::F16 => average::<F16>(level, divisor, work),
         DType::BF16 => average::<Bf16>(level, divisor, work),

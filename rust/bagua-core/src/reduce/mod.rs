@@ -82,6 +82,14 @@ pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mu
     dispatch::combine_everywhere(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
+/// As [`combine`] with `Sum`, divided by `divisor` before it is rounded: an average of more ranks than there are inputs.
+///
+/// # Panics
+/// As [`combine`], and for a dtype that is neither float nor complex.
+pub fn sum_over(dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
+    dispatch::sum_over(Level::best(), dtype, inputs, out, divisor);
+}
+
 /// Divides every element of a float tensor by `divisor`: the second half of `Avg` where the sum was made in several steps.
 ///
 /// # Panics

@@ -6,7 +6,7 @@ use std::array::from_fn;
 pub(in super::super) const LANES: usize = 16;
 
 /// Sixteen float32.
-pub(in super::super) trait Lanes: Copy {
+pub(crate) trait Lanes: Copy {
     fn splat(value: f32) -> Self;
     fn from_f32(bytes: &[u8; 64]) -> Self;
     fn from_f16(bytes: &[u8; 32]) -> Self;
