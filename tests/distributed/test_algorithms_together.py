@@ -17,9 +17,14 @@ from bagua.errors import MismatchError
 from bagua.torch_api.algorithms import (
     Algorithm,
     ByteGradAlgorithm,
+    DecentralizedAlgorithm,
     DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    PowerSGDAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
 )
 from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
 
@@ -51,6 +56,8 @@ class Entry:
     any_bucket_size: bool = True
     #: One object may serve several models.
     several_models: bool = True
+    #: Works with GradScaler.
+    takes_scaled_gradients: bool = True
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd
 
 
@@ -70,6 +77,32 @@ TABLE = [
     Entry("bytegrad random_k feedback", bytegrad("random_k", True, k=0.3), any_bucket_size=False),
     Entry("bytegrad onebit feedback", bytegrad("onebit", True), any_bucket_size=False),
     Entry("bytegrad block_i8", bytegrad("block_i8", False, block=16), any_bucket_size=False),
+    Entry("powersgd", lambda _: PowerSGDAlgorithm(1), any_bucket_size=False),
+    Entry(
+        "powersgd cold", lambda _: PowerSGDAlgorithm(2, warm_start=False, min_compression=1.0), any_bucket_size=False
+    ),
+    Entry(
+        "qadam",
+        lambda optimizer: QAdamAlgorithm(optimizer, hierarchical=False),
+        any_bucket_size=False,
+        several_models=False,
+        takes_scaled_gradients=False,
+        optimizer=lambda model: QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=4),
+    ),
+    # One bucket, whatever its size.
+    Entry("decentralized", lambda _: DecentralizedAlgorithm(), keeps_equal=False, any_bucket_size=False),
+    Entry(
+        "decentralized ring",
+        lambda _: DecentralizedAlgorithm(False, "ring", 2),
+        keeps_equal=False,
+        any_bucket_size=False,
+    ),
+    Entry(
+        "low_precision_decentralized",
+        lambda _: LowPrecisionDecentralizedAlgorithm(False, 2),
+        keeps_equal=False,
+        any_bucket_size=False,
+    ),
     Entry("local_sgd", lambda _: LocalSGDAlgorithm(5)),
     Entry("local_sgd every step", lambda _: LocalSGDAlgorithm(1)),
     Entry("diloco", lambda _: DiLoCoAlgorithm(5)),
@@ -231,6 +264,9 @@ DIFFERENT: list[tuple[Callable[[], Algorithm], Callable[[], Algorithm], tuple[st
         ("k=0.1", "k=0.2"),
     ),
     (lambda: ByteGradAlgorithm(compression="auto"), ByteGradAlgorithm, ("'auto'", "'MinMaxUInt8'")),
+    (DecentralizedAlgorithm, lambda: DecentralizedAlgorithm(True, "ring"), ("'all'", "'ring'")),
+    (LowPrecisionDecentralizedAlgorithm, lambda: LowPrecisionDecentralizedAlgorithm(False), ("=True", "=False")),
+    (PowerSGDAlgorithm, lambda: PowerSGDAlgorithm(2), ("rank=4", "rank=2")),
     (LocalSGDAlgorithm, DiLoCoAlgorithm, ("local_sgd(", "diloco(")),
     (LocalSGDAlgorithm, lambda: LocalSGDAlgorithm(9), ("communication_interval=8", "communication_interval=9")),
     (DiLoCoAlgorithm, lambda: DiLoCoAlgorithm(outer_lr=0.8), ("outer_lr=0.7", "outer_lr=0.8")),
@@ -284,6 +320,8 @@ def one_overflow_makes_every_rank_skip_where_gradients_travel(rank: int) -> None
 
 def one_overflow_ends_with_weights_that_are_equal_and_finite_where_weights_travel(rank: int) -> None:
     for entry in TABLE:
+        if not entry.takes_scaled_gradients:
+            continue
         model = net()
         optimizer = entry.optimizer(model)
         model.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)

@@ -8,7 +8,7 @@
 //! | 8 | [`bucket`] | tensors that are communicated together |
 //! | 7 | [`op`] | the operations on a bucket, one file each |
 //! | 6 | [`group`] | membership: rendezvous, control connections, lanes, sub-groups |
-//! | 5 | [`collective`] | how the ranks of a group combine tensors: solo, shm, net, hier |
+//! | 5 | [`collective`] | how the ranks of a group combine tensors: solo, shm, net, hier; compressed, gossip |
 //! | 4 | [`transport`], [`reduce`], [`codec`] | byte streams between two ranks; element-wise kernels; compression |
 //! | 3 | [`request`] | one operation as a value: verb, buffers, deadline, counters |
 //! | 2 | [`memory`], [`stats`], [`health`], [`schedule`] | tensor memory; counters; a group's failure state; which bucket is next |

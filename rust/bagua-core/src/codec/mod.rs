@@ -125,7 +125,20 @@ pub trait Codec: Send + Sync + Debug {
     /// # Errors
     /// `InvalidArgument` for a record of another length, or whose contents no encoder writes.
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()>;
+
+    /// Decodes the elements from number `first` on, a multiple of [`PART`], where the codec can without the ones before: true, and
+    /// the bits of [`Codec::decode`]. False, and nothing happens, for a codec that cannot.
+    ///
+    /// # Panics
+    /// When the record has fewer elements.
+    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) -> bool {
+        let _ = (dtype, record, first, elements);
+        false
+    }
 }
+
+/// Elements that [`Codec::decode_part`] counts in.
+pub const PART: usize = 4096;
 
 /// The names of all codecs.
 pub const NAMES: [&str; 7] = ["minmax_u8", "f16", "bf16", "block_i8", "top_k", "random_k", "onebit"];

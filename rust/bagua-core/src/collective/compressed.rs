@@ -14,9 +14,10 @@ use std::time::Instant;
 
 use super::{Collective, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
-use crate::codec::{Codec, Encoded, Exchange, Scratch};
+use crate::codec::{Codec, Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
 use crate::reduce::sum_over;
+use crate::types::DType;
 
 /// Bytes of an element of error memory, a float32.
 const ERROR: usize = 4;
@@ -144,7 +145,7 @@ fn two_shot(
 
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
-    combine(cx, how, received.chunks(record), decoded, mean)?;
+    combine(cx, how, &records(received, record), decoded, mean)?;
     let own = &mut sent[..record];
     encode(cx, how, mean, own, scratch);
     let mine = &mut data[me * chunk..][..chunk];
@@ -189,7 +190,7 @@ fn one_shot(
     all_gather(collective, cx, &sent[..record], received)?;
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[..record]);
-    combine(cx, how, received.chunks(record), decoded, data)?;
+    combine(cx, how, &records(received, record), decoded, data)?;
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }
@@ -210,20 +211,37 @@ fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &m
     }
 }
 
-/// Decodes all members' records of the same elements, adds them in member order in float32, divides, and rounds once.
-fn combine<'r>(
-    cx: &OpContext<'_>,
-    how: &Compression<'_>,
-    records: impl Iterator<Item = &'r [u8]>,
-    decoded: &mut [u8],
-    result: &mut [u8],
-) -> Result<()> {
-    for (record, elements) in records.zip(decoded.chunks_mut(result.len())) {
-        how.codec.decode(cx.dtype(), record, elements)?;
+fn records(received: &[u8], record: usize) -> Vec<&[u8]> {
+    received.chunks(record).collect()
+}
+
+/// Decodes all members' records of the same elements, adds them in member order in float32, divides, and rounds once. Part by part
+/// where the codec allows it, so that the decoded elements stay in the cache.
+fn combine(cx: &OpContext<'_>, how: &Compression<'_>, records: &[&[u8]], decoded: &mut [u8], result: &mut [u8]) -> Result<()> {
+    let dtype = cx.dtype();
+    let part = (PART * dtype.size()).min(result.len());
+    let mut parts = decoded.chunks_mut(part).zip(records);
+    if parts.all(|(elements, record)| how.codec.decode_part(dtype, record, 0, elements)) {
+        for (number, result) in result.chunks_mut(part).enumerate() {
+            let decoded = &mut decoded[..records.len() * result.len()];
+            for (elements, record) in decoded.chunks_mut(result.len()).zip(records) {
+                how.codec.decode_part(dtype, record, number * PART, elements);
+            }
+            sum_all(dtype, decoded, result, how.divisor);
+        }
+        return Ok(());
     }
-    let inputs: Vec<_> = decoded.chunks(result.len()).map(Some).collect();
-    sum_over(cx.dtype(), &inputs, result, how.divisor);
+    for (record, elements) in records.iter().zip(decoded.chunks_mut(result.len())) {
+        how.codec.decode(dtype, record, elements)?;
+    }
+    sum_all(dtype, decoded, result, how.divisor);
     Ok(())
+}
+
+/// `result` = the sum of as many inputs as `decoded` has room for, divided.
+fn sum_all(dtype: DType, decoded: &[u8], result: &mut [u8], divisor: usize) {
+    let inputs: Vec<_> = decoded.chunks(result.len()).map(Some).collect();
+    sum_over(dtype, &inputs, result, divisor);
 }
 
 /// Each member's record for each other member, and the others' for this one, at the sender's place.

@@ -121,18 +121,18 @@ pub(super) fn encode(level: Level, dtype: DType, elements: &[u8], record: &mut [
     for_dtype(dtype, Encode(level, elements, record))
 }
 
-struct Decode<'a>(Level, &'a [u8], &'a mut [u8]);
+struct Decode<'a>(Level, &'a [u8], usize, &'a mut [u8]);
 
 impl ForFloat for Decode<'_> {
     type Output = ();
 
     fn run<T: Float>(self) {
-        let Decode(level, record, elements) = self;
+        let Decode(level, record, first, elements) = self;
         let (min, max) = (T::load(record), T::load(&record[T::SIZE..]));
         match levels(min, max) {
             None => elements.chunks_exact_mut(T::SIZE).for_each(|element| T::store(f32::NAN, element)),
             Some(levels) => level.run(Restore {
-                body: &record[HEADER..],
+                body: &record[HEADER + first..],
                 elements,
                 scale: levels.scale,
                 lower: levels.lower(),
@@ -173,7 +173,7 @@ impl<T: Float> Kernel for Restore<'_, T> {
     }
 }
 
-/// Decodes a record of the right length; of at least one element.
-pub(super) fn decode(level: Level, dtype: DType, record: &[u8], elements: &mut [u8]) {
-    for_dtype(dtype, Decode(level, record, elements));
+/// Decodes the elements from `first` on, a multiple of 32, of a record of the right length; at least one.
+pub(super) fn decode(level: Level, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) {
+    for_dtype(dtype, Decode(level, record, first, elements));
 }

@@ -47,8 +47,13 @@ impl Codec for MinMaxU8 {
 
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
         if check_len(self, dtype, record, elements)? > 0 {
-            kernel::decode(Level::best(), dtype, record, elements);
+            kernel::decode(Level::best(), dtype, record, 0, elements);
         }
         Ok(())
+    }
+
+    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) -> bool {
+        kernel::decode(Level::best(), dtype, record, first, elements);
+        true
     }
 }

@@ -16,7 +16,7 @@ impl AtLevel for MinMaxU8 {
     fn decode_at(&self, level: Option<Level>, dtype: DType, record: &[u8], elements: &mut [u8]) {
         match level {
             None => reference::decode(dtype, record, elements),
-            Some(level) => kernel::decode(level, dtype, record, elements),
+            Some(level) => kernel::decode(level, dtype, record, 0, elements),
         }
     }
 }
