@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
 use super::control::{ConnectState, Control, Listeners, Plane, World};
+use super::descriptors::{self, Need};
 use super::fork::OwnerProcess;
 use super::handshake;
 use super::membership::Group;
@@ -23,10 +24,12 @@ pub struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// First step: listens. The caller must then exchange the [`Bootstrap::address`] of all ranks.
+    /// First step: listens. The caller must then exchange the [`Bootstrap::address`] of all ranks. Raises the process's soft limit of
+    /// file descriptors to what the world needs.
     ///
     /// # Errors
-    /// `InvalidArgument` for an invalid configuration, `System` when a socket or the thread cannot be created.
+    /// `InvalidArgument` for an invalid configuration, `System` when the hard limit of file descriptors is too low, or a socket or the
+    /// thread cannot be created.
     pub fn bind(config: Config) -> Result<Bootstrap> {
         let Config { rank, world_size, .. } = config;
         if rank >= world_size || u32::try_from(world_size).is_err() {
@@ -44,6 +47,9 @@ impl Bootstrap {
         if world_size > 1 && config.listen.ip().is_unspecified() {
             let at = config.listen.ip();
             return Err(Error::InvalidArgument(format!("listening on {at} gives peers no address to connect to")));
+        }
+        if world_size > 1 {
+            descriptors::provide(descriptors::open(), Need::of_world(&config), || describe(&config))?;
         }
         let mut config = config;
         if config.host_id.is_empty() {
@@ -84,7 +90,7 @@ impl Bootstrap {
     ///
     /// # Errors
     /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
-    /// `System` or `Mismatch` when a rank refuses the connection, `PeerLost` when a rank ends or leaves meanwhile.
+    /// `System` or `Mismatch` when a rank refuses the connection, `System` when the hard limit of file descriptors is too low, `PeerLost` when a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
         let Bootstrap { control, address } = self;
         let plane = Arc::clone(&control.plane);
@@ -93,6 +99,9 @@ impl Bootstrap {
         let deadline = Deadline::after(config.connect_timeout);
         let until = Instant::now() + config.connect_timeout;
         let parsed = Address::parse_all(addresses, config, &address)?;
+        if config.world_size > 1 {
+            descriptors::provide(descriptors::open(), Need::of_addresses(config, &parsed), || describe(config))?;
+        }
         let hosts = parsed.iter().map(|address| address.host_name.clone()).collect();
         let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
         let world = World::new(parsed, addresses, &config.secret);
@@ -115,6 +124,12 @@ impl Bootstrap {
         let hosts = partition(&ids, |rank| host_connected.get(&rank) == Some(&true));
         Group::world(control, health, hosts)
     }
+}
+
+/// Who needs file descriptors, for the error text.
+fn describe(config: &Config) -> String {
+    let Config { rank, world_size, streams_per_peer, .. } = config;
+    format!("rank {rank} of {world_size}, with {streams_per_peer} TCP streams per peer,")
 }
 
 /// A rank that is connecting to its peers.

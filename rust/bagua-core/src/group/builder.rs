@@ -20,6 +20,7 @@ use rustix::net::{
 
 use super::connection::{ConnKey, DataConn, NotArrived, Socket};
 use super::control::{Control, Dial};
+use super::descriptors::{self, Need};
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::{Purpose, digest};
 use crate::collective::shm::{segment_len, spare_links};
@@ -261,7 +262,16 @@ impl LaneBuilder<'_> {
         let own = configured(self.health.rank());
         let agreed = |peer: usize| u32::from(own.min(configured(peer)).max(1));
         let numbers = |peer: usize| (0..agreed(peer)).map(move |number| (peer, index | number << NUMBER_SHIFT));
-        let connected = self.connect(peers.iter().copied().flat_map(numbers).collect(), fork_fds)?;
+        let wanted: Vec<(usize, u32)> = peers.iter().copied().flat_map(numbers).collect();
+        if !wanted.is_empty() {
+            let open = descriptors::open();
+            let need = Need::of_streams(wanted.len(), self.control.plane.arrived());
+            descriptors::provide(open, need, || {
+                let rank = self.health.world_rank(self.health.rank());
+                format!("rank {rank}, which opens {} with {} streams,", self.what, wanted.len())
+            })?;
+        }
+        let connected = self.connect(wanted, fork_fds)?;
         let mut streams = Streams::new();
         for (peer, stream) in connected {
             let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a data stream", e))?;

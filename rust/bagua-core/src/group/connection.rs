@@ -156,6 +156,11 @@ impl PendingConns {
         PendingConns { limit: pending_limit(world_size), conns: Mutex::default(), added: Condvar::new() }
     }
 
+    /// Number of pending connections.
+    pub(super) fn count(&self) -> usize {
+        lock(&self.conns).len()
+    }
+
     /// True below the limit.
     pub(super) fn has_room(&self) -> bool {
         lock(&self.conns).len() < self.limit

@@ -10,6 +10,7 @@
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
 //! | `fork` | closing the descriptors of a group in forked children |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
@@ -19,6 +20,7 @@ mod builder;
 mod config;
 mod connection;
 mod control;
+mod descriptors;
 mod fork;
 mod handshake;
 mod lane;

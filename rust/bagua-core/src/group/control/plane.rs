@@ -174,6 +174,11 @@ impl Plane {
         1 + self.all_peers().filter(|(_, peer)| peer.state.load(Ordering::Relaxed) == ALIVE).count()
     }
 
+    /// Number of accepted connections that no lane has taken yet.
+    pub(in super::super) fn arrived(&self) -> usize {
+        self.unauthenticated.load(Ordering::Relaxed) + self.pending.count()
+    }
+
     /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
     pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
