@@ -36,7 +36,8 @@ def init(
     Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
     Raises ValueError for arguments that cannot be used, BaguaTimeoutError naming the ranks that did not come,
-    BaguaError when there is a default group already.
+    BaguaError when there is a default group already, or when the process may not open as many file descriptors as the
+    group needs; a soft limit is raised.
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")

@@ -1,0 +1,76 @@
+"""The limit of file descriptors: a rank raises it as far as its world needs, and says so where it may not."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+
+World = Callable[..., Any]
+
+RANKS = 24
+
+TCP = {"BAGUA_TRANSPORT": "tcp"}
+
+
+def limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def joins_with_a_low_soft_limit(rank: int) -> tuple[int, float]:
+    hard = limits()[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    group = bagua.init(timeout=50)
+    x = np.full(1000, rank, np.float32)
+    group.all_reduce(x)
+    bagua.shutdown()
+    assert limits()[1] == hard
+    return limits()[0], float(x[0])
+
+
+def test_the_soft_limit_is_raised_as_far_as_the_world_needs(world: World) -> None:
+    for soft, total in world(RANKS, env=TCP).run(joins_with_a_low_soft_limit):
+        # A control connection and two streams to each peer.
+        assert 3 * (RANKS - 1) < soft < 1024
+        assert total == sum(range(RANKS))
+
+
+def joins_with_a_low_hard_limit(rank: int) -> tuple[str, float]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    start = time.monotonic()
+    with pytest.raises(bagua.BaguaError) as raised:
+        bagua.init(timeout=50)
+    took = time.monotonic() - start
+    # The process goes on: it can still build a group that the limit allows.
+    alone = bagua.init(0, 1)
+    alone.all_reduce(np.ones(3))
+    bagua.shutdown()
+    return str(raised.value), took
+
+
+def test_a_hard_limit_that_is_too_low_is_an_error_on_every_rank_at_once(world: World) -> None:
+    for rank, (text, took) in enumerate(world(RANKS, env=TCP).run(joins_with_a_low_hard_limit)):
+        assert f"rank {rank} of {RANKS}" in text
+        assert "file descriptors" in text
+        assert "may have 64" in text
+        assert "ulimit" in text
+        assert took < 6.0
+
+
+def joins_with_enough(rank: int) -> tuple[int, int]:
+    before = limits()[0]
+    group = bagua.init(timeout=50)
+    group.barrier()
+    bagua.shutdown()
+    return before, limits()[0]
+
+
+def test_a_limit_that_suffices_is_left_alone(world: World) -> None:
+    for before, after in world(2, env=TCP).run(joins_with_enough):
+        assert before == after
