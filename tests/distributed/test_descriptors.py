@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Callable
@@ -61,6 +62,28 @@ def test_a_hard_limit_that_is_too_low_is_an_error_on_every_rank_at_once(world: W
         assert "may have 64" in text
         assert "ulimit" in text
         assert took < 6.0
+
+
+def joins_with_hard_limit(rank: int, hard: int) -> int:
+    """How many descriptors the error asks for; 0 when joining and an all_reduce succeed."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        group = bagua.init(timeout=50)
+    except bagua.BaguaError as error:
+        [needed] = re.findall(r"needs (\d+) file descriptors", str(error))
+        return int(needed)
+    x = np.ones(1000)
+    group.all_reduce(x)
+    assert (x == group.size).all()
+    bagua.shutdown()
+    return 0
+
+
+def test_a_group_stands_with_as_many_descriptors_as_the_error_asks_for(world: World) -> None:
+    few = world(6, env=TCP)
+    needed = few.run(joins_with_hard_limit, 24)
+    assert min(needed) > 24
+    assert few.run(joins_with_hard_limit, max(needed)) == [0] * 6
 
 
 def joins_with_enough(rank: int) -> tuple[int, int]:
