@@ -217,13 +217,7 @@ fn records(received: &[u8], record: usize) -> Vec<&[u8]> {
 
 /// Decodes all members' records of the same elements, adds them in member order in float32, divides, and rounds once. Part by part
 /// where the codec allows it, so that the decoded elements stay in the cache.
-fn combine(
-    cx: &OpContext<'_>,
-    how: &Compression<'_>,
-    records: &[&[u8]],
-    decoded: &mut [u8],
-    result: &mut [u8],
-) -> Result<()> {
+fn combine(cx: &OpContext<'_>, how: &Compression<'_>, records: &[&[u8]], decoded: &mut [u8], result: &mut [u8]) -> Result<()> {
     let dtype = cx.dtype();
     let part = (PART * dtype.size()).min(result.len());
     let mut parts = decoded.chunks_mut(part).zip(records);
