@@ -74,7 +74,8 @@ def training(model: nn.Module, arguments: argparse.Namespace) -> tuple[torch.opt
         codec = arguments.compression
         options["compression"] = bagua.Codec("top_k", k=0.05) if codec == "top_k" else codec
         # What these lose at a time is much: it comes later.
-        options |= {"error_feedback": True} if codec in ("onebit", "top_k", "random_k") else {}
+        if codec in ("onebit", "top_k", "random_k") and name in ("bytegrad", "local_sgd", "diloco"):
+            options["error_feedback"] = True
     return optimizer, Algorithm.init(name, **options)
 
 

@@ -92,6 +92,8 @@ class Bucket:
                 raise ValueError(f"bucket '{self.name}': error_feedback without compression has nothing to feed back")
             self._raw.append_centralized(average, hierarchical, False)
             return self
+        if error_feedback and self.error is not None:
+            raise ValueError(f"bucket '{self.name}' has an operation with error feedback already")
         self._raw.append_compressed(codec, average, hierarchical, error_feedback)
         if error_feedback:
             count = sum(memory.count for memory in self._memory.values())

@@ -31,6 +31,10 @@ def values(rank: int, count: int, step: int, dtype: str) -> Values:
     return (rng.standard_normal(count) * (rank + 1)).astype(dtype)
 
 
+def same_bits(one: Values, other: Values) -> bool:
+    return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
 def case(
     group: bagua.Group,
     hosts: list[list[int]] | None,
@@ -58,12 +62,15 @@ def case(
             ]
             before = oracle.errors
             expected = oracle.step(sums)
+            if hierarchical and len(members) == 1:
+                # One host compresses nothing: the plain sum or mean.
+                total = np.sum([part.astype(np.float32) for part in given], axis=0, dtype=np.float32)
+                expected = (total / np.float32(oracle.divisor)).astype(dtype)
             x[:] = given[group.rank]
             engine.mark_ready("x")
             assert engine.wait(timeout=60) == 1
             what = f"{codec!r} {count} {dtype} average={average} feedback={feedback} step {step}"
-            if len(members) > 1:
-                np.testing.assert_array_equal(x, expected, what)
+            assert same_bits(x, expected), what
             if feedback and oracle.errors is not None:
                 check_feedback(group, bucket, members, oracle, before, sums, x, what)
 
@@ -91,6 +98,96 @@ def check_feedback(
     later = sum(e.astype(np.float64) for e in oracle.errors)
     scale = max(1.0, float(np.abs(given).max()))
     np.testing.assert_allclose(given + earlier, oracle.divisor * result.astype(np.float64) + later, atol=1e-5 * scale)
+
+
+def not_finite(rank: int, codec_name: str, options: dict[str, Any]) -> list[int]:
+    """Three steps, of which the second has a NaN on rank 1: error memory stays as it was, and the third is as if the
+    second had not been. Returns the counts of records that are not finite.
+    """
+    group = bagua.init()
+    oracle = CompressedAllReduce(codec_name, options, group.size, group.size, True, feedback=True)
+    x = np.zeros(64, np.float32)
+    codec = bagua.Codec(codec_name, **options)
+    bucket = bagua.Bucket("b", {"x": x}).append_centralized(compression=codec, error_feedback=True)
+    assert bucket.error is not None
+    counts = []
+    with bagua.Engine("e") as engine:
+        engine.register([bucket])
+        for step in range(3):
+            given = [values(each, 64, step, "float32") for each in range(group.size)]
+            if step == 1:
+                given[1][40] = np.nan
+            expected = oracle.step(given)
+            x[:] = given[rank]
+            before = bucket.error.copy()
+            engine.mark_ready("x")
+            engine.wait(timeout=60)
+            np.testing.assert_array_equal(x, expected, f"step {step}")
+            assert np.isnan(x).any() == (step == 1)
+            if step == 1:
+                np.testing.assert_array_equal(bucket.error, before)
+            counts.append(group.stats()["ops"]["compressed_all_reduce"]["nonfinite_records"])
+    bagua.shutdown()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "records"),
+    [
+        # Rank 1's record of the chunk with the NaN; and that of the chunk's mean, which its owner encodes.
+        ("minmax_u8", {}, [0, 2]),
+        ("block_i8", {"block": 16}, [0, 2]),
+        ("onebit", {}, [0, 2]),
+        ("f16", {}, [0, 0]),
+        ("top_k", {"k": 0.2}, [0, 0]),
+        ("random_k", {"k": 0.2}, [0, 1]),
+    ],
+)
+def test_a_round_that_is_not_finite_leaves_error_memory_alone_and_is_counted(
+    codec: str, options: dict[str, Any], records: list[int]
+) -> None:
+    counts = make_world(2).run(not_finite, codec, options)
+    for step, expected in ((0, 0), (1, records[1]), (2, records[1])):
+        assert sum(of_rank[step] for of_rank in counts) == expected, counts
+    assert records[0] == 0
+
+
+def differing(rank: int, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    group = bagua.init()
+    kwargs = theirs if rank == group.size - 1 else mine
+    x = np.ones(100, np.float32)
+    bucket = bagua.Bucket("b", {"x": x}).append_centralized(**kwargs)
+    text = "no error"
+    with bagua.Engine("e") as engine:
+        try:
+            # The others' failure may come first.
+            engine.register([bucket])
+            engine.mark_ready("x")
+            engine.wait(timeout=30)
+        except bagua.MismatchError as error:
+            text = str(error)
+    bagua.shutdown()
+    return text
+
+
+@pytest.mark.parametrize("hosts", [None, [[0, 1], [2]], [[0, 1, 2]]], ids=str)
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ({"compression": "minmax_u8"}, {"compression": "onebit"}),
+        ({"compression": bagua.Codec("top_k", k=0.1)}, {"compression": bagua.Codec("top_k", k=0.2)}),
+        ({"compression": "minmax_u8"}, {"compression": "minmax_u8", "average": False}),
+        ({"compression": "onebit"}, {"compression": "onebit", "error_feedback": True}),
+        ({"compression": "minmax_u8"}, {}),
+    ],
+    ids=["codec", "option", "average", "error feedback", "none"],
+)
+def test_ranks_that_differ_in_the_operation_get_mismatch_error(
+    mine: dict[str, Any], theirs: dict[str, Any], hosts: list[list[int]] | None
+) -> None:
+    by_host = {"hierarchical": hosts is not None}
+    texts = make_world(3, hosts=hosts).run(differing, {**mine, **by_host}, {**theirs, **by_host})
+    assert all("does" in text and text != "no error" for text in texts), texts
 
 
 def all_cases(rank: int, hosts: list[list[int]] | None) -> dict[str, int]:

@@ -232,6 +232,8 @@ class BaguaBucket:
                 raise ValueError(f"bucket {self.name!r}: error_feedback without compression has nothing to feed back")
             self.backend_bucket.append_centralized(average, hierarchical, scattergather)
         else:
+            if error_feedback and self.error is not None:
+                raise ValueError(f"bucket {self.name!r} has an operation with error feedback already")
             if not scattergather:
                 raise ValueError(f"bucket {self.name!r}: compression needs scattergather=True")
             self.backend_bucket.append_compressed(codec, average, hierarchical, error_feedback)

@@ -118,12 +118,8 @@ impl Bucket {
     /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
         self.check_idle()?;
-        let elements = self.tensors.iter().map(|tensor| tensor.count).sum();
-        op.check(self.dtype, elements).map_err(|error| match error {
-            Error::UnsupportedType(text) => Error::UnsupportedType(format!("bucket '{}': {text}", self.name)),
-            Error::InvalidArgument(text) => Error::InvalidArgument(format!("bucket '{}': {text}", self.name)),
-            other => other,
-        })?;
+        op.check(self.dtype, self.elements()).map_err(|error| self.named(error))?;
+        self.extra.iter().try_for_each(|extra| self.check_extra(&*op, extra))?;
         self.ops.push(op);
         Ok(())
     }
@@ -185,13 +181,23 @@ impl Bucket {
         self.extra = extra;
     }
 
-    /// Registers a tensor of the operations beside the bucket's own; one of the same name is replaced. Its dtype and size are
-    /// the operations' business.
+    /// Registers a tensor of the operations beside the bucket's own; one of the same name is replaced.
     ///
     /// # Errors
-    /// `InvalidArgument` while the bucket is being communicated.
+    /// `InvalidArgument` while the bucket is being communicated, for a size or dtype that an operation refuses, and for memory that
+    /// another tensor of the bucket has too.
     pub fn attach(&mut self, extra: ExtraTensor) -> Result<()> {
         self.check_idle()?;
+        self.ops.iter().try_for_each(|op| self.check_extra(&**op, &extra))?;
+        let others = self.extra.iter().filter(|known| known.name != extra.name).map(|known| &known.region);
+        if let Some(other) = self.regions.iter().flatten().chain(others).find(|other| other.overlaps(&extra.region)) {
+            return Err(Error::InvalidArgument(format!(
+                "bucket '{}': extra tensor '{}' shares memory with another tensor of the bucket, at {:#x}",
+                self.name,
+                extra.name,
+                other.address()
+            )));
+        }
         self.extra.retain(|known| known.name != extra.name);
         self.extra.push(extra);
         Ok(())
@@ -210,6 +216,24 @@ impl Bucket {
     /// How often it was communicated.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Elements, padding included.
+    fn elements(&self) -> usize {
+        self.tensors.iter().map(|tensor| tensor.count).sum()
+    }
+
+    fn check_extra(&self, op: &dyn Op, extra: &ExtraTensor) -> Result<()> {
+        op.check_extra(extra, self.dtype, self.elements(), self.padding()).map_err(|error| self.named(error))
+    }
+
+    /// An error about an argument with the bucket's name in front.
+    fn named(&self, error: Error) -> Error {
+        match error {
+            Error::UnsupportedType(text) => Error::UnsupportedType(format!("bucket '{}': {text}", self.name)),
+            Error::InvalidArgument(text) => Error::InvalidArgument(format!("bucket '{}': {text}", self.name)),
+            other => other,
+        }
     }
 
     /// Elements at the end that are padding.

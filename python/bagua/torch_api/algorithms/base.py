@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bagua.codecs import Codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
@@ -189,6 +190,9 @@ class AlgorithmImpl:
         if state.get("algorithm") != self.name:
             raise ValueError(f"this is a state of algorithm {state.get('algorithm')!r}, not of {self.name!r}")
         own = self._tensors_of_state()
+        unknown = sorted(kind for kind, value in state.items() if isinstance(value, Mapping) and kind not in own)
+        if unknown:
+            raise ValueError(f"the state has {unknown}, for which this model's algorithm has other options")
         for kind, tensors in own.items():
             theirs = state.get(kind, {})
             if theirs.keys() != tensors.keys():
@@ -200,11 +204,16 @@ class AlgorithmImpl:
                         f"the state's {kind!r} of {name!r} is {theirs[name].dtype}{list(theirs[name].shape)}, not "
                         f"{tensor.dtype}{list(tensor.shape)}"
                     )
+        ddp = self.bagua_ddp
         with torch.no_grad():
+            # The other ranks wait for what this one owes; it must not change the parameters, which are loaded already.
+            kept = [(param, param.detach().clone()) for _, param in ddp.bagua_build_params()]
+            self.before_step(ddp)
+            for param, values in kept:
+                param.copy_(values)
             for kind, tensors in own.items():
                 for name, tensor in tensors.items():
                     tensor.copy_(state[kind][name])
-        ddp = self.bagua_ddp
         ddp.restart(int(state["step"]))
         for bucket in ddp.bagua_buckets:
             bucket.backend_bucket.set_step(int(state["round"]))
@@ -248,6 +257,9 @@ class Algorithm:
     def describe(self) -> str:
         """Name and options; ``with_bagua`` compares it between the ranks."""
         options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        if isinstance(codec := options.get("compression"), str) and codec != "auto":
+            # One codec has one description, by whichever of its names it was given.
+            options["compression"] = Codec(codec)
         shown = [f"{name}={type(v).__name__ if hasattr(v, 'param_groups') else repr(v)}" for name, v in options.items()]
         return f"{self.registered_name}({', '.join(shown)})"
 

@@ -12,6 +12,8 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
+from ..data_parallel.exchange import Exchange
+from ..data_parallel.gradients import GradientExchange
 from ..process_group import Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
@@ -36,6 +38,27 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         self.average = average
         self.compression = compression
         self.error_feedback = error_feedback
+
+    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+        """The gradients."""
+        exchange = super().make_exchange(bagua_ddp)
+        if self.error_feedback and isinstance(exchange, GradientExchange):
+            exchange.discarded = self._give_back
+        return exchange
+
+    def _give_back(self, name: str, result: torch.Tensor, given: torch.Tensor | None) -> None:
+        """Puts what error memory contributed to a result that nobody uses back into it, in equal shares."""
+        communicator = self.process_group.get_global_communicator()
+        assert isinstance(communicator, Communicator)
+        rank, ranks = communicator.rank(), communicator.nranks()
+        holders = [host[0] for host in communicator.raw.hosts] if self.hierarchical else list(range(ranks))
+        if len(holders) == 1 or rank not in holders:
+            return
+        error = self._tensors_of_state()["error"][name]
+        error.add_(result.detach().to(error.dtype), alpha=(ranks if self.average else 1) / len(holders))
+        # By host, an old gradient of the other ranks of the host is not known here, and counts as 0.
+        if given is not None:
+            error.sub_(given.detach().to(error.dtype))
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """One bucket for each list, of a multiple of the group's ranks."""

@@ -8,8 +8,7 @@ Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). ``docs/algorithms.md`` has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -169,17 +168,16 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         if self._exchange is not None:
             self._exchange.communicate_due()
 
+    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Takes over what was sent already, before an optimizer that was expected to skip its step changes it."""
+        if self._exchange is not None:
+            self._exchange.before_optimizer_step()
+
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
         """Communicates the weights after the last optimizer of the step."""
         exchange = self._exchange
         assert exchange is not None
         return exchange.stepped
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`AlgorithmImpl.load_state_dict`."""
-        super().load_state_dict(state)
-        if self._exchange is not None:
-            self._exchange.forget()
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         kinds = ("weight", "left_peer_weight", "right_peer_weight")

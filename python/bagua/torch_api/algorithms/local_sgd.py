@@ -34,6 +34,7 @@ from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
 from ..data_parallel.backend import Backend
+from ..data_parallel.weights import gradients_are_finite
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
@@ -216,7 +217,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
                 return
             self._due = True
             holders = self._holders(ddp)
-            self._awaited = [optimizer for optimizer in holders if _gradients_are_finite(optimizer)]
+            self._awaited = [optimizer for optimizer in holders if gradients_are_finite(optimizer)]
             if holders and not self._awaited:
                 self._start(ddp)
 
@@ -270,10 +271,8 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`AlgorithmImpl.load_state_dict`, after the round of the last step, where it was not done yet."""
-        ddp = self.bagua_ddp
-        self.before_step(ddp)
         super().load_state_dict(state)
-        self._last_round = ddp.step
+        self._last_round = self.bagua_ddp.step
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         exchange = _exchange(self.bagua_ddp)
@@ -287,19 +286,6 @@ def _exchange(ddp: WrappedModel) -> OuterExchange:
     exchange = ddp.exchange
     assert isinstance(exchange, OuterExchange)
     return exchange
-
-
-def _gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """False where GradScaler finds an overflow, and skips the optimizer."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            values = grad._values() if grad.is_sparse else grad
-            if not bool(torch.isfinite(values).all()):
-                return False
-    return True
 
 
 class LocalSGDAlgorithm(Algorithm):

@@ -28,6 +28,7 @@ from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
+from ..data_parallel import bucketing
 from ..data_parallel.backend import Backend
 from ..data_parallel.exchange import Exchange
 from ..data_parallel.gradients import GradientExchange, Slot
@@ -371,9 +372,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             raise ValueError("with_bagua needs the algorithm's q_adam_optimizer among its optimizers")
         codec = raw_codec(self.compression)
         if codec is not None:
-            for dtype in {param.dtype for _, param in parameters}:
-                # The first use comes after the warm-up, which is late to hear of it.
-                codec.encoded_bytes(1, DTYPES[dtype], 1)
+            # The first use comes after the warm-up, which is late to hear of it.
+            for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
+                codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
         if self._claim is not None:
             self._claim(bagua_ddp.module)
 

@@ -91,6 +91,9 @@ class GradientExchange:
         self._parameters = [(name, param) for name, param in parameters if name not in sparse]
         self._sparse = sparse
         self._find_unused = find_unused
+        #: Called with the name of a parameter that no rank used, its communicated gradient, and the gradient of this
+        #: rank, which comes back.
+        self.discarded: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
@@ -272,8 +275,11 @@ class GradientExchange:
         handle.wait()
         nowhere = {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
         for name in nowhere:
+            slot = self._slots[name]
+            if self.discarded is not None and slot.param.grad is not None:
+                self.discarded(name, slot.param.grad, before[name])
             # As if there had been no communication, so that an optimizer leaves the parameter alone.
-            self._slots[name].param.grad = before[name]
+            slot.param.grad = before[name]
         return nowhere
 
     def abandon(self) -> None:

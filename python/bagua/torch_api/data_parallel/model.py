@@ -264,21 +264,27 @@ class BaguaDistributedDataParallel:
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Before each forward of the model: nothing in evaluation, nor when a checkpoint computes the forward again."""
-        if not module.training or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if not self._in_step:
+            self.bagua_algorithm.before_step(self)
+        if not module.training:
             return
         if self._in_backward:
             self._end_broken_step()
         self._check_unchanged(module)
         self.bagua_train_step_counter += 1
-        self._forward_waits = self.require_backward_grad_sync and torch.is_grad_enabled()
-        begins = self._forward_waits and not self._in_step
+        counts = self.require_backward_grad_sync and torch.is_grad_enabled()
+        self._forward_waits = self._forward_waits or counts
+        begins = counts and not self._in_step
         if begins:
-            self.bagua_algorithm.before_step(self)
             self.step += 1
             self._in_step = True
         if self.bagua_algorithm.need_reset():
             self._init_algorithm()
-        if self.require_backward_grad_sync and self.bagua_algorithm.buffers_due(self.step):
+        # With gradients before each forward, as torch's DDP does.
+        due = self.require_backward_grad_sync and self.bagua_algorithm.buffers_due(self.step)
+        if due and (begins or self.exchange.needs_gradients):
             self.send_buffers()
         if begins and self.bagua_algorithm.communicates(self.step):
             self.exchange.begin()
@@ -286,7 +292,7 @@ class BaguaDistributedDataParallel:
 
     def _end_broken_step(self) -> None:
         """Ends a step whose backward raised or never came."""
-        self._in_backward = self._in_step = False
+        self._in_backward = self._in_step = self._forward_waits = False
         self.exchange.abandon()
 
     def restart(self, step: int) -> None:

@@ -55,6 +55,19 @@ class _Constant:
         return self._tensor
 
 
+def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """False where GradScaler finds an overflow, and skips the optimizer."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            values = grad._values() if grad.is_sparse else grad
+            if not bool(torch.isfinite(values).all()):
+                return False
+    return True
+
+
 @dataclass
 class _Slot:
     """One parameter."""
@@ -202,24 +215,33 @@ class WeightUpdate(_Weights):
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         super().__init__(backend, module_name, parameters)
-        self._optimizers = {id(optimizer) for optimizer in optimizers}
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         # A step that communicates has begun, and its backward has not ended.
         self._open = False
         # Its backward has ended, and the weights have not been communicated since.
         self._due = False
         # Those of the optimizers that have stepped since that backward, by id.
         self._stepped: set[int] = set()
+        # What was handed to the engine and not taken over: each parameter, and its copy if it is not in place.
+        self._sent: list[tuple[_Slot, torch.Tensor | None]] = []
 
     def begin(self) -> None:
         """A step begins after whose optimizers the weights are communicated."""
         self._open = True
 
     def finish(self) -> None:
-        """The step's backward is done; its optimizers come next."""
-        if self._open:
-            self._open = False
-            self._due = True
-            self._stepped = set()
+        """The step's backward is done; its optimizers come next.
+
+        Where each of them will skip its step, as GradScaler does where gradients are not finite, this rank sends its
+        part at once, without a wait: no other rank waits for its next forward then.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._due = True
+        self._stepped = set()
+        if self._optimizers and not any(gradients_are_finite(optimizer) for optimizer in self._optimizers.values()):
+            self._start()
 
     def abandon(self) -> None:
         """The same: the peers communicate after this step, and wait for this rank."""
@@ -228,26 +250,38 @@ class WeightUpdate(_Weights):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped; after the last one the weights are communicated. Collective then."""
         self._stepped.add(id(optimizer))
-        if self._stepped >= self._optimizers:
+        if self._stepped >= self._optimizers.keys():
             self.communicate_due()
 
-    def forget(self) -> None:
-        """Nothing is to be communicated: the weights are about to be replaced on all ranks."""
-        self._open = self._due = False
+    def before_optimizer_step(self) -> None:
+        """Takes over what was sent after the backward: an optimizer steps in spite of its gradients."""
+        if self._sent:
+            self.communicate_due()
 
     def communicate_due(self) -> None:
         """Communicates the weights, if a step's backward has ended since the last time. Collective then."""
-        if not self._due:
+        if self._due:
+            self._start()
+        if not self._sent:
             return
-        self._due = False
-        elsewhere = [slot for slot in self._slots if not slot.in_place()]
+        self._backend.wait_pending_comm_ops()
         with torch.no_grad():
-            for slot in elsewhere:
-                slot.memory.copy_(slot.param)
-            for slot in self._slots:
-                self._backend.mark_ready(slot.number)
-            self._backend.wait_pending_comm_ops()
-            for slot in elsewhere:
-                slot.param.copy_(slot.memory)
+            for slot, copy in self._sent:
+                if copy is not None:
+                    slot.param.copy_(copy)
+        self._sent = []
         for slot in self._slots:
             torch.autograd.graph.increment_version(slot.param)
+
+    def _start(self) -> None:
+        """Hands the weights to the engine. Copies of them, until they are taken over, except where a wait follows at
+        once: a rank that goes on may read its weights meanwhile.
+        """
+        waits = self._stepped >= self._optimizers.keys() and bool(self._optimizers)
+        self._due = False
+        with torch.no_grad():
+            for slot in self._slots:
+                copy = None if waits and slot.in_place() else torch.empty_like(slot.memory).copy_(slot.param)
+                values = slot.memory if copy is None else copy
+                self._sent.append((slot, copy))
+                self._backend.mark_ready(slot.number, values.data_ptr(), values.numel())

@@ -126,14 +126,18 @@ pub trait Codec: Send + Sync + Debug {
     /// `InvalidArgument` for a record of another length, or whose contents no encoder writes.
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()>;
 
-    /// Decodes the elements from number `first` on, a multiple of [`PART`], where the codec can without the ones before: true, and
-    /// the bits of [`Codec::decode`]. False, and nothing happens, for a codec that cannot.
+    /// Whether [`Codec::decode_part`] works.
+    fn decodes_parts(&self) -> bool {
+        false
+    }
+
+    /// Decodes the elements from number `first` on, a multiple of [`PART`], without the ones before: the bits of [`Codec::decode`].
     ///
     /// # Panics
-    /// When the record has fewer elements.
-    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) -> bool {
+    /// When the record has fewer elements, or the codec decodes whole records only.
+    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) {
         let _ = (dtype, record, first, elements);
-        false
+        unreachable!("{} decodes whole records", self.name());
     }
 }
 

@@ -217,11 +217,16 @@ fn records(received: &[u8], record: usize) -> Vec<&[u8]> {
 
 /// Decodes all members' records of the same elements, adds them in member order in float32, divides, and rounds once. Part by part
 /// where the codec allows it, so that the decoded elements stay in the cache.
-fn combine(cx: &OpContext<'_>, how: &Compression<'_>, records: &[&[u8]], decoded: &mut [u8], result: &mut [u8]) -> Result<()> {
+fn combine(
+    cx: &OpContext<'_>,
+    how: &Compression<'_>,
+    records: &[&[u8]],
+    decoded: &mut [u8],
+    result: &mut [u8],
+) -> Result<()> {
     let dtype = cx.dtype();
     let part = (PART * dtype.size()).min(result.len());
-    let mut parts = decoded.chunks_mut(part).zip(records);
-    if parts.all(|(elements, record)| how.codec.decode_part(dtype, record, 0, elements)) {
+    if how.codec.decodes_parts() {
         for (number, result) in result.chunks_mut(part).enumerate() {
             let decoded = &mut decoded[..records.len() * result.len()];
             for (elements, record) in decoded.chunks_mut(result.len()).zip(records) {

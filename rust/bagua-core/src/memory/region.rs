@@ -100,6 +100,17 @@ impl Region {
         self.ptr.as_ptr() as usize
     }
 
+    /// True when the two have a byte in common.
+    pub fn overlaps(&self, other: &Region) -> bool {
+        let together = match (&self.device, &other.device) {
+            (None, None) => true,
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        };
+        let (mine, theirs) = (self.address(), other.address());
+        together && !self.is_empty() && !other.is_empty() && mine < theirs + other.len() && theirs < mine + self.len()
+    }
+
     /// The device that the memory is on; `None` for the host.
     #[inline]
     pub fn device(&self) -> DeviceRef<'_> {

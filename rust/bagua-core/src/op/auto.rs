@@ -30,6 +30,8 @@ pub struct AutoOp {
 
 #[derive(Default)]
 struct State {
+    /// Communications so far. Not the bucket's step: a training that is resumed times the ways anew.
+    count: u64,
     /// Seconds of the trials of this period.
     trials: Vec<f64>,
     /// Whether the codec's way is the faster one.
@@ -68,20 +70,19 @@ impl Op for AutoOp {
     }
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
-        let phase = cx.step % PERIOD;
-        // A training that is resumed in the middle of the trials has no choice yet, alike on all ranks: it goes on as it began.
+        let (phase, compress) = {
+            let mut state = self.state();
+            state.count += 1;
+            ((state.count - 1) % PERIOD, state.compress)
+        };
         if phase >= TRIALS as u64 {
-            let compress = self.state().compress;
             return self.go(compress, cx).map(drop);
         }
         let took = self.go(phase % 2 == 1, cx)?;
         let mut trials = {
             let mut state = self.state();
-            if phase == 0 {
-                state.trials.clear();
-            }
             state.trials.push(took.as_secs_f64());
-            if phase + 1 < TRIALS as u64 || state.trials.len() < TRIALS {
+            if state.trials.len() < TRIALS {
                 return Ok(());
             }
             std::mem::take(&mut state.trials)

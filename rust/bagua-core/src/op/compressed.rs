@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::whole::with_whole;
-use super::{BucketCx, Op};
+use super::{BucketCx, ExtraTensor, Op, require};
 use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};
 use crate::collective::compressed::Workspace;
@@ -49,6 +49,10 @@ impl Op for CompressedOp {
             Exchange::OneShot => self.codec.check_count(elements),
             Exchange::TwoShot => Ok(()),
         }
+    }
+
+    fn check_extra(&self, extra: &ExtraTensor, _dtype: DType, elements: usize, padding: usize) -> Result<()> {
+        if self.error_feedback && extra.name == ERROR { require(extra, DType::F32, elements - padding) } else { Ok(()) }
     }
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use super::whole::read_whole;
-use super::{BucketCx, Op, extra_of};
+use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::collective::gossip::PeerSelection;
 use crate::error::{Error, Result};
 use crate::group::Options;
@@ -36,6 +36,10 @@ impl Op for DecentralizedOp {
 
     fn check(&self, dtype: DType, _elements: usize) -> Result<()> {
         ReduceOp::Avg.check(dtype)
+    }
+
+    fn check_extra(&self, extra: &ExtraTensor, dtype: DType, elements: usize, _padding: usize) -> Result<()> {
+        if extra.name == PEER_WEIGHT { require(extra, dtype, elements) } else { Ok(()) }
     }
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {

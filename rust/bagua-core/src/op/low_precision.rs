@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::whole::with_whole;
-use super::{BucketCx, ExtraTensor, Op};
+use super::{BucketCx, ExtraTensor, Op, require};
 use crate::codec::Codec;
 use crate::codec::chunks::draw;
 use crate::collective::gossip::{Replicas, Workspace};
@@ -40,6 +40,10 @@ impl Op for LowPrecisionDecentralizedOp {
     fn check(&self, dtype: DType, elements: usize) -> Result<()> {
         self.codec.check(dtype)?;
         self.codec.check_count(elements)
+    }
+
+    fn check_extra(&self, extra: &ExtraTensor, dtype: DType, elements: usize, _padding: usize) -> Result<()> {
+        if REPLICAS.contains(&extra.name.as_str()) { require(extra, dtype, elements) } else { Ok(()) }
     }
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {

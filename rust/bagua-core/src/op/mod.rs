@@ -63,6 +63,20 @@ impl BucketCx<'_> {
     }
 }
 
+/// Refuses an extra tensor that is not `count` elements of `dtype`.
+fn require(extra: &ExtraTensor, dtype: DType, count: usize) -> Result<()> {
+    let ExtraTensor { name, region } = extra;
+    if (region.dtype(), region.count()) == (dtype, count) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "extra tensor '{name}' has {} elements of {}, and {count} of {} are needed",
+        region.count(),
+        region.dtype().name(),
+        dtype.name()
+    )))
+}
+
 /// The extra tensor of this name, where the rest of a [`BucketCx`] is used beside it.
 fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Result<&'a mut Region> {
     extra
@@ -86,6 +100,17 @@ pub trait Op: Send + Sync {
     /// `UnsupportedType` for a dtype that it cannot work on, `InvalidArgument` for the number of elements.
     fn check(&self, dtype: DType, elements: usize) -> Result<()> {
         let _ = (dtype, elements);
+        Ok(())
+    }
+
+    /// Whether an extra tensor of this name serves it, on a bucket of `elements` of `dtype`, of which the last `padding` are padding;
+    /// asked when the tensor is attached and when the operation is added. Tensors of names that it does not know are none of its
+    /// business.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another size or type than it works with.
+    fn check_extra(&self, extra: &ExtraTensor, dtype: DType, elements: usize, padding: usize) -> Result<()> {
+        let _ = (extra, dtype, elements, padding);
         Ok(())
     }
 

@@ -52,8 +52,11 @@ impl Codec for MinMaxU8 {
         Ok(())
     }
 
-    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) -> bool {
-        kernel::decode(Level::best(), dtype, record, first, elements);
+    fn decodes_parts(&self) -> bool {
         true
+    }
+
+    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) {
+        kernel::decode(Level::best(), dtype, record, first, elements);
     }
 }

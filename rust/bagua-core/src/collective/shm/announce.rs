@@ -40,7 +40,8 @@ impl Announcement {
                 | (self.verb as u64) << 8
                 | u64::from(it.codec) << 16
                 | u64::from(it.device) << 24
-                | u64::from(it.flags) << 32,
+                | u64::from(it.flags) << 32
+                | u64::from(it.tag) << 48,
             self.bytes,
         ]
     }
@@ -63,8 +64,8 @@ impl Announcement {
             root: (byte(1, 3) != 0).then(|| high(1)),
             count: words[3],
             shape: Shape { ndim: byte(6, 0), dims: [low(4), high(4), low(5), high(5)] },
-            // Only messages have one, and they travel by the mesh.
-            tag: 0,
+            // Those of messages have 32 bits, and travel by the mesh.
+            tag: high(6) >> 16,
             codec: byte(6, 2),
             device: byte(6, 3),
             flags: high(6) as u16,

@@ -5,7 +5,7 @@ use crate::codec::{self, Codec};
 use crate::collective::compressed::{self, Compression};
 use crate::collective::gossip::{self, PeerSelection, Replicas};
 use crate::error::{Error, Result};
-use crate::types::{DType, Fingerprint, Kind};
+use crate::types::{DType, Kind};
 
 impl Lane {
     /// All_reduce of `data` through a codec, in place. Ranks that differ in the codec, its options, the divisor or error feedback get
@@ -24,11 +24,10 @@ impl Lane {
         self.health.check()?;
         how.codec.check(dtype)?;
         let count = check::elements(dtype, data.len(), "the buffer")?;
-        let feedback = if how.error.is_some() { ", error feedback" } else { "" };
-        let text = format!("{}, divided by {}{feedback}", codec::describe(how.codec), how.divisor);
-        let says = self.coded(Kind::CompressedAllReduce, dtype, count, how.codec, &text, options);
+        let options = options_of(options, how);
+        let says = self.next(Kind::CompressedAllReduce, dtype, count, &options);
         let payload = data.len();
-        self.perform(options, says, payload, |collective, cx| compressed::all_reduce(collective, cx, data, how, work))
+        self.perform(&options, says, payload, |collective, cx| compressed::all_reduce(collective, cx, data, how, work))
     }
 
     /// `mean` = the mean of `weights` and those of this rank's peers in round `round`. All ranks must give the same selection and
@@ -54,10 +53,10 @@ impl Lane {
             let elements = mean.len() / dtype.size();
             return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of their mean")));
         }
-        let tag = digest(&format!("{} in round {round}", selection.name()));
-        let says = Fingerprint { tag, ..self.next(Kind::Gossip, dtype, count, options) };
+        let options = options_of_gossip(options, (selection, round));
+        let says = self.next(Kind::Gossip, dtype, count, &options);
         let payload = weights.len();
-        self.perform(options, says, payload, |collective, cx| {
+        self.perform(&options, says, payload, |collective, cx| {
             gossip::average(collective, cx, selection, round, weights, mean, received)
         })
     }
@@ -86,30 +85,34 @@ impl Lane {
             let elements = len / dtype.size();
             return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
         }
-        let text = format!("compressed ring, {}", codec::describe(codec));
-        let says = self.coded(Kind::Gossip, dtype, count, codec, &text, options);
+        let options = options_of_ring(options, codec);
+        let says = self.next(Kind::Gossip, dtype, count, &options);
         let payload = weights.len();
-        self.perform(options, says, payload, |collective, cx| {
+        self.perform(&options, says, payload, |collective, cx| {
             gossip::compressed_ring(collective, cx, codec, draw, weights, replicas, work)
         })
     }
-
-    /// The next fingerprint of an operation through a codec; `text` says all of its options.
-    fn coded(
-        &mut self,
-        kind: Kind,
-        dtype: DType,
-        count: usize,
-        codec: &dyn Codec,
-        text: &str,
-        options: &Options<'_>,
-    ) -> Fingerprint {
-        let options = Options { codec: codec.id(), ..*options };
-        Fingerprint { tag: digest(text), ..self.next(kind, dtype, count, &options) }
-    }
 }
 
-/// FNV-1a, 32 bits: tells options apart, and protects against nothing.
+/// The options with what ranks must agree on of a compressed all_reduce, also in its parts inside hosts.
+pub fn options_of<'a>(options: &Options<'a>, how: &Compression<'_>) -> Options<'a> {
+    let feedback = if how.error.is_some() { ", error feedback" } else { "" };
+    let text = format!("{}, divided by {}{feedback}", codec::describe(how.codec), how.divisor);
+    Options { codec: how.codec.id(), tag: digest(&text), ..*options }
+}
+
+/// The same of gossip.
+pub fn options_of_gossip<'a>(options: &Options<'a>, (selection, round): (PeerSelection, u64)) -> Options<'a> {
+    Options { tag: digest(&format!("{} in round {round}", selection.name())), ..*options }
+}
+
+/// The same of the compressed ring.
+pub fn options_of_ring<'a>(options: &Options<'a>, codec: &dyn Codec) -> Options<'a> {
+    Options { codec: codec.id(), tag: digest(&format!("compressed ring, {}", codec::describe(codec))), ..*options }
+}
+
+/// FNV-1a, folded to 16 bits: tells options apart, and protects against nothing.
 fn digest(text: &str) -> u32 {
-    text.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+    let hash = text.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    (hash >> 16) ^ (hash & 0xffff)
 }

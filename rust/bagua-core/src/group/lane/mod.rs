@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 pub use self::check::PartLayout;
+pub(super) use self::exchanges::{options_of, options_of_gossip, options_of_ring};
 use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
@@ -33,7 +34,7 @@ pub struct Options<'a> {
     pub label: &'a str,
     /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
     pub shape: Option<Shape>,
-    /// Tag of a message; both sides must give the same.
+    /// Tag of a message; both sides must give the same. Of a collective a digest of options that ranks must agree on, of 16 bits.
     pub tag: u32,
     /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same.
     pub codec: u8,
@@ -309,7 +310,7 @@ impl Lane {
     /// all checks.
     fn next(&mut self, kind: Kind, dtype: DType, count: usize, options: &Options<'_>) -> Fingerprint {
         let seq = next(&mut self.seq);
-        Fingerprint { kind, flags: options.flags, codec: options.codec, ..self.message(dtype, count, seq, 0) }
+        Fingerprint { kind, flags: options.flags, codec: options.codec, ..self.message(dtype, count, seq, options.tag) }
     }
 
     /// The fingerprint of a point-to-point message.

@@ -10,7 +10,7 @@ use crate::codec::Codec;
 use crate::collective::compressed::{Compression, Workspace};
 use crate::collective::gossip::{PeerSelection, Replicas, Workspace as RingWorkspace};
 use crate::error::Result;
-use crate::group::lane::{HostLanes, Options};
+use crate::group::lane::{HostLanes, Options, options_of, options_of_gossip, options_of_ring};
 use crate::request::{Io, Verb};
 use crate::types::{DType, Kind, ReduceOp, flags};
 
@@ -76,11 +76,11 @@ impl Lanes {
         if !hierarchical {
             return self.global.compressed_all_reduce(options, dtype, data, &mut how, work);
         }
+        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of(options, &how) };
         if self.host_count() == 1 {
             let op = if average { ReduceOp::Avg } else { ReduceOp::Sum };
-            return self.all_reduce(options, dtype, Io::in_place(data), op, true);
+            return self.all_reduce(&options, dtype, Io::in_place(data), op, true);
         }
-        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..*options };
         let HostLanes { intra, inter } = self.hosts()?;
         let sum = Verb::Reduce { op: ReduceOp::Sum, root: LEADER };
         intra.run(&options, dtype, sum, Io::in_place(data))?;
@@ -114,7 +114,7 @@ impl Lanes {
         if !hierarchical {
             return self.global.gossip(options, dtype, peers, weights, mean, received);
         }
-        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..*options };
+        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of_gossip(options, peers) };
         let HostLanes { intra, inter } = self.hosts()?;
         mean.copy_from_slice(weights);
         let average = Verb::Reduce { op: ReduceOp::Avg, root: LEADER };
@@ -145,7 +145,7 @@ impl Lanes {
         if !hierarchical {
             return self.global.compressed_ring(options, dtype, codec, draw, weights, replicas, work);
         }
-        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..*options };
+        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of_ring(options, codec) };
         let Replicas { own, left, right } = replicas;
         let HostLanes { intra, inter } = self.hosts()?;
         let average = Verb::Reduce { op: ReduceOp::Avg, root: LEADER };
