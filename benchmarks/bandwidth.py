@@ -73,7 +73,8 @@ def algorithm(contender: str, parameters: Any) -> tuple[Any, Any]:
     if name in INTERVALS:
         options["communication_interval"] = INTERVALS[name]
     if name == "qadam":
-        optimizer = QAdamOptimizer(parameters, lr=1e-4, warmup_steps=1)
+        # A large eps: a warm-up of one step leaves second moments of 0.
+        optimizer = QAdamOptimizer(parameters, lr=1e-4, warmup_steps=1, eps=1.0)
         return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, **options)
     return torch.optim.SGD(parameters, lr=0.01), Algorithm.init(name, **options)
 
