@@ -121,7 +121,7 @@ def ddp(module: Any, name: str) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     # On gloo, that hook's collectives of several buckets come in another order on each rank.
-    wrapped = DistributedDataParallel(module, **({"bucket_cap_mb": 1000} if name == "ddp-powersgd" else {}))
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=1000 if name == "ddp-powersgd" else None)
     if name == "ddp-bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     if name == "ddp-powersgd":
