@@ -200,9 +200,11 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    for name in dict.fromkeys(row["contender"] for row in rows):
+    for number, name in enumerate(dict.fromkeys(row["contender"] for row in rows)):
         of_name = {row["rate"]: 1 / row["step_s"] for row in rows if row["contender"] == name}
-        axes.plot(rates, [of_name.get(rate, float("nan")) for rate in rates], marker="o", label=name)
+        axes.plot(
+            rates, [of_name.get(rate, float("nan")) for rate in rates], "o-" if number < 10 else "s--", label=name
+        )
     axes.set(yscale="log", xlabel="rate of the link", ylabel="steps per second")
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()
