@@ -263,7 +263,7 @@ DIFFERENT: list[tuple[Callable[[], Algorithm], Callable[[], Algorithm], tuple[st
         lambda: ByteGradAlgorithm(compression=neutral.Codec("top_k", k=0.2)),
         ("k=0.1", "k=0.2"),
     ),
-    (lambda: ByteGradAlgorithm(compression="auto"), ByteGradAlgorithm, ("'auto'", "'MinMaxUInt8'")),
+    (lambda: ByteGradAlgorithm(compression="auto"), ByteGradAlgorithm, ("'auto'", "bagua.Codec('minmax_u8')")),
     (DecentralizedAlgorithm, lambda: DecentralizedAlgorithm(True, "ring"), ("'all'", "'ring'")),
     (LowPrecisionDecentralizedAlgorithm, lambda: LowPrecisionDecentralizedAlgorithm(False), ("=True", "=False")),
     (PowerSGDAlgorithm, lambda: PowerSGDAlgorithm(2), ("rank=4", "rank=2")),

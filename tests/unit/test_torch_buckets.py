@@ -105,7 +105,7 @@ def test_operations_are_appended_and_cleared_and_bad_ones_are_refused() -> None:
     weight = torch.zeros(4)
     bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8", error_feedback=True)
     assert (bucket.error.dtype, bucket.error.tolist()) == (torch.float32, [0.0] * 4)
-    bucket.append_decentralized_synchronous_op(weight)
+    bucket.append_decentralized_synchronous_op(torch.zeros(4))
     bucket.append_low_precision_decentralized_synchronous_op(weight, weight.clone(), weight.clone())
     assert len(bucket.backend_bucket.ops()) == 3
     bucket.clear_ops()
