@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Barrier, add_rank_options, machine, run_ranks, save_if_asked, this_rank, write_row
+from common import Barrier, add_rank_options, machine, pyplot, run_ranks, save_if_asked, this_rank, write_row
 from network import ADDRESSES, UNLIMITED, Namespaces, missing
-from train import BATCH, build, samples
+from train import BATCH, Trainer, build, samples
 
 PORT = 29703
 RATES = ("50mbit", "200mbit", "1gbit", "10gbit", UNLIMITED)
@@ -79,8 +79,8 @@ def algorithm(contender: str, parameters: Any) -> tuple[Any, Any]:
     return torch.optim.SGD(parameters, lr=0.01), Algorithm.init(name, **options)
 
 
-class Contender:
-    """One copy of the model and its optimizer."""
+class Contender(Trainer):
+    """One copy of the model and its optimizer, by any of the algorithms."""
 
     def __init__(self, name: str, rank: int) -> None:
         import torch
@@ -88,24 +88,13 @@ class Contender:
         torch.manual_seed(17)
         self.module: Any = build("mlp")
         self.data = samples("mlp", rank)
+        self.losses = []
         if name.startswith("ddp"):
             self.optimizer: Any = torch.optim.SGD(self.module.parameters(), lr=0.01)
             self.module = ddp(self.module, name)
         else:
             self.optimizer, chosen = algorithm(name, self.module.parameters())
             self.module.with_bagua([self.optimizer], chosen)
-
-    def steps(self, count: int) -> float:
-        """Trains, and returns the last loss."""
-        from torch.nn.functional import cross_entropy
-
-        for _ in range(count):
-            x, y = next(self.data)
-            loss: Any = cross_entropy(self.module(x), y)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return float(loss.detach())
 
     def close(self) -> None:
         """Ends the communication of this copy."""
@@ -153,10 +142,10 @@ def measure(name: str, options: dict[str, Any], rank: int, barrier: Barrier) -> 
     for _ in range(rounds):
         barrier.wait()
         begun = time.perf_counter()
-        loss = contender.steps(block)
+        contender.steps(block)
         times.append((time.perf_counter() - begun) / block)
-        if not loss < 20.0:
-            raise AssertionError(f"{name} diverged: the loss is {loss}")
+        if not contender.losses[-1] < 20.0:
+            raise AssertionError(f"{name} diverged: the loss is {contender.losses[-1]}")
     steps, moved = rounds * block, sent() - before
     contender.close()
     return {"times": times, "steps": steps, "sent": moved / steps}
@@ -190,16 +179,11 @@ def child(options: dict[str, Any]) -> None:
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A line of steps per second over the rate for each contender."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed (requirements/bench.in): no plot")
+    if (plt := pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    figure, axes = plt.subplots(figsize=(9, 5.5))
     for number, name in enumerate(dict.fromkeys(row["contender"] for row in rows)):
         of_name = {row["rate"]: 1 / row["step_s"] for row in rows if row["contender"] == name}
         axes.plot(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import redis
 import torch
-from common import add_output_options, save_if_asked
+from common import add_output_options, pyplot, save_if_asked
 
 from bagua.torch_api.contrib import CacheLoader
 from bagua.torch_api.contrib.utils.redis_server import RedisServer, new_password
@@ -151,13 +151,8 @@ def fastest(work: Callable[[range], None], samples: int, repeats: int, batch: in
 
 def plot(rates: dict[str, float], path: Path, title: str) -> None:
     """A bar per way."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed (requirements/bench.in): no plot")
+    if (plt := pyplot("svg")) is None:
         return
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
 
     names = [name for name in rates if name != FILLING][::-1]
     colours = ["tab:orange" if name.startswith("CacheLoader") else "tab:blue" for name in names]

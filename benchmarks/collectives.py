@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mpi
-from common import add_output_options, machine, parse_size, percentile, save_if_asked, show_size
+from common import add_output_options, machine, parse_size, percentile, pyplot, save_if_asked, show_size
 from contenders import DTYPES, MPIS, OURS, VERBS
 from rank_set import RankError, RankSet
 
@@ -207,19 +207,14 @@ def show(rows: Sequence[dict[str, Any]], statistic: str = "seconds") -> None:
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A log-log plot of all_reduce of float32, beside the CSV."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed (requirements/bench.in): no plot")
+    if (plt := pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     rows = [row for row in rows if (row["verb"], row["dtype"]) == ("all_reduce", "float32")]
     worlds = sorted({row["ranks"] for row in rows})
     if not worlds:
         return
-    figure, axes = pyplot.subplots(1, len(worlds), figsize=(6 * len(worlds), 4.5), squeeze=False)
+    figure, axes = plt.subplots(1, len(worlds), figsize=(6 * len(worlds), 4.5), squeeze=False)
     for axis, ranks in zip(axes[0], worlds, strict=True):
         for name in (*OURS, *PEERS):
             points = sorted((r["bytes"], r["seconds"]) for r in rows if (r["ranks"], r["contender"]) == (ranks, name))
@@ -230,7 +225,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def placement_row(name: str, number: int, batch: Batch) -> dict[str, Any]:

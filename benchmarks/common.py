@@ -177,6 +177,19 @@ def save(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     return path
 
 
+def pyplot(backend: str = "Agg") -> Any:
+    """matplotlib's pyplot without a display; None, after a word about it, where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed (requirements/bench.in): no plot")
+        return None
+    matplotlib.use(backend)
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """The options of every benchmark that starts ranks."""
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -51,6 +51,7 @@ UNSAFE = (
     f"{CORE}/group/fork.rs",
     "rust/bagua-cuda/src/*",
     "rust/nccl-sys/src/*",
+    "rust/bagua-py/src/call_user.rs",
     "rust/bagua-py/src/tensor_reader.rs",
     "rust/bagua-py/src/tensor.rs",
 )

@@ -15,6 +15,7 @@ __all__ = [
     "DTYPES",
     "MAX_STREAMS",
     "OPS",
+    "PEER_SELECTION_MODES",
     "VERBS",
     "Arena",
     "Bootstrap",
@@ -25,6 +26,7 @@ __all__ = [
     "Handle",
     "RendezvousServer",
     "TensorReader",
+    "check_peer_selection",
     "listen_for_interrupts",
     "local_address_towards",
     "present",
@@ -42,6 +44,8 @@ OPS: dict[str, int]
 VERBS: dict[str, int]
 # How all_reduce goes between hosts.
 ALGORITHMS: list[str]
+# How a member chooses its peers.
+PEER_SELECTION_MODES: list[str]
 MAX_STREAMS: int
 
 _Shape: TypeAlias = Sequence[int] | None
@@ -270,4 +274,5 @@ def local_address_towards(host: str, port: int) -> str: ...
 def version() -> str: ...
 def present() -> dict[str, bool]: ...
 def listen_for_interrupts() -> int: ...
+def check_peer_selection(peer_selection_mode: str, members: int) -> None: ...
 def wait_for_callbacks(timeout: float) -> None: ...

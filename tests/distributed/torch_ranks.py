@@ -43,15 +43,20 @@ Hosts = tuple[tuple[int, ...], ...] | None
 
 
 @functools.cache
-def outcomes(function: Callable[..., Any], size: int, hosts: Hosts = None) -> list[dict[str, str]]:
+def outcomes(
+    function: Callable[..., Any], size: int, hosts: Hosts = None, timeout: int | None = None
+) -> list[dict[str, str]]:
     """Every rank's outcomes of ``function``, which calls :func:`run_cases`. Runs once for all tests of a module."""
-    found: list[dict[str, str]] = make_world(size, hosts=hosts, env=ENVIRONMENT, timeout=240.0).run(function)
+    env = ENVIRONMENT if timeout is None else {**ENVIRONMENT, "BAGUA_TIMEOUT": str(timeout)}
+    found: list[dict[str, str]] = make_world(size, hosts=hosts, env=env, timeout=240.0).run(function)
     return found
 
 
-def check(function: Callable[..., Any], size: int, case: Case, hosts: Hosts = None) -> None:
+def check(
+    function: Callable[..., Any], size: int, case: Case, hosts: Hosts = None, *, timeout: int | None = None
+) -> None:
     """Fails with every rank's traceback when a case failed."""
-    found = outcomes(function, size, hosts)
+    found = outcomes(function, size, hosts, timeout)
     failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(found)]
     assert not any(texts[case.__name__] for texts in found), "\n".join(failed)
 

@@ -20,10 +20,16 @@ def _missing(what: str) -> NotImplementedError:
     return NotImplementedError(f"{what} does not exist yet")
 
 
+def _communicator_of(group: ProcessGroup | None) -> Communicator | None:
+    """That of all ranks of the group (``None``: the default group); None on a rank outside any group."""
+    communicator = torch_state().world if group is None else group.get_global_communicator()
+    return communicator if isinstance(communicator, Communicator) else None
+
+
 def _flat_memory(group: ProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Zeros in an arena of the group (``None``: the default group); in private memory on a rank outside any group."""
-    communicator = torch_state().world if group is None else group.get_global_communicator()
-    if isinstance(communicator, Communicator):
+    communicator = _communicator_of(group)
+    if communicator is not None:
         return communicator.empty(count, dtype, label=f"bagua-bucket-{name}")
     return torch.zeros(count, dtype=dtype)
 
@@ -275,12 +281,9 @@ class BaguaBucket:
         "exponential", "one_peer_exponential". ``hierarchical``: the members are hosts, with the means of their ranks.
         The number of the round is that of the bucket's communications.
         """
-        if peer_selection_mode == "shift_one":
-            members = self._members_of(group, hierarchical)
-            if members > 1 and members % 2:
-                raise ValueError(
-                    f"bucket {self.name!r}: shift_one pairs all members with each other, and {members} is odd"
-                )
+        communicator = _communicator_of(group or self._built_for)
+        members = 1 if communicator is None else len(communicator.members(hierarchical))
+        engine.check_peer_selection(peer_selection_mode, members)
         self._check_length("peer_weight", peer_weight)
         self.backend_bucket.append_decentralized(peer_selection_mode, hierarchical)
         self._attach("peer_weight", peer_weight)
@@ -312,14 +315,6 @@ class BaguaBucket:
         for name, replica in replicas.items():
             self._attach(name, replica)
         self._group = group or self._group
-
-    def _members_of(self, group: ProcessGroup | None, hierarchical: bool) -> int:
-        """Members of a decentralized operation: ranks, or hosts. 1 outside of any group."""
-        group = group or self._built_for
-        communicator = torch_state().world if group is None else group.get_global_communicator()
-        if not isinstance(communicator, Communicator):
-            return 1
-        return len(communicator.raw.hosts) if hierarchical else communicator.nranks()
 
     def _check_length(self, name: str, tensor: torch.Tensor) -> None:
         check_on_cpu(tensor, f"{name} of bucket {self.name!r}")

@@ -15,7 +15,9 @@ use bagua_core::types::DType;
 use bagua_core::wait::{lock, wait_in_slices};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
+use crate::call_user::call_user;
 use crate::codec::Codec;
 use crate::errors::{self, seconds};
 use crate::gil::{self, DropWithoutGil};
@@ -98,7 +100,7 @@ impl Handle {
 fn call_with(callback: &Bound<'_, PyAny>, result: &Result<()>) -> PyResult<()> {
     let py = callback.py();
     let error = result.as_ref().err().map(|error| errors::raise(py, error.clone()).into_value(py));
-    callback.call1((error,)).map(drop)
+    call_user(callback, &PyTuple::new(py, [error])?)
 }
 
 /// A reference to a callable. TypeError for anything else.
@@ -257,8 +259,10 @@ impl Bucket {
     fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
         let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
-            let called =
-                gil::attach_own_thread(|py| function.call1(py, (bucket,)).map(drop).map_err(|e| as_core_error(py, &e)));
+            let called = gil::attach_own_thread(|py| {
+                let called = PyTuple::new(py, [bucket]).and_then(|name| call_user(function.bind(py), &name));
+                called.map_err(|e| as_core_error(py, &e))
+            });
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
         self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
@@ -284,6 +288,13 @@ impl Bucket {
     fn ops(&self) -> Vec<&'static str> {
         self.core.ops()
     }
+}
+
+/// Refuses a way to choose peers that does not exist, or does not work among so many members: ValueError.
+#[pyfunction]
+pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: usize) -> PyResult<()> {
+    let check = PeerSelection::by_name(peer_selection_mode).and_then(|selection| selection.check(members));
+    check.map_err(|e| errors::raise(py, e))
 }
 
 /// A Python exception as an error that the core can send to other threads and ranks.

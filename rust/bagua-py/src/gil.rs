@@ -58,29 +58,10 @@ fn release_around(wait: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(wait));
 }
 
-/// Runs Python code on a thread that Python did not start. `None` when the interpreter cannot be attached to: it is shutting down.
-///
-/// A thread that still runs Python code then sleeps for ever, instead of aborting the process.
+/// Attaches a thread that Python did not start. `None` when the interpreter cannot be attached to: it is shutting down. A user's
+/// function is called there by [`crate::call_user`].
 pub fn attach_own_thread<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
-    Python::try_attach(|py| {
-        let sleep = SleepOnThreadExit;
-        let result = call(py);
-        std::mem::forget(sleep);
-        result
-    })
-}
-
-/// Before Python 3.14, a thread that asks for the GIL during the interpreter's shutdown ends by `pthread_exit`. That unwinds the
-/// stack, and the drop of PyO3's guard of the attachment, which is next, would find that the thread has no GIL and abort.
-struct SleepOnThreadExit;
-
-impl Drop for SleepOnThreadExit {
-    fn drop(&mut self) {
-        // A panic unwinds as usual.
-        while !std::thread::panicking() {
-            std::thread::park();
-        }
-    }
+    Python::try_attach(call)
 }
 
 /// A value of the core whose drop may wait for a thread that itself waits for the GIL, to run a Python callback: it is dropped

@@ -12,7 +12,8 @@
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
-//! | [`tensor`] | addresses become regions of memory; with `tensor_reader` the only unsafe file |
+//! | [`call_user`] | calling a user's function on a thread that Python did not start |
+//! | [`tensor`] | addresses become regions of memory; with `tensor_reader` and `call_user` the only unsafe files |
 //! | [`tensor_reader`] | address, size and type of a tensor or an array |
 //! | [`errors`] | core errors become Python exceptions |
 
@@ -20,6 +21,7 @@
 
 mod arena;
 mod bootstrap;
+mod call_user;
 mod codec;
 mod engine;
 mod errors;
@@ -42,7 +44,7 @@ mod _bagua {
     #[pymodule_export]
     use crate::codec::Codec;
     #[pymodule_export]
-    use crate::engine::{Bucket, Engine, Handle, wait_for_callbacks};
+    use crate::engine::{Bucket, Engine, Handle, check_peer_selection, wait_for_callbacks};
     #[pymodule_export]
     use crate::group::Communicator;
     #[pymodule_export]
@@ -55,13 +57,15 @@ mod _bagua {
     use crate::tensor_reader::{TensorReader, read_array};
 
     use bagua_core::collective::Algorithm;
+    use bagua_core::collective::gossip::PeerSelection;
     use bagua_core::group::MAX_STREAMS;
     use bagua_core::types::{DType, Kind, ReduceOp};
     use pyo3::prelude::*;
     use pyo3::types::PyDict;
 
     /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
-    /// operation (`VERBS`) by name, names of the algorithms of all_reduce between hosts (`ALGORITHMS`), and the most streams per peer.
+    /// operation (`VERBS`) by name, names of the algorithms of all_reduce between hosts (`ALGORITHMS`) and of
+    /// the ways to choose peers (`PEER_SELECTION_MODES`), and the most streams per peer.
     #[pymodule_init]
     fn tables(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {
@@ -73,6 +77,7 @@ mod _bagua {
         module.add("OPS", dict(&ReduceOp::ALL.map(|op| (op.name(), op as u8)))?)?;
         module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
         module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
+        module.add("PEER_SELECTION_MODES", PeerSelection::ALL.map(PeerSelection::name))?;
         module.add("MAX_STREAMS", MAX_STREAMS)
     }
 }

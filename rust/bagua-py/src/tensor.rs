@@ -1,4 +1,4 @@
-//! Addresses become regions of memory: with `tensor_reader`, the only file of the bindings with `unsafe`.
+//! Addresses become regions of memory: with `tensor_reader` and `call_user`, the only files of the bindings with `unsafe`.
 //!
 //! The promise of every caller that passes an address to a verb, a `Bucket` or an `Engine` of this module: from the call until the
 //! verb has returned (or its handle is done; for a bucket's tensor, as long as the bucket is registered) the address is that of

@@ -50,9 +50,8 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         """Puts what error memory contributed to a result that nobody uses back into it, in equal shares."""
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
-        rank, ranks = communicator.rank(), communicator.nranks()
-        holders = [host[0] for host in communicator.raw.hosts] if self.hierarchical else list(range(ranks))
-        if len(holders) == 1 or rank not in holders:
+        ranks, holders = communicator.nranks(), communicator.members(self.hierarchical)
+        if len(holders) == 1 or communicator.rank() not in holders:
             return
         error = self._tensors_of_state()["error"][name]
         error.add_(result.detach().to(error.dtype), alpha=(ranks if self.average else 1) / len(holders))

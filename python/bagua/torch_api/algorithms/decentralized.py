@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bagua import engine
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
@@ -21,14 +22,8 @@ from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from ..tensor import effective
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, tensors_of_buckets
 
-#: Whose weights member i of n averages with its own in round r.
-PEER_SELECTION_MODES = {
-    "all": "everybody's",
-    "shift_one": "one other member's, another one in each round; n must be even or 1",
-    "ring": "those of i - 1 and i + 1",
-    "exponential": "those of i + 2^j for all 2^j < n",
-    "one_peer_exponential": "that of i + 2^(r mod ceil(log2 n))",
-}
+#: Whose weights a member averages with its own; ``docs/algorithms.md`` has the sets.
+PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
 
 
 def check_interval(communication_interval: int) -> int:
@@ -36,14 +31,6 @@ def check_interval(communication_interval: int) -> int:
     if not isinstance(communication_interval, int) or communication_interval < 1:
         raise ValueError(f"communication_interval must be a positive integer, not {communication_interval!r}")
     return communication_interval
-
-
-def _members(group: ProcessGroup, hierarchical: bool) -> int:
-    """Hosts or ranks of a group; 1 on a rank outside of it."""
-    communicator = group.get_global_communicator()
-    if not isinstance(communicator, Communicator):
-        return 1
-    return len(communicator.raw.hosts) if hierarchical else communicator.nranks()
 
 
 class _WeightsAlgorithmImpl(AlgorithmImpl):
@@ -79,10 +66,9 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     def check(self, bagua_ddp: WrappedModel) -> None:
         """TypeError for complex parameters, by name; ValueError for shift_one among an odd number of members."""
         check_floating(bagua_ddp.bagua_build_params())
-        members = _members(self.process_group, self.hierarchical)
-        if self.peer_selection_mode == "shift_one" and members > 1 and members % 2:
-            what = "hosts" if self.hierarchical else "ranks"
-            raise ValueError(f"shift_one pairs all members with each other, and {members} {what} are an odd number")
+        communicator = self.process_group.get_global_communicator()
+        assert isinstance(communicator, Communicator)
+        engine.check_peer_selection(self.peer_selection_mode, len(communicator.members(self.hierarchical)))
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightAverage:
         """The weights."""
@@ -199,9 +185,7 @@ class DecentralizedAlgorithm(Algorithm):
     def __init__(
         self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
     ) -> None:
-        if peer_selection_mode not in PEER_SELECTION_MODES:
-            known = ", ".join(PEER_SELECTION_MODES)
-            raise ValueError(f"no peer selection mode {peer_selection_mode!r}; known: {known}")
+        engine.check_peer_selection(peer_selection_mode, 1)
         self.hierarchical = hierarchical
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = check_interval(communication_interval)

@@ -34,6 +34,7 @@ from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
 from ..data_parallel.backend import Backend
+from ..data_parallel.exchange import Exchange
 from ..data_parallel.weights import gradients_are_finite
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
@@ -41,13 +42,11 @@ from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedMode
 from .bytegrad import aligned_buckets
 
 
-class OuterExchange:
-    """What the ranks changed since the last round, in buckets of its own: an :class:`~.exchange.Exchange`.
+class OuterExchange(Exchange):
+    """What the ranks changed since the last round, in buckets of its own; a round is at the end of a step.
 
     All dictionaries are by parameter name; their tensors have the parameters' shapes.
     """
-
-    needs_gradients = False
 
     def __init__(
         self,
@@ -82,24 +81,6 @@ class OuterExchange:
             difference = self._differences[name] = torch.zeros_like(self.anchors[name])
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _always(difference)))
         return tensors
-
-    def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Nothing: a flattened bucket moved the differences into its memory."""
-
-    def begin(self) -> None:
-        """Nothing: a round is at the end of a step."""
-
-    def accumulated(self, name: str) -> None:
-        """Nothing: gradients stay on their rank."""
-
-    def arrived(self, name: str, param: torch.nn.Parameter) -> None:
-        """Nothing: gradients stay on their rank."""
-
-    def finish(self) -> None:
-        """Nothing: gradients stay on their rank."""
-
-    def abandon(self) -> None:
-        """Nothing: gradients stay on their rank."""
 
     def start_round(self) -> None:
         """Sends this rank's differences. Does not wait."""

@@ -348,13 +348,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         hierarchical: bool = True,
         *,
         compression: Compression = "MinMaxUInt8",
-        claim: Callable[[torch.nn.Module], None] | None = None,
+        owner: QAdamAlgorithm | None = None,
     ) -> None:
         super().__init__(process_group)
         self.optimizer = q_adam_optimizer
         self.hierarchical = hierarchical
         self.compression = compression
-        self._claim = claim
+        self._owner = owner
         # The number of the next exchange of moments when the buckets are made, for codecs that draw.
         self._round = 0
         self._moments: MomentExchange | None = None
@@ -375,8 +375,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             # The first use comes after the warm-up, which is late to hear of it.
             for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
                 codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
-        if self._claim is not None:
-            self._claim(bagua_ddp.module)
+        if self._owner is not None:
+            self._owner.check_free(bagua_ddp.module)
 
     def need_reset(self) -> bool:
         """True when the exchange is not the one for the optimizer's number of steps."""
@@ -384,6 +384,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Gradients, or moments after the warm-up."""
+        if self._owner is not None:
+            self._owner.serve(bagua_ddp.module)
         self.end()
         if not self.optimizer.warmed_up:
             return super().make_exchange(bagua_ddp)
@@ -459,13 +461,17 @@ class QAdamAlgorithm(Algorithm):
         self.compression = compression
         self._model: weakref.ref[torch.nn.Module] | None = None
 
-    def _claim(self, module: torch.nn.Module) -> None:
+    def check_free(self, module: torch.nn.Module) -> None:
+        """ValueError when it serves another model."""
         served = None if self._model is None else self._model()
         if served is not None and served is not module:
             raise ValueError(
                 f"this QAdamAlgorithm serves a {type(served).__name__} already: an object serves one model, as its "
                 "optimizer does; make another one for each model"
             )
+
+    def serve(self, module: torch.nn.Module) -> None:
+        """From now on it serves this model; called when the ranks have agreed."""
         self._model = weakref.ref(module)
 
     def reify(self, process_group: ProcessGroup) -> QAdamAlgorithmImpl:
@@ -475,7 +481,7 @@ class QAdamAlgorithm(Algorithm):
             self.q_adam_optimizer,
             self.hierarchical,
             compression=self.compression,
-            claim=self._claim,
+            owner=self,
         )
 
     def describe(self) -> str:

@@ -20,6 +20,7 @@ from ..bucket import BaguaBucket
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
+from .exchange import Exchange
 from .sparse import SparseExchange
 
 
@@ -73,8 +74,8 @@ class _Backward:
     failure: Exception | None = None
 
 
-class GradientExchange:
-    """The gradients of one model and what has become of them in this backward: an :class:`~.exchange.Exchange`."""
+class GradientExchange(Exchange):
+    """The gradients of one model and what has become of them in this backward."""
 
     needs_gradients = True
 
@@ -125,9 +126,6 @@ class GradientExchange:
                 if not slot.had_grad:
                     # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
                     slot.param.grad = None
-
-    def begin(self) -> None:
-        """Nothing yet: gradients come with backward."""
 
     def accumulated(self, name: str) -> None:
         """A gradient that is not communicated yet."""

@@ -30,6 +30,7 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
+from .exchange import Exchange
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -86,10 +87,8 @@ class _Slot:
         return same and self.param.dtype == self.memory.dtype and not is_lazy_value(self.param)
 
 
-class _Weights:
+class _Weights(Exchange):
     """The parameters of one model as the tensors of its buckets."""
-
-    needs_gradients = False
 
     def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
         self._backend = backend
@@ -118,12 +117,6 @@ class _Weights:
             for tensor in bucket.tensors:
                 name, memory = registration(tensor).name, effective(tensor).detach()
                 self._slots.append(_Slot(name, params[name], memory, self._backend.number(name)))
-
-    def accumulated(self, name: str) -> None:
-        """Nothing: gradients stay on their rank."""
-
-    def arrived(self, name: str, param: torch.nn.Parameter) -> None:
-        """Nothing: gradients stay on their rank."""
 
 
 @dataclass

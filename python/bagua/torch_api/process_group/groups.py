@@ -28,6 +28,10 @@ class Communicator(Collectives):
         super().__init__(group.communicator)
         self.group = group
 
+    def members(self, hierarchical: bool) -> list[int]:
+        """The ranks that exchange with each other: all, or the first of each host."""
+        return [host[0] for host in self.raw.hosts] if hierarchical else list(range(self.nranks()))
+
     def device_id(self) -> int:
         """-1: the tensors lie in host memory."""
         return -1

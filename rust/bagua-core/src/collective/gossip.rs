@@ -58,7 +58,7 @@ impl PeerSelection {
     pub fn by_name(name: &str) -> Result<PeerSelection> {
         PeerSelection::ALL.into_iter().find(|selection| selection.name() == name).ok_or_else(|| {
             let known = PeerSelection::ALL.map(PeerSelection::name).join(", ");
-            Error::InvalidArgument(format!("no peer selection mode {name:?}; known: {known}"))
+            Error::InvalidArgument(format!("no peer selection mode '{name}'; known: {known}"))
         })
     }
 
@@ -69,7 +69,7 @@ impl PeerSelection {
     pub fn check(self, members: usize) -> Result<()> {
         if self == PeerSelection::ShiftOne && members > 1 && members % 2 == 1 {
             return Err(Error::InvalidArgument(format!(
-                "shift_one pairs all members with each other, and {members} is odd"
+                "shift_one pairs all members with each other, and they are {members}: an odd number"
             )));
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use super::whole::read_whole;
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::collective::gossip::PeerSelection;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::group::Options;
 use crate::memory::Region;
 use crate::types::{DType, ReduceOp};
@@ -46,17 +46,7 @@ impl Op for DecentralizedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
-        let mean = extra_of(extra, bucket, PEER_WEIGHT)?;
-        let count: usize = tensors.iter().map(Region::count).sum();
-        if mean.dtype() != dtype || mean.count() != count {
-            return Err(Error::InvalidArgument(format!(
-                "bucket '{bucket}' has {count} elements of {}, its peer weight {} of {}",
-                dtype.name(),
-                mean.count(),
-                mean.dtype().name()
-            )));
-        }
-        let mean = mean.as_host_mut()?;
+        let mean = extra_of(extra, bucket, PEER_WEIGHT)?.as_host_mut()?;
         let (scratch, received) = &mut *lock(&self.memory);
         let peers = (self.selection, *step);
         read_whole(tensors, scratch, |weights| {

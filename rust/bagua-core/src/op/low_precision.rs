@@ -50,7 +50,7 @@ impl Op for LowPrecisionDecentralizedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
-        let replicas = replicas(extra, bucket, dtype)?;
+        let replicas = replicas(extra, bucket)?;
         let (scratch, work) = &mut *lock(&self.memory);
         let ring =
             CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(*step, 0), replicas };
@@ -59,13 +59,10 @@ impl Op for LowPrecisionDecentralizedOp {
 }
 
 /// The three replicas among the extra tensors.
-fn replicas<'a>(extra: &'a mut [ExtraTensor], bucket: &str, dtype: DType) -> Result<Replicas<'a>> {
+fn replicas<'a>(extra: &'a mut [ExtraTensor], bucket: &str) -> Result<Replicas<'a>> {
     let mut found = [None, None, None];
     for ExtraTensor { name, region } in extra {
         if let Some(at) = REPLICAS.iter().position(|replica| replica == name) {
-            if region.dtype() != dtype {
-                return Err(Error::InvalidArgument(format!("'{name}' of bucket '{bucket}' is not {}", dtype.name())));
-            }
             found[at] = Some(region.as_host_mut()?);
         }
     }

@@ -1,0 +1,49 @@
+//! Calling a user's function on a thread that Python did not start.
+//!
+//! Before Python 3.14, a thread that asks for the GIL during the interpreter's shutdown ends by `pthread_exit`, which unwinds the stack
+//! from within the function it runs. The frames above, PyO3's among them, cannot be unwound so: the process would abort. A function
+//! that still computes then therefore sleeps for ever in [`call_user`].
+#![allow(unsafe_code)]
+
+use std::thread;
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+unsafe extern "C-unwind" {
+    // As PyO3 declares it, but that it may unwind: the compiler leaves no way up from a function that is declared not to.
+    fn PyObject_CallObject(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObject) -> *mut ffi::PyObject;
+}
+
+/// Calls a function and drops what it returns.
+pub fn call_user(function: &Bound<'_, PyAny>, arguments: &Bound<'_, PyTuple>) -> PyResult<()> {
+    // SAFETY: both are references to living objects, the thread is attached, and the result is a new reference, or null with an
+    // exception set.
+    let result = unsafe {
+        let result = call_or_sleep(function.as_ptr(), arguments.as_ptr());
+        Bound::from_owned_ptr_or_err(function.py(), result)
+    };
+    result.map(drop)
+}
+
+/// `PyObject_CallObject` in a frame of its own, in which only [`Sleep`] is dropped.
+#[inline(never)]
+unsafe fn call_or_sleep(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObject) -> *mut ffi::PyObject {
+    let sleep = Sleep;
+    // SAFETY: as the caller says.
+    let result = unsafe { PyObject_CallObject(callable, arguments) };
+    std::mem::forget(sleep);
+    result
+}
+
+/// Ends an unwinding by never returning from its drop.
+struct Sleep;
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        loop {
+            thread::park();
+        }
+    }
+}
