@@ -4,7 +4,7 @@
 //!
 //! | row | room | what it is |
 //! |---|---|---|
-//! | 9 | [`engine`] | communication threads, the queue of buckets, handles |
+//! | 9 | [`engine`], [`average`] | communication threads, the queue of buckets, handles; asynchronous averaging of models |
 //! | 8 | [`bucket`] | tensors that are communicated together |
 //! | 7 | [`op`] | the operations on a bucket, one file each |
 //! | 6 | [`group`] | membership: rendezvous, control connections, lanes, sub-groups |
@@ -17,6 +17,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod average;
 pub mod bucket;
 pub mod codec;
 pub mod collective;

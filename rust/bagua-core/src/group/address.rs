@@ -12,7 +12,7 @@ use crate::error::{self, Error};
 const MAGIC: [u8; 4] = *b"BGad";
 
 /// Longer blobs are refused before they are parsed.
-const LIMIT: usize = 4096;
+pub(super) const LIMIT: usize = 4096;
 
 /// The listening sockets and the identity of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::builder::LaneBuilder;
+use super::config::Config;
 use super::control::Control;
 use super::handshake::digest;
 use super::lane::{HostLanes, Lane};
@@ -117,6 +118,11 @@ impl Group {
     /// Default deadline of an operation.
     pub fn timeout(&self) -> Duration {
         self.membership.control.plane.config.timeout
+    }
+
+    /// The parameters with which the world group was built; rank and size in it are those of the world.
+    pub(super) fn config(&self) -> &Config {
+        &self.membership.control.plane.config
     }
 
     /// The failure state of the group.

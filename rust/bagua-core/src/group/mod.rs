@@ -6,6 +6,7 @@
 //! | `address` | a rank's address blob, which the caller exchanges between the ranks |
 //! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
 //! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
+//! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
@@ -21,6 +22,7 @@ mod config;
 mod connection;
 mod control;
 mod descriptors;
+mod duplicate;
 mod fork;
 mod handshake;
 mod lane;

@@ -10,9 +10,13 @@ mod mapping;
 pub(crate) mod prefetch;
 mod region;
 mod shared;
+mod weight_lock;
+mod weights;
 
 pub use arena::Arena;
 pub use device::{Buffer, BufferMut, Device, DeviceRef, kind_of};
 pub use mapping::Mapping;
 pub use region::Region;
 pub use shared::{Finder, Registry, SharedArena, part_stride};
+pub use weight_lock::{Owner, Request, WeightGuard, WeightLock};
+pub use weights::{ArenaBuffer, Weights};

@@ -21,11 +21,13 @@ mod neon;
 mod op;
 #[cfg(test)]
 mod tests;
+mod update;
 #[cfg(target_arch = "x86_64")]
 mod zen4;
 
 pub use kernel::Before;
 use level::Level;
+pub use update::{correct, subtract};
 
 use crate::types::{DType, ReduceOp};
 

@@ -1,0 +1,330 @@
+//! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what they are told.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::Settings;
+use super::peers::Peers;
+use super::round::Rounds;
+use crate::error::{Error, Progress, Result};
+use crate::group::{Group, Lane, OwnerProcess};
+use crate::memory::Weights;
+use crate::types::ReduceOp;
+use crate::wait::{Waited, lock, wait_on_for};
+
+/// How long `stop` waits for the thread after it has left the group.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Whether a rank takes part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// In rounds.
+    Running,
+    /// Aborted, stopped or failed.
+    Stopped,
+}
+
+/// Numbers of one rank.
+#[derive(Clone, Debug)]
+pub struct AveragerStats {
+    /// Whether this rank takes part.
+    pub state: State,
+    /// Number of the membership: grows with each change of it.
+    pub view: u64,
+    /// Ranks in the job that took part in the last round, ascending.
+    pub ranks: Vec<usize>,
+    /// Rounds completed by this rank.
+    pub rounds: u64,
+    /// Duration of the last round.
+    pub round: Duration,
+    /// Optimizer steps between snapshot and update of the last round.
+    pub staleness: u64,
+    /// Bytes of weights in all rounds.
+    pub payload_bytes: u64,
+    /// Bytes written to sockets.
+    pub wire_bytes_sent: u64,
+    /// Bytes read from sockets.
+    pub wire_bytes_received: u64,
+}
+
+/// The averaging of one model on one rank. Dropping it stops it.
+pub struct Averager {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// The group of the thread; leaving it ends the thread's waits.
+    group: Group,
+}
+
+/// What the thread shares with the others.
+pub(super) struct Shared {
+    state: Mutex<Control>,
+    /// Notified when `state` changes.
+    changed: Condvar,
+    /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
+    pub(super) steps: AtomicU64,
+    owner: OwnerProcess,
+}
+
+/// What is wanted of the thread, and what it does.
+pub(super) struct Control {
+    /// This rank wants to take part.
+    pub(super) takes_part: bool,
+    /// The thread is in a round in which this rank takes part; it may write to the weights.
+    pub(super) in_round: bool,
+    /// Threads in `synchronize`, and how many rounds of that kind were completed.
+    pub(super) synchronizing: usize,
+    pub(super) synchronized: u64,
+    /// Ranks in the job that took part in the last exchange but did not synchronize.
+    pub(super) not_synchronizing: Vec<usize>,
+    /// The thread has to end.
+    pub(super) stopping: bool,
+    /// Why the thread ended.
+    pub(super) failure: Option<Error>,
+    pub(super) stats: AveragerStats,
+}
+
+impl Shared {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Control> {
+        lock(&self.state)
+    }
+
+    pub(super) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// Sleeps until `due`, until somebody synchronizes, or until the thread has to end: then false.
+    pub(super) fn sleep(&self, due: Instant) -> bool {
+        let mut control = self.lock();
+        loop {
+            if control.stopping {
+                return false;
+            }
+            let left = due.saturating_duration_since(Instant::now());
+            if left.is_zero() || (control.synchronizing > 0 && control.takes_part) {
+                return true;
+            }
+            control = wait_on_for(&self.changed, control, left);
+        }
+    }
+}
+
+impl Averager {
+    /// Builds a group of its own and starts the thread; the first round begins one interval later. `lane` is a lane of `parent`. The
+    /// weights are equal in number, type and order on all ranks. Collective.
+    ///
+    /// # Errors
+    /// `UnsupportedType` for weights that are not real floating-point numbers; as [`Group::duplicate`].
+    pub fn start(parent: &Group, lane: &mut Lane, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
+        for part in &weights {
+            ReduceOp::Avg.check(part.dtype())?;
+            if part.dtype().is_complex() {
+                return Err(Error::UnsupportedType(format!("{} weights are not averaged", part.dtype().name())));
+            }
+            if let Some(codec) = &settings.codec {
+                codec.check(part.dtype())?;
+            }
+        }
+        let group = parent.duplicate(lane, &settings.name)?;
+        let peers = Peers::new(group.clone(), parent.ranks().to_vec())?;
+        Averager::over(peers, group, weights, settings)
+    }
+
+    fn over(peers: Peers, group: Group, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
+        let stats = AveragerStats {
+            state: State::Running,
+            view: 1,
+            ranks: peers.world_ranks.clone(),
+            rounds: 0,
+            round: Duration::ZERO,
+            staleness: 0,
+            payload_bytes: 0,
+            wire_bytes_sent: 0,
+            wire_bytes_received: 0,
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(Control {
+                takes_part: true,
+                in_round: false,
+                synchronizing: 0,
+                synchronized: 0,
+                not_synchronizing: Vec::new(),
+                stopping: false,
+                failure: None,
+                stats,
+            }),
+            changed: Condvar::new(),
+            steps: AtomicU64::new(0),
+            owner: OwnerProcess::current(),
+        });
+        let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
+        let rounds = Rounds::new(Arc::clone(&shared), peers, weights, settings)?;
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || rounds.run())
+            .map_err(|error| Error::system("cannot start an averaging thread", error))?;
+        Ok(Averager { shared, thread: Mutex::new(Some(thread)), group })
+    }
+
+    /// The failure of the thread, if it failed.
+    ///
+    /// # Errors
+    /// That failure.
+    pub fn check(&self) -> Result<()> {
+        self.shared.lock().failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// This rank takes part no more. [`Averager::wait_aborted`] waits for its round in progress.
+    pub fn abort(&self) {
+        let mut control = self.shared.lock();
+        control.takes_part = false;
+        control.stats.state = State::Stopped;
+        self.shared.notify();
+    }
+
+    /// Waits for at most `limit` until nothing writes to the weights any more. After [`Averager::abort`]. The outcome is the failure of
+    /// the thread, if it failed.
+    pub fn wait_aborted(&self, limit: Duration) -> Waited<()> {
+        self.wait(limit, |control| !control.in_round)
+    }
+
+    /// This rank takes part from the next round on. Without effect when it does already.
+    ///
+    /// # Errors
+    /// The failure of the thread.
+    pub fn resume(&self) -> Result<()> {
+        let mut control = self.shared.lock();
+        if let Some(failure) = &control.failure {
+            return Err(failure.clone());
+        }
+        if control.stopping {
+            return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
+        }
+        control.takes_part = true;
+        control.stats.state = State::Running;
+        Ok(())
+    }
+
+    /// Begins to synchronize: one round of all that take part, with their locks held throughout. Dropping what it returns gives up.
+    ///
+    /// # Errors
+    /// The failure of the thread; `InvalidArgument` on a rank that does not take part.
+    pub fn synchronize(&self) -> Result<Synchronization> {
+        let mut control = self.shared.lock();
+        if let Some(failure) = &control.failure {
+            return Err(failure.clone());
+        }
+        if !control.takes_part || control.stopping {
+            return Err(Error::InvalidArgument("this rank does not take part in the averaging".to_owned()));
+        }
+        control.synchronizing += 1;
+        control.not_synchronizing.clear();
+        let before = control.synchronized;
+        drop(control);
+        self.shared.notify();
+        Ok(Synchronization { shared: Arc::clone(&self.shared), before })
+    }
+
+    /// The optimizer made a step.
+    pub fn count_step(&self) {
+        self.shared.steps.fetch_add(1, Relaxed);
+    }
+
+    /// The numbers at this moment.
+    pub fn stats(&self) -> AveragerStats {
+        let mut stats = self.shared.lock().stats.clone();
+        for (_, op) in self.group.stats().snapshot() {
+            stats.wire_bytes_sent += op.wire_bytes_sent;
+            stats.wire_bytes_received += op.wire_bytes_received;
+        }
+        stats
+    }
+
+    /// Ends the thread: a round in which this rank takes part may end first, for at most `limit`; then this rank leaves the group.
+    /// Idempotent.
+    pub fn stop(&self, limit: Duration) {
+        if !self.shared.owner.is_current() {
+            // The thread is the parent's.
+            std::mem::forget(lock(&self.thread).take());
+            return;
+        }
+        self.abort();
+        let _ = self.wait_aborted(limit);
+        self.shared.lock().stopping = true;
+        self.shared.notify();
+        self.group.leave();
+        let Some(thread) = lock(&self.thread).take() else { return };
+        let ended = self.wait(PATIENCE, |control| control.failure.is_some());
+        if ended != Waited::Pending {
+            // The thread catches nothing that could be reported here.
+            let _ = thread.join();
+        }
+    }
+
+    fn wait(&self, limit: Duration, done: impl Fn(&Control) -> bool) -> Waited<()> {
+        let start = Instant::now();
+        let mut control = self.shared.lock();
+        loop {
+            if let Some(failure) = &control.failure {
+                return Waited::Done(Err(failure.clone()));
+            }
+            if done(&control) {
+                return Waited::Done(Ok(()));
+            }
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Waited::Pending;
+            }
+            control = wait_on_for(&self.shared.changed, control, left);
+        }
+    }
+}
+
+impl Drop for Averager {
+    fn drop(&mut self) {
+        self.stop(PATIENCE);
+    }
+}
+
+/// A call of `synchronize` that waits.
+pub struct Synchronization {
+    shared: Arc<Shared>,
+    /// Rounds of that kind before it.
+    before: u64,
+}
+
+impl Synchronization {
+    /// Waits for at most `limit`.
+    pub fn wait(&self, limit: Duration) -> Waited<()> {
+        let start = Instant::now();
+        let mut control = self.shared.lock();
+        loop {
+            if control.synchronized > self.before {
+                return Waited::Done(Ok(()));
+            }
+            if let Some(failure) = &control.failure {
+                return Waited::Done(Err(failure.clone()));
+            }
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Waited::Pending;
+            }
+            control = wait_on_for(&self.shared.changed, control, left);
+        }
+    }
+
+    /// The error for a deadline that passed: it names the ranks that take part and have not called.
+    pub fn timed_out(&self, after: Duration, noticed_by: usize) -> Error {
+        let missing = self.shared.lock().not_synchronizing.clone();
+        let progress = Progress { what: "synchronize".to_owned(), ..Progress::default() };
+        Error::Timeout { after, missing, noticed_by, progress: Some(Box::new(progress)) }
+    }
+}
+
+impl Drop for Synchronization {
+    fn drop(&mut self) {
+        // A round that has begun meanwhile goes on: the other ranks count on this one.
+        self.shared.lock().synchronizing -= 1;
+    }
+}

@@ -1,0 +1,36 @@
+//! Asynchronous model averaging: a thread per model averages its weights with those of other ranks, beside the training.
+//!
+//! A round, made by all ranks that take part:
+//!
+//! 1. **Status.** All ranks of the group exchange who takes part (a 64-byte all_gather). Those that do not go back to sleep.
+//! 2. **Snapshot.** Each copies its weights, under its weight lock.
+//! 3. **Average.** All_reduce of the snapshots, without a lock: training goes on.
+//! 4. **Agreement.** A barrier: every rank has the whole average. A failure before its end is a round that nobody writes.
+//! 5. **Update.** Under the lock, `average - snapshot` is added to the weights, see [`crate::reduce::correct`].
+//!
+//! Invariants, quoted by the tests:
+//!
+//! 1. The lock is held to copy a snapshot or to write an update, and never while this rank waits for another; but for a round that
+//!    `synchronize` makes.
+//! 2. A round's update is written by all of its ranks or by none, so that a round keeps the sum of what its ranks hold.
+//! 3. After `abort` has returned nothing writes to the weights.
+//!
+//! After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3; there ranks hold the lock while they communicate.
+
+mod control;
+mod peers;
+mod round;
+
+pub use control::{Averager, AveragerStats, State};
+
+use std::time::Duration;
+
+/// How a model is averaged. Equal on all ranks.
+pub struct Settings {
+    /// Name of the model.
+    pub name: String,
+    /// From the end of one round to the beginning of the next.
+    pub interval: Duration,
+    /// Encodes the differences to the last average; `None` for full precision.
+    pub codec: Option<std::sync::Arc<dyn crate::codec::Codec>>,
+}

@@ -1,0 +1,133 @@
+//! Weights that their owner changes between two holds of a lock, and buffers for their averages.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::shared::SharedArena;
+use super::weight_lock::{WeightGuard, WeightLock};
+use crate::error::{Error, Result};
+use crate::types::DType;
+
+/// Host memory of another library that both sides use under one [`WeightLock`].
+///
+/// A [`super::Region`] is lent until a call is done. These weights are not: their owner reads and writes them all the time, and the
+/// core does so while it holds the lock.
+pub struct Weights {
+    /// First byte; dangling but aligned when there are no elements.
+    ptr: NonNull<u8>,
+    count: usize,
+    dtype: DType,
+    lock: Arc<WeightLock>,
+}
+
+// SAFETY: the memory is only touched under the lock, by the promise of `new`.
+unsafe impl Send for Weights {}
+
+impl Weights {
+    /// `count` elements at `ptr`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
+    ///
+    /// # Safety
+    /// Until the value is dropped, the memory stays valid and writable for `count * dtype.size()` bytes; while an owner of `lock`
+    /// holds it, no other thread reads or writes the memory, and nobody writes it without the lock.
+    pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Result<Weights> {
+        let fits = count.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
+        let ptr = match NonNull::new(ptr) {
+            Some(ptr) if fits => ptr,
+            None if count == 0 => NonNull::dangling(),
+            _ => {
+                let name = dtype.name();
+                return Err(Error::InvalidArgument(format!("{count} {name} elements at {ptr:p} are no weights")));
+            }
+        };
+        Ok(Weights { ptr, count, dtype, lock })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// True when there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The lock that covers them.
+    pub fn lock(&self) -> &Arc<WeightLock> {
+        &self.lock
+    }
+
+    /// The bytes, under their lock.
+    ///
+    /// # Panics
+    /// When the guard is that of another lock.
+    pub fn bytes<'a>(&'a mut self, guard: &'a WeightGuard) -> &'a mut [u8] {
+        assert!(guard.holds(&self.lock), "the guard of another lock");
+        // SAFETY: valid for len() bytes, and nobody else's while the lock is held, by the promise of `new`; `&mut self` keeps the
+        // core to one access.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len()) }
+    }
+}
+
+/// Memory of an arena that one owner uses as a slice: peers access it only within collectives that it is passed to.
+pub struct ArenaBuffer {
+    arena: SharedArena,
+}
+
+impl ArenaBuffer {
+    /// The whole of this rank's part of an arena that nobody else uses.
+    pub fn new(arena: SharedArena) -> ArenaBuffer {
+        ArenaBuffer { arena }
+    }
+
+    /// The bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping lives as long as the arena, and this value is the only one that makes slices of it; peers touch it
+        // only during a collective, to which the slice was passed as the exclusive borrow that it is.
+        unsafe { std::slice::from_raw_parts_mut(self.arena.pointer(), self.arena.len()) }
+    }
+}
+
+#[cfg(all(test, not(model)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_reached_under_their_own_lock_only() {
+        let (lock, other) = (WeightLock::new(), WeightLock::new());
+        let mut memory = vec![1.0f32, 2.0];
+        // SAFETY: the vector lives as long as the value, and only this thread uses it.
+        let mut weights =
+            unsafe { Weights::new(memory.as_mut_ptr().cast(), 2, DType::F32, Arc::clone(&lock)) }.unwrap();
+        weights.bytes(&lock.lock(1))[..4].copy_from_slice(&5.0f32.to_ne_bytes());
+        let wrong = other.lock(1);
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| weights.bytes(&wrong).len()));
+        assert!(panicked.is_err());
+        drop(weights);
+        assert_eq!(memory, [5.0, 2.0]);
+    }
+
+    #[test]
+    fn null_and_sizes_beyond_the_address_space_are_refused() {
+        let new = |ptr: *mut u8, count| {
+            // SAFETY: refused before it is used, or without elements.
+            unsafe { Weights::new(ptr, count, DType::F64, WeightLock::new()) }
+        };
+        assert!(new(std::ptr::null_mut(), 1).is_err());
+        assert!(new(NonNull::dangling().as_ptr(), usize::MAX).is_err());
+        assert!(new(std::ptr::null_mut(), 0).is_ok());
+    }
+}
