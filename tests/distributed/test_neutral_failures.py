@@ -238,6 +238,8 @@ def test_the_interpreter_ends_although_an_operation_is_pending(world: World) -> 
 
 
 def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
+    # A shell that starts the tests in the background has SIGINT ignored, and Python then keeps that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     group = bagua.init(timeout=300)
     group.barrier()
     if rank == 1:

@@ -290,6 +290,8 @@ def test_data_loader_workers_forked_after_init_neither_hang_nor_disturb(persiste
 
 def exits_with_an_operation_pending(rank: int) -> float:
     bagua.init_process_group()
+    # torch's gloo on the other rank may still be connecting to this one.
+    bagua.barrier()
     tensor = torch.zeros(4)
     if rank == 0:
         bagua.allreduce_inplace(tensor, async_op=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -14,10 +13,6 @@ from bagua.lifecycle import torch_state
 from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous
-
-
-def _missing(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{what} does not exist yet")
 
 
 def _communicator_of(group: ProcessGroup | None) -> Communicator | None:
@@ -43,6 +38,51 @@ class DecentralizedSynchronousOp:
         ValueError while the bucket is being communicated.
         """
         bucket.copy_from_extra("peer_weight")
+
+
+class AsyncModelAverageOp:
+    """What :meth:`BaguaBucket.append_asynchronous_model_average_op` returns.
+
+    The lock is held by whoever uses or changes the weights; the same thread may lock again.
+    """
+
+    def __init__(self, core: engine.AsyncModelAverage, lock: engine.WeightLock) -> None:
+        self._core = core
+        self._lock = lock
+        # Of an algorithm that makes the rounds: its abort, resume and state.
+        self._control: tuple[Callable[[], None], Callable[[], None], Callable[[], str]] | None = None
+
+    def lock_weight(self) -> None:
+        """Takes the lock; waits for a round that copies or writes the weights."""
+        self._lock.lock()
+
+    def unlock_weight(self) -> None:
+        """Gives it back. BaguaError, a RuntimeError, on a thread that does not hold it."""
+        self._lock.unlock()
+
+    def control_by(self, abort: Callable[[], None], reset: Callable[[], None], status: Callable[[], str]) -> None:
+        """An algorithm makes the rounds: it does what the methods below do."""
+        self._control = (abort, reset, status)
+
+    def abort(self) -> None:
+        """This rank's weights count no more, and are not changed any more. Not collective."""
+        if self._control is not None:
+            self._control[0]()
+        else:
+            self._core.set_takes_part(False)
+
+    def reset(self) -> None:
+        """They count again from the next round on. Not collective."""
+        if self._control is not None:
+            self._control[1]()
+        else:
+            self._core.set_takes_part(True)
+
+    def get_status(self) -> str:
+        """ "running" or "stopped"; of an algorithm also "warmup"."""
+        if self._control is not None:
+            return self._control[2]()
+        return "running" if self._core.takes_part else "stopped"
 
 
 class BaguaBucket:
@@ -83,6 +123,8 @@ class BaguaBucket:
         self._weight: torch.Tensor | None = None
         self._left_peer_weight: torch.Tensor | None = None
         self._right_peer_weight: torch.Tensor | None = None
+        # The operation that averages weights asynchronously.
+        self._async_op: AsyncModelAverageOp | None = None
         # Tensors of the operations, by name.
         self._extra: dict[str, torch.Tensor] = {}
         self._built_for = group
@@ -332,15 +374,32 @@ class BaguaBucket:
         self.backend_bucket.attach(name, tensor.data_ptr(), tensor.numel(), code)
         self._extra[name] = tensor
 
-    def append_asynchronous_model_average_op(self, peer_selection_mode: str, group: ProcessGroup | None = None) -> Any:
-        """Averages weights all the time, beside the training."""
-        raise _missing("append_asynchronous_model_average_op")
+    def append_asynchronous_model_average_op(
+        self,
+        peer_selection_mode: str = "all",
+        group: ProcessGroup | None = None,
+        *,
+        lock: engine.WeightLock | None = None,
+    ) -> AsyncModelAverageOp:
+        """Averages the tensors over all ranks that take part, and adds average - snapshot to them under a lock. Each
+        communication of the bucket is one round; the algorithm "async" makes rounds by itself instead.
+
+        ``peer_selection_mode``: "all", else ValueError. ``lock``: of the weights, ``None`` for a new one. TypeError for
+        elements that are not real floating-point numbers. Returns what also is ``bucket._async_op``.
+        """
+        if peer_selection_mode != "all":
+            raise ValueError(f"no peer selection mode {peer_selection_mode!r} for an asynchronous average; known: all")
+        lock = engine.WeightLock() if lock is None else lock
+        self._async_op = AsyncModelAverageOp(self.backend_bucket.append_asynchronous_model_average(lock), lock)
+        self._group = group or self._group
+        return self._async_op
 
     def clear_ops(self) -> BaguaBucket:
         """Removes the operations."""
         self.backend_bucket.clear_ops()
         self._group = None
         self.error = None
+        self._async_op = None
         return self
 
 

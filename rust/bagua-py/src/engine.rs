@@ -9,7 +9,8 @@ use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::op::{
-    AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor, LowPrecisionDecentralizedOp, Op,
+    AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
+    LowPrecisionDecentralizedOp, Op,
 };
 use bagua_core::types::DType;
 use bagua_core::wait::{lock, wait_in_slices};
@@ -17,6 +18,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::average::WeightLock;
 use crate::call_user::call_user;
 use crate::codec::Codec;
 use crate::errors::{self, seconds};
@@ -237,6 +239,15 @@ impl Bucket {
         self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec.core(), hierarchical))))
     }
 
+    /// Adds a round of asynchronous model averaging, of weights that are used under `lock`.
+    ///
+    /// Raises TypeError for elements that are not real floating-point numbers.
+    fn append_asynchronous_model_average(&self, py: Python<'_>, lock: &WeightLock) -> PyResult<AsyncModelAverage> {
+        let op = Arc::new(AsyncModelAverageOp::new(lock.core()));
+        self.core.append(Arc::clone(&op) as Arc<dyn Op>).map_err(|e| errors::raise(py, e))?;
+        Ok(AsyncModelAverage { core: op })
+    }
+
     /// Copies an extra tensor of the bucket's length into the bucket. Raises ValueError while the bucket is being communicated.
     fn copy_from_extra(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         py.detach(|| self.core.copy_from_extra(name)).map_err(|e| errors::raise(py, e))
@@ -287,6 +298,26 @@ impl Bucket {
     /// Names of the operations, in the order in which they run.
     fn ops(&self) -> Vec<&'static str> {
         self.core.ops()
+    }
+}
+
+/// A bucket's operation that averages weights: whether this rank takes part in its rounds.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct AsyncModelAverage {
+    core: Arc<AsyncModelAverageOp>,
+}
+
+#[pymethods]
+impl AsyncModelAverage {
+    /// True when this rank's weights count and are changed.
+    #[getter]
+    fn takes_part(&self) -> bool {
+        self.core.takes_part()
+    }
+
+    /// Says so for the rounds from the next one on.
+    fn set_takes_part(&self, takes_part: bool) {
+        self.core.set_takes_part(takes_part);
     }
 }
 

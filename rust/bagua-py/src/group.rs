@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use bagua_core::average as core_average;
 use bagua_core::engine as core;
 use bagua_core::error::Result;
 use bagua_core::group::{Group, Lane, Options, PartLayout};
@@ -14,6 +15,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arena::Arena;
+use crate::average::{self, Averager, WeightLock};
+use crate::codec::Codec;
 use crate::engine::{Engine, Handle};
 use crate::errors;
 use crate::gil::{self, DropWithoutGil};
@@ -300,6 +303,30 @@ impl Communicator {
         let group = self.group().clone();
         let engine = gil::run_released(py, self.group(), || core::Engine::new(&group, name))?;
         Ok(Engine::of(engine, group))
+    }
+
+    /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
+    /// ranks, through a codec if there is one. Every rank of the group calls it, in the same order.
+    ///
+    /// The caller promises that the addresses stay valid until the averager has stopped, and that the weights are used under `lock`.
+    fn averager(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        weights: Vec<(usize, usize, u8)>,
+        lock: &WeightLock,
+        interval: f64,
+        codec: Option<&Codec>,
+    ) -> PyResult<Averager> {
+        let settings = average::settings(name, interval, codec.map(Codec::core))?;
+        let weights_at =
+            |(address, count, dtype)| tensor::weights_at(address, count, tensor::dtype(dtype)?, lock.core());
+        let weights = weights.into_iter().map(weights_at).collect::<Result<Vec<_>>>();
+        let weights = weights.map_err(|e| errors::raise(py, e))?;
+        let group = self.group();
+        let start = || self.core.run(|lane| core_average::Averager::start(group, lane, weights, settings));
+        let core = gil::run_released(py, group, start)?;
+        Ok(Averager::of(core, group.ranks()[group.rank()]))
     }
 
     /// Poisons the group on every rank: the others get PeerRaisedError with this class name and text.

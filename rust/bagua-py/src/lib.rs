@@ -7,6 +7,7 @@
 //! | [`fast_path`] | its blocking verbs on plain tensors in one call |
 //! | [`arena`] | `Arena`: memory that the ranks of a host share |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
+//! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`codec`] | `Codec`: compression |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
@@ -20,6 +21,7 @@
 #![deny(unsafe_code)]
 
 mod arena;
+mod average;
 mod bootstrap;
 mod call_user;
 mod codec;
@@ -40,11 +42,13 @@ mod _bagua {
     #[pymodule_export]
     use crate::arena::Arena;
     #[pymodule_export]
+    use crate::average::{Averager, WeightLock};
+    #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
     use crate::codec::Codec;
     #[pymodule_export]
-    use crate::engine::{Bucket, Engine, Handle, check_peer_selection, wait_for_callbacks};
+    use crate::engine::{AsyncModelAverage, Bucket, Engine, Handle, check_peer_selection, wait_for_callbacks};
     #[pymodule_export]
     use crate::group::Communicator;
     #[pymodule_export]

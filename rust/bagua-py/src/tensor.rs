@@ -7,8 +7,10 @@
 
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
+
 use bagua_core::error::{Error, Result};
-use bagua_core::memory::Region;
+use bagua_core::memory::{Region, WeightLock, Weights};
 use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
 
@@ -16,6 +18,13 @@ use bagua_core::types::{DType, ReduceOp};
 pub fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
     // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
     unsafe { Region::new(address as *mut u8, count, dtype) }
+}
+
+/// `count` elements at `address` that are shared under a lock: by the promise above, but for who uses them meanwhile; that is up to
+/// the holder of the lock, until the averaging has stopped.
+pub fn weights_at(address: usize, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Result<Weights> {
+    // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
+    unsafe { Weights::new(address as *mut u8, count, dtype, lock) }
 }
 
 /// `per_rank` elements for each of `ranks` ranks at `address`.

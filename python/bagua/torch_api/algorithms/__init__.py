@@ -1,6 +1,7 @@
 """How a model's ranks stay in step: one file per algorithm, each registered under its name."""
 
-from . import base, bytegrad, decentralized, gradient_allreduce, local_sgd, powersgd, q_adam
+from . import async_model_average, base, bytegrad, decentralized, gradient_allreduce, local_sgd, powersgd, q_adam
+from .async_model_average import AsyncModelAverageAlgorithm
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from .bytegrad import ByteGradAlgorithm
 from .decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
@@ -12,6 +13,7 @@ from .q_adam import QAdamAlgorithm, QAdamOptimizer
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
+    "AsyncModelAverageAlgorithm",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
     "DiLoCoAlgorithm",
@@ -22,6 +24,7 @@ __all__ = [
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "async_model_average",
     "base",
     "bytegrad",
     "decentralized",

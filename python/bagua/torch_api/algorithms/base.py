@@ -37,6 +37,8 @@ class WrappedModel(Protocol):
     backend: Backend
     exchange: Exchange
     find_unused_parameters: bool
+    #: Buckets own the memory of their tensors.
+    do_flatten: bool
     #: Bytes that are communicated at once.
     bucket_size: int
     #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
@@ -67,6 +69,8 @@ class AlgorithmImpl:
     _model: weakref.ref[Any] | None = None
     #: Under which name it was registered; in states, so that another algorithm's is refused.
     name = ""
+    #: Whether :meth:`forward_ends`, :meth:`backward_begins` and :meth:`backward_ends` are called.
+    hears_forward_and_backward = False
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
@@ -111,6 +115,18 @@ class AlgorithmImpl:
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of one of the model's optimizers."""
+
+    def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
+        """Called last before each forward, evaluation too. ``with_grad``: in training, with gradients enabled."""
+
+    def forward_ends(self, bagua_ddp: WrappedModel) -> None:
+        """Called after each forward, also when it raised."""
+
+    def backward_begins(self, bagua_ddp: WrappedModel) -> None:
+        """Called at the first gradient of each backward, also under ``no_sync``."""
+
+    def backward_ends(self, bagua_ddp: WrappedModel) -> None:
+        """Called when a backward that has begun so is over, also when it raised."""
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""

@@ -15,6 +15,9 @@ from ..tensor import effective, registration, require_resolved
 
 _state = torch_state()
 
+# Seconds that a round of averaging in progress may take to its end when the averaging stops.
+_PATIENCE = 10.0
+
 
 class Backend:
     """One strictly ordered queue of buckets with a communication thread of its own."""
@@ -28,6 +31,8 @@ class Backend:
         self.communicator = communicator
         self._engine = communicator.raw.engine(name)
         self._buckets: list[BaguaBucket] = []
+        # Threads that average the weights of the model.
+        self._averagers: list[engine.Averager] = []
         # Number of each registered tensor, padding left out.
         self._numbers: dict[str, int] = {}
         _state.all_backends.add(self)
@@ -107,13 +112,26 @@ class Backend:
         )
         return _present(handle)
 
+    def start_averager(
+        self, weights: Sequence[torch.Tensor], lock: engine.WeightLock, interval: float, codec: engine.Codec | None
+    ) -> engine.Averager:
+        """Averages contiguous weights, used under ``lock``, every ``interval`` seconds on a thread of its own, until it
+        is stopped. The weights must live until then. Collective."""
+        described = [(part.data_ptr(), part.numel(), DTYPES[part.dtype]) for part in weights]
+        averager = self.communicator.raw.averager(self.name, described, lock, interval, codec)
+        self._averagers.append(averager)
+        return averager
+
     def reported(self, error: Exception) -> Exception:
         """``error``, after the other ranks were told that this rank raises it: they would wait for it otherwise."""
         self.communicator.raw.raise_(type(error).__name__, str(error))
         return error
 
     def shutdown(self) -> None:
-        """Ends the communication thread. May be called twice."""
+        """Ends the communication thread, and the averaging. May be called twice."""
+        for averager in self._averagers:
+            averager.stop(_PATIENCE)
+        self._averagers = []
         self._engine.shutdown()
         self._buckets = []
 

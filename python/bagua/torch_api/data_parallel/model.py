@@ -32,9 +32,18 @@ def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
     """The forward hook of a copy of a wrapped model: without effect, as the copy trains alone."""
 
 
+def _unwrapped_after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    """As :func:`_unwrapped`, after a forward."""
+
+
 def _unwrapped_hook() -> Any:
     """The forward hook of a model that was pickled."""
     return _unwrapped
+
+
+def _unwrapped_after_hook() -> Any:
+    """As :func:`_unwrapped_hook`, after a forward."""
+    return _unwrapped_after
 
 
 def _never() -> bool:
@@ -70,16 +79,43 @@ class _ForwardHook:
         return _unwrapped_hook, ()
 
 
+class _AfterForwardHook:
+    """Calls a model's :class:`BaguaDistributedDataParallel` after each forward, also after one that raised."""
+
+    def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not (_is_exporting() or _is_tracing()):
+            self._after_forward()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_forward(self) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp.after_forward()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _unwrapped_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_after_hook, ()
+
+
+def _is_ours(hook: Any) -> bool:
+    return hook in (_unwrapped, _unwrapped_after) or isinstance(hook, (_ForwardHook, _AfterForwardHook))
+
+
 @contextlib.contextmanager
 def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
     hidden = []
     for child in module.modules():
-        hooks: Any = child._forward_pre_hooks
-        for key, hook in list(hooks.items()):
-            if hook is _unwrapped or isinstance(hook, _ForwardHook):
-                hidden.append((hooks, key, hook, list(hooks)))
-                del hooks[key]
+        both: tuple[Any, Any] = (child._forward_pre_hooks, child._forward_hooks)
+        for hooks in both:
+            for key, hook in list(hooks.items()):
+                if _is_ours(hook):
+                    hidden.append((hooks, key, hook, list(hooks)))
+                    del hooks[key]
     try:
         yield
     finally:
@@ -100,6 +136,20 @@ class _GradHook:
     def __call__(self, param: torch.Tensor) -> None:
         if (ddp := self._ddp()) is not None and isinstance(param, torch.nn.Parameter):
             ddp.on_gradient(self._name, param)
+
+
+class _EndOfBackward:
+    """Calls it when a backward is over, also when it raised: the engine of autograd then lets go of this object."""
+
+    def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self) -> None:
+        """The backward came to its end; what is to do follows at once."""
+
+    def __del__(self) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp.after_any_backward()
 
 
 class BaguaDistributedDataParallel:
@@ -143,6 +193,8 @@ class BaguaDistributedDataParallel:
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
         self._in_backward = False
+        # The same, with backwards under `no_sync`; only for an algorithm that is told.
+        self._in_any_backward = False
         # A training forward whose backward should communicate, while no gradient has come since.
         self._forward_waits = False
         # Backwards that reached a parameter; and how many there were when each optimizer stepped last.
@@ -247,6 +299,8 @@ class BaguaDistributedDataParallel:
             self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             _owners[param] = weakref.ref(self)
         self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
+        if self.bagua_algorithm.hears_forward_and_backward:
+            self._handles.append(module.register_forward_hook(_AfterForwardHook(self), always_call=True))
         this = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -269,6 +323,7 @@ class BaguaDistributedDataParallel:
         if not self._in_step:
             self.bagua_algorithm.before_step(self)
         if not module.training:
+            self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
         if self._in_backward:
             self._end_broken_step()
@@ -289,6 +344,17 @@ class BaguaDistributedDataParallel:
         if begins and self.bagua_algorithm.communicates(self.step):
             self.exchange.begin()
         self._forward_pre_hook(inputs)
+        self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
+
+    def after_forward(self) -> None:
+        """After each forward for which :meth:`before_forward` did something."""
+        if torch._C._current_graph_task_id() == -1:
+            self.bagua_algorithm.forward_ends(self)
+
+    def after_any_backward(self) -> None:
+        """A backward is over, however it ended."""
+        self._in_any_backward = False
+        self.bagua_algorithm.backward_ends(self)
 
     def _end_broken_step(self) -> None:
         """Ends a step whose backward raised or never came."""
@@ -340,6 +406,10 @@ class BaguaDistributedDataParallel:
 
     def on_gradient(self, name: str, param: torch.nn.Parameter) -> None:
         """A parameter's gradient has its final local value."""
+        if self.bagua_algorithm.hears_forward_and_backward and not self._in_any_backward:
+            self._in_any_backward = True
+            self.bagua_algorithm.backward_begins(self)
+            _at_end_of_backward(_EndOfBackward(self))
         if not self.require_backward_grad_sync:
             self._backwards += 1
             self.exchange.accumulated(name)

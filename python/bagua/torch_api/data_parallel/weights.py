@@ -87,7 +87,7 @@ class _Slot:
         return same and self.param.dtype == self.memory.dtype and not is_lazy_value(self.param)
 
 
-class _Weights(Exchange):
+class WeightTensors(Exchange):
     """The parameters of one model as the tensors of its buckets."""
 
     def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
@@ -131,7 +131,7 @@ class _Averaged:
     version: int = 0
 
 
-class WeightAverage(_Weights):
+class WeightAverage(WeightTensors):
     """Weights that are averaged with peers during forward and backward; each bucket has its ``_peer_weight``.
 
     See the module for what the core reads, and for weights that change meanwhile.
@@ -144,7 +144,7 @@ class WeightAverage(_Weights):
         self._begun = False
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """See :meth:`_Weights.bind`."""
+        """See :meth:`WeightTensors.bind`."""
         super().bind(buckets)
         self._averaged = []
         slots = {slot.name: slot for slot in self._slots}
@@ -195,7 +195,7 @@ class WeightAverage(_Weights):
             self._backend.wait_pending_comm_ops()
 
 
-class WeightUpdate(_Weights):
+class WeightUpdate(WeightTensors):
     """Weights that are communicated between two steps, in place: after the last of ``optimizers`` has stepped with the
     gradients of a step's backward, or before the next step when one of them did not.
     """

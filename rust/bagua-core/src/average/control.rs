@@ -1,15 +1,16 @@
 //! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what they are told.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::Settings;
 use super::peers::Peers;
 use super::round::Rounds;
+use super::shared::{Control, Shared};
+use super::{AveragerStats, Settings, State};
 use crate::error::{Error, Progress, Result};
-use crate::group::{Group, Lane, OwnerProcess};
+use crate::group::{Group, Lane};
 use crate::memory::Weights;
 use crate::types::ReduceOp;
 use crate::wait::{Waited, lock, wait_on_for};
@@ -17,97 +18,12 @@ use crate::wait::{Waited, lock, wait_on_for};
 /// How long `stop` waits for the thread after it has left the group.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Whether a rank takes part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    /// In rounds.
-    Running,
-    /// Aborted, stopped or failed.
-    Stopped,
-}
-
-/// Numbers of one rank.
-#[derive(Clone, Debug)]
-pub struct AveragerStats {
-    /// Whether this rank takes part.
-    pub state: State,
-    /// Number of the membership: grows with each change of it.
-    pub view: u64,
-    /// Ranks in the job that took part in the last round, ascending.
-    pub ranks: Vec<usize>,
-    /// Rounds completed by this rank.
-    pub rounds: u64,
-    /// Duration of the last round.
-    pub round: Duration,
-    /// Optimizer steps between snapshot and update of the last round.
-    pub staleness: u64,
-    /// Bytes of weights in all rounds.
-    pub payload_bytes: u64,
-    /// Bytes written to sockets.
-    pub wire_bytes_sent: u64,
-    /// Bytes read from sockets.
-    pub wire_bytes_received: u64,
-}
-
 /// The averaging of one model on one rank. Dropping it stops it.
 pub struct Averager {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// The group of the thread; leaving it ends the thread's waits.
     group: Group,
-}
-
-/// What the thread shares with the others.
-pub(super) struct Shared {
-    state: Mutex<Control>,
-    /// Notified when `state` changes.
-    changed: Condvar,
-    /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
-    pub(super) steps: AtomicU64,
-    owner: OwnerProcess,
-}
-
-/// What is wanted of the thread, and what it does.
-pub(super) struct Control {
-    /// This rank wants to take part.
-    pub(super) takes_part: bool,
-    /// The thread is in a round in which this rank takes part; it may write to the weights.
-    pub(super) in_round: bool,
-    /// Threads in `synchronize`, and how many rounds of that kind were completed.
-    pub(super) synchronizing: usize,
-    pub(super) synchronized: u64,
-    /// Ranks in the job that took part in the last exchange but did not synchronize.
-    pub(super) not_synchronizing: Vec<usize>,
-    /// The thread has to end.
-    pub(super) stopping: bool,
-    /// Why the thread ended.
-    pub(super) failure: Option<Error>,
-    pub(super) stats: AveragerStats,
-}
-
-impl Shared {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Control> {
-        lock(&self.state)
-    }
-
-    pub(super) fn notify(&self) {
-        self.changed.notify_all();
-    }
-
-    /// Sleeps until `due`, until somebody synchronizes, or until the thread has to end: then false.
-    pub(super) fn sleep(&self, due: Instant) -> bool {
-        let mut control = self.lock();
-        loop {
-            if control.stopping {
-                return false;
-            }
-            let left = due.saturating_duration_since(Instant::now());
-            if left.is_zero() || (control.synchronizing > 0 && control.takes_part) {
-                return true;
-            }
-            control = wait_on_for(&self.changed, control, left);
-        }
-    }
 }
 
 impl Averager {
@@ -132,32 +48,7 @@ impl Averager {
     }
 
     fn over(peers: Peers, group: Group, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
-        let stats = AveragerStats {
-            state: State::Running,
-            view: 1,
-            ranks: peers.world_ranks.clone(),
-            rounds: 0,
-            round: Duration::ZERO,
-            staleness: 0,
-            payload_bytes: 0,
-            wire_bytes_sent: 0,
-            wire_bytes_received: 0,
-        };
-        let shared = Arc::new(Shared {
-            state: Mutex::new(Control {
-                takes_part: true,
-                in_round: false,
-                synchronizing: 0,
-                synchronized: 0,
-                not_synchronizing: Vec::new(),
-                stopping: false,
-                failure: None,
-                stats,
-            }),
-            changed: Condvar::new(),
-            steps: AtomicU64::new(0),
-            owner: OwnerProcess::current(),
-        });
+        let shared = Arc::new(Shared::new(peers.world_ranks.clone()));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
         let rounds = Rounds::new(Arc::clone(&shared), peers, weights, settings)?;
         let thread = std::thread::Builder::new()

@@ -20,10 +20,14 @@
 mod control;
 mod peers;
 mod round;
+mod shared;
 
-pub use control::{Averager, AveragerStats, State};
+pub use control::{Averager, Synchronization};
 
+use std::sync::Arc;
 use std::time::Duration;
+
+use crate::codec::Codec;
 
 /// How a model is averaged. Equal on all ranks.
 pub struct Settings {
@@ -32,5 +36,37 @@ pub struct Settings {
     /// From the end of one round to the beginning of the next.
     pub interval: Duration,
     /// Encodes the differences to the last average; `None` for full precision.
-    pub codec: Option<std::sync::Arc<dyn crate::codec::Codec>>,
+    pub codec: Option<Arc<dyn Codec>>,
+}
+
+/// Whether a rank takes part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// In rounds.
+    Running,
+    /// Aborted, stopped or failed.
+    Stopped,
+}
+
+/// Numbers of one rank.
+#[derive(Clone, Debug)]
+pub struct AveragerStats {
+    /// Whether this rank takes part.
+    pub state: State,
+    /// Number of the membership: grows with each change of it.
+    pub view: u64,
+    /// Ranks in the job that took part in the last round, ascending.
+    pub ranks: Vec<usize>,
+    /// Rounds completed by this rank.
+    pub rounds: u64,
+    /// Duration of the last round.
+    pub round: Duration,
+    /// Optimizer steps between snapshot and update of the last round.
+    pub staleness: u64,
+    /// Bytes of weights in all rounds.
+    pub payload_bytes: u64,
+    /// Bytes written to sockets.
+    pub wire_bytes_sent: u64,
+    /// Bytes read from sockets.
+    pub wire_bytes_received: u64,
 }

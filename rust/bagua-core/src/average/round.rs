@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-use super::Settings;
-use super::control::Shared;
 use super::peers::{Peers, Status};
+use super::shared::Shared;
+use super::{Settings, State};
 use crate::collective::compressed::Workspace;
 use crate::error::{Error, Result};
 use crate::group::{CompressedAllReduce, Options};
@@ -77,7 +77,7 @@ impl Rounds {
         let mut control = shared.lock();
         control.in_round = false;
         control.failure = Some(failure);
-        control.stats.state = super::State::Stopped;
+        control.stats.state = State::Stopped;
         drop(control);
         shared.notify();
     }

@@ -1,5 +1,6 @@
 //! The operations on a bucket: one trait, one file per operation. `noop` is the one to read first.
 
+mod async_average;
 mod auto;
 mod callback;
 mod centralized;
@@ -9,6 +10,7 @@ mod low_precision;
 mod noop;
 mod whole;
 
+pub use async_average::AsyncModelAverageOp;
 pub use auto::AutoOp;
 pub use callback::CallbackOp;
 pub use centralized::CentralizedOp;

@@ -1,0 +1,387 @@
+"""Asynchronous model averaging: ranks train alone, and a thread averages their weights beside the training.
+
+Every interval the ranks that take part copy their weights (the snapshots), average the copies, and add
+average - snapshot to their weights, under a lock that the training holds while it uses them. A rank at rest gets the
+average to the bit; one that trains keeps its progress. After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3;
+``rust/bagua-core/src/average`` has the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua import engine
+from bagua.codecs import Compression, raw_codec
+from bagua.errors import BaguaError
+
+from ..bucket import BaguaBucket
+from ..data_parallel.exchange import Exchange
+from ..data_parallel.weights import WeightTensors, check_floating
+from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
+from ..tensor import effective
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
+
+#: Seconds that a training may pause between a forward and its backward before a round goes on without it.
+_PAUSE = 1.0
+
+#: Seconds that an optimizer's first step may take before a round takes it for one that raised.
+_FIRST_STEP = 5.0
+
+
+def check_options(peer_selection_mode: str, sync_interval_ms: float, warmup_steps: int) -> None:
+    """ValueError for a mode other than "all", an interval that is not positive, and a negative warm-up."""
+    if peer_selection_mode != "all":
+        raise ValueError(f"no peer selection mode {peer_selection_mode!r} for asynchronous averaging; known: all")
+    if not sync_interval_ms > 0:
+        raise ValueError(f"sync_interval_ms must be positive, not {sync_interval_ms!r}")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must not be negative: {warmup_steps!r}")
+
+
+class _AveragedWeights(WeightTensors):
+    """The weights in their buckets, one per dtype, which the averaging thread reads and writes."""
+
+    def __init__(self, started: Callable[[Sequence[BaguaBucket]], None], *args: Any) -> None:
+        super().__init__(*args)
+        self._started = started
+
+    def bind(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Starts the averaging."""
+        super().bind(buckets)
+        self._started(buckets)
+
+    def move_back(self) -> None:
+        """A parameter that was given other memory since, or is no view of its bucket any more, gets its place in the
+        bucket back, with the values it has now. Under the weight lock.
+        """
+        for slot in self._slots:
+            if slot.param.data_ptr() != slot.memory.data_ptr():
+                with torch.no_grad():
+                    slot.memory.copy_(slot.param)
+                    slot.param.data = slot.memory
+
+
+class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
+    """See :class:`AsyncModelAverageAlgorithm`. ``model.bagua_algorithm`` of a model that it trains."""
+
+    hears_forward_and_backward = True
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: float = 500,
+        warmup_steps: int = 0,
+        *,
+        compression: Compression = None,
+    ) -> None:
+        super().__init__(process_group)
+        check_options(peer_selection_mode, sync_interval_ms, warmup_steps)
+        self.peer_selection_mode = peer_selection_mode
+        self.sync_interval_ms = sync_interval_ms
+        self.warmup_steps = warmup_steps
+        self.compression = compression
+        self._weights: _AveragedWeights | None = None
+        self._lock = engine.WeightLock()
+        self._averager: engine.Averager | None = None
+        # Aborted before the averaging began.
+        self._aborted = False
+        # Completed steps of the first optimizer.
+        self._steps = 0
+        # A forward with gradients came, and the end of its backward has not.
+        self._awaits_backward = False
+        # When the optimizer that runs began its step, and the longest step so far, in seconds.
+        self._step_began: float | None = None
+        self._longest_step = 0.0
+        # The averaging thread reads and writes it until it has stopped.
+        self._memory: list[torch.Tensor] = []
+
+    # --- what travels, and when -------------------------------------------------------------------------------------
+
+    @property
+    def _warming(self) -> bool:
+        return self._weights is None
+
+    def check(self, bagua_ddp: WrappedModel) -> None:
+        """ValueError without ``do_flatten``; TypeError for parameters that are complex or that the codec does not
+        encode, by name.
+        """
+        if not bagua_ddp.do_flatten:
+            raise ValueError("asynchronous averaging needs the weights in buckets of their own: do_flatten=True")
+        parameters = bagua_ddp.bagua_build_params()
+        check_floating(parameters)
+        codec = raw_codec(self.compression)
+        for name, param in parameters if codec is not None else ():
+            try:
+                assert codec is not None
+                codec.encoded_bytes(param.numel(), DTYPES[param.dtype], 1)
+            except TypeError as error:
+                raise TypeError(f"parameter {name!r}: {error}") from error
+
+    def need_reset(self) -> bool:
+        """True when the warm-up is over: the weights take the place of the gradients."""
+        return self._warming and self._steps >= self.warmup_steps
+
+    def communicates(self, step: int) -> bool:
+        """Gradients in the warm-up; afterwards nothing that belongs to a step."""
+        return self._warming
+
+    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+        """The gradients in the warm-up, then the weights."""
+        if self._steps < self.warmup_steps:
+            return super().make_exchange(bagua_ddp)
+        parameters, name = bagua_ddp.bagua_build_params(), bagua_ddp.bagua_module_name
+        return _AveragedWeights(self._start, bagua_ddp.backend, name, parameters)
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """In the warm-up those of gradient_allreduce; then one per dtype."""
+        if self._steps < self.warmup_steps:
+            return super().tensors_to_buckets(tensors, do_flatten)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in (tensor for bucket in tensors for tensor in bucket):
+            by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
+        group = self.process_group
+        return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(by_dtype.values())]
+
+    def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
+        """All-reduces gradients in the warm-up. Weights get the operation by which users lock, abort and reset."""
+        bucket.clear_ops()
+        if self._steps < self.warmup_steps:
+            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
+            return
+        op = bucket.append_asynchronous_model_average_op(self.peer_selection_mode, self.process_group, lock=self._lock)
+        op.control_by(
+            lambda: self.abort(self.bagua_ddp), lambda: self.resume(self.bagua_ddp), lambda: str(self.stats()["state"])
+        )
+
+    def sparse_op(self) -> ReduceOp:
+        """The average, in the warm-up; afterwards gradients, sparse or not, do not travel."""
+        return ReduceOp.AVG
+
+    def _start(self, buckets: Sequence[BaguaBucket]) -> None:
+        """The weights are in their buckets, equal on all ranks: the rounds begin one interval from now. Collective."""
+        ddp = self.bagua_ddp
+        assert isinstance(ddp.exchange, _AveragedWeights)
+        self._weights = ddp.exchange
+        self._memory = [bucket.backend_tensor for bucket in buckets if bucket.backend_tensor is not None]
+        self._averager = ddp.backend.start_averager(
+            self._memory, self._lock, self.sync_interval_ms / 1000, raw_codec(self.compression)
+        )
+        if self._aborted:
+            self._averager.abort(self._communicator().timeout)
+
+    def end(self) -> None:
+        """Stops the averaging; a round in progress ends first."""
+        self._lock.end_training()
+        if self._averager is not None:
+            self._averager.stop(_PAUSE * 10)
+
+    # --- the weight lock --------------------------------------------------------------------------------------------
+
+    def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
+        """Holds the lock in each forward. Raises what failed in the averaging, in training."""
+        if self._weights is None or self._averager is None:
+            return
+        if with_grad:
+            self._averager.check()
+        self._lock.begin_training()
+        self._awaits_backward = self._awaits_backward or with_grad
+        if with_grad:
+            self._weights.move_back()
+
+    def forward_ends(self, bagua_ddp: WrappedModel) -> None:
+        """After a forward with gradients the lock is kept for its backward, and for others after a second."""
+        if self._averager is None:
+            return
+        if self._awaits_backward:
+            self._lock.pause_training(_PAUSE)
+        else:
+            self._release()
+
+    def backward_begins(self, bagua_ddp: WrappedModel) -> None:
+        """Takes the lock again where a round has taken it since the forward."""
+        if self._averager is not None:
+            self._lock.begin_training()
+
+    def backward_ends(self, bagua_ddp: WrappedModel) -> None:
+        """Gives the lock back."""
+        self._awaits_backward = False
+        if self._averager is not None:
+            self._release()
+
+    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Holds the lock in each step. Nothing says that a step raised, so it counts as over after several times the
+        longest one so far.
+        """
+        if self._averager is None:
+            return
+        self._lock.begin_training()
+        self._step_began = time.monotonic()
+        self._release()
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
+        """Counts the steps of the first optimizer, and gives the lock back."""
+
+        def stepped(optimizer: torch.optim.Optimizer) -> None:
+            first = bagua_ddp.bagua_optimizers[0] is optimizer
+            self._steps += first
+            if self._averager is None:
+                return
+            if first:
+                self._averager.count_step()
+            if self._step_began is not None:
+                self._longest_step = max(self._longest_step, time.monotonic() - self._step_began)
+                self._step_began = None
+            self._release()
+
+        return stepped
+
+    def _release(self) -> None:
+        """Ends the training's hold, or has it lapse where an optimizer's step goes on around a closure."""
+        if self._step_began is None:
+            self._lock.end_training()
+        else:
+            longest = self._longest_step or _FIRST_STEP
+            self._lock.pause_training(max(_PAUSE, 10 * longest))
+
+    @contextlib.contextmanager
+    def lock(self, bagua_module: Any) -> Iterator[None]:
+        """Inside, no round changes the weights, and other threads that lock them wait. The thread may lock again."""
+        self._check_module(bagua_module)
+        self._lock.lock()
+        try:
+            yield
+        finally:
+            self._lock.unlock()
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    def abort(self, bagua_module: Any, timeout: float | None = None) -> None:
+        """This rank steps out: when this returns, its round in progress has ended, and nothing writes to its weights
+        any more. The others go on. Not collective; without effect when it is out already.
+
+        ``timeout``: seconds, ``None`` for the group's; BaguaTimeoutError after it. Raises what failed in the averaging.
+        """
+        self._check_module(bagua_module)
+        self._aborted = True
+        if self._averager is not None:
+            self._check_unlocked("abort")
+            self._averager.abort(self._communicator().timeout if timeout is None else timeout)
+
+    def resume(self, bagua_module: Any) -> None:
+        """This rank is in from the next round on; its weights count as they are. Not collective; returns at once.
+
+        Raises what failed in the averaging.
+        """
+        self._check_module(bagua_module)
+        self._aborted = False
+        if self._averager is not None:
+            self._averager.resume()
+
+    def synchronize(self, bagua_module: Any, timeout: float | None = None) -> None:
+        """One round with the locks of all ranks held throughout: then all that take part hold the same bits.
+
+        Collective among those. ``timeout``: seconds, ``None`` for the group's; BaguaTimeoutError then names the ranks
+        that never called. ValueError on a rank that does not take part. Nothing in the warm-up, where ranks are equal.
+        """
+        self._check_module(bagua_module)
+        if self._averager is not None:
+            self._check_unlocked("synchronize")
+            self._averager.synchronize(self._communicator().timeout if timeout is None else timeout)
+
+    def stats(self) -> dict[str, Any]:
+        """ "state" ("warmup", "running", "stopped"), "view" (grows with each change of membership), "ranks" (sorted
+        world ranks that take part), "rounds" (completed by this rank), "round_s" and "staleness" (of the last round, in
+        seconds and in optimizer steps between snapshot and update), "lock_wait_s" (of the threads of this rank, in
+        all), "lost" ({rank: reason}), "joined" (how often this rank was taken back), "payload_bytes" (of weights in
+        rounds), "wire_bytes_sent", "wire_bytes_received" (on sockets).
+        """
+        found: dict[str, Any] = {
+            "state": "warmup",
+            "view": 1,
+            "ranks": list(self._communicator().ranks),
+            "rounds": 0,
+            "round_s": 0.0,
+            "staleness": 0,
+            "payload_bytes": 0,
+            "wire_bytes_sent": 0,
+            "wire_bytes_received": 0,
+        }
+        if self._averager is not None:
+            found.update(self._averager.stats())
+        return {**found, "lock_wait_s": self._lock.waited, "lost": {}, "joined": 0}
+
+    def _communicator(self) -> engine.Communicator:
+        communicator = self.process_group.get_global_communicator()
+        assert isinstance(communicator, Communicator)
+        return communicator.raw
+
+    def _check_unlocked(self, what: str) -> None:
+        if self._lock.is_used_here():
+            raise BaguaError(f"{what} on a thread that holds the weight lock: the round that it waits for needs it")
+
+    def _check_module(self, bagua_module: Any) -> None:
+        """ValueError for what is not the model, its ``bagua_ddp``, or a wrapper with ``.inner``."""
+        found = bagua_module
+        for _ in range(8):
+            if getattr(found, "bagua_algorithm", None) is self:
+                return
+            found = getattr(found, "inner", None)
+            if found is None:
+                break
+        raise ValueError(f"{type(bagua_module).__name__} is not the model that this algorithm averages")
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`AlgorithmImpl.state_dict`; "optimizer_steps" decides about the warm-up."""
+        return {**super().state_dict(), "optimizer_steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`AlgorithmImpl.load_state_dict`. A warm-up that was over ends with the next training forward."""
+        super().load_state_dict(state)
+        self._steps = int(state["optimizer_steps"])
+
+
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Trains each rank alone, and averages the weights of all ranks every ``sync_interval_ms`` milliseconds.
+
+    ``peer_selection_mode``: "all". ``warmup_steps``: steps of the first optimizer with gradient_allreduce before.
+    ``compression``: a codec's name or a :class:`bagua.Codec`, for the differences to the last average. ValueError for
+    another mode, ``sync_interval_ms`` <= 0, ``warmup_steps`` < 0 and an unknown codec.
+    """
+
+    def __init__(
+        self,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: float = 500,
+        warmup_steps: int = 0,
+        *,
+        compression: Compression = None,
+    ) -> None:
+        check_options(peer_selection_mode, sync_interval_ms, warmup_steps)
+        raw_codec(compression)
+        self.peer_selection_mode = peer_selection_mode
+        self.sync_interval_ms = sync_interval_ms
+        self.warmup_steps = warmup_steps
+        self.compression = compression
+
+    def reify(self, process_group: ProcessGroup) -> AsyncModelAverageAlgorithmImpl:
+        """A fresh implementation."""
+        return AsyncModelAverageAlgorithmImpl(
+            process_group,
+            self.peer_selection_mode,
+            self.sync_interval_ms,
+            self.warmup_steps,
+            compression=self.compression,
+        )
+
+
+GlobalAlgorithmRegistry.register(
+    "async", AsyncModelAverageAlgorithm, "weights averaged every interval by a thread, beside the training"
+)

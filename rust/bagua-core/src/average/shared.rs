@@ -1,0 +1,93 @@
+//! What the averaging thread shares with the other threads of its rank.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::{AveragerStats, State};
+use crate::error::Error;
+use crate::group::OwnerProcess;
+use crate::wait::{lock, wait_on_for};
+
+/// What the thread shares with the others.
+pub(super) struct Shared {
+    state: Mutex<Control>,
+    /// Notified when `state` changes.
+    pub(super) changed: Condvar,
+    /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
+    pub(super) steps: AtomicU64,
+    pub(super) owner: OwnerProcess,
+}
+
+/// What is wanted of the thread, and what it does.
+pub(super) struct Control {
+    /// This rank wants to take part.
+    pub(super) takes_part: bool,
+    /// The thread is in a round in which this rank takes part; it may write to the weights.
+    pub(super) in_round: bool,
+    /// Threads in `synchronize`, and how many rounds of that kind were completed.
+    pub(super) synchronizing: usize,
+    pub(super) synchronized: u64,
+    /// Ranks in the job that took part in the last exchange but did not synchronize.
+    pub(super) not_synchronizing: Vec<usize>,
+    /// The thread has to end.
+    pub(super) stopping: bool,
+    /// Why the thread ended.
+    pub(super) failure: Option<Error>,
+    pub(super) stats: AveragerStats,
+}
+
+impl Shared {
+    /// For a rank that takes part with these ranks in the job.
+    pub(super) fn new(ranks: Vec<usize>) -> Shared {
+        let stats = AveragerStats {
+            state: State::Running,
+            view: 1,
+            ranks,
+            rounds: 0,
+            round: Duration::ZERO,
+            staleness: 0,
+            payload_bytes: 0,
+            wire_bytes_sent: 0,
+            wire_bytes_received: 0,
+        };
+        Shared {
+            state: Mutex::new(Control {
+                takes_part: true,
+                in_round: false,
+                synchronizing: 0,
+                synchronized: 0,
+                not_synchronizing: Vec::new(),
+                stopping: false,
+                failure: None,
+                stats,
+            }),
+            changed: Condvar::new(),
+            steps: AtomicU64::new(0),
+            owner: OwnerProcess::current(),
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Control> {
+        lock(&self.state)
+    }
+
+    pub(super) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// Sleeps until `due`, until somebody synchronizes, or until the thread has to end: then false.
+    pub(super) fn sleep(&self, due: Instant) -> bool {
+        let mut control = self.lock();
+        loop {
+            if control.stopping {
+                return false;
+            }
+            let left = due.saturating_duration_since(Instant::now());
+            if left.is_zero() || (control.synchronizing > 0 && control.takes_part) {
+                return true;
+            }
+            control = wait_on_for(&self.changed, control, left);
+        }
+    }
+}
