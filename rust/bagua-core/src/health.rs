@@ -16,6 +16,9 @@ use crate::wait::{blocking_wait, lock, wait_on_for};
 /// lost. Long enough for a control message in flight, short enough to report a dead peer within one second.
 const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 
+/// The reason of `PeerLost` for a peer that left in order.
+pub const LEFT: &str = "it left the group";
+
 /// Called with the first cause, once.
 type Listener = Box<dyn FnOnce(&Error) + Send>;
 
@@ -267,7 +270,7 @@ impl GroupHealth {
                 guard = wait_on_for(&self.changed.1, guard, left);
             }
         });
-        let reason = if self.has_departed(rank) { "it left the group" } else { how };
+        let reason = if self.has_departed(rank) { LEFT } else { how };
         self.cause().unwrap_or_else(|| self.peer_lost(rank, reason).caused_by(source))
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Progress, Result};
-use crate::health::GroupHealth;
+use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Buffer, BufferMut, DeviceRef};
 use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
@@ -338,10 +338,7 @@ impl OpContext<'_> {
     pub fn check(&self, missing: &[usize], done: u64, total: u64) -> Result<()> {
         self.health.check().map_err(|e| e.during(self.progress(done, total)))?;
         if let Some(gone) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
-            return Err(self
-                .health
-                .attribute_disconnect(*gone, "it left the group")
-                .during(self.progress(done, total)));
+            return Err(self.health.attribute_disconnect(*gone, LEFT).during(self.progress(done, total)));
         }
         if self.deadline.passed() {
             return Err(self.health.timed_out(self.deadline.limit(), missing, self.progress(done, total)));

@@ -266,3 +266,70 @@ fn differences_to_the_last_average_travel_through_a_codec() {
         }
     }
 }
+
+#[test]
+fn the_others_go_on_without_a_rank_that_leaves_aborted_or_not() {
+    for aborts in [true, false] {
+        let size = 3;
+        on_all(size, INTERVAL, None, |rank, barrier| {
+            rank.a_round_passes();
+            barrier.wait();
+            if rank.rank == 1 {
+                if aborts {
+                    rank.abort();
+                }
+                rank.averager.stop(LONG);
+            }
+            barrier.wait();
+            let before = rank.values();
+            if rank.rank == 1 {
+                assert!(matches!(rank.averager.check(), Err(Error::Aborted(_))));
+                assert!(rank.averager.resume().is_err());
+            } else {
+                rank.with(|weights| weights.fill(10.0 * (rank.rank + 1) as f32));
+                until("rounds of two", || rank.averager.stats().ranks == [0, 2]);
+                rank.a_round_passes();
+                assert_eq!(rank.values(), vec![20.0; rank.count]);
+                assert_eq!(rank.averager.synchronize().unwrap().wait(LONG), Waited::Done(Ok(())));
+            }
+            barrier.wait();
+            if rank.rank == 1 {
+                assert_eq!(rank.values(), before, "invariant 3");
+            }
+            if rank.rank == 2 {
+                rank.averager.stop(LONG);
+            }
+            barrier.wait();
+            if rank.rank == 0 {
+                until("rank 0 is alone", || rank.averager.stats().ranks == [0]);
+                rank.a_round_passes();
+                assert_eq!(rank.values(), vec![20.0; rank.count]);
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_that_leave_at_any_moment_of_a_round_keep_the_sum_of_those_that_stay() {
+    const RUNS: usize = 12;
+    for run in 0..RUNS {
+        let found = on_all(3, Duration::from_micros(200), None, |rank, barrier| {
+            rank.with(|weights| weights.fill(if rank.rank == 0 { 8.0 } else { 2.0 }));
+            barrier.wait();
+            until("some rounds", || rank.rounds() >= run as u64 % 4);
+            if rank.rank == 2 {
+                rank.averager.stop(LONG);
+            }
+            barrier.wait();
+            if rank.rank != 2 {
+                until("rounds of two", || rank.averager.stats().ranks == [0, 1]);
+                rank.a_round_passes();
+            }
+            rank.values()
+        });
+        // Whatever rank 2 took with it, the other two hold the rest of the sum of 12, and equal bits.
+        assert_eq!(found[0], found[1]);
+        let total = found.iter().map(|values| values[0]).sum::<f32>();
+        assert!((total - 12.0).abs() < 1e-3, "{total}");
+    }
+}

@@ -85,6 +85,7 @@ impl Bootstrap {
             transport,
             streams_per_peer,
             algorithm,
+            view: 1,
             factories: Vec::new(),
         };
         let core = py.detach(|| group::Bootstrap::bind(config)).map_err(raise)?;

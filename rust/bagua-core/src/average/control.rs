@@ -22,8 +22,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Averager {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The group of the thread; leaving it ends the thread's waits.
-    group: Group,
 }
 
 impl Averager {
@@ -43,19 +41,18 @@ impl Averager {
             }
         }
         let group = parent.duplicate(lane, &settings.name)?;
-        let peers = Peers::new(group.clone(), parent.ranks().to_vec())?;
-        Averager::over(peers, group, weights, settings)
+        Averager::over(Peers::new(group, parent.ranks().to_vec())?, weights, settings)
     }
 
-    fn over(peers: Peers, group: Group, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
-        let shared = Arc::new(Shared::new(peers.world_ranks.clone()));
+    fn over(peers: Peers, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
+        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone()));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
         let rounds = Rounds::new(Arc::clone(&shared), peers, weights, settings)?;
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || rounds.run())
             .map_err(|error| Error::system("cannot start an averaging thread", error))?;
-        Ok(Averager { shared, thread: Mutex::new(Some(thread)), group })
+        Ok(Averager { shared, thread: Mutex::new(Some(thread)) })
     }
 
     /// The failure of the thread, if it failed.
@@ -124,12 +121,7 @@ impl Averager {
 
     /// The numbers at this moment.
     pub fn stats(&self) -> AveragerStats {
-        let mut stats = self.shared.lock().stats.clone();
-        for (_, op) in self.group.stats().snapshot() {
-            stats.wire_bytes_sent += op.wire_bytes_sent;
-            stats.wire_bytes_received += op.wire_bytes_received;
-        }
-        stats
+        self.shared.lock().stats.clone()
     }
 
     /// Ends the thread: a round in which this rank takes part may end first, for at most `limit`; then this rank leaves the group.
@@ -142,9 +134,7 @@ impl Averager {
         }
         self.abort();
         let _ = self.wait_aborted(limit);
-        self.shared.lock().stopping = true;
-        self.shared.notify();
-        self.group.leave();
+        self.shared.stop();
         let Some(thread) = lock(&self.thread).take() else { return };
         let ended = self.wait(PATIENCE, |control| control.failure.is_some());
         if ended != Waited::Pending {

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 
 use crate::error::{Error, Result};
-use crate::group::{Group, Lanes, Options};
+use crate::group::{Group, Lanes, Options, Quorum};
 use crate::request::{Io, Verb};
+use crate::stats::Stats;
 use crate::types::DType;
 
 /// How many sets of ranks keep their lanes. The same on all ranks, which therefore drop the same ones.
@@ -24,11 +25,14 @@ pub(super) struct Status {
     pub(super) view: u64,
     /// Exchanges before this one, as far as it knows.
     pub(super) exchanges: u64,
+    /// Number of the last round whose update it has written or is about to write: all had the average. 0 for none.
+    pub(super) agreed: u64,
 }
 
 impl Status {
     fn encode(self) -> [u8; FIELDS * 8] {
-        let fields = [u64::from(self.takes_part), u64::from(self.synchronizes), self.view, self.exchanges, 0, 0, 0, 0];
+        let fields =
+            [u64::from(self.takes_part), u64::from(self.synchronizes), self.view, self.exchanges, self.agreed, 0, 0, 0];
         let mut bytes = [0; FIELDS * 8];
         for (slot, field) in bytes.chunks_exact_mut(8).zip(fields) {
             slot.copy_from_slice(&field.to_le_bytes());
@@ -38,26 +42,85 @@ impl Status {
 
     fn decode(bytes: &[u8]) -> Status {
         let field = |at: usize| bytes[at * 8..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        Status { takes_part: field(0) == 1, synchronizes: field(1) == 1, view: field(2), exchanges: field(3) }
+        Status {
+            takes_part: field(0) == 1,
+            synchronizes: field(1) == 1,
+            view: field(2),
+            exchanges: field(3),
+            agreed: field(4),
+        }
     }
+}
+
+/// Bytes on sockets.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct WireBytes {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+impl WireBytes {
+    fn add(&mut self, stats: &Stats) {
+        for (_, op) in stats.snapshot() {
+            self.sent += op.wire_bytes_sent;
+            self.received += op.wire_bytes_received;
+        }
+    }
+
+    fn add_sets<'a>(&mut self, sets: impl IntoIterator<Item = &'a Set>) {
+        sets.into_iter().filter_map(|set| set.lanes.as_ref()).for_each(|lanes| self.add(lanes.global.stats()));
+    }
+}
+
+/// A set of ranks that took part in a round.
+struct Set {
+    ranks: Vec<usize>,
+    /// Where this rank is in the set, and the set is neither this rank alone nor the whole group.
+    lanes: Option<Lanes>,
 }
 
 /// See the module. Ranks are those of the group.
 pub(super) struct Peers {
     /// First fields, so that lanes go before their group does.
     all: Lanes,
-    /// Sets of ranks that took part, the last one last. With lanes where this rank is in the set and it is not the whole group.
-    sets: VecDeque<(Vec<usize>, Option<Lanes>)>,
+    /// The last one last.
+    sets: VecDeque<Set>,
     /// A group of its own, so that leaving it concerns nothing else.
     pub(super) group: Group,
     /// Rank in the job of each rank.
     pub(super) world_ranks: Vec<usize>,
+    /// Of former groups and sets.
+    bytes: WireBytes,
 }
 
 impl Peers {
     /// Opens the lane of all ranks. Collective.
     pub(super) fn new(group: Group, world_ranks: Vec<usize>) -> Result<Peers> {
-        Ok(Peers { all: Lanes::of(&group)?, sets: VecDeque::new(), group, world_ranks })
+        Ok(Peers { all: Lanes::of(&group)?, sets: VecDeque::new(), group, world_ranks, bytes: WireBytes::default() })
+    }
+
+    /// Goes on without ranks that have left. Collective among those that are left.
+    ///
+    /// # Errors
+    /// As [`Group::shrink`].
+    pub(super) fn shrink(self) -> Result<Peers> {
+        let Peers { all, sets, group, world_ranks, mut bytes } = self;
+        bytes.add(group.stats());
+        bytes.add_sets(&sets);
+        // Lanes go before their group does.
+        drop((all, sets));
+        let barrier = |lanes: &mut Lanes| lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT });
+        let view = group.shrink(None, Quorum::Any, Lanes::of, barrier)?;
+        let world_ranks = view.ranks.iter().map(|former| world_ranks[*former]).collect();
+        Ok(Peers { all: view.opened, sets: VecDeque::new(), group: view.group, world_ranks, bytes })
+    }
+
+    /// Bytes written to and read from sockets so far.
+    pub(super) fn wire_bytes(&self) -> WireBytes {
+        let mut bytes = self.bytes;
+        bytes.add(self.group.stats());
+        bytes.add_sets(&self.sets);
+        bytes
     }
 
     /// Every rank's status, by rank.
@@ -74,19 +137,21 @@ impl Peers {
         if set.len() == self.group.size() {
             return Ok(Some(&mut self.all));
         }
-        let known = self.sets.iter().position(|(known, _)| known == set);
+        let known = self.sets.iter().position(|known| known.ranks == set);
         let entry = match known.and_then(|at| self.sets.remove(at)) {
             Some(entry) => entry,
             None => {
                 while self.sets.len() >= SETS {
-                    self.sets.pop_front();
+                    if let Some(oldest) = self.sets.pop_front() {
+                        self.bytes.add_sets([&oldest]);
+                    }
                 }
                 let subgroup = if set.len() > 1 { self.group.subgroup(set, name)? } else { None };
-                (set.to_vec(), subgroup.map(|group| Lanes::of(&group)).transpose()?)
+                Set { ranks: set.to_vec(), lanes: subgroup.map(|group| Lanes::of(&group)).transpose()? }
             }
         };
         self.sets.push_back(entry);
-        Ok(self.sets.back_mut().and_then(|(_, lanes)| lanes.as_mut()))
+        Ok(self.sets.back_mut().and_then(|set| set.lanes.as_mut()))
     }
 
     /// Ranks in the job.
@@ -121,8 +186,8 @@ mod tests {
     fn a_status_survives_the_wire() {
         for status in [
             Status::default(),
-            Status { takes_part: true, synchronizes: false, view: 7, exchanges: 3 },
-            Status { takes_part: false, synchronizes: true, view: u64::MAX, exchanges: 0 },
+            Status { takes_part: true, synchronizes: false, view: 7, exchanges: 3, agreed: 2 },
+            Status { takes_part: false, synchronizes: true, view: u64::MAX, exchanges: 0, agreed: 9 },
         ] {
             assert_eq!(Status::decode(&status.encode()), status);
         }

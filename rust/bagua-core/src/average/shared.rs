@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{AveragerStats, State};
 use crate::error::Error;
-use crate::group::OwnerProcess;
+use crate::group::{Group, OwnerProcess};
 use crate::wait::{lock, wait_on_for};
 
 /// What the thread shares with the others.
@@ -17,6 +17,8 @@ pub(super) struct Shared {
     /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
     pub(super) steps: AtomicU64,
     pub(super) owner: OwnerProcess,
+    /// The group of the thread; leaving it ends the thread's waits.
+    group: Mutex<Group>,
 }
 
 /// What is wanted of the thread, and what it does.
@@ -39,7 +41,7 @@ pub(super) struct Control {
 
 impl Shared {
     /// For a rank that takes part with these ranks in the job.
-    pub(super) fn new(ranks: Vec<usize>) -> Shared {
+    pub(super) fn new(ranks: Vec<usize>, group: Group) -> Shared {
         let stats = AveragerStats {
             state: State::Running,
             view: 1,
@@ -65,11 +67,26 @@ impl Shared {
             changed: Condvar::new(),
             steps: AtomicU64::new(0),
             owner: OwnerProcess::current(),
+            group: Mutex::new(group),
         }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Control> {
         lock(&self.state)
+    }
+
+    /// The thread goes on in another group. False when it has to end instead.
+    pub(super) fn replace_group(&self, group: Group) -> bool {
+        *lock(&self.group) = group;
+        !self.lock().stopping
+    }
+
+    /// Has the thread end: its waits end, and this rank leaves.
+    pub(super) fn stop(&self) {
+        self.lock().stopping = true;
+        self.notify();
+        let group = lock(&self.group).clone();
+        group.leave();
     }
 
     pub(super) fn notify(&self) {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
@@ -92,6 +93,11 @@ impl Bootstrap {
     /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
     /// `System` or `Mismatch` when a rank refuses the connection, `System` when the hard limit of file descriptors is too low, `PeerLost` when a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
+        self.connect_unless(&AtomicBool::new(false), addresses)
+    }
+
+    /// As [`Bootstrap::connect`]; ends with `Aborted` soon after the flag was set.
+    pub(super) fn connect_unless(self, cancelled: &AtomicBool, addresses: &[Vec<u8>]) -> Result<Group> {
         let Bootstrap { control, address } = self;
         let plane = Arc::clone(&control.plane);
         plane.owner.check()?;
@@ -113,7 +119,7 @@ impl Bootstrap {
         for lower in 0..config.rank {
             control.dial_control(lower, until, &health)?;
         }
-        let connecting = Connecting { plane: &plane, health: &health, world, deadline };
+        let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
         let conns = connecting.wait(|state| &mut state.conns)?;
         let ids: Vec<&str> = world.addresses.iter().map(|address| address.host_id.as_str()).collect();
         let own = conns.iter().all(|(rank, conn)| conn.is_unix() || ids[*rank] != ids[config.rank]);
@@ -138,6 +144,8 @@ struct Connecting<'a> {
     health: &'a GroupHealth,
     world: &'a World,
     deadline: Deadline,
+    /// Set when the caller does not want the group any more.
+    cancelled: &'a AtomicBool,
 }
 
 impl Connecting<'_> {
@@ -152,6 +160,9 @@ impl Connecting<'_> {
                 return Ok(std::mem::take(found));
             }
             self.health.check()?;
+            if self.cancelled.load(Ordering::Acquire) {
+                return Err(Error::Aborted("the view was given up".to_owned()));
+            }
             // Every new entry ends the wait below; collecting the missing ranks each time would be quadratic.
             let passed = self.deadline.passed();
             if passed || last_check.is_none_or(|last| last.elapsed() >= SLICE) {

@@ -26,7 +26,7 @@ use super::handshake::{Purpose, digest};
 use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
-use crate::health::GroupHealth;
+use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Tcp, Transport};
 use crate::wait::{Deadline, SLICE};
@@ -236,7 +236,7 @@ impl LaneBuilder<'_> {
     fn check(&self, peer: usize) -> Result<()> {
         self.health.check()?;
         if self.health.has_departed(peer) {
-            return Err(self.health.attribute_disconnect(peer, "it left the group"));
+            return Err(self.health.attribute_disconnect(peer, LEFT));
         }
         if self.deadline.passed() { Err(self.timed_out(peer)) } else { Ok(()) }
     }

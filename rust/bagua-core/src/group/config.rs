@@ -51,6 +51,8 @@ pub struct Config {
     pub streams_per_peer: usize,
     /// Algorithm of all_reduce between hosts; must be equal on all ranks.
     pub algorithm: Algorithm,
+    /// Number of the membership: 1 for a group that its caller built, more for one that ranks of an earlier group agreed on.
+    pub view: u64,
     /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
     pub factories: Vec<Arc<dyn CollectiveFactory>>,
 }
@@ -73,6 +75,7 @@ impl Config {
             transport: TransportChoice::Auto,
             streams_per_peer: DEFAULT_STREAMS,
             algorithm: Algorithm::Auto,
+            view: 1,
             factories: Vec::new(),
         }
     }

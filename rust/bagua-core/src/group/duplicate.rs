@@ -18,8 +18,13 @@ impl Group {
     /// # Errors
     /// As [`Lane::run`] and [`Bootstrap::connect`].
     pub fn duplicate(&self, lane: &mut Lane, name: &str) -> Result<Group> {
-        let mut config =
-            Config { rank: self.rank(), world_size: self.size(), name: name.to_owned(), ..self.config().clone() };
+        let mut config = Config {
+            rank: self.rank(),
+            world_size: self.size(),
+            name: name.to_owned(),
+            view: 0,
+            ..self.config().clone()
+        };
         // This group has a port that was asked for.
         config.listen.set_port(0);
         let bootstrap = Bootstrap::bind(config)?;

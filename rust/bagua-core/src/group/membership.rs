@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::builder::LaneBuilder;
 use super::config::Config;
-use super::control::Control;
+use super::control::{Control, Plane};
 use super::handshake::digest;
 use super::lane::{HostLanes, Lane};
 use crate::error::{Error, Result};
@@ -133,6 +133,16 @@ impl Group {
     /// The counters of the group.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.membership.stats
+    }
+
+    /// Number of the membership of the world group, which grows with each [`Group::shrink`].
+    pub fn view(&self) -> u64 {
+        self.membership.control.plane.config.view
+    }
+
+    /// The control plane of a world group; `None` for a sub-group.
+    pub(super) fn plane(&self) -> Option<&Arc<Plane>> {
+        self.membership.parent.is_none().then_some(&self.membership.control.plane)
     }
 
     /// Number of connected world ranks, this one included.

@@ -13,6 +13,7 @@
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
 //! | `fork` | closing the descriptors of a group in forked children |
+//! | `views` | agreement of a failed group's ranks on a smaller group |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
 mod address;
@@ -30,6 +31,7 @@ mod lanes;
 mod listen;
 mod membership;
 mod rendezvous;
+mod views;
 mod wire;
 
 pub use bootstrap::Bootstrap;
@@ -39,3 +41,4 @@ pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::Group;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use views::{Quorum, View};

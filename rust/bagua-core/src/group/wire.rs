@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use crate::error::{Error, Progress, Source};
 
 /// Version of the protocol of addresses, handshakes, control messages and rendezvous.
-pub(super) const VERSION: u16 = 3;
+pub(super) const VERSION: u16 = 4;
 
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
@@ -160,6 +160,8 @@ pub(super) enum Message {
     },
     /// The sender has received `Leave` of the world group.
     LeaveAck,
+    /// A message of the agreement on the next view, encoded by `views`.
+    View(Vec<u8>),
 }
 
 impl Message {
@@ -172,6 +174,7 @@ impl Message {
             Message::Fail { group, cause } => put_error(out.u8(3).u64(*group), cause),
             Message::Leave { group } => _ = out.u8(4).u64(*group),
             Message::LeaveAck => _ = out.u8(5),
+            Message::View(body) => _ = out.u8(6).bytes(body),
         }
         let len = u32::try_from(out.0.len() - 4).unwrap_or(u32::MAX);
         out.0[..4].copy_from_slice(&len.to_le_bytes());
@@ -191,6 +194,7 @@ impl Message {
             3 => Message::Fail { group: from.u64()?, cause: get_error(&mut from)? },
             4 => Message::Leave { group: from.u64()? },
             5 => Message::LeaveAck,
+            6 => Message::View(from.bytes()?.to_vec()),
             _ => return Err(Malformed("a message of an unknown kind")),
         };
         from.end()?;
@@ -372,7 +376,8 @@ mod tests {
     #[test]
     fn every_message_is_parsed_unchanged() {
         let flags = [true, false].map(Message::HostConnected);
-        let all = [Message::Heartbeat, Message::Leave { group: 7 }, Message::LeaveAck].into_iter().chain(flags);
+        let all = [Message::Heartbeat, Message::Leave { group: 7 }, Message::LeaveAck, Message::View(vec![1, 2])];
+        let all = all.into_iter().chain(flags);
         for message in all {
             assert_eq!(Message::parse(&message.frame()[4..]), Ok(message));
         }

@@ -18,5 +18,5 @@ mod thread;
 
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
-pub(super) use plane::{ConnectState, Plane, World};
+pub(super) use plane::{ConnectState, Loss, Plane, World};
 pub(super) use thread::Control;

@@ -12,6 +12,7 @@ use super::super::config::Config;
 use super::super::connection::{ControlConn, PendingConns};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
+use super::super::views::{Inbox, ViewMessage};
 use super::super::wire::Message;
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, Subscription};
@@ -56,8 +57,19 @@ impl World {
 pub(super) const ALIVE: u8 = 0;
 /// The peer has left the world group.
 const DEPARTED: u8 = 1;
-/// The peer is lost.
-const LOST: u8 = 2;
+/// The peer is lost, and its process is known to have ended.
+const ENDED: u8 = 2;
+/// The peer is lost, but its process may live on.
+const SILENT: u8 = 3;
+
+/// What the loss of a peer says about its process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum Loss {
+    /// It has ended, or has left the group.
+    Ended,
+    /// It may live on: it is frozen, cut off, or sends what cannot be understood.
+    Silent,
+}
 
 /// A connected peer.
 pub(super) struct Peer {
@@ -65,10 +77,17 @@ pub(super) struct Peer {
     pub(super) outbox: mpsc::UnboundedSender<Vec<u8>>,
     /// Arrival of its last message. `None` before the first one: the peer may still be connecting to others.
     pub(super) last_message: Mutex<Option<Instant>>,
-    /// [`ALIVE`], [`DEPARTED`] or [`LOST`].
+    /// [`ALIVE`], [`DEPARTED`], [`ENDED`] or [`SILENT`].
     pub(super) state: AtomicU8,
     /// It has acknowledged that this rank leaves, or its connection has ended.
     pub(super) settled: AtomicBool,
+}
+
+impl Peer {
+    /// True when the connection broke or its heartbeats stopped, without a goodbye.
+    fn is_lost(&self) -> bool {
+        matches!(self.state.load(Ordering::Acquire), ENDED | SILENT)
+    }
 }
 
 /// A group of which this rank is a member.
@@ -124,6 +143,8 @@ pub(in super::super) struct Plane {
     pub(super) unauthenticated: AtomicUsize,
     /// Notified when a peer is settled.
     pub(super) settled: Notify,
+    /// Messages for the agreement on the next view.
+    pub(in super::super) views: Inbox,
     /// This rank leaves: later events of peers are ignored.
     leaving: AtomicBool,
 }
@@ -144,6 +165,7 @@ impl Plane {
             groups: Mutex::default(),
             unauthenticated: AtomicUsize::new(0),
             settled: Notify::new(),
+            views: Inbox::default(),
             leaving: AtomicBool::new(false),
         }
     }
@@ -206,7 +228,7 @@ impl Plane {
             health.fail_from_peer(cause);
         }
         for (member, rank) in health.world_ranks().iter().enumerate() {
-            if self.peer(*rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == LOST) {
+            if self.peer(*rank).is_some_and(Peer::is_lost) {
                 let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
             }
         }
@@ -220,8 +242,8 @@ impl Plane {
         self.pending.clear(Some(id));
     }
 
-    /// Queues a message for these world ranks.
-    fn send(&self, ranks: &[usize], message: &Message) {
+    /// Queues a message for these world ranks, also for those that are lost: one may only be frozen.
+    pub(in super::super) fn send(&self, ranks: &[usize], message: &Message) {
         let frame = message.frame();
         for peer in ranks.iter().filter_map(|rank| self.peer(*rank)) {
             // The channel is closed when the connection has ended.
@@ -281,9 +303,18 @@ impl Plane {
     }
 
     /// Handles the end of a peer that has not left.
-    pub(super) fn peer_lost(&self, rank: usize, reason: &str, source: &Source) {
+    pub(super) fn peer_lost(&self, rank: usize, reason: &str, source: &Source, loss: Loss) {
         let Some(peer) = self.peer(rank) else { return };
-        let was = peer.state.compare_exchange(ALIVE, LOST, Ordering::AcqRel, Ordering::Relaxed);
+        let state = match loss {
+            Loss::Ended => ENDED,
+            Loss::Silent => SILENT,
+        };
+        let was = peer.state.compare_exchange(ALIVE, state, Ordering::AcqRel, Ordering::Relaxed);
+        if was == Err(SILENT) {
+            // What was frozen has ended now.
+            peer.state.store(state, Ordering::Release);
+        }
+        self.views.notify();
         if was.is_err() || self.leaving.load(Ordering::Acquire) {
             return;
         }
@@ -296,6 +327,31 @@ impl Plane {
             }
         }
         self.connect_changed.notify_all();
+    }
+
+    /// The peers that are lost or have left. A message about views that arrived before is in the inbox already.
+    pub(in super::super) fn losses(&self) -> Vec<(usize, Loss)> {
+        let loss = |peer: &Peer| match peer.state.load(Ordering::Acquire) {
+            DEPARTED | ENDED => Some(Loss::Ended),
+            SILENT => Some(Loss::Silent),
+            _ => None,
+        };
+        self.all_peers().filter_map(|(rank, peer)| Some((rank, loss(peer)?))).collect()
+    }
+
+    /// True when this rank leaves or has left the world group.
+    pub(in super::super) fn has_left(&self) -> bool {
+        self.leaving.load(Ordering::Acquire)
+    }
+
+    /// True when a peer is lost because its heartbeats stopped.
+    pub(super) fn is_silent(&self, rank: usize) -> bool {
+        self.peer(rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == SILENT)
+    }
+
+    /// Handles a peer's message about views.
+    pub(super) fn view_message(&self, from: usize, message: ViewMessage) {
+        self.views.put(from, message);
     }
 
     /// Handles a peer's report that a group failed.
@@ -341,6 +397,7 @@ impl Plane {
         }
         drop(groups);
         self.connect_changed.notify_all();
+        self.views.notify();
     }
 
     /// Announces to all peers that this rank leaves, and waits up to [`LINGER`] for their acknowledgements.
@@ -351,7 +408,7 @@ impl Plane {
             for (_, peer) in self.all_peers() {
                 loop {
                     let changed = self.settled.notified();
-                    if peer.settled.load(Ordering::Acquire) || peer.state.load(Ordering::Acquire) == LOST {
+                    if peer.settled.load(Ordering::Acquire) || peer.is_lost() {
                         break;
                     }
                     changed.await;

@@ -8,8 +8,9 @@ use tokio::io::{AsyncWriteExt, WriteHalf};
 use tokio::sync::mpsc;
 
 use super::super::connection::{AsyncSocket, ControlConn};
-use super::super::wire::{FRAME_LIMIT, Message, read_frame};
-use super::plane::{ALIVE, Plane};
+use super::super::views::ViewMessage;
+use super::super::wire::{FRAME_LIMIT, Malformed, Message, read_frame};
+use super::plane::{ALIVE, Loss, Plane};
 use crate::error::Source;
 use crate::wait::lock;
 
@@ -24,11 +25,11 @@ pub(super) async fn read_loop(
     let ControlConn { fork_fd: _fork_fd, socket } = conn;
     let (mut reader, writer) = tokio::io::split(socket);
     tokio::spawn(write(writer, frames));
-    let (how, source) = loop {
+    let (how, source, loss) = loop {
         let body = match read_frame(&mut reader, FRAME_LIMIT).await {
             Ok(body) => body,
             Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
-                break (format!("it sent a malformed frame: {error}"), Source::default());
+                break (format!("it sent a malformed frame: {error}"), Source::default(), Loss::Silent);
             }
             Err(error) => {
                 let suffix = if same_host { " on this host" } else { "" };
@@ -36,15 +37,21 @@ pub(super) async fn read_loop(
                     std::io::ErrorKind::UnexpectedEof => "end of stream".to_owned(),
                     _ => error.to_string(),
                 };
-                break (format!("its process died{suffix} or its connection broke ({detail})"), error.into());
+                // A router may reset a connection that was silent; between processes of one host only their ends break it.
+                let is_end = same_host || detail == "end of stream" || !plane.is_silent(rank);
+                let loss = if is_end { Loss::Ended } else { Loss::Silent };
+                break (format!("its process died{suffix} or its connection broke ({detail})"), error.into(), loss);
             }
         };
-        match Message::parse(&body) {
+        let handled = match Message::parse(&body) {
             Ok(message) => handle(&plane, rank, message),
-            Err(malformed) => break (format!("it sent a malformed message: {malformed}"), Source::default()),
+            Err(malformed) => Err(malformed),
+        };
+        if let Err(malformed) = handled {
+            break (format!("it sent a malformed message: {malformed}"), Source::default(), Loss::Silent);
         }
     };
-    plane.peer_lost(rank, &how, &source);
+    plane.peer_lost(rank, &how, &source, loss);
     settle(&plane, rank);
 }
 
@@ -66,8 +73,8 @@ fn settle(plane: &Plane, rank: usize) {
 }
 
 /// Handles a message from a peer.
-fn handle(plane: &Plane, rank: usize, message: Message) {
-    let Some(peer) = plane.peer(rank) else { return };
+fn handle(plane: &Plane, rank: usize, message: Message) -> Result<(), Malformed> {
+    let Some(peer) = plane.peer(rank) else { return Ok(()) };
     if let Some(last) = lock(&peer.last_message).as_mut() {
         *last = Instant::now();
     }
@@ -81,7 +88,9 @@ fn handle(plane: &Plane, rank: usize, message: Message) {
         Message::Fail { group, cause } => plane.peer_reported(rank, group, cause),
         Message::Leave { group } => plane.peer_left(rank, group),
         Message::LeaveAck => settle(plane, rank),
+        Message::View(body) => plane.view_message(rank, ViewMessage::parse(&body)?),
     }
+    Ok(())
 }
 
 /// Sends heartbeats to all peers and detects peers without one, until the thread ends.
@@ -108,7 +117,8 @@ pub(super) async fn heartbeat(plane: Arc<Plane>) {
             let silent = now.saturating_duration_since(*at) > timeout;
             drop(last_message);
             if silent {
-                plane.peer_lost(rank, &format!("no heartbeat for {:.1} s", timeout.as_secs_f64()), &Source::default());
+                let reason = format!("no heartbeat for {:.1} s", timeout.as_secs_f64());
+                plane.peer_lost(rank, &reason, &Source::default(), Loss::Silent);
             }
         }
         tokio::time::sleep(period).await;

@@ -1,0 +1,384 @@
+//! [`Group::shrink`]: runs the agreement on the control plane of a group, and builds the next view.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::super::bootstrap::Bootstrap;
+use super::super::config::Config;
+use super::super::control::{Loss, Plane};
+use super::super::membership::Group;
+use super::super::wire::Message;
+use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
+use super::message::ViewMessage;
+use crate::error::{Error, Progress, Result};
+use crate::health::GroupHealth;
+use crate::wait::{Deadline, SLICE, lock, wait_on_for};
+
+/// How long a rank that has opened a view waits for the others to say that they have too, before it leaves the old group.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// A view that all its members have opened.
+pub struct View<T> {
+    /// The group. A member may have been lost since it was opened.
+    pub group: Group,
+    /// What the caller's `open` returned.
+    pub opened: T,
+    /// Rank in the former group of each rank of this one.
+    pub ranks: Vec<usize>,
+    /// Ranks of the former group that are not in this one, ascending.
+    pub lost: Vec<usize>,
+}
+
+impl Group {
+    /// Agrees with the other ranks that are left of this group on a smaller group without those that are lost or have left, and leaves
+    /// this one. Collective: every rank that is left calls it; it waits for those that have not called. The group may have failed, and
+    /// need not have. The new group keeps the order of the ranks.
+    ///
+    /// `open` opens what the caller needs in the new group, a lane at least; `barrier` makes a barrier there. Both are called on another
+    /// thread, and again for another group when a rank is lost meanwhile. After an error the call may be repeated.
+    ///
+    /// # Errors
+    /// `Timeout` names the ranks that live and have not called within `timeout` (`None`: the group's); `System` when there is no quorum, or
+    /// a rank cannot build the new group; `PeerLost` with this rank itself when the others go on without it; `InvalidArgument` for a
+    /// sub-group.
+    pub fn shrink<T: Send>(
+        &self,
+        timeout: Option<Duration>,
+        quorum: Quorum,
+        open: impl Fn(&Group) -> Result<T> + Sync,
+        barrier: impl Fn(&mut T) -> Result<()> + Sync,
+    ) -> Result<View<T>> {
+        let Some(plane) = self.plane() else {
+            return Err(Error::InvalidArgument(format!(
+                "{:?} is a sub-group: shrink the group of all ranks",
+                self.name()
+            )));
+        };
+        plane.owner.check()?;
+        let own = plane.config.rank;
+        match self.health().cause() {
+            Some(Error::Aborted(why)) if plane.has_left() => return Err(Error::Aborted(why)),
+            Some(cause @ Error::PeerLost { rank, .. }) if rank == own => return Err(cause),
+            _ => {}
+        }
+        let _call = Call::begin(plane)?;
+        let deadline = Deadline::after(timeout.unwrap_or(plane.config.timeout));
+        let agreement = lock_agreement(plane);
+        let view = std::thread::scope(|scope| {
+            let build = |bootstrap: Bootstrap, addresses: Vec<Vec<u8>>, cancel: Arc<Cancel>| {
+                let (sender, receiver) = mpsc::channel();
+                let (open, barrier) = (&open, &barrier);
+                let thread = std::thread::Builder::new().name("bagua-view".to_owned()).spawn_scoped(scope, move || {
+                    let built = build(bootstrap, &addresses, &cancel, open, barrier);
+                    // The receiver is there until this thread has ended.
+                    let _ = sender.send(built);
+                    plane.views.notify();
+                });
+                thread.map(|_| receiver).map_err(|e| Error::system("starting a thread", e))
+            };
+            let mut driver =
+                Driver { group: self, plane, deadline, agreement, bootstrap: None, building: None, built: None, build };
+            let outcome = driver.run(quorum);
+            plane.views.lock().agreement = Some(driver.agreement);
+            outcome
+        })?;
+        self.leave();
+        Ok(view)
+    }
+}
+
+/// The agreement of earlier calls, or a new one.
+fn lock_agreement(plane: &Plane) -> Agreement {
+    let Config { rank, world_size, view, .. } = plane.config;
+    plane.views.lock().agreement.take().unwrap_or_else(|| Agreement::new(rank, world_size, view))
+}
+
+/// Marks a plane as in use by a call, until it is dropped.
+struct Call<'a>(&'a Plane);
+
+impl<'a> Call<'a> {
+    fn begin(plane: &'a Plane) -> Result<Call<'a>> {
+        let mut state = plane.views.lock();
+        if state.busy {
+            return Err(Error::InvalidArgument("another thread shrinks this group already".to_owned()));
+        }
+        state.busy = true;
+        Ok(Call(plane))
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        self.0.views.lock().busy = false;
+    }
+}
+
+/// Ends a build from another thread.
+#[derive(Default)]
+struct Cancel {
+    /// Ends connecting.
+    flag: AtomicBool,
+    /// Why, and the health of the group once it is connected.
+    state: Mutex<(Option<Error>, Option<Arc<GroupHealth>>)>,
+}
+
+impl Cancel {
+    /// Ends the build: waits in the new group end with this error.
+    fn cancel(&self, error: Error) {
+        self.flag.store(true, Ordering::Release);
+        let mut state = lock(&self.state);
+        if let Some(health) = &state.1 {
+            health.fail_from_peer(error.clone());
+        }
+        state.0 = Some(error);
+    }
+
+    /// From here on the build ends by the health of its group.
+    fn connected(&self, health: &Arc<GroupHealth>) {
+        let mut state = lock(&self.state);
+        if let Some(error) = &state.0 {
+            health.fail_from_peer(error.clone());
+        }
+        state.1 = Some(Arc::clone(health));
+    }
+}
+
+/// What became of a build: the group and what was opened if the barrier was entered, and the error unless it was passed.
+struct Built<T> {
+    entered: Option<(Group, T)>,
+    error: Option<Error>,
+}
+
+/// Connects to the members of a view, opens their lanes and makes a barrier.
+fn build<T>(
+    bootstrap: Bootstrap,
+    addresses: &[Vec<u8>],
+    cancel: &Cancel,
+    open: &(impl Fn(&Group) -> Result<T> + Sync),
+    barrier: &(impl Fn(&mut T) -> Result<()> + Sync),
+) -> Built<T> {
+    let opened = bootstrap.connect_unless(&cancel.flag, addresses).and_then(|group| {
+        cancel.connected(group.health());
+        open(&group).map(|opened| (group, opened))
+    });
+    match opened {
+        Ok((group, mut opened)) => {
+            let error = barrier(&mut opened).err();
+            Built { entered: Some((group, opened)), error }
+        }
+        Err(error) => Built { entered: None, error: Some(error) },
+    }
+}
+
+/// A build on its thread.
+struct Building<T> {
+    members: Vec<usize>,
+    cancel: Arc<Cancel>,
+    outcome: Receiver<Built<T>>,
+}
+
+/// Runs an agreement and performs its actions.
+struct Driver<'a, T, B> {
+    group: &'a Group,
+    plane: &'a Arc<Plane>,
+    deadline: Deadline,
+    agreement: Agreement,
+    /// A proposal's, until all addresses are there.
+    bootstrap: Option<Bootstrap>,
+    building: Option<Building<T>>,
+    /// The group whose barrier was entered last.
+    built: Option<(Group, T)>,
+    /// Starts the thread of a build.
+    build: B,
+}
+
+impl<T, B> Driver<'_, T, B>
+where
+    B: Fn(Bootstrap, Vec<Vec<u8>>, Arc<Cancel>) -> Result<Receiver<Built<T>>>,
+{
+    fn run(&mut self, quorum: Quorum) -> Result<View<T>> {
+        let mut out = Vec::new();
+        // What was kept is known before this rank says anything.
+        self.learn(&mut out);
+        self.agreement.call(quorum, &mut out);
+        let mut last_error = None;
+        let mut open_since: Option<Instant> = None;
+        loop {
+            if self.plane.has_left() {
+                let left = Error::Aborted("this rank left the group".to_owned());
+                if let Some(Building { cancel, .. }) = &self.building {
+                    cancel.cancel(left.clone());
+                }
+                return Err(left);
+            }
+            let seen = self.plane.views.lock().changes;
+            self.learn(&mut out);
+            self.collect(&mut out, &mut last_error);
+            if self.deadline.passed() {
+                self.agreement.expire(&mut out);
+            }
+            if self.agreement.is_open() && open_since.get_or_insert_with(Instant::now).elapsed() > LINGER {
+                self.agreement.linger_ended(&mut out);
+            }
+            while !out.is_empty() {
+                for action in std::mem::take(&mut out) {
+                    if let Some(outcome) = self.perform(action, &mut out) {
+                        return self.finish(outcome, last_error);
+                    }
+                }
+            }
+            let state = self.plane.views.lock();
+            if state.changes == seen {
+                let slice = if self.deadline.passed() { SLICE } else { SLICE.min(self.deadline.left()) };
+                drop(wait_on_for(self.plane.views.changed(), state, slice));
+            }
+        }
+    }
+
+    /// Tells the agreement what the control plane knows. Losses are read before the messages, so that a message that arrived before a
+    /// connection ended comes before its end (invariant 4).
+    fn learn(&mut self, out: &mut Vec<Action>) {
+        let losses = self.plane.losses();
+        for (from, message) in self.plane.views.take() {
+            self.agreement.received(from, message, out);
+        }
+        for (rank, loss) in losses {
+            let gone = match loss {
+                Loss::Ended => Gone::Ended,
+                Loss::Silent => Gone::Silent,
+            };
+            self.agreement.lost(rank, gone, out);
+        }
+    }
+
+    /// Takes the result of a build that has ended.
+    fn collect(&mut self, out: &mut Vec<Action>, last_error: &mut Option<Error>) {
+        let Some(building) = &self.building else { return };
+        let Built { entered, error } = match building.outcome.try_recv() {
+            Ok(built) => built,
+            Err(mpsc::TryRecvError::Empty) => return,
+            Err(mpsc::TryRecvError::Disconnected) => {
+                Built { entered: None, error: Some(Error::other("the thread that builds a view panicked")) }
+            }
+        };
+        self.building = None;
+        let was_entered = entered.is_some();
+        self.built = entered;
+        match error {
+            None => self.agreement.passed(out),
+            Some(error) => {
+                self.agreement.failed(was_entered, &error.to_string(), out);
+                *last_error = Some(error);
+            }
+        }
+    }
+
+    /// Performs an action; returns how the agreement ended, if it has.
+    fn perform(&mut self, action: Action, out: &mut Vec<Action>) -> Option<Outcome> {
+        match action {
+            Action::Send(to, message) => self.plane.send(&to, &Message::View(message.encode())),
+            Action::Bind(members) => {
+                let bound = self.bind(&members).map(|bootstrap| {
+                    let address = bootstrap.address().to_vec();
+                    self.bootstrap = Some(bootstrap);
+                    address
+                });
+                self.agreement.bound(bound.map_err(|error| error.to_string()), out);
+            }
+            Action::Discard => self.bootstrap = None,
+            Action::Build { addresses, members } => {
+                let cancel = Arc::new(Cancel::default());
+                let started = match self.bootstrap.take() {
+                    Some(bootstrap) => (self.build)(bootstrap, addresses, Arc::clone(&cancel)),
+                    None => Err(Error::other("a view is built before its sockets are bound")),
+                };
+                match started {
+                    Ok(outcome) => self.building = Some(Building { members, cancel, outcome }),
+                    Err(error) => self.agreement.failed(false, &error.to_string(), out),
+                }
+            }
+            Action::Cancel(because_of) => {
+                if let Some(Building { members, cancel, .. }) = &self.building {
+                    cancel.cancel(self.why_cancelled(members, because_of));
+                }
+            }
+            Action::Abandon => self.abandon(),
+            Action::Finish(outcome) => return Some(outcome),
+        }
+        None
+    }
+
+    /// Listens for the members of a view.
+    fn bind(&self, members: &[usize]) -> Result<Bootstrap> {
+        let old = &self.plane.config;
+        let rank = members.iter().position(|member| *member == old.rank);
+        let rank = rank.ok_or_else(|| Error::other("this rank is not a member of the view that it accepted"))?;
+        // A port that was asked for is in use by the old group.
+        let listen = SocketAddr::new(old.listen.ip(), 0);
+        Bootstrap::bind(Config { rank, world_size: members.len(), listen, view: self.agreement.view(), ..old.clone() })
+    }
+
+    /// The error of waits in a group that is not needed any more: a member is lost, or has given this view up. Ranks of errors are those of
+    /// the new group.
+    fn why_cancelled(&self, members: &[usize], because_of: Option<usize>) -> Error {
+        let position = |rank: usize| members.iter().position(|member| *member == rank);
+        let Some((old, new)) = because_of.and_then(|rank| Some((rank, position(rank)?))) else {
+            return Error::Aborted("the time to shrink the group has passed".to_owned());
+        };
+        Error::PeerLost {
+            rank: new,
+            host: self.group.health().host(old).to_owned(),
+            reason: "it was lost, or lost another rank, while the group was being built".to_owned(),
+            noticed_by: position(self.plane.config.rank).unwrap_or_default(),
+            progress: None,
+            source: Default::default(),
+        }
+    }
+
+    /// Drops the group whose barrier was entered.
+    fn abandon(&mut self) {
+        let Some((group, opened)) = self.built.take() else { return };
+        if let Some(plane) = group.plane() {
+            // Before this rank leaves it, which must not be taken for the end of its process.
+            plane.send_all(&Message::View(ViewMessage::Abandoned.encode()));
+        }
+        drop(opened);
+        group.leave();
+    }
+
+    fn finish(&mut self, outcome: Outcome, last_error: Option<Error>) -> Result<View<T>> {
+        match outcome {
+            Outcome::Opened(_, ranks) => {
+                let (group, opened) =
+                    self.built.take().ok_or_else(|| Error::other("a view is open, but its group is not there"))?;
+                let lost = (0..self.plane.config.world_size).filter(|rank| !ranks.contains(rank)).collect();
+                Ok(View { group, opened, ranks, lost })
+            }
+            Outcome::Excluded(by) => {
+                let (own, health) = (self.plane.config.rank, self.group.health());
+                let mut lost = health.peer_lost(own, "the other ranks went on without it");
+                if let Error::PeerLost { noticed_by, .. } = &mut lost {
+                    *noticed_by = by;
+                }
+                Err(lost)
+            }
+            Outcome::Refused(text) => {
+                let source = last_error.as_ref().filter(|error| text.ends_with(&error.to_string()));
+                let error = Error::other(text);
+                Err(match source {
+                    Some(Error::System { source, .. } | Error::PeerLost { source, .. }) => error.caused_by(source),
+                    _ => error,
+                })
+            }
+            Outcome::TimedOut(missing) => {
+                let after = self.deadline.limit();
+                let what = "shrink".to_owned();
+                let progress = Some(Box::new(Progress { what, ..Progress::default() }));
+                Err(Error::Timeout { after, missing, noticed_by: self.plane.config.rank, progress })
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Messages about views that arrived, kept until this rank takes part in an agreement.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard};
+
+use super::agreement::Agreement;
+use super::message::ViewMessage;
+use crate::wait::lock;
+
+/// The most messages that are kept of one rank. An agreement takes fewer than ten; older ones are dropped first.
+const KEPT: usize = 64;
+
+/// What waits for an agreement on a control plane.
+#[derive(Default)]
+pub(in super::super) struct Inbox {
+    state: Mutex<State>,
+    /// Notified when a message arrives or a peer's state changes.
+    changed: Condvar,
+}
+
+/// See [`Inbox`].
+#[derive(Default)]
+pub(super) struct State {
+    /// Messages and their senders, in the order of arrival.
+    messages: VecDeque<(usize, ViewMessage)>,
+    /// What earlier calls of this rank know. `None` before the first and during a call.
+    pub(super) agreement: Option<Agreement>,
+    /// A call is in progress.
+    pub(super) busy: bool,
+    /// Counts the changes, so that none is missed between two looks.
+    pub(super) changes: u64,
+}
+
+impl Inbox {
+    /// Keeps a message.
+    pub(in super::super) fn put(&self, from: usize, message: ViewMessage) {
+        let mut state = self.lock();
+        if state.messages.iter().filter(|(sender, _)| *sender == from).count() >= KEPT
+            && let Some(oldest) = state.messages.iter().position(|(sender, _)| *sender == from)
+        {
+            state.messages.remove(oldest);
+        }
+        state.messages.push_back((from, message));
+        drop(state);
+        self.notify();
+    }
+
+    /// Tells the agreement that a peer's state or anything else has changed.
+    pub(in super::super) fn notify(&self) {
+        self.lock().changes += 1;
+        self.changed.notify_all();
+    }
+
+    /// All messages, in the order of arrival.
+    pub(super) fn take(&self) -> VecDeque<(usize, ViewMessage)> {
+        std::mem::take(&mut self.lock().messages)
+    }
+
+    /// The state.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Notified after every change.
+    pub(super) fn changed(&self) -> &Condvar {
+        &self.changed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_messages_of_a_rank_are_dropped_when_there_are_too_many_and_those_of_others_stay() {
+        let inbox = Inbox::default();
+        inbox.put(1, ViewMessage::Withdrawn);
+        for view in 0..KEPT as u64 + 5 {
+            inbox.put(2, ViewMessage::Propose { view, members: vec![] });
+        }
+        let kept = inbox.take();
+        assert_eq!((kept.len(), &kept[0]), (KEPT + 1, &(1, ViewMessage::Withdrawn)));
+        assert_eq!(kept[1], (2, ViewMessage::Propose { view: 5, members: vec![] }));
+        assert!(inbox.take().is_empty());
+    }
+}
