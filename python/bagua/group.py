@@ -27,6 +27,7 @@ class Group(Verbs):
         super().__init__(communicator)
         self._local_rank = local_rank
         self._local_world_size = local_world_size
+        self._former_ranks: list[int] | None = None
         # How often a set of ranks became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group of one name (two worlds in one process) gets a number in `stats()`.
@@ -100,6 +101,49 @@ class Group(Verbs):
         return None if communicator is None else Group(communicator)
 
     subgroup = new_group
+
+    def shrink(self, timeout: float | None = None, quorum: Literal["majority", "any"] = "majority") -> Group:
+        """The group of the ranks that are left, in the order of their ranks here; this group and its sub-groups are left.
+
+        Every rank that is left calls it, after PeerLostError or PeerRaisedError, and waits up to `timeout` seconds
+        (None: the group's) for those that live and have not called. After an exception of one rank all may be left. If
+        this was the default group, the new one is. `former_ranks` of the new group says who is who.
+
+        "majority": ranks whose process is known to have ended, or that have left, do not count; of the others more than
+        half must be here, or half with the lowest. "any" goes on without that: parts of the job that are cut off from
+        each other may then both go on. All ranks pass the same.
+
+        Raises BaguaTimeoutError naming the ranks that have not called, after which the call can be repeated;
+        BaguaError that says "quorum" and who may live on; PeerLostError naming this rank when the others went on
+        without it; ValueError for a sub-group.
+        """
+        torch = process.torch
+        if torch is not None and torch.world is not None and torch.world.group is self:
+            raise BaguaError("this is the group of init_process_group: call bagua.torch_api.rebuild() instead")
+        return self._shrink(timeout, quorum)
+
+    def _shrink(self, timeout: float | None, quorum: str) -> Group:
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is {timeout} s; it must be positive")
+        communicator, former = self._communicator.shrink(timeout, quorum=quorum)
+        was_default = process.default_group is self
+        self.leave()
+        machine = next(ranks for ranks in communicator.machines if communicator.rank in ranks)
+        shrunk = Group(communicator, local_rank=machine.index(communicator.rank), local_world_size=len(machine))
+        shrunk._former_ranks = former
+        if was_default:
+            process.default_group = shrunk
+        return shrunk
+
+    @property
+    def former_ranks(self) -> list[int] | None:
+        """Of a group made by `shrink`: the rank of each of its ranks in the group before. None for any other group."""
+        return None if self._former_ranks is None else list(self._former_ranks)
+
+    @property
+    def view(self) -> int:
+        """Number of the membership: 1 for a group that was joined, and grows with every `shrink`."""
+        return self._communicator.view
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "float32") -> np.ndarray[Any, Any]:
         """A new array, of zeros, in memory that the ranks of this host share.

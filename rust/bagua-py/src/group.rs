@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use bagua_core::average as core_average;
 use bagua_core::engine as core;
-use bagua_core::error::Result;
-use bagua_core::group::{Group, Lane, Options, PartLayout};
+use bagua_core::error::{Error, Result};
+use bagua_core::group::{Group, Lane, Options, PartLayout, Quorum};
 use bagua_core::memory::Region;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,7 +18,7 @@ use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
 use crate::engine::{Engine, Handle};
-use crate::errors;
+use crate::errors::{self, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::interrupt;
 use crate::request::{Call, Request};
@@ -124,6 +124,18 @@ impl Communicator {
     #[getter]
     fn hosts(&self) -> Vec<Vec<usize>> {
         self.group().hosts()
+    }
+
+    /// Group ranks on each machine, in the order of their first rank: as `hosts`, and also where ranks may not share memory.
+    #[getter]
+    fn machines(&self) -> Vec<Vec<usize>> {
+        self.group().machines()
+    }
+
+    /// Number of the membership: 1 for a group that was joined, and grows with every `shrink`.
+    #[getter]
+    fn view(&self) -> u64 {
+        self.group().view()
     }
 
     /// Default deadline of an operation, in seconds.
@@ -289,6 +301,24 @@ impl Communicator {
             self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose()
         })?;
         Ok(opened.map(Communicator::of))
+    }
+
+    /// The group of the ranks that are left, with the rank here of each of its ranks; this group is left. Every such rank calls it, with
+    /// the same `quorum`: "majority" or "any". `timeout` is in seconds.
+    ///
+    /// Raises ValueError for arguments that cannot be used and for a sub-group, BaguaTimeoutError naming the ranks that live and have not
+    /// called, PeerLostError naming this rank when the others went on without it, and BaguaError without a quorum.
+    #[pyo3(signature = (timeout=None, *, quorum="majority"))]
+    fn shrink(&self, py: Python<'_>, timeout: Option<f64>, quorum: &str) -> PyResult<(Communicator, Vec<usize>)> {
+        let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
+        let quorum = with(py, || match quorum {
+            "majority" => Ok(Quorum::Majority),
+            "any" => Ok(Quorum::Any),
+            other => Err(Error::InvalidArgument(format!("quorum '{other}' is neither 'majority' nor 'any'"))),
+        })?;
+        let core = Arc::clone(&self.core);
+        let view = interrupt::run_on_thread(py, move || core.shrink(timeout, quorum))?;
+        Ok((Communicator::of(view.opened), view.ranks))
     }
 
     /// Memory for tensors, `nbytes` on every rank, zeroed. Verbs on tensors that lie in it on all ranks of a host work on the peers'

@@ -27,8 +27,10 @@ pub use queue::Engine;
 pub use shared::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
+use std::time::Duration;
+
 use crate::error::Result;
-use crate::group::{Group, Lane, Lanes};
+use crate::group::{Group, Lane, Lanes, Options, Quorum, View};
 
 /// A group's main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
 /// starts with the first of them), in program order.
@@ -67,6 +69,15 @@ impl Communicator {
     /// See [`LaneWorker::submit`].
     pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
         self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
+    }
+
+    /// The communicator of the ranks that are left; this one's group is left. See [`Group::shrink`].
+    ///
+    /// # Errors
+    /// As [`Group::shrink`].
+    pub fn shrink(&self, timeout: Option<Duration>, quorum: Quorum) -> Result<View<Communicator>> {
+        let open = |group: &Group| Communicator::new(group.clone());
+        self.group.shrink(timeout, quorum, open, |opened| opened.run(|lane| lane.barrier(&Options::default())))
     }
 
     /// See [`LaneWorker::shutdown`].

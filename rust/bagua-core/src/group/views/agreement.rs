@@ -301,8 +301,13 @@ impl Agreement {
         }
         self.ready.remove(&rank);
         self.failures = 0;
-        if !matches!(self.phase, Phase::Opened(..)) {
-            self.raise(least.max(self.view + 1), Some(rank), out);
+        match self.phase {
+            Phase::Opened(..) => {}
+            // It has said nothing of the current view, or says so of a later one when it takes part.
+            Phase::Idle => self.raise(least, Some(rank), out),
+            Phase::Waiting | Phase::Bound(_) | Phase::Building(_) => {
+                self.raise(least.max(self.view + 1), Some(rank), out);
+            }
         }
     }
 

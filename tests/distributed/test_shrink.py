@@ -1,0 +1,219 @@
+"""`Group.shrink`: the ranks that are left of a group go on without those that it lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+
+World = Callable[..., Any]
+
+HEARTBEAT = {"BAGUA_HEARTBEAT_TIMEOUT": "1"}
+
+
+def pids_of(group: bagua.Group) -> list[int]:
+    """Process id of each rank."""
+    pids = np.zeros((group.size, 1), np.int64)
+    group.all_gather(np.array([os.getpid()], np.int64), out=pids)
+    return [int(pid) for pid in pids[:, 0]]
+
+
+def until_lost(group: bagua.Group) -> bagua.PeerLostError:
+    """Works until a rank is lost."""
+    with pytest.raises(bagua.PeerLostError) as raised:
+        while True:
+            group.all_reduce(np.ones(1000, np.float32), "max")
+    return raised.value
+
+
+def total(group: bagua.Group, value: float) -> float:
+    x = np.full(3, value)
+    group.all_reduce(x)
+    return float(x[0])
+
+
+# --- killed, one after the other --------------------------------------------------------------------------------------
+
+
+def killed_one_by_one(rank: int, victims: list[int]) -> list[Any]:
+    group = bagua.init(timeout=60)
+    names, seen = list(range(group.size)), []
+    for victim in victims:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = group
+        lost = until_lost(group)
+        group = bagua.Group.shrink(group)
+        assert group.former_ranks is not None
+        names = [names[former] for former in group.former_ranks]
+        assert bagua.group.default() is group
+        assert bagua.stats()["groups"].keys() == {"world"}
+        assert group.view > before.view
+        with pytest.raises(bagua.PeerLostError):
+            before.barrier()
+        local = (group.local_rank, group.local_world_size)
+        seen.append((lost.rank, names, group.rank, local, total(group, float(2**rank))))
+    bagua.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_four_ranks_become_three_two_and_one_by_kills(world: World, transport: str) -> None:
+    victims = [0, 2, 1]
+    ends = dict.fromkeys(victims, -signal.SIGKILL)
+    results = world(4, expect_exit=ends, env={"BAGUA_TRANSPORT": transport}).run(killed_one_by_one, victims)
+    assert results[3] == [
+        (0, [1, 2, 3], 2, (2, 3), 14.0),
+        # Rank 2 was rank 1 of the second group.
+        (1, [1, 3], 1, (1, 2), 10.0),
+        (0, [3], 0, (0, 1), 8.0),
+    ]
+
+
+def shrunk_on_hosts(rank: int) -> Any:
+    group = bagua.init(timeout=60)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until_lost(group)
+    group = group.shrink()
+    bagua.shutdown()
+    return group.former_ranks, group.hosts, group.local_rank, group.local_world_size, group.collective
+
+
+def test_hosts_keep_their_ranks_and_local_ranks_begin_at_0_again(world: World) -> None:
+    hosts = [[0, 1], [2, 3]]
+    results = world(4, hosts=hosts, expect_exit={0: -signal.SIGKILL}).run(shrunk_on_hosts)
+    places = [(0, 1), (0, 2), (1, 2)]
+    assert results[1:] == [([1, 2, 3], [[0], [1, 2]], *place, "hier") for place in places]
+
+
+# --- frozen -----------------------------------------------------------------------------------------------------------
+
+
+def frozen_and_continued(rank: int) -> Any:
+    group = bagua.init(timeout=60)
+    pids = pids_of(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # The others have gone on meanwhile.
+        with pytest.raises(bagua.PeerLostError) as raised:
+            group.shrink(quorum="any")
+        bagua.shutdown()
+        return raised.value.rank
+    until_lost(group)
+    group = group.shrink()
+    totals = [total(group, 1.0)]
+    if group.rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    # Its connections harm nobody.
+    totals += [total(group, 1.0) for _ in range(1000)]
+    bagua.shutdown()
+    return group.former_ranks, set(totals)
+
+
+def test_a_frozen_rank_is_left_behind_and_hears_so_when_it_continues(world: World) -> None:
+    results = world(3, env=HEARTBEAT).run(frozen_and_continued)
+    assert results == [([0, 2], {2.0}), 1, ([0, 2], {2.0})]
+
+
+def smaller_half(rank: int) -> Any:
+    group = bagua.init(timeout=60)
+    pids = pids_of(group)
+    if rank in (0, 3):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    until_lost(group)
+    with pytest.raises(bagua.BaguaError) as refused:
+        # Until both are found to be lost.
+        while True:
+            group = group.shrink()
+            until_lost(group)
+    text = str(refused.value)
+    # Where one of the two was found to be lost first, the others went on as three and then hear of the second.
+    group = group.shrink(quorum="any")
+    bagua.shutdown()
+    if rank == 1:
+        for frozen in (0, 3):
+            os.kill(pids[frozen], signal.SIGKILL)
+    return text, group.size
+
+
+def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -> None:
+    ends = {0: -signal.SIGKILL, 3: -signal.SIGKILL}
+    results = world(4, env=HEARTBEAT, expect_exit=ends).run(smaller_half)
+    for text, size in results[1:3]:
+        assert "quorum" in text
+        assert "may live on" in text
+        assert size == 2
+
+
+# --- nobody lost ------------------------------------------------------------------------------------------------------
+
+
+def after_an_exception(rank: int) -> Any:
+    group = bagua.init(timeout=60)
+    if rank == 2:
+        bagua.lifecycle.report(ValueError, ValueError("bad number"))
+    with pytest.raises(bagua.PeerRaisedError):
+        while True:
+            group.barrier()
+    group = group.shrink()
+    result = total(group, 1.0), group.former_ranks
+    bagua.shutdown()
+    return result
+
+
+def test_after_an_exception_all_ranks_go_on(world: World) -> None:
+    assert world(3).run(after_an_exception) == [(3.0, [0, 1, 2])] * 3
+
+
+def called_late(rank: int) -> Any:
+    group = bagua.init(timeout=60)
+    missing: tuple[int, ...] = ()
+    if rank == 0:
+        with pytest.raises(bagua.BaguaTimeoutError) as raised:
+            group.shrink(timeout=0.3)
+        missing = raised.value.missing
+        assert isinstance(raised.value, TimeoutError)
+        # The old group still works: nothing was lost.
+        group.barrier()
+    else:
+        group.barrier()
+    group = group.shrink()
+    result = missing, total(group, 1.0)
+    bagua.shutdown()
+    return result
+
+
+def test_ranks_that_live_and_have_not_called_are_named_and_the_call_can_be_repeated(world: World) -> None:
+    assert world(3).run(called_late) == [((1, 2), 3.0), ((), 3.0), ((), 3.0)]
+
+
+def refused_arguments(rank: int) -> list[str]:
+    group = bagua.init(timeout=60)
+    texts = []
+    pair = group.new_group([0, 1])
+    assert pair is not None
+    for call in (
+        lambda: group.shrink(timeout=0),
+        lambda: group.shrink(quorum="most"),  # type: ignore[arg-type]
+        lambda: pair.shrink(),
+    ):
+        with pytest.raises(ValueError) as raised:
+            call()
+        texts.append(str(raised.value))
+    assert total(group, 1.0) == 2.0
+    bagua.shutdown()
+    return texts
+
+
+def test_arguments_that_cannot_be_used_are_refused_and_the_group_works_on(world: World) -> None:
+    for texts in world(2).run(refused_arguments):
+        assert "positive" in texts[0]
+        assert "'most'" in texts[1]
+        assert "sub-group" in texts[2]
