@@ -5,15 +5,18 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::admit::Refused;
 use super::peers::Peers;
 use super::round::Rounds;
 use super::shared::{Control, Shared};
-use super::{AveragerStats, Settings, State};
+use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
-use crate::group::{Group, Lane};
-use crate::memory::Weights;
+use crate::group::{Asked, Group, Lane};
 use crate::types::ReduceOp;
-use crate::wait::{Waited, lock, wait_on_for};
+use crate::wait::{Deadline, Waited, lock, wait_on_for};
+
+/// Pause between two attempts to come in.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// How long `stop` waits for the thread after it has left the group.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -30,29 +33,67 @@ impl Averager {
     ///
     /// # Errors
     /// `UnsupportedType` for weights that are not real floating-point numbers; as [`Group::duplicate`].
-    pub fn start(parent: &Group, lane: &mut Lane, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
-        for part in &weights {
-            ReduceOp::Avg.check(part.dtype())?;
-            if part.dtype().is_complex() {
-                return Err(Error::UnsupportedType(format!("{} weights are not averaged", part.dtype().name())));
-            }
-            if let Some(codec) = &settings.codec {
-                codec.check(part.dtype())?;
-            }
-        }
+    pub fn start(parent: &Group, lane: &mut Lane, model: Model, settings: Settings) -> Result<Averager> {
+        check(&model, &settings)?;
         let group = parent.duplicate(lane, &settings.name)?;
-        Averager::over(Peers::new(group, parent.ranks().to_vec())?, weights, settings)
+        Averager::over(Peers::new(group, parent.ranks().to_vec())?, model, settings, false)
     }
 
-    fn over(peers: Peers, weights: Vec<Weights>, settings: Settings) -> Result<Averager> {
-        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone()));
+    /// Comes into the averaging of a running elastic job through the doors that this rank's door has heard of, tried in turn until
+    /// `deadline`. The weights and buffers are not the job's yet: see [`Averager::wait_joined`].
+    ///
+    /// # Errors
+    /// `Mismatch` for a model that does not fit; `Timeout`, with the last door's reason, after the deadline.
+    pub fn join(model: Model, settings: Settings, deadline: &Deadline) -> Result<Averager> {
+        check(&model, &settings)?;
+        let Some(Elastic { door, digest }) = &settings.elastic else {
+            return Err(Error::InvalidArgument("only a process of an elastic job comes in later".to_owned()));
+        };
+        let mut why = "no door of another rank is known".to_owned();
+        loop {
+            for (host, _) in door.doors().into_iter().filter(|(rank, _)| *rank != door.rank()) {
+                let asked =
+                    Asked { model: settings.name.clone(), digest: *digest, door: door.address(), returns: false };
+                match Peers::join(door, host, asked) {
+                    Ok(peers) => return Averager::over(peers, model, settings, true),
+                    Err(Refused::Now(text)) => why = text,
+                    Err(Refused::ForEver(text)) => return Err(Error::Mismatch(text)),
+                }
+            }
+            if deadline.passed() {
+                let progress = Progress { what: format!("joining the averaging: {why}"), ..Progress::default() };
+                let (after, noticed_by) = (deadline.limit(), door.rank());
+                let progress = Some(Box::new(progress));
+                return Err(Error::Timeout { after, missing: Vec::new(), noticed_by, progress });
+            }
+            std::thread::sleep(PAUSE.min(deadline.left()));
+        }
+    }
+
+    fn over(peers: Peers, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
+        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone(), is_new));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
-        let rounds = Rounds::new(Arc::clone(&shared), peers, weights, settings)?;
+        let rounds = Rounds::new(Arc::clone(&shared), peers, model, settings)?;
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || rounds.run())
             .map_err(|error| Error::system("cannot start an averaging thread", error))?;
         Ok(Averager { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Waits for at most `limit` until the weights of a newcomer are the average of a round in which its own did not count.
+    pub fn wait_joined(&self, limit: Duration) -> Waited<()> {
+        self.wait(limit, |control| !control.is_new)
+    }
+
+    /// The caller's count of forwards; that of the job after a newcomer has joined.
+    pub fn forwards(&self) -> u64 {
+        self.shared.forwards.load(Relaxed)
+    }
+
+    /// Sets the caller's count of forwards.
+    pub fn set_forwards(&self, forwards: u64) {
+        self.shared.forwards.store(forwards, Relaxed);
     }
 
     /// The failure of the thread, if it failed.
@@ -208,4 +249,18 @@ impl Drop for Synchronization {
         // A round that has begun meanwhile goes on: the other ranks count on this one.
         self.shared.lock().synchronizing -= 1;
     }
+}
+
+/// Refuses weights that cannot be averaged.
+fn check(model: &Model, settings: &Settings) -> Result<()> {
+    for part in &model.weights {
+        ReduceOp::Avg.check(part.dtype())?;
+        if part.dtype().is_complex() {
+            return Err(Error::UnsupportedType(format!("{} weights are not averaged", part.dtype().name())));
+        }
+        if let Some(codec) = &settings.codec {
+            codec.check(part.dtype())?;
+        }
+    }
+    Ok(())
 }

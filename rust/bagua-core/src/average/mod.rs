@@ -15,8 +15,13 @@
 //! 2. A round's update is written by all of its ranks or by none, so that a round keeps the sum of what its ranks hold.
 //! 3. After `abort` has returned nothing writes to the weights.
 //!
+//! In an elastic job ranks may be lost at any moment, and the others go on ([`Settings::elastic`]): the group of the averaging is replaced
+//! by a smaller one (`Group::shrink`), or by one with a newcomer (`admit`), which gets the average of a round in which its own
+//! weights did not count.
+//!
 //! After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3; there ranks hold the lock while they communicate.
 
+mod admit;
 mod control;
 mod peers;
 mod round;
@@ -24,10 +29,13 @@ mod shared;
 
 pub use control::{Averager, Synchronization};
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::codec::Codec;
+use crate::group::Door;
+use crate::memory::Weights;
 
 /// How a model is averaged. Equal on all ranks.
 pub struct Settings {
@@ -37,6 +45,24 @@ pub struct Settings {
     pub interval: Duration,
     /// Encodes the differences to the last average; `None` for full precision.
     pub codec: Option<Arc<dyn Codec>>,
+    /// In an elastic job, where ranks may be lost and come back; `None`: a loss ends the averaging.
+    pub elastic: Option<Elastic>,
+}
+
+/// How ranks come back.
+pub struct Elastic {
+    /// This rank's.
+    pub door: Arc<Door>,
+    /// Digest of what must be equal on all ranks: parameters, buffers, options.
+    pub digest: [u8; 32],
+}
+
+/// The memory of a model.
+pub struct Model {
+    /// What is averaged: contiguous weights, one for each dtype.
+    pub weights: Vec<Weights>,
+    /// What a newcomer gets from a rank beside the average: buffers.
+    pub buffers: Vec<Weights>,
 }
 
 /// Whether a rank takes part.
@@ -69,4 +95,8 @@ pub struct AveragerStats {
     pub wire_bytes_sent: u64,
     /// Bytes read from sockets.
     pub wire_bytes_received: u64,
+    /// Ranks in the job that are away without having left, and why.
+    pub lost: BTreeMap<usize, String>,
+    /// How often this rank was taken back.
+    pub joined: u64,
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::error::{Error, Result};
-use crate::group::{Group, Lanes, Options, Quorum};
+use crate::group::{Group, Lane, Lanes, Options, Quorum};
 use crate::request::{Io, Verb};
 use crate::stats::Stats;
 use crate::types::DType;
@@ -21,6 +21,10 @@ pub(super) struct Status {
     pub(super) takes_part: bool,
     /// It waits in `synchronize`.
     pub(super) synchronizes: bool,
+    /// It has no weights of the job yet.
+    pub(super) is_new: bool,
+    /// Rank in the job of the first newcomer at its door.
+    pub(super) newcomer: Option<usize>,
     /// Number of the last membership that it knows.
     pub(super) view: u64,
     /// Exchanges before this one, as far as it knows.
@@ -31,8 +35,10 @@ pub(super) struct Status {
 
 impl Status {
     fn encode(self) -> [u8; FIELDS * 8] {
-        let fields =
-            [u64::from(self.takes_part), u64::from(self.synchronizes), self.view, self.exchanges, self.agreed, 0, 0, 0];
+        let Status { takes_part, synchronizes, is_new, newcomer, view, exchanges, agreed } = self;
+        let flags = [takes_part, synchronizes, is_new].map(u64::from);
+        let newcomer = newcomer.map_or(0, |rank| rank as u64 + 1);
+        let fields = [flags[0], flags[1], flags[2], newcomer, view, exchanges, agreed, 0];
         let mut bytes = [0; FIELDS * 8];
         for (slot, field) in bytes.chunks_exact_mut(8).zip(fields) {
             slot.copy_from_slice(&field.to_le_bytes());
@@ -45,9 +51,11 @@ impl Status {
         Status {
             takes_part: field(0) == 1,
             synchronizes: field(1) == 1,
-            view: field(2),
-            exchanges: field(3),
-            agreed: field(4),
+            is_new: field(2) == 1,
+            newcomer: field(3).checked_sub(1).map(|rank| rank as usize),
+            view: field(4),
+            exchanges: field(5),
+            agreed: field(6),
         }
     }
 }
@@ -94,25 +102,45 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    /// Opens the lane of all ranks. Collective.
-    pub(super) fn new(group: Group, world_ranks: Vec<usize>) -> Result<Peers> {
-        Ok(Peers { all: Lanes::of(&group)?, sets: VecDeque::new(), group, world_ranks, bytes: WireBytes::default() })
+    /// Over a group whose lane is open. `world_ranks`: rank in the job of each of its ranks.
+    pub(super) fn over(group: Group, all: Lanes, world_ranks: Vec<usize>) -> Peers {
+        Peers { all, sets: VecDeque::new(), group, world_ranks, bytes: WireBytes::default() }
     }
 
-    /// Goes on without ranks that have left. Collective among those that are left.
+    /// The lane of all ranks.
+    pub(super) fn lane(&mut self) -> &mut Lane {
+        &mut self.all.global
+    }
+
+    /// Counts the bytes of another group too, which this one takes the place of.
+    pub(super) fn take_bytes(&mut self, former: &Peers) {
+        let WireBytes { sent, received } = former.wire_bytes();
+        self.bytes.sent += sent;
+        self.bytes.received += received;
+    }
+
+    /// Opens the lane of all ranks. Collective.
+    pub(super) fn new(group: Group, world_ranks: Vec<usize>) -> Result<Peers> {
+        let all = Lanes::of(&group)?;
+        Ok(Peers::over(group, all, world_ranks))
+    }
+
+    /// Goes on without ranks that have left or are lost; also returns the ranks in the job of those that are lost. Collective among
+    /// those that are left.
     ///
     /// # Errors
     /// As [`Group::shrink`].
-    pub(super) fn shrink(self) -> Result<Peers> {
-        let Peers { all, sets, group, world_ranks, mut bytes } = self;
-        bytes.add(group.stats());
-        bytes.add_sets(&sets);
+    pub(super) fn shrink(self) -> Result<(Peers, Vec<usize>)> {
+        let bytes = self.wire_bytes();
+        let Peers { all, sets, group, world_ranks, .. } = self;
         // Lanes go before their group does.
         drop((all, sets));
         let barrier = |lanes: &mut Lanes| lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT });
         let view = group.shrink(None, Quorum::Any, Lanes::of, barrier)?;
+        let lost = view.lost.iter().filter(|rank| !group.health().has_departed(**rank));
+        let lost = lost.map(|rank| world_ranks[*rank]).collect();
         let world_ranks = view.ranks.iter().map(|former| world_ranks[*former]).collect();
-        Ok(Peers { all: view.opened, sets: VecDeque::new(), group: view.group, world_ranks, bytes })
+        Ok((Peers { all: view.opened, sets: VecDeque::new(), group: view.group, world_ranks, bytes }, lost))
     }
 
     /// Bytes written to and read from sockets so far.
@@ -184,11 +212,16 @@ mod tests {
 
     #[test]
     fn a_status_survives_the_wire() {
-        for status in [
-            Status::default(),
-            Status { takes_part: true, synchronizes: false, view: 7, exchanges: 3, agreed: 2 },
-            Status { takes_part: false, synchronizes: true, view: u64::MAX, exchanges: 0, agreed: 9 },
-        ] {
+        let other = Status {
+            takes_part: true,
+            synchronizes: false,
+            is_new: true,
+            newcomer: Some(0),
+            view: 7,
+            exchanges: 3,
+            agreed: u64::MAX,
+        };
+        for status in [Status::default(), other, Status { synchronizes: true, newcomer: None, ..other }] {
             assert_eq!(Status::decode(&status.encode()), status);
         }
     }

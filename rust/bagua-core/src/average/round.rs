@@ -2,19 +2,30 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use super::admit::{Newcomer, Refused};
 use super::peers::{Peers, Status};
 use super::shared::Shared;
-use super::{Settings, State};
+use super::{Elastic, Model, Settings, State};
 use crate::collective::compressed::Workspace;
-use crate::error::{Error, Result};
-use crate::group::{CompressedAllReduce, Options};
+use crate::error::{Error, Result, Source};
+use crate::group::{Asked, CompressedAllReduce, Options};
 use crate::health::LEFT;
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
 use crate::reduce;
 use crate::request::{Io, Verb};
-use crate::types::ReduceOp;
+use crate::types::{DType, ReduceOp};
+
+/// How long a rank that was left behind looks for the others before it goes on alone.
+const ALONE: Duration = Duration::from_secs(10);
+
+/// How often a part of the job that was cut off looks for the others, and how long it looks.
+const LOOK: Duration = Duration::from_secs(1);
+const GLANCE: Duration = Duration::from_millis(500);
+
+/// Pause between two rounds of visits.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// The averaging thread among the owners of weight locks; threads of callers have other numbers.
 pub const AVERAGING: Owner = Owner::MAX;
@@ -37,7 +48,11 @@ pub(super) struct Rounds {
     /// `None` only while it is replaced.
     peers: Option<Peers>,
     parts: Vec<Part>,
+    /// What a newcomer gets beside the average.
+    buffers: Vec<Weights>,
     settings: Settings,
+    /// When this part of the job last looked for one that it was cut off from.
+    looked: Instant,
     /// Ranks in the job of the last round.
     set: Vec<usize>,
     /// Number of the membership.
@@ -50,6 +65,15 @@ pub(super) struct Rounds {
     agreed: u64,
 }
 
+/// When the next round begins.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Next {
+    /// After an interval.
+    Later,
+    /// Now: the membership has changed.
+    AtOnce,
+}
+
 /// A round before its agreement.
 struct Open {
     /// Its number: the exchanges up to it.
@@ -59,7 +83,8 @@ struct Open {
 }
 
 impl Rounds {
-    pub(super) fn new(shared: Arc<Shared>, peers: Peers, weights: Vec<Weights>, settings: Settings) -> Result<Rounds> {
+    pub(super) fn new(shared: Arc<Shared>, peers: Peers, model: Model, settings: Settings) -> Result<Rounds> {
+        let Model { weights, buffers } = model;
         let parts = weights.into_iter().map(|weights| {
             let average = room(&peers, weights.len(), &settings)?;
             Ok(Part {
@@ -71,29 +96,41 @@ impl Rounds {
             })
         });
         let (parts, set) = (parts.collect::<Result<_>>()?, peers.world_ranks.clone());
-        Ok(Rounds { shared, peers: Some(peers), parts, settings, set, view: 1, exchanges: 0, open: None, agreed: 0 })
+        if let Some(Elastic { door, digest }) = &settings.elastic {
+            door.welcome(&settings.name, *digest);
+        }
+        let looked = Instant::now();
+        let (peers, view, exchanges) = (Some(peers), 1, 0);
+        Ok(Rounds { shared, peers, parts, buffers, settings, looked, set, view, exchanges, open: None, agreed: 0 })
     }
 
     /// Runs rounds until it has to end or something fails.
     pub(super) fn run(mut self) {
-        let mut due = Instant::now() + self.settings.interval;
+        let is_new = self.shared.lock().is_new;
+        let mut due = Instant::now() + if is_new { Duration::ZERO } else { self.settings.interval };
         let failure = loop {
             if !self.shared.sleep(due) {
                 break Error::Aborted("the averaging of this model has ended".to_owned());
             }
-            match self.round() {
-                Ok(()) => due = Instant::now() + self.settings.interval,
+            let outcome =
+                self.round().and_then(|next| if next == Next::Later { self.meet().map(|()| next) } else { Ok(next) });
+            due = match outcome {
+                Ok(Next::Later) => Instant::now() + self.settings.interval,
+                Ok(Next::AtOnce) => Instant::now(),
                 // The next round begins at once: it tells what became of the last one.
                 Err(error) => match self.recover(error) {
-                    Ok(()) => due = Instant::now(),
+                    Ok(()) => Instant::now(),
                     Err(error) => break error,
                 },
-            }
+            };
         };
-        let Rounds { shared, peers, parts, .. } = self;
+        if let Some(Elastic { door, .. }) = &self.settings.elastic {
+            door.close_to(&self.settings.name);
+        }
+        let Rounds { shared, peers, parts, buffers, .. } = self;
         let failure = peers.as_ref().map_or(failure.clone(), |peers| peers.named(failure));
         // Without lanes, arenas and weights before anybody is told that the thread has ended.
-        drop((peers, parts));
+        drop((peers, parts, buffers));
         let mut control = shared.lock();
         control.in_round = false;
         control.failure = Some(failure);
@@ -106,48 +143,210 @@ impl Rounds {
         self.peers.as_mut().ok_or_else(|| Error::other("the group of the averaging is gone"))
     }
 
-    /// Goes on in a smaller group after a rank has left; any other failure ends the averaging.
+    /// Goes on in a smaller group after a rank has left, in an elastic job also after it was lost; any other failure ends the averaging.
     fn recover(&mut self, error: Error) -> Result<()> {
         let mut error = error;
         loop {
-            let left = matches!(&error, Error::PeerLost { reason, .. } if reason == LEFT);
-            if !left || self.shared.lock().stopping {
+            let goes_on = match &error {
+                Error::PeerLost { reason, .. } => reason == LEFT || self.settings.elastic.is_some(),
+                _ => false,
+            };
+            if !goes_on || self.shared.lock().stopping {
                 return Err(error);
             }
             let Some(peers) = self.peers.take() else { return Err(error) };
+            let own = peers.world_ranks[peers.group.rank()];
             let named = peers.named(error);
             let peers = match peers.shrink() {
-                Ok(peers) => peers,
+                Ok((peers, lost)) => {
+                    self.note_lost(&lost, &named);
+                    peers
+                }
                 Err(Error::Aborted(_)) => return Err(named),
+                // The others went on without this rank.
+                Err(Error::PeerLost { .. }) if self.settings.elastic.is_some() => self.rejoin(own, &named)?,
                 Err(error) => return Err(error),
             };
-            let replaced = self.shared.replace_group(peers.group.clone());
-            let rooms = self.parts.iter().map(|part| room(&peers, part.weights.len(), &self.settings));
-            let rooms: Result<Vec<ArenaBuffer>> = if replaced { rooms.collect() } else { Err(named) };
-            self.peers = Some(peers);
-            match rooms {
-                Ok(rooms) => {
-                    for (part, room) in self.parts.iter_mut().zip(rooms) {
-                        let bytes = part.snapshot.len();
-                        let mut former = std::mem::replace(&mut part.average, room);
-                        // An open round may still be written.
-                        part.average.bytes()[..bytes].copy_from_slice(&former.bytes()[..bytes]);
-                    }
-                    return Ok(());
-                }
+            match self.enter(peers) {
+                Ok(()) => return Ok(()),
                 Err(next) => error = next,
             }
         }
     }
 
-    fn round(&mut self) -> Result<()> {
+    fn note_lost(&self, lost: &[usize], cause: &Error) {
+        let mut control = self.shared.lock();
+        for rank in lost {
+            let reason = match cause {
+                Error::PeerLost { rank: first, reason, .. } if first == rank => reason.clone(),
+                _ => "it was lost together with another rank".to_owned(),
+            };
+            control.stats.lost.insert(*rank, reason);
+        }
+    }
+
+    /// Goes on in another group.
+    fn enter(&mut self, peers: Peers) -> Result<()> {
+        let going = self.shared.replace_group(peers.group.clone());
+        let rooms: Result<Vec<ArenaBuffer>> =
+            self.parts.iter().map(|part| room(&peers, part.weights.len(), &self.settings)).collect();
+        {
+            let mut control = self.shared.lock();
+            control.stats.lost.retain(|rank, _| !peers.world_ranks.contains(rank));
+        }
+        // The former group is left here.
+        self.peers = Some(peers);
+        if !going {
+            return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
+        }
+        for (part, room) in self.parts.iter_mut().zip(rooms?) {
+            let bytes = part.snapshot.len();
+            let mut former = std::mem::replace(&mut part.average, room);
+            // An open round may still be written.
+            part.average.bytes()[..bytes].copy_from_slice(&former.bytes()[..bytes]);
+        }
+        Ok(())
+    }
+
+    /// Comes back into the job that goes on without this rank, through the door of any other. Alone where nobody is there any more.
+    fn rejoin(&self, own: usize, cause: &Error) -> Result<Peers> {
+        let Some(Elastic { door, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
+        let start = Instant::now();
+        loop {
+            for (host, _) in door.doors().into_iter().filter(|(rank, _)| *rank != own) {
+                if self.shared.lock().stopping {
+                    return Err(cause.clone());
+                }
+                let asked =
+                    Asked { model: self.settings.name.clone(), digest: *digest, door: door.address(), returns: true };
+                match Peers::join(door, host, asked) {
+                    Ok(peers) => {
+                        self.shared.lock().stats.joined += 1;
+                        return Ok(peers);
+                    }
+                    Err(Refused::Now(_)) => {}
+                    Err(Refused::ForEver(reason)) => return Err(lost(own, reason)),
+                }
+            }
+            if start.elapsed() > ALONE {
+                let group = door.bind(self.view + 1, 0, 1, &self.settings.name)?;
+                let address = group.address().to_vec();
+                return Peers::new(group.connect(&[address])?, vec![own]);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Looks now and then for the part of the job with the lowest rank, where this part was cut off from it; then this rank leaves its
+    /// part and joins that one.
+    fn meet(&mut self) -> Result<()> {
+        let Some(Elastic { door, .. }) = &self.settings.elastic else { return Ok(()) };
+        if self.looked.elapsed() < LOOK {
+            return Ok(());
+        }
+        self.looked = Instant::now();
+        let Some(peers) = &self.peers else { return Ok(()) };
+        let (lowest, own) = (peers.world_ranks[0], peers.world_ranks[peers.group.rank()]);
+        let away: Vec<usize> = self.shared.lock().stats.lost.keys().copied().filter(|rank| *rank < lowest).collect();
+        let doors = door.doors();
+        let there = |rank: usize| doors.iter().find(|(known, _)| *known == rank).map(|(_, at)| *at);
+        let answers = |rank: usize| {
+            let answer = there(rank).and_then(|at| door.ask(rank, at, GLANCE).ok());
+            answer.is_some_and(|answer| answer.models.contains(&self.settings.name))
+        };
+        if !away.into_iter().any(answers) {
+            return Ok(());
+        }
+        if let Some(peers) = self.peers.take() {
+            peers.group.leave();
+        }
+        let peers = self.rejoin(own, &lost(own, "its part of the job was cut off".to_owned()))?;
+        self.enter(peers)
+    }
+
+    /// Lets the first newcomer in that stands at a door of any rank. False when there is none, or it did not come in.
+    fn admit(&mut self, all: &[Status]) -> Result<bool> {
+        let Rounds { settings, peers: Some(peers), view, .. } = self else { return Ok(false) };
+        let (Some(Elastic { door, .. }), Some(host)) =
+            (&settings.elastic, all.iter().position(|status| status.newcomer.is_some()))
+        else {
+            return Ok(false);
+        };
+        let Some(joiner) = all[host].newcomer else { return Ok(false) };
+        let mut newcomer = None;
+        if host == peers.group.rank()
+            && let Some((rank, asked, visit)) = door.take_visitor(&settings.name)
+        {
+            let visitor = Newcomer { asked, visit };
+            if rank == joiner {
+                door.note_door(rank, visitor.asked.door);
+                newcomer = Some(visitor);
+            } else {
+                visitor.refuse(false, "another newcomer came first".to_owned());
+            }
+        }
+        match peers.admit(joiner, newcomer, *view + 1, door)? {
+            Some(peers) => self.enter(peers).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// Gives newcomers the weights of the job, the buffers and the count of forwards of one of `ranks`, or of the first rank that has
+    /// them. `averaged`: the ranks have an average of more than one.
+    fn hand_over(&mut self, ranks: &[usize], all: &[Status], averaged: bool) -> Result<()> {
+        let Rounds { shared, peers: Some(peers), parts, buffers, settings, .. } = self else { return Ok(()) };
+        let known = ranks.first().copied().or_else(|| all.iter().position(|status| !status.is_new));
+        let Some(root) = known else { return Err(Error::other("no rank has the weights of the job")) };
+        let (gives, takes) = (peers.group.rank() == root, all[peers.group.rank()].is_new);
+        let mut copies: Vec<Vec<u8>> = buffers.iter().map(|buffer| vec![0; buffer.len()]).collect();
+        let mut forwards = shared.forwards.load(Relaxed).to_le_bytes();
+        if gives && let Some(guard) = hold(parts) {
+            for part in parts.iter_mut().filter(|_| !averaged) {
+                let bytes = part.snapshot.len();
+                part.average.bytes()[..bytes].copy_from_slice(part.weights.bytes(&guard));
+            }
+            for (copy, buffer) in copies.iter_mut().zip(buffers.iter_mut()) {
+                copy.copy_from_slice(buffer.bytes(&guard));
+            }
+        }
+        let options = Options { label: &settings.name, ..Options::DEFAULT };
+        let averages = parts.iter_mut().map(|part| {
+            let bytes = part.snapshot.len();
+            &mut part.average.bytes()[..bytes]
+        });
+        for bytes in averages.chain(copies.iter_mut().map(Vec::as_mut_slice)).chain([forwards.as_mut_slice()]) {
+            peers.lane().run(&options, DType::U8, Verb::Broadcast { root }, Io::in_place(bytes))?;
+        }
+        if takes && let Some(guard) = hold(parts) {
+            for part in parts.iter_mut() {
+                let bytes = part.snapshot.len();
+                part.weights.bytes(&guard).copy_from_slice(&part.average.bytes()[..bytes]);
+            }
+            for (copy, buffer) in copies.iter().zip(buffers.iter_mut()) {
+                buffer.bytes(&guard).copy_from_slice(copy);
+            }
+            shared.forwards.store(u64::from_le_bytes(forwards), Relaxed);
+            let mut control = shared.lock();
+            control.is_new = false;
+            control.stats.joined += 1;
+            drop(control);
+            shared.notify();
+        }
+        Ok(())
+    }
+
+    fn round(&mut self) -> Result<Next> {
         let begin = Instant::now();
         let own = {
             let mut control = self.shared.lock();
             control.in_round = control.takes_part || self.open.is_some();
+            let newcomer =
+                self.settings.elastic.as_ref().and_then(|elastic| elastic.door.first_visitor(&self.settings.name));
             Status {
-                takes_part: control.takes_part,
+                takes_part: control.takes_part && !control.is_new,
                 synchronizes: control.takes_part && control.synchronizing > 0,
+                is_new: control.is_new,
+                newcomer,
                 view: self.view,
                 exchanges: self.exchanges,
                 agreed: self.agreed,
@@ -164,6 +363,9 @@ impl Rounds {
         }
         self.exchanges = latest(|status| status.exchanges) + 1;
         self.view = latest(|status| status.view);
+        if self.admit(&all)? {
+            return Ok(Next::AtOnce);
+        }
         let ranks: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].takes_part).collect();
         let late: Vec<usize> = ranks.iter().copied().filter(|rank| !all[*rank].synchronizes).collect();
         let (set, late) = (self.peers()?.in_job(&ranks), self.peers()?.in_job(&late));
@@ -186,6 +388,9 @@ impl Rounds {
             // Also on a rank outside of the set, so that all know the same sets.
             staleness = self.average(&ranks, synchronizes)?;
         }
+        if all.iter().any(|status| status.is_new) {
+            self.hand_over(&ranks, &all, ranks.len() > 1)?;
+        }
         let wire = self.peers()?.wire_bytes();
         let mut control = self.shared.lock();
         (control.stats.wire_bytes_sent, control.stats.wire_bytes_received) = (wire.sent, wire.received);
@@ -202,7 +407,7 @@ impl Rounds {
         }
         drop(control);
         self.shared.notify();
-        Ok(())
+        Ok(if own.is_new { Next::AtOnce } else { Next::Later })
     }
 
     /// Averages the weights of a set; returns the optimizer's steps between snapshot and update.
@@ -272,6 +477,12 @@ impl Rounds {
         }
         passed
     }
+}
+
+/// This rank is lost to the job.
+fn lost(own: usize, reason: String) -> Error {
+    let (host, progress, source) = (String::new(), None, Source::default());
+    Error::PeerLost { rank: own, host, reason, noticed_by: own, progress, source }
 }
 
 /// Room for the average of weights of so many bytes. Collective.

@@ -1,5 +1,6 @@
 //! What the averaging thread shares with the other threads of its rank.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ pub(super) struct Shared {
     pub(super) changed: Condvar,
     /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
     pub(super) steps: AtomicU64,
+    /// The caller's count of forwards, which a newcomer takes over.
+    pub(super) forwards: AtomicU64,
     pub(super) owner: OwnerProcess,
     /// The group of the thread; leaving it ends the thread's waits.
     group: Mutex<Group>,
@@ -32,6 +35,8 @@ pub(super) struct Control {
     pub(super) synchronized: u64,
     /// Ranks in the job that took part in the last exchange but did not synchronize.
     pub(super) not_synchronizing: Vec<usize>,
+    /// This rank has no weights of the job yet.
+    pub(super) is_new: bool,
     /// The thread has to end.
     pub(super) stopping: bool,
     /// Why the thread ended.
@@ -41,7 +46,7 @@ pub(super) struct Control {
 
 impl Shared {
     /// For a rank that takes part with these ranks in the job.
-    pub(super) fn new(ranks: Vec<usize>, group: Group) -> Shared {
+    pub(super) fn new(ranks: Vec<usize>, group: Group, is_new: bool) -> Shared {
         let stats = AveragerStats {
             state: State::Running,
             view: 1,
@@ -52,6 +57,8 @@ impl Shared {
             payload_bytes: 0,
             wire_bytes_sent: 0,
             wire_bytes_received: 0,
+            lost: BTreeMap::new(),
+            joined: 0,
         };
         Shared {
             state: Mutex::new(Control {
@@ -60,12 +67,14 @@ impl Shared {
                 synchronizing: 0,
                 synchronized: 0,
                 not_synchronizing: Vec::new(),
+                is_new,
                 stopping: false,
                 failure: None,
                 stats,
             }),
             changed: Condvar::new(),
             steps: AtomicU64::new(0),
+            forwards: AtomicU64::new(0),
             owner: OwnerProcess::current(),
             group: Mutex::new(group),
         }

@@ -99,6 +99,8 @@ pub(super) enum Purpose {
     Segment = 3,
     /// Exchange of addresses before the group exists.
     Rendezvous = 4,
+    /// A visit at the door of an elastic job.
+    Door = 5,
 }
 
 /// The first message of a connection: the identity of the client and the purpose of the connection.
@@ -148,6 +150,7 @@ impl Hello {
             2 => Purpose::Stream,
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
+            5 => Purpose::Door,
             _ => return Err(Malformed("an unknown purpose")),
         };
         let (group, channel, index, job) = (from.u64()?, from.u32()?, from.u32()?, from.array()?);

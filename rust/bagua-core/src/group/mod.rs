@@ -6,6 +6,7 @@
 //! | `address` | a rank's address blob, which the caller exchanges between the ranks |
 //! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
 //! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
+//! | `door` | where a running elastic job lets processes in |
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
@@ -23,6 +24,7 @@ mod config;
 mod connection;
 mod control;
 mod descriptors;
+mod door;
 mod duplicate;
 mod fork;
 mod handshake;
@@ -36,6 +38,8 @@ mod wire;
 
 pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
+pub use door::{Answer, Asked, Door};
+pub(crate) use door::{DoorMessage, Visit};
 pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};

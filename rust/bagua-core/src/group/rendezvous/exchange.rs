@@ -23,7 +23,7 @@ pub(super) fn check_arguments(rank: usize, world_size: usize, address: &[u8]) ->
 }
 
 /// A runtime that runs an exchange on the calling thread.
-pub(super) fn runtime() -> Result<Runtime> {
+pub(in super::super) fn runtime() -> Result<Runtime> {
     let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
     built.map_err(|e| Error::system("starting the rendezvous", e))
 }

@@ -18,6 +18,7 @@ mod tests;
 mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
+pub(super) use exchange::runtime;
 pub use file::rendezvous_file;
 pub use route::local_address_towards;
 pub use server::RendezvousServer;
