@@ -33,6 +33,7 @@ ROWS = {
     "request": 3,
     "memory": 2,
     "stats": 2,
+    "recorder": 2,
     "health": 2,
     "schedule": 2,
     "types": 1,

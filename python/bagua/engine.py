@@ -23,6 +23,7 @@ from bagua._bagua import (
     RendezvousServer,
     TensorReader,
     check_peer_selection,
+    flight_recorder,
     listen_for_interrupts,
     local_address_towards,
     present,
@@ -30,6 +31,7 @@ from bagua._bagua import (
     rendezvous_at,
     rendezvous_file,
     rendezvous_tcp,
+    set_recording,
     version,
     wait_for_callbacks,
 )
@@ -60,6 +62,7 @@ __all__ = [
     "RendezvousServer",
     "TensorReader",
     "check_peer_selection",
+    "flight_recorder",
     "listen_for_interrupts",
     "local_address_towards",
     "present",
@@ -67,6 +70,7 @@ __all__ = [
     "rendezvous_at",
     "rendezvous_file",
     "rendezvous_tcp",
+    "set_recording",
     "version",
     "wait_for_callbacks",
 ]

@@ -35,5 +35,5 @@ pub use config::{Config, MAX_STREAMS, TransportChoice};
 pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
-pub use membership::Group;
+pub use membership::{Group, flight_recorder};
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};

@@ -9,6 +9,7 @@ pub use exchanges::{CompressedAllReduce, CompressedRing};
 use super::lane::{HostLanes, Lane, Options};
 use super::membership::Group;
 use crate::error::{Error, Result};
+use crate::recorder::Ticket;
 use crate::reduce::divide;
 use crate::request::{HostIo, Io, Verb};
 use crate::types::{DType, Kind, ReduceOp, flags};
@@ -44,6 +45,17 @@ impl Lanes {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None })
     }
 
+    /// The first operation of a job is the one that was queued with this ticket, on whichever lane it is.
+    pub(crate) fn expect(&mut self, ticket: Option<Ticket>) {
+        self.global.expect(ticket);
+    }
+
+    /// The ticket of a job that had no operation.
+    pub(crate) fn unused_ticket(&mut self) -> Option<Ticket> {
+        let by_host = self.hosts.as_mut().and_then(|hosts| hosts.intra.unused_ticket());
+        self.global.unused_ticket().or(by_host)
+    }
+
     /// The lanes by host. The first call opens them and is collective.
     ///
     /// # Errors
@@ -60,7 +72,10 @@ impl Lanes {
             self.global.barrier(&options)?;
             self.hosts = Some(group.host_lanes()?);
         }
-        self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))
+        let ticket = self.global.unused_ticket();
+        let hosts = self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))?;
+        hosts.intra.expect(ticket);
+        Ok(hosts)
     }
 
     /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.
