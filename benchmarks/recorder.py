@@ -2,9 +2,9 @@
 
     python benchmarks/recorder.py
 
-Batches with and without recording alternate in one run, on the same group and tensor, and begin with either in turn. The
-figure is the median over pairs of neighbouring batches of the ratio of their times: what else runs on the machine changes
-both batches of a pair.
+Batches with and without recording alternate in one run, on the same group and tensor, and begin with either in turn.
+The figure is the median over pairs of neighbouring batches of the ratio of their times: what else runs on the machine
+changes both batches of a pair.
 """
 
 from __future__ import annotations

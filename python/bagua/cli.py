@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Compares the flight records of one failed job and prints each operation that hung or differed.",
     )
     merge.add_argument("files", nargs="+", metavar="FILE", type=Path, help="flight records, one or more of each rank")
-    merge.add_argument("--out", type=Path, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome")
+    merge.add_argument(
+        "--out", type=Path, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome"
+    )
     merge.set_defaults(run=_merge)
     return parser
 

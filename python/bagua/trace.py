@@ -83,7 +83,9 @@ def _read_one(path: Path) -> Record:
             raise ValueError(f"its version is {data['version']!r}, and this program reads version {VERSION}")
         ops = {op["n"]: op for op in sorted(data["ops"], key=lambda op: int(op["n"]))}
         for op in ops.values():
-            absent = [key for key in ("group", "channel", "seq", "state", "begin", "end", "missing", *_SAYS) if key not in op]
+            absent = [
+                key for key in ("group", "channel", "seq", "state", "begin", "end", "missing", *_SAYS) if key not in op
+            ]
             if absent:
                 raise ValueError(f"operation {op['n']} has no {absent[0]!r}")
         return Record(int(data["rank"]), str(data["host"]), int(data["pid"]), [str(data["error"])], ops)

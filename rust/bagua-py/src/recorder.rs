@@ -22,7 +22,7 @@ pub fn set_recording(on: bool) {
 fn shown(py: Python<'_>, operation: Operation) -> PyResult<Bound<'_, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("n", operation.n)?;
-    dict.set_item("group", operation.group)?;
+    dict.set_item("group", &*operation.group)?;
     dict.set_item("channel", operation.channel)?;
     dict.set_item("seq", operation.seq)?;
     dict.set_item("kind", operation.what.text())?;

@@ -181,7 +181,7 @@ impl LaneWorker {
             return Err(self.shared.aborted());
         }
         let handle = Handle::pending(self.world_rank());
-        let ticket = self.shared.recorder.and_then(|recorder| recorder.queue(op));
+        let ticket = self.shared.recorder.as_ref().and_then(|recorder| recorder.queue(op));
         queue.jobs.push_back(Entry { what: what.to_owned(), fatal, job, handle: handle.clone(), ticket });
         queue.submitted += 1;
         self.shared.pending.fetch_add(1, Ordering::Release);
@@ -220,10 +220,11 @@ impl LaneWorker {
         self.shared.work.notify_all();
         for entry in dropped {
             let Entry { job, handle, ticket, .. } = entry;
-            self.shared.record_drop(ticket);
             // First the job, so that the memory it holds is back when the waiter wakes.
             drop(job);
-            handle.finish(Err(self.shared.health.cause().unwrap_or_else(|| self.shared.aborted())));
+            let error = self.shared.health.cause().unwrap_or_else(|| self.shared.aborted());
+            self.shared.record_end(ticket, &Err(error.clone()));
+            handle.finish(Err(error));
             let mut queue = self.shared.queue();
             queue.finished += 1;
             self.shared.pending.fetch_sub(1, Ordering::Release);
@@ -308,13 +309,15 @@ impl Shared {
             drop(queue);
             let result = {
                 let mut lanes = self.lanes();
-                match self.health.check() {
-                    Ok(()) => self.recorded(&mut lanes, ticket, |lanes| self.guarded(fatal, || job(lanes))),
-                    Err(error) => {
-                        self.record_drop(ticket);
-                        Err(error)
-                    }
+                let checked = self.health.check();
+                if checked.is_ok() {
+                    self.record_start(&mut lanes, ticket);
                 }
+                let result = checked.and_then(|()| self.guarded(fatal, || job(&mut lanes)));
+                // A job that had no operation, such as a callback, is one itself; a ticket that was taken over has no effect.
+                lanes.expect(None);
+                self.record_end(ticket, &result);
+                result
             };
             let failed = result.is_err();
             handle.finish(result);
@@ -331,30 +334,19 @@ impl Shared {
         }
     }
 
-    /// Runs a job whose first operation takes over the ticket. A job without one, such as a callback, is its own operation.
-    fn recorded(
-        &self,
-        lanes: &mut Lanes,
-        ticket: Option<Ticket>,
-        job: impl FnOnce(&mut Lanes) -> Result<()>,
-    ) -> Result<()> {
-        let (Some(recorder), Some(queued)) = (self.recorder, ticket) else { return job(lanes) };
-        recorder.start(queued);
-        lanes.expect(ticket);
-        let result = job(lanes);
-        if let Some(unused) = lanes.unused_ticket() {
-            match &result {
-                Ok(()) => recorder.done(unused),
-                Err(error) => recorder.failed(unused, error, self.health.world_rank(self.health.rank())),
-            }
+    /// Records that the thread takes a job; the first operation of the job takes over the ticket.
+    fn record_start(&self, lanes: &mut Lanes, ticket: Option<Ticket>) {
+        if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
+            recorder.start(ticket);
+            lanes.expect(Some(ticket));
         }
-        result
     }
 
-    /// Records that a queued job never began.
-    fn record_drop(&self, ticket: Option<Ticket>) {
-        if let (Some(recorder), Some(ticket)) = (self.recorder, ticket) {
-            recorder.dropped(ticket);
+    /// Records the end of a job whose ticket no operation has taken over.
+    fn record_end(&self, ticket: Option<Ticket>, result: &Result<()>) {
+        if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
+            let own = self.health.world_rank(self.health.rank());
+            recorder.finish(ticket, result.as_ref().map_err(|error| (error, own)).copied());
         }
     }
 

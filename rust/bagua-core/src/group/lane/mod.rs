@@ -123,7 +123,7 @@ impl Lane {
 
     /// What records its operations.
     pub fn recorder(&self) -> Option<LaneRecorder> {
-        self.recorder
+        self.recorder.clone()
     }
 
     /// The next operation is the one that was queued with this ticket.
@@ -361,12 +361,8 @@ impl Lane {
         let deadline = Deadline::after(options.timeout.unwrap_or(self.timeout));
         let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label };
         let queued = self.queued.take();
-        let begin = |recorder: &LaneRecorder| {
-            recorder
-                .begin(queued, &fingerprint, payload, options.label, deadline.start())
-                .map(|ticket| (*recorder, ticket))
-        };
-        let recorded = self.recorder.as_ref().and_then(begin);
+        let start = deadline.start();
+        let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label, start));
         let result = body(self.collective.as_mut(), &cx).map_err(|error| {
             if error.is_argument() {
                 return error;
@@ -380,11 +376,9 @@ impl Lane {
             };
             self.health.fail(error).during(progress)
         });
-        if let Some((recorder, ticket)) = recorded {
-            match &result {
-                Ok(()) => recorder.done(ticket),
-                Err(error) => recorder.failed(ticket, error, self.health.world_rank(self.health.rank())),
-            }
+        if let (Some(recorder), Some(running)) = (&self.recorder, running) {
+            let own = self.health.world_rank(self.health.rank());
+            recorder.end(running, result.as_ref().map_err(|error| (error, own)).copied());
         }
         result
     }

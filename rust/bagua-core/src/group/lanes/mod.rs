@@ -45,15 +45,12 @@ impl Lanes {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None })
     }
 
-    /// The first operation of a job is the one that was queued with this ticket, on whichever lane it is.
+    /// The next operation is the one that was queued with this ticket, on whichever lane it is; `None`: it was not queued.
     pub(crate) fn expect(&mut self, ticket: Option<Ticket>) {
         self.global.expect(ticket);
-    }
-
-    /// The ticket of a job that had no operation.
-    pub(crate) fn unused_ticket(&mut self) -> Option<Ticket> {
-        let by_host = self.hosts.as_mut().and_then(|hosts| hosts.intra.unused_ticket());
-        self.global.unused_ticket().or(by_host)
+        if let Some(hosts) = &mut self.hosts {
+            hosts.intra.expect(None);
+        }
     }
 
     /// The lanes by host. The first call opens them and is collective.
