@@ -50,6 +50,7 @@ UNSAFE = (
     f"{CORE}/collective/shm*",
     f"{CORE}/transport/shm*",
     f"{CORE}/group/fork.rs",
+    f"{CORE}/sync/ticks.rs",
     "rust/bagua-cuda/src/*",
     "rust/nccl-sys/src/*",
     "rust/bagua-py/src/call_user.rs",

@@ -41,11 +41,6 @@ impl Deadline {
         Deadline { start: Instant::now(), limit }
     }
 
-    /// When the deadline was created.
-    pub(crate) fn start(&self) -> Instant {
-        self.start
-    }
-
     /// The duration that the deadline was created with.
     pub fn limit(&self) -> Duration {
         self.limit

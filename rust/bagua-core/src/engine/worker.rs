@@ -346,7 +346,7 @@ impl Shared {
     fn record_end(&self, ticket: Option<Ticket>, result: &Result<()>) {
         if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
             let own = self.health.world_rank(self.health.rank());
-            recorder.finish(ticket, result.as_ref().map_err(|error| (error, own)).copied());
+            recorder.finish(ticket, result.as_ref().err().map(|error| (error, own)));
         }
     }
 

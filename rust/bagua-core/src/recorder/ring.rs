@@ -91,9 +91,9 @@ pub(super) struct Begun {
     pub count: u64,
     /// Bytes.
     pub bytes: u64,
-    /// When it began, in nanoseconds.
+    /// When it began, in ticks.
     pub begin: u64,
-    /// When it ended, in nanoseconds.
+    /// When it ended, in ticks.
     pub end: Option<u64>,
     /// What it is.
     pub kind: Kind,

@@ -361,8 +361,7 @@ impl Lane {
         let deadline = Deadline::after(options.timeout.unwrap_or(self.timeout));
         let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label };
         let queued = self.queued.take();
-        let start = deadline.start();
-        let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label, start));
+        let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label));
         let result = body(self.collective.as_mut(), &cx).map_err(|error| {
             if error.is_argument() {
                 return error;
@@ -377,8 +376,8 @@ impl Lane {
             self.health.fail(error).during(progress)
         });
         if let (Some(recorder), Some(running)) = (&self.recorder, running) {
-            let own = self.health.world_rank(self.health.rank());
-            recorder.end(running, result.as_ref().map_err(|error| (error, own)).copied());
+            let own = || self.health.world_rank(self.health.rank());
+            recorder.end(running, result.as_ref().err().map(|error| (error, own())));
         }
         result
     }
