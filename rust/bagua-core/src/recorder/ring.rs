@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 use std::sync::{Mutex, OnceLock};
 
-use super::{CAPACITY, State};
+use super::operation::{CAPACITY, State};
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::lock;
 
