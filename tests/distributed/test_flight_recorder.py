@@ -230,6 +230,43 @@ def test_a_killed_rank_has_no_record_and_is_named(
     assert {event["pid"] for event in events} == {0, 2}
 
 
+def trains(rank: int) -> tuple[str, str | None]:
+    import torch
+
+    import bagua.torch_api as api
+    from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+
+    api.init_process_group()
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(bagua.PeerLostError) as raised:
+        step()
+    return str(raised.value), raised.value.record
+
+
+def test_a_loss_that_ends_a_backward_has_a_record_with_the_bucket(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    env = {"BAGUA_TRACE_DIR": str(tmp_path / "traces")}
+    text, path = world(2, env=env, expect_exit={1: -signal.SIGKILL}).run(trains)[0]
+    assert text.endswith(f"; flight record: {path}")
+    shown, _ = merge(capsys, [path], tmp_path / "out.json")
+    (line,) = shown
+    assert line.startswith("rank 0 waited for rank 1: all_reduce(avg) number ")
+    assert line.endswith(" of group world, channel 1, in 0")
+
+
 def fails(rank: int, how: str) -> tuple[str, str | None]:
     group = bagua.init(timeout=5)
     x = np.ones(4, np.float32)

@@ -306,6 +306,8 @@ fn missing(error: &Error, own: usize) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::types::{DType, ReduceOp};
 

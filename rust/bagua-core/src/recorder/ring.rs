@@ -27,7 +27,8 @@ const WRITING: u64 = 0;
 /// Code of "no reduce operation", and of "no end yet".
 const NONE: u64 = u64::MAX;
 
-/// Operations of one lane. Number, label and place in the ring of an operation are independent of each other.
+/// The last operations of one lane, in the order in which they began. Their numbers need not be in that order: a queued one has its
+/// number from when it was queued.
 pub(super) struct Ring {
     /// Operations written so far; only the writer changes it.
     written: AtomicU64,
