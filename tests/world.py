@@ -130,7 +130,9 @@ class World:
         return dict((self._env(rank) if callable(self._env) else self._env) or {})
 
     def _start(self, rank: int, call: Path, port: int, fork: bool) -> Rank:
-        environment, path = self.environment(rank, port), call.with_name(f"output{rank}")
+        # What a failed group records goes with the run.
+        environment = {"BAGUA_TRACE_DIR": str(call.parent / "traces")} | self.environment(rank, port)
+        path = call.with_name(f"output{rank}")
         if fork and not any(key.startswith(forks.LOADING) for key in self._more(rank)):
             return forks.start(rank, call, environment, path)
         with open(path, "wb") as output:

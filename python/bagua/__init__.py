@@ -43,6 +43,7 @@ from bagua.functions import (
 )
 from bagua.group import Group, shutdown, stats
 from bagua.init import init
+from bagua.records import flight_recorder
 from bagua.verbs import Handle
 
 __version__ = _engine.version()
@@ -67,6 +68,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "exchange",
+    "flight_recorder",
     "gather",
     "group",
     "init",

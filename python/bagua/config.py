@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 
 from bagua.engine import ALGORITHMS, MAX_STREAMS
@@ -14,6 +15,7 @@ __all__ = [
     "agent_serves_store",
     "announce",
     "attempt",
+    "default_trace_dir",
     "flag",
     "integer",
     "master",
@@ -21,6 +23,7 @@ __all__ = [
     "place",
     "settings",
     "text",
+    "trace_dir",
 ]
 
 
@@ -171,3 +174,14 @@ def agent_serves_store() -> bool:
 def attempt() -> str:
     """What tells this start of the job from an earlier one that used the same store."""
     return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"
+
+
+def trace_dir() -> str | None:
+    """The directory of flight records; None when BAGUA_TRACE_DIR is set and empty: there are to be none."""
+    found = os.environ.get("BAGUA_TRACE_DIR")
+    return default_trace_dir() if found is None else found or None
+
+
+def default_trace_dir() -> str:
+    """The directory of flight records where BAGUA_TRACE_DIR is not set."""
+    return os.path.join(tempfile.gettempdir(), "bagua")

@@ -26,6 +26,7 @@ from bagua._bagua import (
     TensorReader,
     WeightLock,
     check_peer_selection,
+    flight_recorder,
     listen_for_interrupts,
     local_address_towards,
     present,
@@ -33,6 +34,7 @@ from bagua._bagua import (
     rendezvous_at,
     rendezvous_file,
     rendezvous_tcp,
+    set_recording,
     version,
     wait_for_callbacks,
 )
@@ -66,6 +68,7 @@ __all__ = [
     "TensorReader",
     "WeightLock",
     "check_peer_selection",
+    "flight_recorder",
     "listen_for_interrupts",
     "local_address_towards",
     "present",
@@ -73,6 +76,7 @@ __all__ = [
     "rendezvous_at",
     "rendezvous_file",
     "rendezvous_tcp",
+    "set_recording",
     "version",
     "wait_for_callbacks",
 ]

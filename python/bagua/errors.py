@@ -26,8 +26,12 @@ def _again(cls: type[BaguaError], text: str, fields: dict[str, Any]) -> BaguaErr
 class BaguaError(RuntimeError):
     """Base of all errors of communication, and the error of a group that cannot be built or used."""
 
-    def __init__(self, text: str = "") -> None:
+    #: Path of the file with this rank's last operations, when its group failed and the file could be written.
+    record: str | None
+
+    def __init__(self, text: str = "", *, record: str | None = None) -> None:
         super().__init__(text)
+        self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the class with its text alone, and lose the fields on the way to another process.
@@ -66,9 +70,17 @@ class PeerLostError(BaguaError, _During):
     noticed_by: int
 
     def __init__(
-        self, text: str = "", *, rank: int = -1, host: str = "", reason: str = "", noticed_by: int = -1, **progress: Any
+        self,
+        text: str = "",
+        *,
+        rank: int = -1,
+        host: str = "",
+        reason: str = "",
+        noticed_by: int = -1,
+        record: str | None = None,
+        **progress: Any,
     ) -> None:
-        super().__init__(text)
+        super().__init__(text, record=record)
         self._note(**progress)
         self.rank = rank
         self.host = host
@@ -93,9 +105,10 @@ class BaguaTimeoutError(BaguaError, TimeoutError, _During):
         missing: tuple[int, ...] = (),
         after: float = 0.0,
         noticed_by: int = -1,
+        record: str | None = None,
         **progress: Any,
     ) -> None:
-        super().__init__(text)
+        super().__init__(text, record=record)
         self._note(**progress)
         self.missing = tuple(missing)
         self.after = after
@@ -114,8 +127,17 @@ class PeerRaisedError(BaguaError):
     #: Text of its exception.
     message: str
 
-    def __init__(self, text: str = "", *, rank: int = -1, host: str = "", kind: str = "", message: str = "") -> None:
-        super().__init__(text)
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        rank: int = -1,
+        host: str = "",
+        kind: str = "",
+        message: str = "",
+        record: str | None = None,
+    ) -> None:
+        super().__init__(text, record=record)
         self.rank = rank
         self.host = host
         self.kind = kind

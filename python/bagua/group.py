@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -160,6 +161,9 @@ class Group(Verbs):
 
     def leave(self) -> None:
         """Says goodbye and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
+        # A failure that this rank did not hear of, because it made no call since, gets its flight record here.
+        with contextlib.suppress(BaguaError):
+            self._communicator.cause()
         self._communicator.leave()
         if process.groups.get(self._key) is self:
             del process.groups[self._key]

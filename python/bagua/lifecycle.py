@@ -153,6 +153,10 @@ class _Process:
         self.groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         # Called in order by `bagua.shutdown()` before the groups leave.
         self.shutdown_hooks: list[Callable[[], None]] = []
+        # Id of a failed group -> path of its flight record, and what its errors say of it.
+        self.records: dict[int, tuple[str | None, str]] = {}
+        # Held while a record is written. Re-entrant: a signal handler may use a failed group meanwhile.
+        self.records_lock = threading.RLock()
         # Rank -> token of the rendezvous place by which this process joined last; no rank serves it again.
         self.joined_places: dict[int, str] = {}
         # In a forked child: the parent's groups. Collecting them would close the parent's connections.
@@ -242,6 +246,8 @@ def _after_fork_in_child() -> None:
     process.inherited.extend(process.groups.values())
     process.groups.clear()
     process.default_group = None
+    # A thread that does not exist in the child may have held the lock.
+    process.records, process.records_lock = {}, threading.RLock()
     if process.torch is not None:
         process.torch.after_fork_in_child()
     if process.cache is not None:

@@ -114,6 +114,12 @@ def test_element_types_are_timed_on_ordinary_tensors_and_in_an_arena(tmp_path: P
     assert all(0 < float(row["min"]) <= float(row["p50"]) for row in rows)
 
 
+def test_the_flight_recorder_is_timed_against_none(tmp_path: Path) -> None:
+    _, rows = quick("recorder.py", tmp_path, *RANKS)
+    assert [row["bytes"] for row in rows] == ["1024"]
+    assert all(float(row[key]) > 0 for row in rows for key in ("recorded_ns", "unrecorded_ns", "ratio"))
+
+
 def test_growth_counts_threads_and_time(tmp_path: Path) -> None:
     _, rows = quick("growth.py", tmp_path, *RANKS, "--peers", "gloo")
     assert {row["ranks"] for row in rows} == {"2"}

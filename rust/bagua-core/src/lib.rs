@@ -11,7 +11,7 @@
 //! | 5 | [`collective`] | how the ranks of a group combine tensors: solo, shm, net, hier; compressed, gossip |
 //! | 4 | [`transport`], [`reduce`], [`codec`] | byte streams between two ranks; element-wise kernels; compression |
 //! | 3 | [`request`] | one operation as a value: verb, buffers, deadline, counters |
-//! | 2 | [`memory`], [`stats`], [`health`], [`schedule`] | tensor memory; counters; a group's failure state; which bucket is next |
+//! | 2 | [`memory`], [`stats`], [`recorder`], [`health`], [`schedule`] | tensor memory; counters; the last operations; a group's failure state; which bucket is next |
 //! | 1 | [`types`], [`wait`] | element types, reduce operations, fingerprints; deadlines, futexes, doorbells |
 //! | 0 | [`error`], `sync` | what can fail; atomics, locks and futexes, which a model checker may replace |
 
@@ -27,6 +27,7 @@ pub mod group;
 pub mod health;
 pub mod memory;
 pub mod op;
+pub mod recorder;
 pub mod reduce;
 pub mod request;
 pub mod schedule;

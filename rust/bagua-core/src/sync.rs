@@ -1,8 +1,12 @@
-//! What the lock-free parts are made of: atomics, locks, futexes, the clock, words and bytes of shared memory.
+//! What the lock-free parts are made of: atomics, locks, futexes, the clocks, words and bytes of shared memory.
 //!
 //! In every build but one these are the standard library's and the kernel's, and what only the model checker needs is empty. Under
 //! `--cfg model` they are those of the model checker loom, so that the models (`make model`) run the product's own code. `loom` is
 //! not the name of the cfg because tokio takes its sockets away where that is set.
+
+mod ticks;
+
+pub(crate) use ticks::{Scale, TickClock};
 
 #[cfg(model)]
 mod loom;

@@ -12,6 +12,7 @@ use bagua_core::op::{
     AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
     LowPrecisionDecentralizedOp, Op,
 };
+use bagua_core::recorder::Announced;
 use bagua_core::types::DType;
 use bagua_core::wait::{lock, wait_in_slices};
 use pyo3::exceptions::PyException;
@@ -21,7 +22,7 @@ use pyo3::types::PyTuple;
 use crate::average::WeightLock;
 use crate::call_user::call_user;
 use crate::codec::Codec;
-use crate::errors::{self, seconds};
+use crate::errors::{self, Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::interrupt;
 use crate::request::{Call, Request};
@@ -31,15 +32,18 @@ use crate::tensor;
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Handle {
     core: core::Handle,
+    /// The group of the operation; `None` for one that had nothing to do.
+    origin: Option<Origin>,
 }
 
 impl Handle {
-    pub fn of(core: core::Handle) -> Handle {
-        Handle { core }
+    pub fn of(core: core::Handle, origin: Option<Origin>) -> Handle {
+        Handle { core, origin }
     }
 
     fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
+        let origin = self.origin.as_ref();
+        interrupt::wait_in_slices(py, origin, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 }
 
@@ -65,18 +69,19 @@ impl Handle {
     #[pyo3(signature = (callback, /))]
     fn then(&self, py: Python<'_>, callback: Bound<'_, PyAny>) -> PyResult<()> {
         let later = callable(&callback)?;
+        let origin = self.origin.clone();
         let call_later = move |result: &Result<()>| {
             // Without an interpreter, which has shut down then, there is nothing to call.
             let _ = gil::attach_own_thread(|py| {
                 let callback = later.into_bound(py);
-                if let Err(raised) = call_with(&callback, result) {
+                if let Err(raised) = call_with(&callback, origin.as_ref(), result) {
                     raised.write_unraisable(py, Some(&callback));
                 }
             });
         };
         // With the GIL: no thread waits for the GIL while it holds a lock of a handle or of the queue of callbacks.
         let added = self.core.add_callback(call_later).map_err(|e| errors::raise(py, e))?;
-        match added.map(|(_, result)| call_with(&callback, &result)) {
+        match added.map(|(_, result)| call_with(&callback, self.origin.as_ref(), &result)) {
             Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {
                 raised.write_unraisable(py, Some(&callback));
                 Ok(())
@@ -94,14 +99,18 @@ impl Handle {
     /// The handle of an operation that had nothing to do.
     #[staticmethod]
     fn completed() -> Handle {
-        Handle::of(core::Handle::completed(Ok(())))
+        Handle::of(core::Handle::completed(Ok(())), None)
     }
 }
 
 /// Calls a callback with the error of an operation, or None.
-fn call_with(callback: &Bound<'_, PyAny>, result: &Result<()>) -> PyResult<()> {
+fn call_with(callback: &Bound<'_, PyAny>, origin: Option<&Origin>, result: &Result<()>) -> PyResult<()> {
     let py = callback.py();
-    let error = result.as_ref().err().map(|error| errors::raise(py, error.clone()).into_value(py));
+    let exception = |error: &Error| match origin {
+        Some(origin) => origin.raise(py, error.clone()),
+        None => errors::raise(py, error.clone()),
+    };
+    let error = result.as_ref().err().map(|error| exception(error).into_value(py));
     call_user(callback, &PyTuple::new(py, [error])?)
 }
 
@@ -123,7 +132,7 @@ pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
     let timed_out = |after: Duration| {
         Error::other(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
     };
-    interrupt::wait_in_slices(py, |slice, between| {
+    interrupt::wait_in_slices(py, None, |slice, between| {
         wait_in_slices(Some(timeout), slice, core::wait_for_callbacks, between, timed_out)
     })
 }
@@ -339,13 +348,15 @@ fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
 pub struct Engine {
     core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
+    /// The group, for its errors.
+    origin: Origin,
     /// Element type of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
     dtypes: Mutex<Vec<DType>>,
 }
 
 impl Engine {
-    pub fn of(core: core::Engine, group: Group) -> Engine {
-        Engine { core: DropWithoutGil::new(Arc::new(core)), group, dtypes: Mutex::default() }
+    pub fn of(core: core::Engine, group: Group, origin: Origin) -> Engine {
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, origin, dtypes: Mutex::default() }
     }
 
     fn dtypes(&self) -> MutexGuard<'_, Vec<DType>> {
@@ -357,6 +368,7 @@ impl Engine {
         py: Python<'_>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
+        op: &Announced<'_>,
         verb: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
         let job = move |lane: &mut Lane| {
@@ -364,8 +376,8 @@ impl Engine {
             drop(keep);
             outcome
         };
-        let core = py.detach(|| self.core.submit(job)).map_err(|e| errors::raise(py, e))?;
-        let handle = Handle::of(core);
+        let core = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
+        let handle = Handle::of(core, Some(self.origin.clone()));
         if async_op {
             return Ok(Some(handle));
         }
@@ -384,7 +396,7 @@ impl Engine {
     fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
-        gil::run_released(py, &self.group, || self.core.register(cores))?;
+        gil::run_released(py, &self.group, &self.origin, || self.core.register(cores))?;
         *self.dtypes() =
             buckets.iter().flat_map(|bucket| std::iter::repeat_n(bucket.core.dtype(), bucket.markable)).collect();
         Ok(self.core.tensors())
@@ -411,7 +423,7 @@ impl Engine {
             };
             self.core.mark_ready(number, region)
         };
-        py.detach(mark).map_err(|e| errors::raise(py, e))
+        py.detach(mark).map_err(|e| self.origin.raise(py, e))
     }
 
     /// Waits until every scheduled bucket is done, at most `timeout` seconds, and returns how many were. Hears Ctrl-C.
@@ -420,7 +432,8 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        interrupt::wait_in_slices(py, |slice, between| self.core.wait_in_slices(timeout, slice, between))
+        let origin = Some(&self.origin);
+        interrupt::wait_in_slices(py, origin, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.
@@ -452,6 +465,7 @@ impl Engine {
     ) -> PyResult<Option<Handle>> {
         let Call { shape, timeout, async_op, keep } = Call::new(shape, timeout, async_op, keep)?;
         let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root))?;
-        self.go(py, async_op, keep, move |lane| request.run(lane, &Options { timeout, shape, ..Options::DEFAULT }))
+        let op = request.announced();
+        self.go(py, async_op, keep, &op, move |lane| request.run(lane, &Options { timeout, shape, ..Options::DEFAULT }))
     }
 }

@@ -1,9 +1,12 @@
 //! The mapping from the core's errors to the Python classes of `bagua.errors`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bagua_core::error::{Error, Progress};
-use pyo3::exceptions::{PyNotImplementedError, PyOSError, PyTypeError, PyValueError};
+use bagua_core::group::Group;
+use bagua_core::health::GroupHealth;
+use pyo3::exceptions::{PyException, PyNotImplementedError, PyOSError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -12,11 +15,67 @@ use pyo3::types::{PyDict, PyTuple};
 /// The module `bagua.errors`, imported at the first error.
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
+/// The module `bagua.records`, imported at the first failure of a group.
+static RECORDS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+/// The group whose operation an error ended. Holds no reference to the group: a handle that nobody waits for does not keep it.
+#[derive(Clone)]
+pub struct Origin(Arc<FailedGroup>);
+
+/// What a flight record says of its group.
+struct FailedGroup {
+    /// Different for every group of this process.
+    id: u64,
+    /// Name of the group.
+    name: String,
+    /// Whether the group has failed.
+    health: Arc<GroupHealth>,
+    /// The process that built the group: a forked child is no rank of it.
+    owner: u32,
+}
+
+impl Origin {
+    pub fn new(group: &Group) -> Origin {
+        let (name, health) = (group.name().to_owned(), Arc::clone(group.health()));
+        Origin(Arc::new(FailedGroup { id: group.id(), name, health, owner: std::process::id() }))
+    }
+
+    /// The exception for a core error, as [`raise`] creates it. If the group has failed, other than by being aborted, the first of them
+    /// writes the flight record of this rank, and all of them end with its path.
+    pub fn raise(&self, py: Python<'_>, error: Error) -> PyErr {
+        let FailedGroup { id, name, health, owner } = &*self.0;
+        let aborted = |error: &Error| matches!(error, Error::Aborted(_));
+        if health.cause().is_none_or(|cause| aborted(&cause)) {
+            return raise(py, error);
+        }
+        if error.is_argument() || aborted(&error) || std::process::id() != *owner {
+            return raise(py, error);
+        }
+        let own = health.rank();
+        let written = || -> PyResult<(Option<String>, String)> {
+            let module = RECORDS.get_or_try_init(py, || py.import("bagua.records").map(Bound::unbind))?;
+            let arguments = (*id, name, health.world_rank(own), health.host(own), error.to_string());
+            module.bind(py).getattr("of_failure")?.call1(arguments)?.extract()
+        };
+        match written() {
+            // Ctrl-C while the record was written.
+            Err(raised) if !raised.is_instance_of::<PyException>(py) => raised,
+            // What prevents a record must not replace the error: only an interpreter that is shutting down raises here.
+            record => raise_with(py, error, record.unwrap_or_default()),
+        }
+    }
+}
+
 /// The exception for a core error, created as `cls(message, **fields)` for classes of `bagua.errors`. The operating system's error, if
 /// there is one, becomes its `__cause__`.
 pub fn raise(py: Python<'_>, error: Error) -> PyErr {
+    raise_with(py, error, (None, String::new()))
+}
+
+/// As [`raise`], with the path of a flight record and what the text says of it.
+fn raise_with(py: Python<'_>, error: Error, record: (Option<String>, String)) -> PyErr {
     let code = error.os_error().and_then(std::io::Error::raw_os_error);
-    let raised = exception(py, error).unwrap_or_else(|while_raising| while_raising);
+    let raised = exception(py, error, record).unwrap_or_else(|while_raising| while_raising);
     if let Some(cause) = code.and_then(|code| os_error(py, code).ok()) {
         raised.set_cause(py, Some(cause));
     }
@@ -30,9 +89,12 @@ fn os_error(py: Python<'_>, code: i32) -> PyResult<PyErr> {
 }
 
 /// The exception for a core error without its cause; `Err` when it cannot be created.
-fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
-    let text = error.to_string();
+fn exception(py: Python<'_>, error: Error, (record, note): (Option<String>, String)) -> PyResult<PyErr> {
+    let text = error.to_string() + &note;
     let fields = PyDict::new(py);
+    if let Some(path) = record {
+        fields.set_item("record", path)?;
+    }
     // No wildcard: the compiler asks for the class of a new variant.
     let class = match error {
         Error::PeerLost { rank, host, reason, noticed_by, progress, source: _ } => {

@@ -55,9 +55,9 @@ impl Communicator {
             // Also after a failure, which may have come when half of it was written.
             outcome if !reads_only => {
                 reader.changed(dst)?;
-                interrupt::py_result(dst.py(), outcome)?;
+                interrupt::py_result(dst.py(), self.origin(), outcome)?;
             }
-            outcome => interrupt::py_result(dst.py(), outcome)?,
+            outcome => interrupt::py_result(dst.py(), self.origin(), outcome)?,
         }
         Ok(true)
     }

@@ -15,6 +15,7 @@ use bagua_core::group::Group;
 use bagua_core::wait::with_blocking_hook;
 use pyo3::prelude::*;
 
+use crate::errors::Origin;
 use crate::interrupt::{self, Interruptible};
 
 /// Runs a blocking operation of a group on this thread, without the GIL.
@@ -24,9 +25,14 @@ pub fn release<T: Send>(py: Python<'_>, group: &Group, work: impl FnOnce() -> Re
 }
 
 /// As [`release`], with the result as Python gets it.
-pub fn run_released<T: Send>(py: Python<'_>, group: &Group, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+pub fn run_released<T: Send>(
+    py: Python<'_>,
+    group: &Group,
+    origin: &Origin,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> PyResult<T> {
     let result = release(py, group, work);
-    interrupt::py_result(py, result)
+    interrupt::py_result(py, origin, result)
 }
 
 thread_local! {

@@ -11,6 +11,8 @@ use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options, PartLayout, Quorum};
 use bagua_core::memory::Region;
+use bagua_core::recorder::Announced;
+use bagua_core::types::Kind;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -18,10 +20,10 @@ use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
 use crate::engine::{Engine, Handle};
-use crate::errors::{self, seconds};
+use crate::errors::{self, Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::interrupt;
-use crate::request::{Call, Request};
+use crate::request::{self, Call, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::TensorReader;
 
@@ -32,6 +34,8 @@ use crate::tensor_reader::TensorReader;
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Communicator {
     core: DropWithoutGil<Arc<core::Communicator>>,
+    /// The group, for its errors.
+    origin: Origin,
     /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
     spins: bool,
 }
@@ -45,11 +49,16 @@ const LONG: usize = usize::MAX;
 impl Communicator {
     pub fn of(core: core::Communicator) -> Communicator {
         let spins = matches!(core.transports().0, "solo" | "shm");
-        Communicator { core: DropWithoutGil::new(Arc::new(core)), spins }
+        let origin = Origin::new(core.group());
+        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, spins }
     }
 
     pub fn group(&self) -> &Group {
         self.core.group()
+    }
+
+    pub fn origin(&self) -> &Origin {
+        &self.origin
     }
 
     /// Runs a verb on so many bytes on this thread.
@@ -62,19 +71,20 @@ impl Communicator {
         }
     }
 
-    /// Runs a verb on so many bytes here, or hands it to the communication thread.
+    /// Runs a verb on so many bytes here, or hands it to the communication thread; `op` describes it while it is queued.
     fn go(
         &self,
         py: Python<'_>,
         call: Call,
         bytes: usize,
+        op: &Announced<'_>,
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
         let options = call.options();
         let Call { async_op, keep, .. } = call;
         if !async_op {
             let outcome = self.here(py, bytes, |lane| verb(lane, &options));
-            return interrupt::py_result(py, outcome).map(|()| None);
+            return interrupt::py_result(py, &self.origin, outcome).map(|()| None);
         }
         let job = move |lane: &mut Lane| {
             let outcome = verb(lane, &options);
@@ -82,8 +92,8 @@ impl Communicator {
             drop(keep);
             outcome
         };
-        let handle = py.detach(|| self.core.submit(job)).map_err(|e| errors::raise(py, e))?;
-        Ok(Some(Handle::of(handle)))
+        let handle = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
+        Ok(Some(Handle::of(handle, Some(self.origin.clone()))))
     }
 }
 
@@ -196,7 +206,8 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let mut request = Request::new(py, self.group(), (verb, src, dst, count, dtype, op, root))?;
-        self.go(py, call, request.bytes(), move |lane, options| request.run(lane, options))
+        let op = request.announced();
+        self.go(py, call, request.bytes(), &op, move |lane, options| request.run(lane, options))
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
@@ -225,7 +236,8 @@ impl Communicator {
             let src = src.map(|address| tensor::region_at(address, src_count, kind)).transpose()?;
             Operands::new(src, tensor::region_at(dst, dst_count, kind)?)
         })?;
-        self.go(py, call, LONG, move |lane, options| {
+        let op = request::messages(Kind::AllToAllV, kind, src.map_or(dst_count, |_| dst_count.max(src_count)));
+        self.go(py, call, LONG, &op, move |lane, options| {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
             lane.all_to_all_v(options, kind, operands.io(), send, recv)
@@ -249,7 +261,8 @@ impl Communicator {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let data = with(py, || tensor::region_at(address, count, kind))?;
-        self.go(py, call, LONG, move |lane, options| lane.send(options, kind, data.buffer(), to))
+        let op = request::messages(Kind::Send, kind, count);
+        self.go(py, call, LONG, &op, move |lane, options| lane.send(options, kind, data.buffer(), to))
     }
 
     /// One message from rank `from_`.
@@ -269,7 +282,8 @@ impl Communicator {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
         let mut data = with(py, || tensor::region_at(address, count, kind))?;
-        self.go(py, call, LONG, move |lane, options| lane.recv(options, kind, data.buffer_mut(), from_))
+        let op = request::messages(Kind::Send, kind, count);
+        self.go(py, call, LONG, &op, move |lane, options| lane.recv(options, kind, data.buffer_mut(), from_))
     }
 
     /// Many messages at once, in both directions: lists of (peer, address, count).
@@ -286,8 +300,10 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
+        let count = sends.iter().chain(&recvs).map(|(_, _, count)| *count).sum();
         let (sends, mut recvs) = with(py, || Ok((messages(sends, dtype)?, messages(recvs, dtype)?)))?;
-        self.go(py, call, LONG, move |lane, options| {
+        let op = request::messages(Kind::Exchange, kind, count);
+        self.go(py, call, LONG, &op, move |lane, options| {
             let sends: Vec<_> = sends.iter().map(|(peer, data)| (*peer, data.buffer())).collect();
             let mut recvs: Vec<_> = recvs.iter_mut().map(|(peer, data)| (*peer, data.buffer_mut())).collect();
             lane.exchange(options, kind, &sends, &mut recvs)
@@ -297,7 +313,7 @@ impl Communicator {
     /// The group of some members, given as ranks of this group; None when this rank is not among them. The members call it in the
     /// same order, with the same ranks and name.
     fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Option<Communicator>> {
-        let opened = gil::run_released(py, self.group(), || {
+        let opened = gil::run_released(py, self.group(), &self.origin, || {
             self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose()
         })?;
         Ok(opened.map(Communicator::of))
@@ -325,14 +341,14 @@ impl Communicator {
     /// memory in place. Every rank of the group calls it, in the same order, with the same size.
     #[pyo3(signature = (nbytes, *, label="bagua-arena"))]
     fn arena(&self, py: Python<'_>, nbytes: usize, label: &str) -> PyResult<Arena> {
-        gil::run_released(py, self.group(), || self.group().arena(nbytes, label)).map(Arena::of)
+        gil::run_released(py, self.group(), &self.origin, || self.group().arena(nbytes, label)).map(Arena::of)
     }
 
     /// An engine with a lane and a thread of its own. Every rank of the group calls it, in the same order.
     fn engine(&self, py: Python<'_>, name: &str) -> PyResult<Engine> {
         let group = self.group().clone();
-        let engine = gil::run_released(py, self.group(), || core::Engine::new(&group, name))?;
-        Ok(Engine::of(engine, group))
+        let engine = gil::run_released(py, self.group(), &self.origin, || core::Engine::new(&group, name))?;
+        Ok(Engine::of(engine, group, self.origin.clone()))
     }
 
     /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
@@ -376,7 +392,7 @@ impl Communicator {
 
     /// Raises the group's first failure, if there is one.
     fn cause(&self, py: Python<'_>) -> PyResult<()> {
-        self.group().health().check().map_err(|e| errors::raise(py, e))
+        self.group().health().check().map_err(|e| self.origin.raise(py, e))
     }
 
     /// Counters since the group was built: a plain dict, times in seconds.

@@ -21,7 +21,7 @@ use bagua_core::group::Group;
 use bagua_core::wait::lock;
 use pyo3::prelude::*;
 
-use crate::errors;
+use crate::errors::{self, Origin};
 
 /// The longest a thread sleeps before it lets Python's signal handlers run.
 const SLICE: Duration = Duration::from_millis(50);
@@ -146,8 +146,8 @@ impl Drop for Interruptible {
 }
 
 /// The result of a blocking operation as Python gets it: an exception that is pending, as after Ctrl-C, comes before its error.
-pub fn py_result<T>(py: Python<'_>, result: Result<T>) -> PyResult<T> {
-    result.map_err(|error| py.check_signals().err().unwrap_or_else(|| errors::raise(py, error)))
+pub fn py_result<T>(py: Python<'_>, origin: &Origin, result: Result<T>) -> PyResult<T> {
+    result.map_err(|error| py.check_signals().err().unwrap_or_else(|| origin.raise(py, error)))
 }
 
 /// Runs work on a thread of its own. An exception of a signal handler ends the wait, not the work, which ends by its deadline.
@@ -175,12 +175,17 @@ pub fn run_on_thread<T: Send + 'static>(
 }
 
 /// Runs a wait of the core in slices without the GIL, and Python's signal handlers between the slices. `wait` gets the length of a
-/// slice and what to run between two of them.
+/// slice and what to run between two of them. `origin` is the group that is waited for, if it is one.
 pub fn wait_in_slices<T: Send>(
     py: Python<'_>,
+    origin: Option<&Origin>,
     wait: impl FnOnce(Duration, Between<'_>) -> PyResult<Result<T>> + Send,
 ) -> PyResult<T> {
     // An interpreter that is shutting down runs no handlers.
     let mut check_signals = || Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
-    py.detach(|| wait(SLICE, &mut check_signals))?.map_err(|e| errors::raise(py, e))
+    let result = py.detach(|| wait(SLICE, &mut check_signals))?;
+    result.map_err(|error| match origin {
+        Some(origin) => origin.raise(py, error),
+        None => errors::raise(py, error),
+    })
 }

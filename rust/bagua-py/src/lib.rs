@@ -10,6 +10,7 @@
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`codec`] | `Codec`: compression |
 //! | [`request`] | a verb's codes and addresses become one request |
+//! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
@@ -31,6 +32,7 @@ mod fast_path;
 mod gil;
 mod group;
 mod interrupt;
+mod recorder;
 mod rendezvous;
 mod request;
 mod tensor;
@@ -53,6 +55,8 @@ mod _bagua {
     use crate::group::Communicator;
     #[pymodule_export]
     use crate::interrupt::listen_for_interrupts;
+    #[pymodule_export]
+    use crate::recorder::{flight_recorder, set_recording};
     #[pymodule_export]
     use crate::rendezvous::{
         RendezvousServer, local_address_towards, present, rendezvous_at, rendezvous_file, rendezvous_tcp, version,

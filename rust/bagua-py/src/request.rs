@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
+use bagua_core::recorder::{Announced, What};
 use bagua_core::request::Verb;
 use bagua_core::types::{DType, Kind, Shape};
 use pyo3::prelude::*;
@@ -37,10 +38,18 @@ impl Call {
     }
 }
 
+/// What the flight recorder says of messages while they are queued.
+pub fn messages(kind: Kind, dtype: DType, count: usize) -> Announced<'static> {
+    let bytes = count.saturating_mul(dtype.size());
+    Announced { what: What::Kind(kind, None), dtype: Some(dtype), count, bytes, root: None, label: "" }
+}
+
 /// A verb with its operands.
 pub struct Request {
     verb: Verb,
     dtype: DType,
+    /// Elements, as the verb counts them.
+    count: usize,
     operands: Operands,
 }
 
@@ -73,13 +82,25 @@ impl Request {
         };
         let src = src.map(|address| tensor::shards_at(address, count, src_parts, dtype)).transpose()?;
         let operands = Operands::new(src, tensor::shards_at(dst, count, dst_parts, dtype)?)?;
-        Ok(Request { verb, dtype, operands })
+        Ok(Request { verb, dtype, count, operands })
     }
 
     /// Bytes of the larger buffer.
     #[inline]
     pub fn bytes(&self) -> usize {
         self.operands.bytes()
+    }
+
+    /// What the flight recorder says of it while it is queued.
+    pub fn announced(&self) -> Announced<'static> {
+        Announced {
+            what: What::Kind(self.verb.kind(), self.verb.op()),
+            dtype: (self.verb != Verb::Barrier).then_some(self.dtype),
+            count: self.count,
+            bytes: self.bytes(),
+            root: self.verb.root(),
+            label: "",
+        }
     }
 
     /// Runs it.

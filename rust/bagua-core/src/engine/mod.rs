@@ -31,6 +31,7 @@ use std::time::Duration;
 
 use crate::error::Result;
 use crate::group::{Group, Lane, Lanes, Options, Quorum, View};
+use crate::recorder::Announced;
 
 /// A group's main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
 /// starts with the first of them), in program order.
@@ -68,7 +69,16 @@ impl Communicator {
 
     /// See [`LaneWorker::submit`].
     pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
-        self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
+        self.submit_op(&Announced::job("a job"), job)
+    }
+
+    /// See [`LaneWorker::submit_op`].
+    pub fn submit_op(
+        &self,
+        op: &Announced<'_>,
+        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> Result<Handle> {
+        self.worker.submit_op("an asynchronous operation", op, Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// The communicator of the ranks that are left; this one's group is left. See [`Group::shrink`].

@@ -13,6 +13,7 @@ use crate::group::{Group, Lane, Lanes};
 use crate::health::GroupHealth;
 use crate::memory::Region;
 use crate::op::Op;
+use crate::recorder::{Announced, What};
 use crate::schedule::Schedule;
 use crate::wait::{Waited, lock, wait_in_slices, wait_once};
 
@@ -100,9 +101,19 @@ impl Engine {
     fn dispatch(&self, state: &mut State, bucket: usize) -> Result<()> {
         let (in_flight, ops) = state.buckets[bucket].check_out()?;
         let what = format!("bucket '{}'", in_flight.name());
+        let shared = &state.buckets[bucket];
+        let name = shared.name().to_owned();
+        let op = Announced {
+            what: What::Job(ops.first().map_or("no operation", |op| op.name())),
+            dtype: Some(shared.dtype()),
+            count: shared.bytes() / shared.dtype().size(),
+            bytes: shared.bytes(),
+            root: None,
+            label: &name,
+        };
         let stopping = self.worker.stopping();
         let job: Job = Box::new(move |lanes| run_ops(in_flight, &ops, &stopping, lanes));
-        state.pending.push(self.worker.submit_fatal(&what, job)?);
+        state.pending.push(self.worker.submit_fatal(&what, &op, job)?);
         state.went[bucket] = true;
         Ok(())
     }
@@ -201,7 +212,16 @@ impl Engine {
 
     /// Runs a job on the communication thread, in order with the buckets.
     pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
-        self.worker.submit("an asynchronous operation", Box::new(move |lanes| job(&mut lanes.global)))
+        self.submit_op(&Announced::job("a job"), job)
+    }
+
+    /// See [`LaneWorker::submit_op`].
+    pub fn submit_op(
+        &self,
+        op: &Announced<'_>,
+        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> Result<Handle> {
+        self.worker.submit_op("an asynchronous operation", op, Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// Runs a job on this thread, after every bucket that went before.

@@ -13,6 +13,7 @@ use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
 use crate::group::{Lanes, OwnerProcess};
 use crate::health::GroupHealth;
+use crate::recorder::{Announced, LaneRecorder, Ticket};
 use crate::wait::{blocking_wait, lock, wait_on, wait_on_for};
 
 /// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
@@ -40,6 +41,8 @@ struct Shared {
     /// The process that may use this: threads do not survive a fork.
     owner: OwnerProcess,
     health: Arc<GroupHealth>,
+    /// Records what is queued; `None` as in the lane.
+    recorder: Option<LaneRecorder>,
     /// Held for one job at a time, by the thread or by `run`.
     lanes: Mutex<Lanes>,
     /// Jobs submitted and not finished; changed under `queue`, read without it on `run`'s fast path.
@@ -74,17 +77,21 @@ struct Entry {
     fatal: bool,
     job: Job,
     handle: Handle,
+    /// The record of its first operation.
+    ticket: Option<Ticket>,
 }
 
 impl LaneWorker {
     /// A worker over lanes. `health` is that of their group.
     pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> LaneWorker {
+        let lanes = lanes.into();
         LaneWorker {
             shared: Arc::new(Shared {
                 name: name.to_owned(),
                 owner: OwnerProcess::current(),
                 health,
-                lanes: Mutex::new(lanes.into()),
+                recorder: lanes.global.recorder(),
+                lanes: Mutex::new(lanes),
                 pending: AtomicUsize::new(0),
                 failures: AtomicBool::new(false),
                 stopping: Arc::new(AtomicBool::new(false)),
@@ -151,15 +158,20 @@ impl LaneWorker {
 
     /// Hands a job to the communication thread. `what` says what it is, for error texts.
     pub fn submit(&self, what: &str, job: Job) -> Result<Handle> {
-        self.enqueue(what, false, job)
+        self.submit_op(what, &Announced::job("a job"), job)
+    }
+
+    /// As `submit`; `op` says what the first operation of the job will be, for the flight recorder.
+    pub fn submit_op(&self, what: &str, op: &Announced<'_>, job: Job) -> Result<Handle> {
+        self.enqueue(what, op, false, job)
     }
 
     /// As `submit`, for a job whose every error poisons the group.
-    pub(super) fn submit_fatal(&self, what: &str, job: Job) -> Result<Handle> {
-        self.enqueue(what, true, job)
+    pub(super) fn submit_fatal(&self, what: &str, op: &Announced<'_>, job: Job) -> Result<Handle> {
+        self.enqueue(what, op, true, job)
     }
 
-    fn enqueue(&self, what: &str, fatal: bool, job: Job) -> Result<Handle> {
+    fn enqueue(&self, what: &str, op: &Announced<'_>, fatal: bool, job: Job) -> Result<Handle> {
         self.check()?;
         self.start()?;
         let mut queue = self.shared.queue();
@@ -169,7 +181,8 @@ impl LaneWorker {
             return Err(self.shared.aborted());
         }
         let handle = Handle::pending(self.world_rank());
-        queue.jobs.push_back(Entry { what: what.to_owned(), fatal, job, handle: handle.clone() });
+        let ticket = self.shared.recorder.as_ref().and_then(|recorder| recorder.queue(op));
+        queue.jobs.push_back(Entry { what: what.to_owned(), fatal, job, handle: handle.clone(), ticket });
         queue.submitted += 1;
         self.shared.pending.fetch_add(1, Ordering::Release);
         drop(queue);
@@ -206,10 +219,12 @@ impl LaneWorker {
         drop(queue);
         self.shared.work.notify_all();
         for entry in dropped {
-            let Entry { job, handle, .. } = entry;
+            let Entry { job, handle, ticket, .. } = entry;
             // First the job, so that the memory it holds is back when the waiter wakes.
             drop(job);
-            handle.finish(Err(self.shared.health.cause().unwrap_or_else(|| self.shared.aborted())));
+            let error = self.shared.health.cause().unwrap_or_else(|| self.shared.aborted());
+            self.shared.record_end(ticket, &Err(error.clone()));
+            handle.finish(Err(error));
             let mut queue = self.shared.queue();
             queue.finished += 1;
             self.shared.pending.fetch_sub(1, Ordering::Release);
@@ -283,7 +298,7 @@ impl Shared {
     fn work(&self) {
         let mut queue = self.queue();
         loop {
-            let Some(Entry { what, fatal, job, handle }) = queue.jobs.pop_front() else {
+            let Some(Entry { what, fatal, job, handle, ticket }) = queue.jobs.pop_front() else {
                 if self.stopping.load(Ordering::Acquire) {
                     return;
                 }
@@ -294,7 +309,15 @@ impl Shared {
             drop(queue);
             let result = {
                 let mut lanes = self.lanes();
-                self.health.check().and_then(|()| self.guarded(fatal, || job(&mut lanes)))
+                let checked = self.health.check();
+                if checked.is_ok() {
+                    self.record_start(&mut lanes, ticket);
+                }
+                let result = checked.and_then(|()| self.guarded(fatal, || job(&mut lanes)));
+                // A job that had no operation, such as a callback, is one itself; a ticket that was taken over has no effect.
+                lanes.expect(None);
+                self.record_end(ticket, &result);
+                result
             };
             let failed = result.is_err();
             handle.finish(result);
@@ -308,6 +331,22 @@ impl Shared {
             self.failures.store(!queue.failed.is_empty(), Ordering::Release);
             self.pending.fetch_sub(1, Ordering::Release);
             self.settled.notify_all();
+        }
+    }
+
+    /// Records that the thread takes a job; the first operation of the job takes over the ticket.
+    fn record_start(&self, lanes: &mut Lanes, ticket: Option<Ticket>) {
+        if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
+            recorder.start(ticket);
+            lanes.expect(Some(ticket));
+        }
+    }
+
+    /// Records the end of a job whose ticket no operation has taken over.
+    fn record_end(&self, ticket: Option<Ticket>, result: &Result<()>) {
+        if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
+            let own = self.health.world_rank(self.health.rank());
+            recorder.finish(ticket, result.as_ref().err().map(|error| (error, own)));
         }
     }
 

@@ -8,16 +8,25 @@ use std::time::Duration;
 use super::builder::LaneBuilder;
 use super::config::Config;
 use super::control::{Control, Plane};
+use super::fork::PerProcess;
 use super::handshake::digest;
 use super::lane::{HostLanes, Lane};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Registry, SharedArena, part_stride};
+use crate::recorder::FlightRecorder;
 use crate::stats::Stats;
 use crate::wait::{Deadline, lock};
 
 /// The reason of `Aborted` on a rank that has left.
 const LEFT: &str = "this rank left the group";
+
+static RECORDER: PerProcess<FlightRecorder> = PerProcess::new();
+
+/// The flight recorder of this process; that of a forked child starts empty.
+pub fn flight_recorder() -> &'static FlightRecorder {
+    RECORDER.get()
+}
 
 /// A group of ranks, cheap to clone. Dropping the last clone leaves the group.
 #[derive(Clone)]
@@ -83,6 +92,11 @@ impl Group {
     /// Number of ranks in the group.
     pub fn size(&self) -> usize {
         self.membership.health.size()
+    }
+
+    /// Equal on all members, and different for every group.
+    pub fn id(&self) -> u64 {
+        self.membership.id
     }
 
     /// Name of the group.
@@ -160,7 +174,8 @@ impl Group {
         let builder = self.builder("lane", channels)?;
         let channel = builder.channel;
         let collective = builder.build().map_err(|error| health.fail(error))?;
-        Ok(Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout()))
+        let lane = Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout());
+        Ok(lane.recorded_by(flight_recorder().lane(self.name(), channel)))
     }
 
     /// Opens the lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].
@@ -171,10 +186,16 @@ impl Group {
         let Membership { health, stats, epoch, channels, .. } = &*self.membership;
         let builder = self.builder("lane", channels)?;
         let number = builder.channel;
-        let lane =
-            |collective| Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, number, self.timeout());
-        let (intra, inter) = builder.build_by_machine(&self.machines()).map_err(|error| health.fail(error))?;
-        Ok(HostLanes { intra: lane(intra), inter: inter.map(lane) })
+        let machines = self.machines();
+        let (intra, inter) = builder.build_by_machine(&machines).map_err(|error| health.fail(error))?;
+        // Their operations are numbered apart, so their records need names of their own.
+        let host = machines.iter().position(|machine| machine.contains(&self.rank())).unwrap_or_default();
+        let lane = |collective, place: String| {
+            Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, number, self.timeout())
+                .recorded_by(flight_recorder().lane(&format!("{}, {place}", self.name()), number))
+        };
+        let between = |collective| lane(collective, "between hosts".to_owned());
+        Ok(HostLanes { intra: lane(intra, format!("host {host}")), inter: inter.map(between) })
     }
 
     /// Allocates an arena: memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups

@@ -43,6 +43,6 @@ pub(crate) use door::{DoorMessage, Visit};
 pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
-pub use membership::Group;
+pub use membership::{Group, flight_recorder};
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use views::{Quorum, View};

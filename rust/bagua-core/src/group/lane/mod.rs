@@ -20,6 +20,7 @@ use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Buffer, BufferMut, DeviceRef, kind_of};
+use crate::recorder::{LaneRecorder, Ticket};
 use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
 use crate::stats::Stats;
 use crate::types::{DType, Fingerprint, Kind, Shape};
@@ -72,6 +73,10 @@ pub struct Lane {
     sent: Vec<u64>,
     /// Messages begun from each rank by recv and exchange.
     received: Vec<u64>,
+    /// Records the operations; `None` for a lane without a process of its own, as in tests.
+    recorder: Option<LaneRecorder>,
+    /// The record of the next operation, which was queued.
+    queued: Option<Ticket>,
 }
 
 /// The lanes by host.
@@ -104,7 +109,31 @@ impl Lane {
             exchanges: 0,
             sent: none.clone(),
             received: none,
+            recorder: None,
+            queued: None,
         }
+    }
+
+    /// The same lane, whose operations are recorded.
+    #[must_use]
+    pub fn recorded_by(mut self, recorder: LaneRecorder) -> Lane {
+        self.recorder = Some(recorder);
+        self
+    }
+
+    /// What records its operations.
+    pub fn recorder(&self) -> Option<LaneRecorder> {
+        self.recorder.clone()
+    }
+
+    /// The next operation is the one that was queued with this ticket.
+    pub(super) fn expect(&mut self, ticket: Option<Ticket>) {
+        self.queued = ticket;
+    }
+
+    /// The ticket that no operation has used.
+    pub(super) fn unused_ticket(&mut self) -> Option<Ticket> {
+        self.queued.take()
     }
 
     /// Rank in the group.
@@ -318,7 +347,7 @@ impl Lane {
         Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, ..Fingerprint::new(Kind::Send, dtype, count) }
     }
 
-    /// Counts the call, sets its deadline, and turns its failure into the group's first cause.
+    /// Counts and records the call, sets its deadline, and turns its failure into the group's first cause.
     fn perform(
         &mut self,
         options: &Options<'_>,
@@ -331,7 +360,9 @@ impl Lane {
         stats.payload_bytes.fetch_add(payload as u64, Relaxed);
         let deadline = Deadline::after(options.timeout.unwrap_or(self.timeout));
         let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label };
-        body(self.collective.as_mut(), &cx).map_err(|error| {
+        let queued = self.queued.take();
+        let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label));
+        let result = body(self.collective.as_mut(), &cx).map_err(|error| {
             if error.is_argument() {
                 return error;
             }
@@ -343,7 +374,12 @@ impl Lane {
                 _ => cx.progress(0, payload as u64),
             };
             self.health.fail(error).during(progress)
-        })
+        });
+        if let (Some(recorder), Some(running)) = (&self.recorder, running) {
+            let own = || self.health.world_rank(self.health.rank());
+            recorder.end(running, result.as_ref().err().map(|error| (error, own())));
+        }
+        result
     }
 }
 

@@ -9,6 +9,7 @@ pub use exchanges::{CompressedAllReduce, CompressedRing};
 use super::lane::{HostLanes, Lane, Options};
 use super::membership::Group;
 use crate::error::{Error, Result};
+use crate::recorder::Ticket;
 use crate::reduce::divide;
 use crate::request::{HostIo, Io, Verb};
 use crate::types::{DType, Kind, ReduceOp, flags};
@@ -44,6 +45,14 @@ impl Lanes {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None })
     }
 
+    /// The next operation is the one that was queued with this ticket, on whichever lane it is; `None`: it was not queued.
+    pub(crate) fn expect(&mut self, ticket: Option<Ticket>) {
+        self.global.expect(ticket);
+        if let Some(hosts) = &mut self.hosts {
+            hosts.intra.expect(None);
+        }
+    }
+
     /// The lanes by host. The first call opens them and is collective.
     ///
     /// # Errors
@@ -60,7 +69,10 @@ impl Lanes {
             self.global.barrier(&options)?;
             self.hosts = Some(group.host_lanes()?);
         }
-        self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))
+        let ticket = self.global.unused_ticket();
+        let hosts = self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))?;
+        hosts.intra.expect(ticket);
+        Ok(hosts)
     }
 
     /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.

@@ -1,0 +1,213 @@
+"""Comparing the flight records of several ranks: who did not come to which operation.
+
+Operations of different ranks are the same one when group, channel and number are equal. Messages (send, recv,
+exchange) are numbered for each pair of ranks or by each rank for itself, so of them only the rank's own record counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bagua.records import VERSION
+
+__all__ = ["Record", "chrome_trace", "findings", "read"]
+
+Operation = dict[str, Any]
+
+# Kinds whose numbers are not those of the lane.
+_MESSAGES = ("send/recv", "exchange")
+
+# What must be equal on all ranks of one operation.
+_SAYS = ("kind", "root", "dtype", "count")
+
+
+@dataclass
+class Record:
+    """What is known of one rank."""
+
+    rank: int
+    host: str
+    pid: int
+    #: The error of each file.
+    errors: list[str]
+    #: By their numbers in the process, in ascending order.
+    ops: dict[int, Operation]
+
+
+@dataclass(frozen=True, order=True)
+class _Place:
+    """One collective operation of a job."""
+
+    group: str
+    channel: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"number {self.seq} of group {self.group}, channel {self.channel}"
+
+
+def read(paths: Iterable[Path]) -> list[Record]:
+    """The records in these files, by rank; several files of one process become one record.
+
+    ValueError names a file that is no record, or two files of one rank that are of different processes; OSError names
+    one that cannot be read.
+    """
+    found: dict[int, tuple[Path, Record]] = {}
+    for path in paths:
+        record = _read_one(path)
+        first, known = found.setdefault(record.rank, (path, record))
+        if (known.host, known.pid) != (record.host, record.pid):
+            raise ValueError(
+                f"{first} and {path} are of rank {record.rank} in two processes ({known.pid} on {known.host}, "
+                f"{record.pid} on {record.host}): pass the records of one job"
+            )
+        if known is not record:
+            known.errors += record.errors
+            for n, op in record.ops.items():
+                # A later file knows how an operation ended.
+                if n not in known.ops or op["end"] is not None:
+                    known.ops[n] = op
+            known.ops = dict(sorted(known.ops.items()))
+    return [record for _, (_, record) in sorted(found.items())]
+
+
+def _read_one(path: Path) -> Record:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["version"] != VERSION:
+            raise ValueError(f"its version is {data['version']!r}, and this program reads version {VERSION}")
+        ops = {op["n"]: op for op in sorted(data["ops"], key=lambda op: int(op["n"]))}
+        for op in ops.values():
+            absent = [
+                key for key in ("group", "channel", "seq", "state", "begin", "end", "missing", *_SAYS) if key not in op
+            ]
+            if absent:
+                raise ValueError(f"operation {op['n']} has no {absent[0]!r}")
+        return Record(int(data["rank"]), str(data["host"]), int(data["pid"]), [str(data["error"])], ops)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no flight record: {error}") from error
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """One line for each operation that hung, and one for each rank's part in an operation that differed."""
+    lines: list[str] = []
+    places, messages = _by_place(records)
+    for place, ops in sorted(places.items(), key=lambda item: _first_begin(item[1].values())):
+        if all(op["state"] == "done" for op in ops.values()):
+            continue
+        if len({tuple(op[key] for key in _SAYS) for op in ops.values()}) > 1:
+            lines += _disagreement(place, ops)
+            continue
+        waiting = sorted(rank for rank, op in ops.items() if op["state"] != "done")
+        missing = _missing(place, ops, records)
+        if missing:
+            lines.append(_waited(waiting, missing, ops[waiting[0]], str(place)))
+        else:
+            lines.append(f"{_ranks(waiting)} failed, and no rank was missing: {_name(ops[waiting[0]])} {place}")
+    for rank, op in messages:
+        if op["missing"]:
+            at = _Place(op["group"], op["channel"], op["seq"])
+            lines.append(_waited([rank], sorted(op["missing"]), op, str(at)))
+    return lines
+
+
+def _by_place(
+    records: Sequence[Record],
+) -> tuple[dict[_Place, dict[int, Operation]], list[tuple[int, Operation]]]:
+    """The collectives that were begun, by place and rank; and the messages that did not end well."""
+    places: dict[_Place, dict[int, Operation]] = defaultdict(dict)
+    messages = []
+    for record in records:
+        for op in record.ops.values():
+            if op["begin"] is None or op["seq"] is None:
+                continue
+            if op["kind"] in _MESSAGES:
+                if op["state"] != "done":
+                    messages.append((record.rank, op))
+                continue
+            # A group that was built again under its name counts from 0 again: the last one is meant.
+            places[_Place(op["group"], op["channel"], op["seq"])][record.rank] = op
+    return places, messages
+
+
+def _first_begin(ops: Iterable[Operation]) -> float:
+    return min(float(op["begin"]) for op in ops)
+
+
+def _missing(place: _Place, ops: Mapping[int, Operation], records: Sequence[Record]) -> list[int]:
+    """World ranks that never began the operation: those that others missed, unless their own record says that they
+    had begun it; and those whose record ends before it on this channel.
+    """
+    missed = {rank for op in ops.values() for rank in op["missing"]}
+    for record in records:
+        numbers = [
+            op["seq"]
+            for op in record.ops.values()
+            if (op["group"], op["channel"]) == (place.group, place.channel)
+            and op["begin"] is not None
+            and op["seq"] is not None
+            and op["kind"] not in _MESSAGES
+        ]
+        if numbers and max(numbers) < place.seq:
+            missed.add(record.rank)
+    return sorted(missed - set(ops))
+
+
+def _disagreement(place: _Place, ops: Mapping[int, Operation]) -> list[str]:
+    """What each rank did there; ranks that did the same share a line."""
+    by_doing: dict[str, list[int]] = defaultdict(list)
+    for rank, op in sorted(ops.items()):
+        by_doing[f"{_name(op)} of {op['count']} elements of {op['dtype']}{_label(op)}"].append(rank)
+    return [f"ranks disagree on {place}:", *(f"  {_ranks(ranks)}: {doing}" for doing, ranks in by_doing.items())]
+
+
+def _waited(waiting: Sequence[int], missing: Sequence[int], op: Operation, place: str) -> str:
+    return f"{_ranks(waiting)} waited for {_ranks(missing)}: {_name(op)} {place}{_label(op)}"
+
+
+def _name(op: Operation) -> str:
+    """The kind with its root, as in error texts: "reduce(sum, root 1)"."""
+    kind, root = str(op["kind"]), op["root"]
+    if root is None:
+        return kind
+    return f"{kind[:-1]}, root {root})" if kind.endswith(")") else f"{kind}(root {root})"
+
+
+def _label(op: Operation) -> str:
+    return f", in {op['label']}" if op.get("label") else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def chrome_trace(records: Sequence[Record]) -> dict[str, Any]:
+    """All operations that were begun, in Chrome's trace format (microseconds since the epoch): the process is the
+    rank, the thread the channel. One that never ended lasts until the last moment that any record knows.
+
+    Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
+    """
+    times = [time for record in records for op in record.ops.values() for time in (op["begin"], op["end"]) if time]
+    return {"traceEvents": [event for record in records for event in _events(record, max(times, default=0.0))]}
+
+
+def _events(record: Record, last: float) -> Iterator[dict[str, Any]]:
+    for op in record.ops.values():
+        if op["begin"] is None:
+            continue
+        end = last if op["end"] is None else op["end"]
+        yield {
+            "name": _name(op),
+            "cat": op["group"],
+            "ph": "X",
+            "ts": op["begin"] * 1e6,
+            "dur": max(end - op["begin"], 0.0) * 1e6,
+            "pid": record.rank,
+            "tid": op["channel"],
+            "args": {key: value for key, value in op.items() if key not in ("begin", "end", "kind", "channel")},
+        }

@@ -1,0 +1,241 @@
+//! The last operations of one lane. One thread writes at a time, because a lane does one operation at a time; any thread reads.
+//!
+//! A sequence lock, so that the writer needs no read-modify-write: it sets a slot's version to [`WRITING`], writes the words, and then
+//! sets the version to that of the new content. A reader that finds the same version before and after it read the words has read one
+//! content. Source: Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU64, fence};
+use std::sync::{Mutex, OnceLock};
+
+use super::operation::{CAPACITY, State};
+use crate::types::{DType, Fingerprint, Kind, ReduceOp};
+use crate::wait::lock;
+
+/// Slots that are allocated together: a lane that does few operations has few.
+const CHUNK: usize = 64;
+
+/// Chunks of a ring, which then holds at least [`CAPACITY`] operations.
+const CHUNKS: usize = CAPACITY.div_ceil(CHUNK);
+
+/// Slots of a ring.
+const SLOTS: u64 = (CHUNK * CHUNKS) as u64;
+
+/// Version of a slot that is being written, or was never used.
+const WRITING: u64 = 0;
+
+/// Code of "no reduce operation", and of "no end yet".
+const NONE: u64 = u64::MAX;
+
+/// The last operations of one lane, in the order in which they began. Their numbers need not be in that order: a queued one has its
+/// number from when it was queued.
+pub(super) struct Ring {
+    /// Operations written so far; only the writer changes it.
+    written: AtomicU64,
+    /// Allocated when they are first used.
+    chunks: [OnceLock<Box<[Slot; CHUNK]>>; CHUNKS],
+    /// What few operations have: labels and missing ranks, by number, in the order in which they were written.
+    notes: Mutex<Vec<Note>>,
+}
+
+/// One operation: a cache line.
+#[repr(align(64))]
+struct Slot {
+    /// [`WRITING`], or 2 n + 2 of an operation n that has begun, 2 n + 3 of one that has ended.
+    version: AtomicU64,
+    /// [`Begun::seq`].
+    seq: AtomicU64,
+    /// [`Begun::count`].
+    count: AtomicU64,
+    /// [`Begun::bytes`].
+    bytes: AtomicU64,
+    /// [`Begun::begin`].
+    begin: AtomicU64,
+    /// [`Begun::end`], or [`NONE`].
+    end: AtomicU64,
+    /// Kind, reduce operation (255: none), element type, 1 if it failed, from the lowest byte; root + 1 in the upper half.
+    codes: AtomicU64,
+}
+
+impl Slot {
+    fn new() -> Slot {
+        let word = || AtomicU64::new(0);
+        Slot {
+            version: AtomicU64::new(WRITING),
+            seq: word(),
+            count: word(),
+            bytes: word(),
+            begin: word(),
+            end: word(),
+            codes: word(),
+        }
+    }
+}
+
+/// What an operation has besides its numbers.
+struct Note {
+    /// Its number.
+    n: u64,
+    /// Its label.
+    label: String,
+    /// The ranks that had not come.
+    missing: Vec<usize>,
+}
+
+/// An operation of the ring, as it is read.
+pub(super) struct Begun {
+    /// Its number in the process.
+    pub n: u64,
+    /// Its number in the lane.
+    pub seq: u64,
+    /// Elements.
+    pub count: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// When it began, in ticks.
+    pub begin: u64,
+    /// When it ended, in ticks.
+    pub end: Option<u64>,
+    /// What it is.
+    pub kind: Kind,
+    /// Its reduce operation.
+    pub op: Option<ReduceOp>,
+    /// Element type.
+    pub dtype: DType,
+    /// Its root.
+    pub root: Option<u32>,
+    /// How far it has come.
+    pub state: State,
+    /// Its label.
+    pub label: String,
+    /// The ranks that had not come.
+    pub missing: Vec<usize>,
+}
+
+impl Ring {
+    pub fn new() -> Ring {
+        Ring { written: AtomicU64::new(0), chunks: [const { OnceLock::new() }; CHUNKS], notes: Mutex::default() }
+    }
+
+    fn slot(&self, place: u64) -> &Slot {
+        let index = (place % SLOTS) as usize;
+        let chunk = &self.chunks[index / CHUNK];
+        &chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Slot::new())))[index % CHUNK]
+    }
+
+    /// Operation `n` begins; its place.
+    #[inline]
+    pub fn begin(&self, n: u64, says: &Fingerprint, count: u64, bytes: u64, at: u64) -> u64 {
+        let place = self.written.load(Relaxed);
+        self.written.store(place + 1, Relaxed);
+        let slot = self.slot(place);
+        slot.version.store(WRITING, Relaxed);
+        fence(Release);
+        let op = says.op.map_or(0xff, |op| op as u64);
+        let root = says.root.map_or(0, |root| u64::from(root) + 1);
+        slot.seq.store(says.seq, Relaxed);
+        slot.count.store(count, Relaxed);
+        slot.bytes.store(bytes, Relaxed);
+        slot.begin.store(at, Relaxed);
+        slot.end.store(NONE, Relaxed);
+        slot.codes.store(says.kind as u64 | op << 8 | (says.dtype as u64) << 16 | root << 32, Relaxed);
+        slot.version.store(2 * n + 2, Release);
+        place
+    }
+
+    /// The operation at this place ends.
+    #[inline]
+    pub fn end(&self, n: u64, place: u64, at: u64, failed: bool) {
+        let slot = self.slot(place);
+        slot.version.store(WRITING, Relaxed);
+        fence(Release);
+        slot.end.store(at, Relaxed);
+        if failed {
+            slot.codes.store(slot.codes.load(Relaxed) | 1 << 24, Relaxed);
+        }
+        slot.version.store(2 * n + 3, Release);
+    }
+
+    /// Notes the label of operation `n`.
+    pub fn label(&self, n: u64, label: &str) {
+        push(&mut lock(&self.notes), Note { n, label: label.to_owned(), missing: Vec::new() });
+    }
+
+    /// Notes the ranks that had not come to operation `n`.
+    pub fn missing(&self, n: u64, missing: Vec<usize>) {
+        let mut notes = lock(&self.notes);
+        match notes.iter_mut().rev().find(|note| note.n == n) {
+            Some(note) => note.missing = missing,
+            None => push(&mut notes, Note { n, label: String::new(), missing }),
+        }
+    }
+
+    /// The operations from number `oldest` on and those that have not ended, in no order.
+    pub fn read(&self, oldest: u64, found: &mut Vec<Begun>) {
+        let start = found.len();
+        for chunk in self.chunks.iter().filter_map(OnceLock::get) {
+            for slot in &**chunk {
+                found.extend(slot.read().filter(|op| op.n >= oldest || op.state == State::Started));
+            }
+        }
+        for note in lock(&self.notes).iter() {
+            if let Some(op) = found[start..].iter_mut().find(|op| op.n == note.n) {
+                op.label.clone_from(&note.label);
+                op.missing.clone_from(&note.missing);
+            }
+        }
+    }
+
+    /// True when the ring holds an operation from number `oldest` on.
+    pub fn reaches(&self, oldest: u64) -> bool {
+        let last = self.written.load(Relaxed);
+        last > 0 && self.slot(last - 1).read().is_some_and(|op| op.n >= oldest)
+    }
+}
+
+/// Adds a note, and makes room for it half at a time: the cost of moving the others is shared by as many operations.
+fn push(notes: &mut Vec<Note>, note: Note) {
+    if notes.len() >= 2 * CAPACITY {
+        notes.drain(..CAPACITY);
+    }
+    notes.push(note);
+}
+
+impl Slot {
+    /// The content; `None` for a slot that was never used, or is being written for as long as this looks.
+    fn read(&self) -> Option<Begun> {
+        (0..100).find_map(|_| {
+            let version = self.version.load(Acquire);
+            if version == WRITING {
+                return None;
+            }
+            let words = [&self.seq, &self.count, &self.bytes, &self.begin, &self.end, &self.codes];
+            let [seq, count, bytes, begin, end, codes] = words.map(|word| word.load(Relaxed));
+            fence(Acquire);
+            if self.version.load(Relaxed) != version {
+                return None;
+            }
+            let byte = |at: u32| (codes >> (8 * at)) as u8;
+            let state = match (version & 1, byte(3)) {
+                (0, _) => State::Started,
+                (_, 0) => State::Done,
+                _ => State::Failed,
+            };
+            Some(Begun {
+                n: version / 2 - 1,
+                seq,
+                count,
+                bytes,
+                begin,
+                end: (end != NONE).then_some(end),
+                kind: Kind::from_code(byte(0))?,
+                op: ReduceOp::from_code(byte(1)),
+                dtype: DType::from_code(byte(2))?,
+                root: (codes >> 32).checked_sub(1).and_then(|root| u32::try_from(root).ok()),
+                state,
+                label: String::new(),
+                missing: Vec::new(),
+            })
+        })
+    }
+}

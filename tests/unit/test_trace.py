@@ -1,0 +1,138 @@
+"""`bagua trace merge` on records that are written here: what a line says, and what no line is printed for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua import cli, trace
+
+
+def op(n: int, seq: int | None, state: str = "done", **more: Any) -> dict[str, Any]:
+    begun = state != "queued"
+    return {
+        "n": n,
+        "group": "world",
+        "channel": 0,
+        "seq": seq,
+        "kind": "all_reduce(sum)",
+        "label": "",
+        "dtype": "float32",
+        "count": 4,
+        "bytes": 16,
+        "root": None,
+        "state": state,
+        "begin": 1.8e9 + n if begun else None,
+        "end": 1.8e9 + n + 0.5 if state in ("done", "failed") else None,
+        "missing": [],
+    } | more
+
+
+def write(folder: Path, rank: int, ops: list[dict[str, Any]], name: str = "", pid: int = 7) -> Path:
+    path = folder / f"{name or rank}.json"
+    path.write_text(json.dumps({"version": 1, "rank": rank, "host": "a", "pid": pid, "error": "x", "ops": ops}))
+    return path
+
+
+def lines(folder: Path, *ranks: list[dict[str, Any]]) -> list[str]:
+    return trace.findings(trace.read([write(folder, rank, ops) for rank, ops in enumerate(ranks)]))
+
+
+def test_a_rank_whose_record_ends_earlier_is_missing_even_where_nobody_knew(tmp_path: Path) -> None:
+    hung = [op(0, 0), op(1, 1, "started", kind="reduce(max)", root=2, label="b0")]
+    shown = lines(tmp_path, hung, [op(0, 0), op(1, None, "queued")], hung)
+    assert shown == ["ranks 0, 2 waited for rank 1: reduce(max, root 2) number 1 of group world, channel 0, in b0"]
+
+
+def test_a_rank_that_others_missed_and_that_had_begun_by_its_own_record_was_not_missing(tmp_path: Path) -> None:
+    first = [op(0, 0, "failed", missing=[1, 2])]
+    shown = lines(tmp_path, first, [op(0, 0, "failed", missing=[2])])
+    assert shown == ["ranks 0, 1 waited for rank 2: all_reduce(sum) number 0 of group world, channel 0"]
+
+
+def test_ranks_that_wait_for_each_other_in_two_channels_are_both_shown(tmp_path: Path) -> None:
+    both = [op(0, 0), op(1, 0, channel=1)]
+    one, other = op(2, 1, "failed", missing=[1]), op(2, 1, "failed", channel=1, kind="barrier", missing=[0])
+    assert lines(tmp_path, [*both, one], [*both, other]) == [
+        "rank 0 waited for rank 1: all_reduce(sum) number 1 of group world, channel 0",
+        "rank 1 waited for rank 0: barrier number 1 of group world, channel 1",
+    ]
+
+
+def test_operations_that_all_ranks_did_are_no_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = [op(n, n) for n in range(3)]
+    # An older operation that only one ring still holds.
+    files = [write(tmp_path, 0, done), write(tmp_path, 1, done[1:])]
+    assert cli.main(["trace", "merge", *map(str, files)]) == 0
+    assert capsys.readouterr().out == "no operation hung in these records\n"
+
+
+def test_a_message_is_not_compared_with_the_collective_of_its_number(tmp_path: Path) -> None:
+    sent = op(0, 0, "failed", kind="send/recv", missing=[1])
+    assert lines(tmp_path, [op(1, 0), sent], [op(0, 0)]) == [
+        "rank 0 waited for rank 1: send/recv number 0 of group world, channel 0"
+    ]
+
+
+def test_an_operation_that_failed_with_all_ranks_in_it_says_so(tmp_path: Path) -> None:
+    failed = [op(0, 0, "failed")]
+    assert lines(tmp_path, failed, failed) == [
+        "ranks 0, 1 failed, and no rank was missing: all_reduce(sum) number 0 of group world, channel 0"
+    ]
+
+
+def test_two_records_of_one_process_are_one_and_the_later_knows_the_end(tmp_path: Path) -> None:
+    early = write(tmp_path, 0, [op(0, 0), op(1, 1, "started")], "early")
+    late = write(tmp_path, 0, [op(1, 1, "failed", missing=[1]), op(2, 2)], "late")
+    for files in ([early, late], [late, early]):
+        (record,) = trace.read(files)
+        assert [(n, one["state"]) for n, one in record.ops.items()] == [(0, "done"), (1, "failed"), (2, "done")]
+
+
+def test_records_of_two_processes_of_one_rank_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path, 0, [], "a"), write(tmp_path, 0, [], "b", pid=8)]
+    assert cli.main(["trace", "merge", *map(str, files)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "a.json" in shown.err
+    assert "b.json are of rank 0 in two processes (7 on a, 8 on a)" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "Expecting value"),
+        ("[]", "is no flight record"),
+        ('{"version": 2}', "its version is 2, and this program reads version 1"),
+        (
+            '{"version": 1, "rank": 0, "host": "a", "pid": 1, "error": "", "ops": [{"n": 3}]}',
+            "operation 3 has no 'group'",
+        ),
+    ],
+)
+def test_a_file_that_is_no_record_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert cli.main(["trace", "merge", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert str(path) in shown
+    assert says in shown
+    assert cli.main(["trace", "merge", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_an_operation_without_end_lasts_until_the_end_of_the_trace(tmp_path: Path) -> None:
+    ops = [op(0, 0, "started"), op(1, None, "queued"), op(9, 0, channel=3, group="world/0,1", kind="broadcast", root=1)]
+    shown = trace.chrome_trace(trace.read([write(tmp_path, 4, ops)]))
+    assert shown.keys() == {"traceEvents"}
+    first, last = shown["traceEvents"]
+    assert (first["ph"], first["pid"], first["tid"], first["ts"], first["dur"]) == ("X", 4, 0, 1.8e15, 9.5e6)
+    assert (last["name"], last["cat"], last["tid"], last["dur"]) == ("broadcast(root 1)", "world/0,1", 3, 0.5e6)
+    assert first["args"]["state"] == "started"
