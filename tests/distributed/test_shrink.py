@@ -204,7 +204,7 @@ def refused_arguments(rank: int) -> list[str]:
         lambda: group.shrink(quorum="most"),  # type: ignore[arg-type]
         lambda: pair.shrink(),
     ):
-        with pytest.raises(ValueError, match="positive|quorum|sub-group") as raised:
+        with pytest.raises(ValueError, match=r"positive|quorum|sub-group") as raised:
             call()
         texts.append(str(raised.value))
     assert total(group, 1.0) == 2.0

@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 #: torch.distributed's own default timeout.
-_TORCH_TIMEOUT = timedelta(minutes=30)
+TORCH_TIMEOUT = timedelta(minutes=30)
 
 Comm = AnyCommunicator | ProcessGroup | None
 F = TypeVar("F", bound=Callable[..., Any])
@@ -494,9 +494,9 @@ def init_process_group(
             raise
 
 
-def begin_torch(store: Store, rank: int, world_size: int) -> None:
-    """Initialises torch.distributed with gloo."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TORCH_TIMEOUT)
+def begin_torch(store: Store, rank: int, world_size: int, limit: timedelta = TORCH_TIMEOUT) -> None:
+    """Initialises torch.distributed with gloo. ``limit`` is the timeout of this, and of its operations."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _consistent(what: str, given: int, torchs: int) -> int:

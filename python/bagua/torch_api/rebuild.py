@@ -7,19 +7,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from bagua import config
 from bagua import group as neutral
 from bagua.errors import BaguaError, MismatchError, PeerLostError, PeerRaisedError
 from bagua.lifecycle import torch_state
 
-from . import communication
+from . import communication, torch_restart
 from .algorithms.base import Algorithm
 from .data_parallel import backend
 from .data_parallel.consistency import broadcast_optimizer, broadcast_tensors, gather_any
@@ -219,7 +216,7 @@ class _Plan:
         communicator: Communicator = _state.world
         self._take_state(communicator, self._source(communicator))
         if _state.initialised_torch_distributed:
-            _begin_torch_anew(world, communicator)
+            torch_restart.restart(world, communicator)
         refusal: Exception | None = None
         for model in self.models:
             try:
@@ -275,21 +272,3 @@ class _Plan:
             raise
         for model in self.models:
             model.progress = self._found[model.name]
-
-
-def _begin_torch_anew(world: neutral.Group, communicator: Communicator) -> None:
-    """Initialises torch.distributed for the ranks that are left, by a store of the lowest: the old one's server may have
-    been a rank that is gone.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    limit = timedelta(seconds=world.timeout)
-    store, host = None, world.communicator.listen_host
-    if world.rank == 0:
-        store = TCPStore(host, 0, world.size, True, limit, wait_for_workers=False)
-    host, port = communicator.broadcast_object((host, store.port if store is not None else 0))
-    if store is None:
-        store = TCPStore(host, port, world.size, False, limit, wait_for_workers=False)
-    communication.begin_torch(store, world.rank, world.size)
-    # Its server must not end with this function: rank 0's place in `stores` keeps it.
-    _state.stores[host, str(port)] = store
