@@ -51,13 +51,13 @@ class Rebuilt:
 def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] = "majority") -> Rebuilt:
     """Goes on with the ranks that are left, from the last completed step.
 
-    Called by every rank that is left after PeerLostError or PeerRaisedError. It waits, for ``timeout`` seconds (``None``:
-    the group's), for those that live and have not called. Then the models on the default group are wrapped as before,
-    on the new one, and all ranks have the parameters, buffers and optimizer state of the lowest rank with the most
-    completed steps, bitwise. Gradients are dropped: the step in flight is to be made again, with all its micro-batches.
-    Models on other groups are unwrapped, with a RuntimeWarning; all other groups are gone. ``RANK``, ``WORLD_SIZE``,
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the new ones, and torch.distributed is initialised anew if
-    ``init_process_group`` had initialised it.
+    Called by every rank that is left after PeerLostError or PeerRaisedError. It waits, for ``timeout`` seconds
+    (``None``: the group's), for those that live and have not called. Then the models on the default group are wrapped
+    as before, on the new one, and all ranks have the parameters, buffers and optimizer state of the lowest rank with
+    the most completed steps, bitwise. Gradients are dropped: the step in flight is to be made again, with all its
+    micro-batches. Models on other groups are unwrapped, with a RuntimeWarning; all other groups are gone. ``RANK``,
+    ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the new ones, and torch.distributed is initialised anew
+    if ``init_process_group`` had initialised it.
 
     ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that live and have not called,
     BaguaError says "quorum" and who may live on: after both, the call can be repeated. PeerLostError names this rank

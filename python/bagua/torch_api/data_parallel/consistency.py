@@ -174,8 +174,8 @@ def broadcast_optimizer(
 ) -> None:
     """Every rank's optimizer ends with the root's state and hyperparameters, whatever its own were.
 
-    The root says what there is, so ranks whose state is empty or longer cannot wait for messages that never come. ``own``
-    are parameters that are not communicated, whose state each rank keeps.
+    The root says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
+    ``own`` are parameters that are not communicated, whose state each rank keeps.
     """
     apart = {id(param) for param in own}
     leaves: list[torch.Tensor] = []
