@@ -104,7 +104,7 @@ class Group(Verbs):
     subgroup = new_group
 
     def shrink(self, timeout: float | None = None, quorum: Literal["majority", "any"] = "majority") -> Group:
-        """The group of the ranks that are left, in the order of their ranks here; this group and its sub-groups are left.
+        """The group of the ranks that are left, in the order of their ranks here. This one and its sub-groups are left.
 
         Every rank that is left calls it, after PeerLostError or PeerRaisedError, and waits up to `timeout` seconds
         (None: the group's) for those that live and have not called. After an exception of one rank all may be left. If

@@ -57,6 +57,8 @@ class TorchState:
         # so that a copied or pickled module is a plain one.
         self.wrapped: MutableMapping[Any, Any] = WeakIdKeyDictionary()
         self.module_names: MutableMapping[Any, str] = WeakIdKeyDictionary()
+        # What a call of rebuild() that raised had still to do: its _Plan.
+        self.rebuilding: Any = None
         # Numbers models in the order of their wrapping, which is the same on all ranks.
         self.wrapped_count = 0
 

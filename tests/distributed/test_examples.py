@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def test_the_example_ends_well_on_every_rank(name: str) -> None:
     world = World(2, timeout=240.0)
     assert world.run(run_example, name, []) == [0, 0]
     assert world.output[0].strip()
+
+
+def test_the_example_that_loses_a_rank_goes_on_without_it() -> None:
+    results = World(3, timeout=240.0, expect_exit={2: -signal.SIGKILL})
+    assert results.run(run_example, "shrink.py", []) == [0, 0, None]
+    assert "rank 1 is rank 1 of 2 from step 10: lost rank 2" in results.output[1]
+    assert "weights equal on all ranks" in results.output[0]
 
 
 def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -24,11 +24,16 @@ def pids_of(group: bagua.Group) -> list[int]:
     return [int(pid) for pid in pids[:, 0]]
 
 
+def for_ever(call: Callable[[], object]) -> None:
+    while True:
+        call()
+
+
 def until_lost(group: bagua.Group) -> bagua.PeerLostError:
     """Works until a rank is lost."""
+    x = np.ones(1000, np.float32)
     with pytest.raises(bagua.PeerLostError) as raised:
-        while True:
-            group.all_reduce(np.ones(1000, np.float32), "max")
+        for_ever(lambda: group.all_reduce(x, "max"))
     return raised.value
 
 
@@ -128,13 +133,10 @@ def smaller_half(rank: int) -> Any:
     if rank in (0, 3):
         os.kill(os.getpid(), signal.SIGSTOP)
     until_lost(group)
-    with pytest.raises(bagua.BaguaError) as refused:
-        # Until both are found to be lost.
-        while True:
-            group = group.shrink()
-            until_lost(group)
+    # Both missed their heartbeats at about the same time; three ranks never agree, because the third does not answer.
+    with pytest.raises(bagua.BaguaError, match="quorum") as refused:
+        group.shrink()
     text = str(refused.value)
-    # Where one of the two was found to be lost first, the others went on as three and then hear of the second.
     group = group.shrink(quorum="any")
     bagua.shutdown()
     if rank == 1:
@@ -147,7 +149,6 @@ def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -
     ends = {0: -signal.SIGKILL, 3: -signal.SIGKILL}
     results = world(4, env=HEARTBEAT, expect_exit=ends).run(smaller_half)
     for text, size in results[1:3]:
-        assert "quorum" in text
         assert "may live on" in text
         assert size == 2
 
@@ -160,8 +161,7 @@ def after_an_exception(rank: int) -> Any:
     if rank == 2:
         bagua.lifecycle.report(ValueError, ValueError("bad number"))
     with pytest.raises(bagua.PeerRaisedError):
-        while True:
-            group.barrier()
+        for_ever(group.barrier)
     group = group.shrink()
     result = total(group, 1.0), group.former_ranks
     bagua.shutdown()
@@ -204,7 +204,7 @@ def refused_arguments(rank: int) -> list[str]:
         lambda: group.shrink(quorum="most"),  # type: ignore[arg-type]
         lambda: pair.shrink(),
     ):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(ValueError, match=r"positive|quorum|sub-group") as raised:
             call()
         texts.append(str(raised.value))
     assert total(group, 1.0) == 2.0

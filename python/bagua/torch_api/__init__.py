@@ -50,6 +50,7 @@ from .communication import (
 )
 from .distributed import BaguaModule, no_sync, unwrap, with_bagua
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
+from .rebuild import Rebuilt, rebuild
 from .tensor import BaguaTensor
 
 patches.apply()
@@ -57,6 +58,7 @@ patches.apply()
 __all__ = [
     "BaguaModule",
     "BaguaTensor",
+    "Rebuilt",
     "ReduceOp",
     "algorithms",
     "allgather",
@@ -95,6 +97,7 @@ __all__ = [
     "moe",
     "new_group",
     "no_sync",
+    "rebuild",
     "recv",
     "reduce",
     "reduce_inplace",

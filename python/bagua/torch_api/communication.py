@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 #: torch.distributed's own default timeout.
-_TORCH_TIMEOUT = timedelta(minutes=30)
+TORCH_TIMEOUT = timedelta(minutes=30)
 
 Comm = AnyCommunicator | ProcessGroup | None
 F = TypeVar("F", bound=Callable[..., Any])
@@ -487,17 +487,16 @@ def init_process_group(
     if not foreign:
         _state.initialised_torch_distributed = True
         try:
-            dist.init_process_group(
-                "gloo",
-                # A prefix of its own for each group: torch uses the same keys for every group.
-                store=PrefixStore(f"bagua/{config.attempt()}/torch{number}", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=_TORCH_TIMEOUT,
-            )
+            # A prefix of its own for each group: torch uses the same keys for every group.
+            begin_torch(PrefixStore(f"bagua/{config.attempt()}/torch{number}", store), rank, world_size)
         except BaseException:
             neutral.shutdown()
             raise
+
+
+def begin_torch(store: Store, rank: int, world_size: int, limit: timedelta = TORCH_TIMEOUT) -> None:
+    """Initialises torch.distributed with gloo. ``limit`` is the timeout of this, and of its operations."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _consistent(what: str, given: int, torchs: int) -> int:
@@ -537,7 +536,8 @@ def _open_store(rank: int, world_size: int) -> Store:
         raise BaguaTimeoutError(text, missing=(0,), after=limit, noticed_by=rank) from failure
 
 
-def _end_torch() -> None:
+def end_torch() -> None:
+    """Destroys torch.distributed's group if it is ours."""
     if _state.initialised_torch_distributed:
         _state.initialised_torch_distributed = False
         if dist.is_initialized():
@@ -561,11 +561,17 @@ def _join(store: Store, rank: int, world_size: int, local_rank: int, local_world
     neutral.set_default(world)
     if _leave not in process.shutdown_hooks:
         process.shutdown_hooks.append(_leave)
-    group = BaguaProcessGroup(range(world.size), None, world.name)
-    _state.default_group, _state.world = group, Communicator(world)
-    group.adopt(_state.world)
-    _remember(group)
+    set_world(world)
     return number
+
+
+def set_world(world: neutral.Group) -> Communicator:
+    """Makes a group of all ranks that of the default process group, and returns its communicator."""
+    group, communicator = BaguaProcessGroup(range(world.size), None, world.name), Communicator(world)
+    _state.default_group, _state.world = group, communicator
+    group.adopt(communicator)
+    _remember(group)
+    return communicator
 
 
 def _master() -> tuple[str, int] | None:
@@ -577,7 +583,7 @@ def _leave() -> None:
     """The shutdown hook of this layer, called before the group leaves."""
     backend.shut_down_all()
     _state.forget_groups()
-    _end_torch()
+    end_torch()
 
 
 def destroy_process_group() -> None:

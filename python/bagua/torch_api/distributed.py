@@ -139,6 +139,7 @@ def _end_all() -> None:
         ddp.close(at_exit=True)
     _wrapped.clear()
     _state.wrapped_count = 0
+    _state.rebuilding = None
 
 
 process.shutdown_hooks.append(_end_all)

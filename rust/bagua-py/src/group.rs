@@ -142,6 +142,12 @@ impl Communicator {
         self.group().machines()
     }
 
+    /// The IP address on which this rank listens for the others.
+    #[getter]
+    fn listen_host(&self) -> String {
+        self.group().listen_host().to_string()
+    }
+
     /// Number of the membership: 1 for a group that was joined, and grows with every `shrink`.
     #[getter]
     fn view(&self) -> u64 {

@@ -32,7 +32,7 @@ def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exc
     digests = _gather(communicator, hashlib.sha256(text).digest())
     if failure is None and len(set(digests)) == 1:
         return
-    everybody = [json.loads(other) for other in _gather_any(communicator, text)]
+    everybody = [json.loads(other) for other in gather_any(communicator, text)]
     if failure is not None:
         raise failure
     for rank, (verdict, *theirs) in enumerate(everybody):
@@ -54,7 +54,7 @@ def _gather(communicator: Communicator, data: bytes) -> list[bytes]:
     return [piece.numpy().tobytes() for piece in everybody.chunk(communicator.nranks())]
 
 
-def _gather_any(communicator: Communicator, data: bytes) -> list[bytes]:
+def gather_any(communicator: Communicator, data: bytes) -> list[bytes]:
     """Every rank's bytes."""
     sizes = [int.from_bytes(size, "little") for size in _gather(communicator, len(data).to_bytes(8, "little"))]
     padded = _gather(communicator, data.ljust(max(sizes), b"\0"))
@@ -84,8 +84,8 @@ def _window(room: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tenso
     return room[start : start + size].view(tensor.dtype).view(tensor.shape)
 
 
-def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Every rank gets rank 0's values, whatever the dtypes are. ``broadcast(tensor)`` sends bytes from rank 0.
+def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
+    """Every rank gets the root's values, whatever the dtypes are. ``broadcast(tensor)`` sends bytes from the root.
 
     Version counters stay as they are: autograd may have saved a buffer for a backward that is still to come.
     """
@@ -95,7 +95,7 @@ def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]
         return _nothing
 
     for batch in _batches(tensors):
-        _start_batch(at_once, rank, batch)()
+        _start_batch(at_once, rank == root, batch)()
 
 
 def start_broadcast(
@@ -105,7 +105,7 @@ def start_broadcast(
 
     ``start(tensor)`` starts to send bytes from rank 0, and returns the wait for them.
     """
-    waits = [_start_batch(start, rank, batch) for batch in _batches(tensors)]
+    waits = [_start_batch(start, rank == 0, batch) for batch in _batches(tensors)]
 
     def wait() -> None:
         for each in waits:
@@ -132,18 +132,18 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _start_batch(
-    start: Callable[[torch.Tensor], Callable[[], None]], rank: int, batch: Sequence[torch.Tensor]
+    start: Callable[[torch.Tensor], Callable[[], None]], sends: bool, batch: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
     room, starts = pack(batch)
     windows = [_window(room, begin, tensor) for begin, tensor in zip(starts, batch, strict=True)]
-    if rank == 0:
+    if sends:
         for window, tensor in zip(windows, batch, strict=True):
             window.copy_(tensor)
     wait = start(room)
 
     def finish() -> None:
         wait()
-        if rank != 0:
+        if not sends:
             for window, tensor in zip(windows, batch, strict=True):
                 tensor.copy_(window)
 
@@ -166,12 +166,16 @@ class _Slot:
 
 
 def broadcast_optimizer(
-    communicator: Communicator, broadcast: Any, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor] = ()
+    communicator: Communicator,
+    broadcast: Any,
+    optimizer: torch.optim.Optimizer,
+    own: Sequence[torch.Tensor] = (),
+    root: int = 0,
 ) -> None:
-    """Every rank's optimizer ends with rank 0's state and hyperparameters, whatever its own were.
+    """Every rank's optimizer ends with the root's state and hyperparameters, whatever its own were.
 
-    Rank 0 says what there is, so ranks whose state is empty or longer cannot wait for messages that never come. ``own``
-    are parameters that are not communicated, whose state each rank keeps.
+    The root says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
+    ``own`` are parameters that are not communicated, whose state each rank keeps.
     """
     apart = {id(param) for param in own}
     leaves: list[torch.Tensor] = []
@@ -189,16 +193,16 @@ def broadcast_optimizer(
         return _rebuilt(value, put_in)
 
     rank = communicator.rank()
-    if rank == 0:
+    if rank == root:
         state = optimizer.state_dict()
         for number, param in _numbered(optimizer, state):
             if id(param) in apart:
                 state["state"].pop(number, None)
-        communicator.broadcast_object(take_out(state))
-        broadcast_tensors(broadcast, rank, leaves)
+        communicator.broadcast_object(take_out(state), root)
+        broadcast_tensors(broadcast, rank, leaves, root)
     else:
-        state = put_in(communicator.broadcast_object(None))
-        broadcast_tensors(broadcast, rank, leaves)
+        state = put_in(communicator.broadcast_object(None, root))
+        broadcast_tensors(broadcast, rank, leaves, root)
         kept = {param: entry for param, entry in optimizer.state.items() if id(param) in apart}
         optimizer.load_state_dict(state)
         optimizer.state.update(kept)

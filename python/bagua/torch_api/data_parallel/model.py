@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -152,6 +152,17 @@ class _EndOfBackward:
             ddp.after_any_backward()
 
 
+class Progress(NamedTuple):
+    """How far the training of a model has come."""
+
+    #: Completed steps of the first optimizer.
+    steps: int = 0
+    #: Number of the step after the last completed one.
+    next_step: int = 0
+    #: Training forwards up to the last completed step.
+    forwards: int = 0
+
+
 class BaguaDistributedDataParallel:
     """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
 
@@ -170,6 +181,7 @@ class BaguaDistributedDataParallel:
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         bucket_size: int | None = None,
+        broadcast_state: bool = True,
     ) -> None:
         communicator = process_group.get_global_communicator()
         if not isinstance(communicator, Communicator):
@@ -189,6 +201,9 @@ class BaguaDistributedDataParallel:
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
+        #: At the end of the last completed step.
+        self.progress = Progress()
+        self.algorithm = algorithm
         # From the first forward of a step until its backward has ended.
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
@@ -208,7 +223,8 @@ class BaguaDistributedDataParallel:
         self.backend = backends.Backend(name, process_group)
         backends.adopt(self.backend)
         try:
-            self._broadcast_state()
+            if broadcast_state:
+                self._broadcast_state()
             self._init_algorithm()
             self._hook(module)
         except BaseException:
@@ -305,6 +321,8 @@ class BaguaDistributedDataParallel:
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (ddp := this()) is not None:
+                if optimizer is ddp.bagua_optimizers[0]:
+                    ddp.progress = Progress(ddp.progress.steps + 1, ddp.step + 1, ddp.bagua_train_step_counter)
                 ddp._post_step_hook(optimizer)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -366,6 +384,13 @@ class BaguaDistributedDataParallel:
         if self._in_step:
             self._end_broken_step()
         self.step = step - 1
+        self.progress = self.progress._replace(next_step=step)
+
+    def resume(self, progress: Progress) -> None:
+        """Goes on after the last completed step of a model that was wrapped before."""
+        self.progress = progress
+        self.bagua_train_step_counter = progress.forwards
+        self.restart(progress.next_step)
 
     def send_buffers(self) -> None:
         """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""

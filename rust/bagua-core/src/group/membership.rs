@@ -1,6 +1,7 @@
 //! A connected group: its lanes, arenas and sub-groups, failing it and leaving it.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -147,6 +148,11 @@ impl Group {
     /// The counters of the group.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.membership.stats
+    }
+
+    /// The address on which this rank listens for the others.
+    pub fn listen_host(&self) -> IpAddr {
+        self.membership.control.plane.config.listen.ip()
     }
 
     /// Number of the membership of the world group, which grows with each [`Group::shrink`].

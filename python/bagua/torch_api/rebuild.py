@@ -1,0 +1,274 @@
+"""``rebuild()``: the ranks that are left of a failed job go on with its training, in memory."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from bagua import config
+from bagua import group as neutral
+from bagua.errors import BaguaError, MismatchError, PeerLostError, PeerRaisedError
+from bagua.lifecycle import torch_state
+
+from . import communication, torch_restart
+from .algorithms.base import Algorithm
+from .data_parallel import backend
+from .data_parallel.consistency import broadcast_optimizer, broadcast_tensors, gather_any
+from .data_parallel.model import BaguaDistributedDataParallel, Progress
+from .process_group import Communicator, ProcessGroup
+
+__all__ = ["Rebuilt", "rebuild"]
+
+_state = torch_state()
+_wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = _state.wrapped
+
+#: How long a failure of torch.distributed waits for the report of a lost rank that may have caused it, in seconds.
+_CAUSE_GRACE = 0.5
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What :func:`rebuild` returns."""
+
+    #: This process's rank now.
+    rank: int
+    #: Ranks now.
+    world_size: int
+    #: Former rank of each rank.
+    ranks: tuple[int, ...]
+    #: Former ranks that are gone.
+    lost: tuple[int, ...]
+    #: Completed steps of each model's first optimizer, by module name.
+    steps: dict[str, int]
+
+
+def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] = "majority") -> Rebuilt:
+    """Goes on with the ranks that are left, from the last completed step.
+
+    Called by every rank that is left after PeerLostError or PeerRaisedError. It waits, for ``timeout`` seconds
+    (``None``: the group's), for those that live and have not called. Then the models on the default group are wrapped
+    as before, on the new one, and all ranks have the parameters, buffers and optimizer state of the lowest rank with
+    the most completed steps, bitwise. Gradients are dropped: the step in flight is to be made again, with all its
+    micro-batches. Models on other groups are unwrapped, with a RuntimeWarning; all other groups are gone. ``RANK``,
+    ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the new ones, and torch.distributed is initialised anew
+    if ``init_process_group`` had initialised it.
+
+    ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that live and have not called,
+    BaguaError says "quorum" and who may live on: after both, the call can be repeated. PeerLostError names this rank
+    when the others went on without it. An error of an algorithm that cannot work with so many ranks is raised on all of
+    them; its model is unwrapped then, and the group works.
+    """
+    default = communication._get_default_group()
+    world: neutral.Group = communication._world().group
+    until = time.monotonic() + (world.timeout if timeout is None else timeout)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout} s; it must be positive")
+    while True:
+        world = world._shrink(max(until - time.monotonic(), 0.001), quorum)
+        if _state.rebuilding is None:
+            _state.rebuilding = _Plan(default)
+        plan: _Plan = _state.rebuilding
+        plan.take_over(world)
+        try:
+            return plan.carry_out(world)
+        except Exception:
+            if not _has_lost(world):
+                raise
+
+
+def _has_lost(world: neutral.Group) -> bool:
+    """Whether the group lost a rank or a rank raised, so that it is to be rebuilt once more."""
+    until = time.monotonic() + _CAUSE_GRACE
+    while time.monotonic() < until:
+        try:
+            world.communicator.cause()
+        except (PeerLostError, PeerRaisedError):
+            return True
+        except BaguaError:
+            return False
+        time.sleep(0.01)
+    return False
+
+
+@dataclass
+class _Model:
+    """A model that is wrapped again."""
+
+    name: str
+    module: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    algorithm: Algorithm
+    #: The keyword arguments of ``with_bagua``.
+    options: dict[str, Any]
+    do_flatten: bool
+    #: Names of parameters and buffers that each rank has for itself.
+    ignored: frozenset[str]
+    progress: Progress
+
+    @staticmethod
+    def of(ddp: BaguaDistributedDataParallel) -> _Model:
+        """As it is wrapped now."""
+        return _Model(
+            ddp.bagua_module_name,
+            ddp.module,
+            ddp.bagua_optimizers,
+            ddp.algorithm,
+            {
+                "find_unused_parameters": ddp.find_unused_parameters,
+                "broadcast_buffers": ddp.broadcast_buffers,
+                "bucket_size": ddp.bucket_size,
+            },
+            ddp.do_flatten,
+            ddp.parameters_to_ignore,
+            ddp.progress,
+        )
+
+    def end(self) -> None:
+        """Ends what communicates for it, if anything does, and drops its gradients."""
+        ddp = _wrapped.pop(self.module, None)
+        if ddp is not None:
+            ddp.close(at_exit=True)
+        for param in self.module.parameters():
+            param.grad = None
+
+    def wrap(self, group: ProcessGroup) -> None:
+        """Wraps it; its state is the same on all ranks already."""
+        ddp = _wrapped[self.module] = BaguaDistributedDataParallel(
+            self.module,
+            self.optimizers,
+            self.algorithm,
+            group,
+            self.do_flatten,
+            name=self.name,
+            broadcast_state=False,
+            **self.options,
+        )
+        ddp.resume(self.progress)
+
+    def state(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers that all ranks share."""
+        for named in (self.module.named_parameters(), self.module.named_buffers()):
+            yield from (tensor for name, tensor in named if name not in self.ignored)
+
+    def own(self) -> list[torch.Tensor]:
+        """Parameters that each rank has for itself."""
+        return [param for name, param in self.module.named_parameters() if name in self.ignored]
+
+    def copy_of_state(self) -> Callable[[], None]:
+        """Copies what the ranks share, and returns a function that restores it."""
+        tensors = [(tensor.data, tensor.detach().clone()) for tensor in self.state()]
+        # Loading a state replaces an optimizer's tensors: the old ones keep their values.
+        optimizers = [(optimizer, optimizer.state_dict()) for optimizer in self.optimizers]
+
+        def restore() -> None:
+            for tensor, values in tensors:
+                tensor.copy_(values)
+            for optimizer, state in optimizers:
+                optimizer.load_state_dict(state)
+
+        return restore
+
+
+class _Plan:
+    """What is left to do after the ranks agreed on a smaller group. It can be begun anew when one more is lost."""
+
+    def __init__(self, default: ProcessGroup) -> None:
+        #: By name, in ascending order: the same order on all ranks.
+        self.models: list[_Model] = []
+        # Former rank of each rank, of the group that rebuild() was called for.
+        self._ranks = list(default.ranks)
+        self._former_size = len(default.ranks)
+        for module, ddp in list(_wrapped.items()):
+            if ddp.process_group is default:
+                self.models.append(_Model.of(ddp))
+            else:
+                del _wrapped[module]
+                ddp.close(at_exit=True)
+                text = f"model {ddp.bagua_module_name!r} is unwrapped: {ddp.process_group} is gone"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+        self.models.sort(key=lambda model: model.name)
+
+    def take_over(self, world: neutral.Group) -> None:
+        """Makes the group that of this process."""
+        former = world.former_ranks
+        assert former is not None
+        self._ranks = [self._ranks[rank] for rank in former]
+        for model in self.models:
+            model.end()
+        backend.shut_down_all()
+        _state.forget_groups()
+        communication.set_world(world)
+        config.announce(
+            RANK=str(world.rank),
+            WORLD_SIZE=str(world.size),
+            LOCAL_RANK=str(world.local_rank),
+            LOCAL_WORLD_SIZE=str(world.local_world_size),
+        )
+
+    def carry_out(self, world: neutral.Group) -> Rebuilt:
+        """Makes the ranks equal and wraps the models."""
+        communicator: Communicator = _state.world
+        self._take_state(communicator, self._source(communicator))
+        if _state.initialised_torch_distributed:
+            torch_restart.restart(world, communicator)
+        refusal: Exception | None = None
+        for model in self.models:
+            try:
+                model.wrap(_state.default_group)
+            except Exception as error:
+                # On all ranks, or the group has failed, which the next call finds.
+                refusal = refusal or error
+        communicator.barrier()
+        _state.rebuilding = None
+        if refusal is not None:
+            raise refusal
+        lost = tuple(rank for rank in range(self._former_size) if rank not in self._ranks)
+        steps = {model.name: model.progress.steps for model in self.models}
+        return Rebuilt(world.rank, world.size, tuple(self._ranks), lost, steps)
+
+    def _source(self, communicator: Communicator) -> int:
+        """The lowest rank with the most completed steps of all models, whose progress every rank takes over."""
+        own = json.dumps({model.name: model.progress for model in self.models}).encode()
+        everybody = [
+            {name: Progress(*progress) for name, progress in json.loads(said).items()}
+            for said in gather_any(communicator, own)
+        ]
+        for rank, said in enumerate(everybody):
+            if said.keys() != everybody[0].keys():
+                raise MismatchError(
+                    f"the ranks' models differ: rank 0 has {sorted(everybody[0])}, rank {rank} has {sorted(said)}"
+                )
+        # Every rank makes the steps of its models in the same order, so that the sum says who is ahead.
+        done = [sum(progress.steps for progress in said.values()) for said in everybody]
+        source = done.index(max(done))
+        self._found = everybody[source]
+        return source
+
+    def _take_state(self, communicator: Communicator, source: int) -> None:
+        """Every rank gets the source's state. When the source is lost meanwhile, every rank has its own again."""
+        rank = communicator.rank()
+
+        def broadcast(room: torch.Tensor) -> None:
+            communicator.broadcast(room, source)
+
+        restore: list[Callable[[], None]] = []
+        try:
+            for model in self.models:
+                if rank != source:
+                    restore.append(model.copy_of_state())
+                broadcast_tensors(broadcast, rank, model.state(), source)
+                for optimizer in model.optimizers:
+                    broadcast_optimizer(communicator, broadcast, optimizer, model.own(), source)
+            communicator.barrier()
+        except BaseException:
+            for each in restore:
+                each()
+            raise
+        for model in self.models:
+            model.progress = self._found[model.name]
