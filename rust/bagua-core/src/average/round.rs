@@ -84,15 +84,16 @@ impl Rounds {
 
     fn round(&mut self) -> Result<()> {
         let begin = Instant::now();
-        let own = {
+        let (own, calls) = {
             let mut control = self.shared.lock();
             control.in_round = control.takes_part;
-            Status {
+            let own = Status {
                 takes_part: control.takes_part,
-                synchronizes: control.takes_part && control.synchronizing > 0,
+                synchronizes: control.takes_part && !control.synchronizing.is_empty(),
                 view: self.view,
                 exchanges: self.exchanges,
-            }
+            };
+            (own, control.synchronize_calls)
         };
         let all = self.peers.exchange(own)?;
         let set: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].takes_part).collect();
@@ -120,7 +121,10 @@ impl Rounds {
         if own.takes_part {
             let mut control = self.shared.lock();
             control.in_round = false;
-            control.synchronized += u64::from(synchronizes);
+            if synchronizes {
+                control.synchronized = calls;
+                control.synchronizing.retain(|call| *call > calls);
+            }
             let stats = &mut control.stats;
             stats.rounds += 1;
             stats.round = begin.elapsed();
@@ -138,7 +142,7 @@ impl Rounds {
     fn average(&mut self, set: &[usize], synchronizes: bool) -> Result<u64> {
         let Rounds { shared, peers, parts, settings, exchanges, .. } = self;
         let Some(lanes) = peers.lanes(set, &settings.name)? else { return Ok(0) };
-        let mut held = hold(parts);
+        let mut held = hold(shared, parts)?;
         let steps = shared.steps.load(Relaxed);
         if let Some(guard) = &held {
             for part in parts.iter_mut() {
@@ -178,7 +182,7 @@ impl Rounds {
         // Invariant 2: whoever passes this knows that all have the average.
         lanes.global.barrier(&options)?;
         if held.is_none() {
-            held = hold(parts);
+            held = hold(shared, parts)?;
         }
         let passed = shared.steps.load(Relaxed) - steps;
         if let Some(guard) = &held {
@@ -196,6 +200,14 @@ impl Rounds {
 }
 
 /// Takes the weight lock, which all parts share.
-fn hold(parts: &[Part]) -> Option<WeightGuard> {
-    parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING))
+///
+/// # Errors
+/// `Aborted` when the thread has to end: whoever ended it may not have waited for a lock that somebody else held, and the weights may
+/// be gone.
+fn hold(shared: &Shared, parts: &[Part]) -> Result<Option<WeightGuard>> {
+    let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
+    if shared.lock().stopping {
+        return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
+    }
+    Ok(guard)
 }
