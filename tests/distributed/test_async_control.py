@@ -101,14 +101,11 @@ def a_model_that_is_gone_leaves_nothing(rank: int) -> None:
         rounds_pass(model)
         bagua.barrier()
 
+    # Collecting what is in cycles is slow beside torch.
     use()
-    gc.collect()
-    bagua.barrier()
     before = in_use()
     for _ in range(3):
         use()
-        gc.collect()
-        bagua.barrier()
     threads, descriptors, maps = in_use()
     assert threads <= before[0]
     assert descriptors <= before[1] + 2
