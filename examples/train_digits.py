@@ -24,7 +24,7 @@ from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
 #: Algorithms whose ranks have different weights between, or also after, their communications.
-APART = ("decentralized", "local_sgd", "diloco")
+APART = ("decentralized", "local_sgd", "diloco", "async")
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -66,7 +66,10 @@ def training(model: nn.Module, arguments: argparse.Namespace) -> tuple[torch.opt
     if name == "qadam":
         optimizer = QAdamOptimizer(model.parameters(), lr, warmup_steps=30)
         options["q_adam_optimizer"] = optimizer
-    if name not in ("gradient_allreduce", "powersgd"):
+    if name == "async":
+        # Several rounds in each epoch of this small model; by default they are half a second apart.
+        options["sync_interval_ms"], options["warmup_steps"] = 20, 20
+    elif name not in ("gradient_allreduce", "powersgd"):
         options["hierarchical"] = False
     if name == "diloco":
         options["communication_interval"] = 10
@@ -143,6 +146,10 @@ def main() -> int:
             bar.set_postfix(epoch=epoch + 1, loss=f"{loss.item():.4f}")
     seconds = time.perf_counter() - started
 
+    if arguments.algorithm == "async":
+        # The ranks have made their last steps, each at its time: one round more makes their weights equal.
+        model.bagua_algorithm.synchronize(model)
+        model.bagua_algorithm.abort(model)
     equal, apart = weights_are_equal(model), arguments.algorithm.endswith(APART)
     right = accuracy(model, test)
     stats = bagua.stats()["groups"]["world"]

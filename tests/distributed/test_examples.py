@@ -24,7 +24,7 @@ def run_example(rank: int, name: str, arguments: list[str]) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["moe.py", "sync_batchnorm.py", "cached_dataset.py", "fused_optimizer.py"])
+@pytest.mark.parametrize("name", ["moe.py", "sync_batchnorm.py", "cached_dataset.py", "fused_optimizer.py", "async.py"])
 def test_the_example_ends_well_on_every_rank(name: str) -> None:
     if name == "cached_dataset.py":
         for package in ("lmdb", "msgpack", "redis", "xxhash"):

@@ -197,6 +197,20 @@ fn synchronize_makes_all_ranks_equal_long_before_the_next_round() {
 }
 
 #[test]
+fn each_call_of_synchronize_is_one_round() {
+    on_all(3, Duration::from_secs(3600), None, |rank, barrier| {
+        for count in 1..=200 {
+            let call = rank.averager.synchronize().unwrap();
+            assert_eq!(call.wait(LONG), Waited::Done(Ok(())));
+            // The thread looks for work before the call is given up.
+            std::thread::yield_now();
+            assert_eq!(rank.rounds(), count);
+        }
+        barrier.wait();
+    });
+}
+
+#[test]
 fn synchronize_names_the_ranks_that_never_call() {
     on_all(3, INTERVAL, None, |rank, barrier| {
         if rank.rank != 1 {

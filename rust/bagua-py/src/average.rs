@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use bagua_core::average as core;
-use bagua_core::error::{Error, Progress};
+use bagua_core::codec::Codec;
+use bagua_core::error::{Error, Progress, Result};
+use bagua_core::group::Door;
 use bagua_core::memory::{self, Owner};
 use bagua_core::wait::{Waited, wait_in_slices};
 use pyo3::prelude::*;
@@ -15,6 +17,7 @@ use pyo3::types::PyDict;
 use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
+use crate::tensor;
 
 /// The number of the calling thread among the owners of weight locks.
 fn this_thread() -> Owner {
@@ -57,7 +60,7 @@ impl WeightLock {
             return Ok(());
         }
         let begin = Instant::now();
-        let taken = interrupt::wait_in_slices(py, |slice, between| {
+        let taken = interrupt::wait_in_slices(py, None, |slice, between| {
             let wait = |limit| if request.wait(limit) { Waited::Done(Ok(())) } else { Waited::Pending };
             wait_in_slices(None, slice, wait, between, |_| Error::other("a wait without a limit"))
         });
@@ -147,7 +150,7 @@ impl Averager {
         let timeout = seconds("timeout", timeout)?;
         self.core.abort();
         let timed_out = |after| self.timed_out(after, "the end of a round of averaging");
-        interrupt::wait_in_slices(py, |slice, between| {
+        interrupt::wait_in_slices(py, None, |slice, between| {
             wait_in_slices(Some(timeout), slice, |limit| self.core.wait_aborted(limit), between, timed_out)
         })
     }
@@ -162,9 +165,29 @@ impl Averager {
         let timeout = seconds("timeout", timeout)?;
         let call = self.core.synchronize().map_err(|e| errors::raise(py, e))?;
         let timed_out = |after| call.timed_out(after, self.rank);
-        interrupt::wait_in_slices(py, |slice, between| {
+        interrupt::wait_in_slices(py, None, |slice, between| {
             wait_in_slices(Some(timeout), slice, |limit| call.wait(limit), between, timed_out)
         })
+    }
+
+    /// Waits for at most `timeout` seconds until a newcomer's weights are the average of a round in which its own did not count.
+    fn wait_joined(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let timeout = seconds("timeout", timeout)?;
+        let timed_out = |after| self.timed_out(after, "the first round of averaging");
+        interrupt::wait_in_slices(py, None, |slice, between| {
+            wait_in_slices(Some(timeout), slice, |limit| self.core.wait_joined(limit), between, timed_out)
+        })
+    }
+
+    /// The caller's count of forwards, which a newcomer takes over from the job.
+    #[getter]
+    fn forwards(&self) -> u64 {
+        self.core.forwards()
+    }
+
+    /// Sets the caller's count of forwards.
+    fn set_forwards(&self, forwards: u64) {
+        self.core.set_forwards(forwards);
     }
 
     /// The optimizer made a step.
@@ -196,6 +219,8 @@ impl Averager {
         dict.set_item("payload_bytes", stats.payload_bytes)?;
         dict.set_item("wire_bytes_sent", stats.wire_bytes_sent)?;
         dict.set_item("wire_bytes_received", stats.wire_bytes_received)?;
+        dict.set_item("lost", stats.lost)?;
+        dict.set_item("joined", stats.joined)?;
         Ok(dict)
     }
 }
@@ -211,7 +236,15 @@ impl Averager {
 pub fn settings(
     name: &str,
     interval: f64,
-    codec: Option<Arc<dyn bagua_core::codec::Codec>>,
+    codec: Option<Arc<dyn Codec>>,
+    elastic: Option<(Arc<Door>, [u8; 32])>,
 ) -> PyResult<core::Settings> {
-    Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec })
+    let elastic = elastic.map(|(door, digest)| core::Elastic { door, digest });
+    Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec, elastic })
+}
+
+/// Memory that is used under a lock: a list of (address, count, dtype).
+pub fn weights_at(py: Python<'_>, list: Vec<(usize, usize, u8)>, lock: &WeightLock) -> PyResult<Vec<memory::Weights>> {
+    let one = |(address, count, dtype)| tensor::weights_at(address, count, tensor::dtype(dtype)?, lock.core());
+    list.into_iter().map(one).collect::<Result<_>>().map_err(|e| errors::raise(py, e))
 }

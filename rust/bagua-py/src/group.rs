@@ -19,6 +19,7 @@ use pyo3::types::PyDict;
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
+use crate::door::Door;
 use crate::engine::{Engine, Handle};
 use crate::errors::{self, Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
@@ -360,7 +361,11 @@ impl Communicator {
     /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
     /// ranks, through a codec if there is one. Every rank of the group calls it, in the same order.
     ///
-    /// The caller promises that the addresses stay valid until the averager has stopped, and that the weights are used under `lock`.
+    /// In an elastic job `door` is this rank's: ranks that are lost leave the averaging, and processes that come in through a door get
+    /// the average, and a rank's `buffers`; `digest` is that of what must be equal on all ranks.
+    ///
+    /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
+    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers=vec![], door=None, digest=[0; 32]))]
     fn averager(
         &self,
         py: Python<'_>,
@@ -369,15 +374,17 @@ impl Communicator {
         lock: &WeightLock,
         interval: f64,
         codec: Option<&Codec>,
+        buffers: Vec<(usize, usize, u8)>,
+        door: Option<&Door>,
+        digest: [u8; 32],
     ) -> PyResult<Averager> {
-        let settings = average::settings(name, interval, codec.map(Codec::core))?;
-        let weights_at =
-            |(address, count, dtype)| tensor::weights_at(address, count, tensor::dtype(dtype)?, lock.core());
-        let weights = weights.into_iter().map(weights_at).collect::<Result<Vec<_>>>();
-        let weights = weights.map_err(|e| errors::raise(py, e))?;
+        let elastic = door.map(|door| (door.core(), digest));
+        let settings = average::settings(name, interval, codec.map(Codec::core), elastic)?;
+        let weights = average::weights_at(py, weights, lock)?;
+        let model = core_average::Model { weights, buffers: average::weights_at(py, buffers, lock)? };
         let group = self.group();
-        let start = || self.core.run(|lane| core_average::Averager::start(group, lane, weights, settings));
-        let core = gil::run_released(py, group, start)?;
+        let start = || self.core.run(|lane| core_average::Averager::start(group, lane, model, settings));
+        let core = gil::run_released(py, group, &self.origin, start)?;
         Ok(Averager::of(core, group.ranks()[group.rank()]))
     }
 

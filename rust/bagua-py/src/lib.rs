@@ -9,6 +9,7 @@
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`codec`] | `Codec`: compression |
+//! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
@@ -26,6 +27,7 @@ mod average;
 mod bootstrap;
 mod call_user;
 mod codec;
+mod door;
 mod engine;
 mod errors;
 mod fast_path;
@@ -49,6 +51,8 @@ mod _bagua {
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
     use crate::codec::Codec;
+    #[pymodule_export]
+    use crate::door::Door;
     #[pymodule_export]
     use crate::engine::{AsyncModelAverage, Bucket, Engine, Handle, check_peer_selection, wait_for_callbacks};
     #[pymodule_export]

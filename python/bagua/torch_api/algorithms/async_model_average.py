@@ -29,8 +29,9 @@ from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedMode
 #: Seconds that a training may pause between a forward and its backward before a round goes on without it.
 _PAUSE = 1.0
 
-#: Seconds that an optimizer's first step may take before a round takes it for one that raised.
-_FIRST_STEP = 5.0
+#: Seconds after which an optimizer's step whose end was not heard of counts as over: somebody keeps the exception that
+#: it raised, and with it the frames of the step.
+_STEP = 60.0
 
 
 def check_options(peer_selection_mode: str, sync_interval_ms: float, warmup_steps: int) -> None:
@@ -93,11 +94,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._aborted = False
         # Completed steps of the first optimizer.
         self._steps = 0
-        # A forward with gradients came, and the end of its backward has not.
-        self._awaits_backward = False
-        # When the optimizer that runs began its step, and the longest step so far, in seconds.
-        self._step_began: float | None = None
-        self._longest_step = 0.0
+        # Forwards with gradients whose backward has not ended, and until when they keep the lock (time.monotonic): None
+        # until the first of them is over.
+        self._awaited = 0
+        self._awaited_until: float | None = None
+        # Steps of optimizers that run; several when one calls another's.
+        self._stepping = 0
         # The averaging thread reads and writes it until it has stopped.
         self._memory: list[torch.Tensor] = []
 
@@ -108,11 +110,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._weights is None
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """ValueError without ``do_flatten``; TypeError for parameters that are complex or that the codec does not
-        encode, by name.
+        """ValueError without ``do_flatten``, and for a warm-up without an optimizer whose steps count; TypeError for
+        parameters that are complex or that the codec does not encode, by name.
         """
         if not bagua_ddp.do_flatten:
             raise ValueError("asynchronous averaging needs the weights in buckets of their own: do_flatten=True")
+        if self.warmup_steps and not bagua_ddp.bagua_optimizers:
+            raise ValueError(
+                f"a warm-up of {self.warmup_steps} steps of the first optimizer, but with_bagua was given none"
+            )
         parameters = bagua_ddp.bagua_build_params()
         check_floating(parameters)
         codec = raw_codec(self.compression)
@@ -190,18 +196,19 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if with_grad:
             self._averager.check()
         self._lock.begin_training()
-        self._awaits_backward = self._awaits_backward or with_grad
         if with_grad:
+            if not self._awaited:
+                self._awaited_until = None
+            self._awaited += 1
             self._weights.move_back()
 
     def forward_ends(self, bagua_ddp: WrappedModel) -> None:
-        """After a forward with gradients the lock is kept for its backward, and for others after a second."""
+        """After a forward with gradients the lock is kept for its backward, for a second."""
         if self._averager is None:
             return
-        if self._awaits_backward:
-            self._lock.pause_training(_PAUSE)
-        else:
-            self._release()
+        if self._awaited_until is None:
+            self._awaited_until = time.monotonic() + _PAUSE
+        self._release()
 
     def backward_begins(self, bagua_ddp: WrappedModel) -> None:
         """Takes the lock again where a round has taken it since the forward."""
@@ -210,44 +217,50 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def backward_ends(self, bagua_ddp: WrappedModel) -> None:
         """Gives the lock back."""
-        self._awaits_backward = False
+        self._awaited = max(0, self._awaited - 1)
         if self._averager is not None:
             self._release()
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Holds the lock in each step. Nothing says that a step raised, so it counts as over after several times the
-        longest one so far.
-        """
-        if self._averager is None:
-            return
-        self._lock.begin_training()
-        self._step_began = time.monotonic()
-        self._release()
+        """Holds the lock in each step."""
+        if self._averager is not None:
+            self._lock.begin_training()
+        self._stepping += 1
+        if self._averager is not None:
+            self._release()
+
+    def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
+        """Gives the lock back. A backward of a forward before the step would be wrong anyway: nothing waits for it."""
+        self._stepping = max(0, self._stepping - 1)
+        self._awaited = 0
+        if self._averager is not None:
+            self._release()
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Counts the steps of the first optimizer, and gives the lock back."""
+        """Counts the steps of the first optimizer."""
 
         def stepped(optimizer: torch.optim.Optimizer) -> None:
             first = bagua_ddp.bagua_optimizers[0] is optimizer
             self._steps += first
-            if self._averager is None:
-                return
-            if first:
+            if first and self._averager is not None:
                 self._averager.count_step()
-            if self._step_began is not None:
-                self._longest_step = max(self._longest_step, time.monotonic() - self._step_began)
-                self._step_began = None
-            self._release()
 
         return stepped
 
     def _release(self) -> None:
-        """Ends the training's hold, or has it lapse where an optimizer's step goes on around a closure."""
-        if self._step_began is None:
-            self._lock.end_training()
+        """Ends the training's hold, or has it lapse where a backward is to come or a step goes on around a closure."""
+        if self._stepping:
+            self._lock.pause_training(_STEP)
+            return
+        left = 0.0
+        if self._awaited and self._awaited_until is not None:
+            left = self._awaited_until - time.monotonic()
+        if left > 0.0:
+            self._lock.pause_training(left)
         else:
-            longest = self._longest_step or _FIRST_STEP
-            self._lock.pause_training(max(_PAUSE, 10 * longest))
+            # Forwards that waited too long are forgotten: the next one has its own second.
+            self._awaited = 0
+            self._lock.end_training()
 
     @contextlib.contextmanager
     def lock(self, bagua_module: Any) -> Iterator[None]:
@@ -344,7 +357,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`AlgorithmImpl.load_state_dict`. A warm-up that was over ends with the next training forward."""
-        super().load_state_dict(state)
+        # The parameters are put aside and back meanwhile.
+        with self.lock(self.bagua_ddp):
+            super().load_state_dict(state)
         self._steps = int(state["optimizer_steps"])
 
 

@@ -69,7 +69,8 @@ class AlgorithmImpl:
     _model: weakref.ref[Any] | None = None
     #: Under which name it was registered; in states, so that another algorithm's is refused.
     name = ""
-    #: Whether :meth:`forward_ends`, :meth:`backward_begins` and :meth:`backward_ends` are called.
+    #: Whether :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and :meth:`optimizer_step_ends` are
+    #: called.
     hears_forward_and_backward = False
 
     def __init__(self, process_group: ProcessGroup) -> None:
@@ -115,6 +116,9 @@ class AlgorithmImpl:
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of one of the model's optimizers."""
+
+    def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
+        """Called after each such step, also when it raised: then when nobody keeps the exception any more."""
 
     def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
         """Called last before each forward, evaluation too. ``with_grad``: in training, with gradients enabled."""

@@ -163,6 +163,19 @@ class Progress(NamedTuple):
     forwards: int = 0
 
 
+class _StepArguments(dict[str, Any]):
+    """The keyword arguments of an optimizer's step. They last as long as the step, which tells its end to nobody when it
+    raises."""
+
+    def __init__(self, ddp: BaguaDistributedDataParallel, arguments: Any) -> None:
+        super().__init__(arguments)
+        self._ddp = weakref.ref(ddp)
+
+    def __del__(self) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp.bagua_algorithm.optimizer_step_ends(ddp)
+
+
 class BaguaDistributedDataParallel:
     """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
 
@@ -325,10 +338,13 @@ class BaguaDistributedDataParallel:
                     ddp.progress = Progress(ddp.progress.steps + 1, ddp.step + 1, ddp.bagua_train_step_counter)
                 ddp._post_step_hook(optimizer)
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (ddp := this()) is not None:
-                ddp._check_step(optimizer)
-                ddp.bagua_algorithm.before_optimizer_step(ddp, optimizer)
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            if (ddp := this()) is None:
+                return None
+            ddp._check_step(optimizer)
+            ddp.bagua_algorithm.before_optimizer_step(ddp, optimizer)
+            heard = ddp.bagua_algorithm.hears_forward_and_backward
+            return (args, _StepArguments(ddp, kwargs)) if heard else None
 
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before_step))

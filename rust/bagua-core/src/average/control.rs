@@ -147,12 +147,13 @@ impl Averager {
         if !control.takes_part || control.stopping {
             return Err(Error::InvalidArgument("this rank does not take part in the averaging".to_owned()));
         }
-        control.synchronizing += 1;
+        control.synchronize_calls += 1;
+        let call = control.synchronize_calls;
+        control.synchronizing.insert(call);
         control.not_synchronizing.clear();
-        let before = control.synchronized;
         drop(control);
         self.shared.notify();
-        Ok(Synchronization { shared: Arc::clone(&self.shared), before })
+        Ok(Synchronization { shared: Arc::clone(&self.shared), call })
     }
 
     /// The optimizer made a step.
@@ -212,8 +213,8 @@ impl Drop for Averager {
 /// A call of `synchronize` that waits.
 pub struct Synchronization {
     shared: Arc<Shared>,
-    /// Rounds of that kind before it.
-    before: u64,
+    /// Its number among the calls of this rank.
+    call: u64,
 }
 
 impl Synchronization {
@@ -222,7 +223,7 @@ impl Synchronization {
         let start = Instant::now();
         let mut control = self.shared.lock();
         loop {
-            if control.synchronized > self.before {
+            if control.synchronized >= self.call {
                 return Waited::Done(Ok(()));
             }
             if let Some(failure) = &control.failure {
@@ -247,7 +248,7 @@ impl Synchronization {
 impl Drop for Synchronization {
     fn drop(&mut self) {
         // A round that has begun meanwhile goes on: the other ranks count on this one.
-        self.shared.lock().synchronizing -= 1;
+        self.shared.lock().synchronizing.remove(&self.call);
     }
 }
 

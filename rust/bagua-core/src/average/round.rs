@@ -300,7 +300,7 @@ impl Rounds {
         let (gives, takes) = (peers.group.rank() == root, all[peers.group.rank()].is_new);
         let mut copies: Vec<Vec<u8>> = buffers.iter().map(|buffer| vec![0; buffer.len()]).collect();
         let mut forwards = shared.forwards.load(Relaxed).to_le_bytes();
-        if gives && let Some(guard) = hold(parts) {
+        if gives && let Some(guard) = hold(shared, parts)? {
             for part in parts.iter_mut().filter(|_| !averaged) {
                 let bytes = part.snapshot.len();
                 part.average.bytes()[..bytes].copy_from_slice(part.weights.bytes(&guard));
@@ -317,7 +317,7 @@ impl Rounds {
         for bytes in averages.chain(copies.iter_mut().map(Vec::as_mut_slice)).chain([forwards.as_mut_slice()]) {
             peers.lane().run(&options, DType::U8, Verb::Broadcast { root }, Io::in_place(bytes))?;
         }
-        if takes && let Some(guard) = hold(parts) {
+        if takes && let Some(guard) = hold(shared, parts)? {
             for part in parts.iter_mut() {
                 let bytes = part.snapshot.len();
                 part.weights.bytes(&guard).copy_from_slice(&part.average.bytes()[..bytes]);
@@ -337,20 +337,21 @@ impl Rounds {
 
     fn round(&mut self) -> Result<Next> {
         let begin = Instant::now();
-        let own = {
+        let (own, calls) = {
             let mut control = self.shared.lock();
             control.in_round = control.takes_part || self.open.is_some();
             let newcomer =
                 self.settings.elastic.as_ref().and_then(|elastic| elastic.door.first_visitor(&self.settings.name));
-            Status {
+            let own = Status {
                 takes_part: control.takes_part && !control.is_new,
-                synchronizes: control.takes_part && control.synchronizing > 0,
+                synchronizes: control.takes_part && !control.synchronizing.is_empty(),
                 is_new: control.is_new,
                 newcomer,
                 view: self.view,
                 exchanges: self.exchanges,
                 agreed: self.agreed,
-            }
+            };
+            (own, control.synchronize_calls)
         };
         let all = self.peers()?.exchange(own)?;
         let latest = |number: fn(&Status) -> u64| all.iter().map(number).max().unwrap_or_default();
@@ -359,7 +360,7 @@ impl Rounds {
             && all.iter().any(|status| status.agreed == round)
         {
             self.agreed = round;
-            self.update(steps, None);
+            self.update(steps, None)?;
         }
         self.exchanges = latest(|status| status.exchanges) + 1;
         self.view = latest(|status| status.view);
@@ -396,7 +397,10 @@ impl Rounds {
         (control.stats.wire_bytes_sent, control.stats.wire_bytes_received) = (wire.sent, wire.received);
         control.in_round = false;
         if own.takes_part {
-            control.synchronized += u64::from(synchronizes);
+            if synchronizes {
+                control.synchronized = calls;
+                control.synchronizing.retain(|call| *call > calls);
+            }
             let stats = &mut control.stats;
             stats.rounds += 1;
             stats.round = begin.elapsed();
@@ -416,7 +420,7 @@ impl Rounds {
         let Some(lanes) = peers.as_mut().map(|peers| peers.lanes(set, &settings.name)).transpose()?.flatten() else {
             return Ok(0);
         };
-        let mut held = hold(parts);
+        let mut held = hold(shared, parts)?;
         let steps = shared.steps.load(Relaxed);
         if let Some(guard) = &held {
             for part in parts.iter_mut() {
@@ -458,12 +462,12 @@ impl Rounds {
         lanes.global.barrier(&options)?;
         *open = None;
         self.agreed = self.exchanges;
-        Ok(self.update(steps, held))
+        self.update(steps, held)
     }
 
     /// Writes the update of a round; returns the optimizer's steps since the snapshot.
-    fn update(&mut self, steps: u64, held: Option<WeightGuard>) -> u64 {
-        let held = held.or_else(|| hold(&self.parts));
+    fn update(&mut self, steps: u64, held: Option<WeightGuard>) -> Result<u64> {
+        let held = if held.is_none() { hold(&self.shared, &self.parts)? } else { held };
         let passed = self.shared.steps.load(Relaxed) - steps;
         if let Some(guard) = &held {
             for part in &mut self.parts {
@@ -475,7 +479,7 @@ impl Rounds {
                 }
             }
         }
-        passed
+        Ok(passed)
     }
 }
 
@@ -491,6 +495,14 @@ fn room(peers: &Peers, bytes: usize, settings: &Settings) -> Result<ArenaBuffer>
 }
 
 /// Takes the weight lock, which all parts share.
-fn hold(parts: &[Part]) -> Option<WeightGuard> {
-    parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING))
+///
+/// # Errors
+/// `Aborted` when the thread has to end: whoever ended it may not have waited for a lock that somebody else held, and the weights may
+/// be gone.
+fn hold(shared: &Shared, parts: &[Part]) -> Result<Option<WeightGuard>> {
+    let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
+    if shared.lock().stopping {
+        return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
+    }
+    Ok(guard)
 }

@@ -1,6 +1,6 @@
 //! What the averaging thread shares with the other threads of its rank.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -30,8 +30,11 @@ pub(super) struct Control {
     pub(super) takes_part: bool,
     /// The thread is in a round in which this rank takes part; it may write to the weights.
     pub(super) in_round: bool,
-    /// Threads in `synchronize`, and how many rounds of that kind were completed.
-    pub(super) synchronizing: usize,
+    /// Calls of `synchronize` so far; the last one has this number.
+    pub(super) synchronize_calls: u64,
+    /// Those that no round has served and that wait still. A round serves those that came before it began.
+    pub(super) synchronizing: BTreeSet<u64>,
+    /// A round has served all calls up to this number.
     pub(super) synchronized: u64,
     /// Ranks in the job that took part in the last exchange but did not synchronize.
     pub(super) not_synchronizing: Vec<usize>,
@@ -64,7 +67,8 @@ impl Shared {
             state: Mutex::new(Control {
                 takes_part: true,
                 in_round: false,
-                synchronizing: 0,
+                synchronize_calls: 0,
+                synchronizing: BTreeSet::new(),
                 synchronized: 0,
                 not_synchronizing: Vec::new(),
                 is_new,
@@ -110,7 +114,7 @@ impl Shared {
                 return false;
             }
             let left = due.saturating_duration_since(Instant::now());
-            if left.is_zero() || (control.synchronizing > 0 && control.takes_part) {
+            if left.is_zero() || (!control.synchronizing.is_empty() && control.takes_part) {
                 return true;
             }
             control = wait_on_for(&self.changed, control, left);

@@ -5,7 +5,8 @@
 //! 1. At most one owner holds the lock. The same owner may take it again; it is free when it was given back as often.
 //! 2. Who asks first is served first, whatever it asks for.
 //! 3. A training hold lapses: `pause` gives it a time limit, after which the next in the queue takes the lock, and the training
-//!    takes it again where it goes on. So a backward that never comes stops nobody.
+//!    takes it again where it goes on, behind those who wait. So neither a backward that never comes nor forwards without a
+//!    backward, one after the other, stop anybody.
 //! 4. A wait that is given up leaves the queue, and wakes who came after it.
 
 use std::collections::VecDeque;
@@ -77,7 +78,10 @@ impl WeightLock {
     /// Asks for the lock; [`Request::wait`] waits for it. `training`: as a training's hold, which counts once.
     pub fn ask(self: &Arc<WeightLock>, owner: Owner, training: bool) -> Request {
         let mut state = self.state();
+        // Who waits for a hold that has lapsed comes first (invariants 2 and 3).
+        let passed_on = !state.queue.is_empty() && state.is_free();
         let granted = match &mut state.holder {
+            _ if passed_on => false,
             Some(holder) if holder.owner == owner || (training && holder.training) => {
                 if training {
                     holder.training = true;
@@ -298,6 +302,20 @@ mod tests {
         assert!(taken(&lock, 1, true));
         lock.end_training();
         assert!(taken(&lock, 3, false));
+    }
+
+    #[test]
+    fn a_training_that_goes_on_after_its_limit_waits_for_those_who_waited_before() {
+        let lock = WeightLock::new();
+        assert!(taken(&lock, 1, true));
+        let mut second = lock.ask(2, false);
+        lock.pause(Duration::ZERO);
+        // Nobody has looked at the lock since: the training must not take it once more.
+        let mut again = lock.ask(1, true);
+        assert!(!again.wait(Duration::ZERO));
+        assert!(second.wait(Duration::ZERO));
+        lock.unlock(2).unwrap();
+        assert!(again.wait(Duration::ZERO));
     }
 
     #[test]

@@ -13,8 +13,8 @@ use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// The communication thread among the owners of weight locks; threads of callers have other numbers.
-const COMMUNICATION: Owner = Owner::MAX;
+/// The communication thread among the owners of weight locks; the averaging thread and those of callers have other numbers.
+const COMMUNICATION: Owner = Owner::MAX - 1;
 
 /// Averages the bucket over the ranks that are not aborted, and adds `average - snapshot` to it under the weight lock.
 pub struct AsyncModelAverageOp {

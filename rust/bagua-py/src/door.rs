@@ -1,0 +1,147 @@
+//! `Door`: where a running elastic job lets processes in.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use bagua_core::average::{self, Model};
+use bagua_core::error::Error;
+use bagua_core::group;
+use bagua_core::wait::Deadline;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::average::{Averager, WeightLock, settings, weights_at};
+use crate::bootstrap::config_of;
+use crate::codec::Codec;
+use crate::errors::{self, seconds};
+use crate::gil::DropWithoutGil;
+use crate::interrupt;
+
+/// The door of one rank of an elastic job: it listens, lets in who knows the secret and the token, and visits other doors.
+///
+/// The configuration is that of `Bootstrap`, of groups that this process enters through doors; `token` is a random number of the job.
+/// Addresses are "host:port". Raises BaguaError when the socket cannot be opened.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Door {
+    core: DropWithoutGil<Arc<group::Door>>,
+}
+
+impl Door {
+    pub fn core(&self) -> Arc<group::Door> {
+        Arc::clone(&self.core)
+    }
+}
+
+fn address(py: Python<'_>, text: &str) -> PyResult<SocketAddr> {
+    text.parse()
+        .map_err(|e| errors::raise(py, Error::InvalidArgument(format!("'{text}' is not the address of a door: {e}"))))
+}
+
+#[pymethods]
+impl Door {
+    #[new]
+    #[pyo3(signature = (rank, world_size, token, *, name, host_id, host_name, secret, listen_host, listen_port, timeout,
+        connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm))]
+    #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and they are keywords there")]
+    fn new(
+        py: Python<'_>,
+        rank: usize,
+        world_size: usize,
+        token: Vec<u8>,
+        name: String,
+        host_id: String,
+        host_name: String,
+        secret: Vec<u8>,
+        listen_host: &str,
+        listen_port: u16,
+        timeout: f64,
+        connect_timeout: f64,
+        heartbeat_timeout: f64,
+        transport: &str,
+        streams_per_peer: usize,
+        algorithm: &str,
+    ) -> PyResult<Door> {
+        let config = config_of(
+            py,
+            rank,
+            world_size,
+            name,
+            host_id,
+            host_name,
+            secret,
+            (listen_host, listen_port),
+            [timeout, connect_timeout, heartbeat_timeout],
+            transport,
+            streams_per_peer,
+            algorithm,
+        )?;
+        let core = py.detach(|| group::Door::open(config, &token)).map_err(|e| errors::raise(py, e))?;
+        Ok(Door { core: DropWithoutGil::new(Arc::new(core)) })
+    }
+
+    /// Where it listens.
+    #[getter]
+    fn address(&self) -> String {
+        self.core.address().to_string()
+    }
+
+    /// A number that no other process of this rank has.
+    #[getter]
+    fn incarnation(&self) -> u64 {
+        self.core.incarnation()
+    }
+
+    /// How many connections it refused.
+    #[getter]
+    fn refused(&self) -> u64 {
+        self.core.refused()
+    }
+
+    /// This rank is in the job now.
+    fn enter_job(&self) {
+        self.core.enter_job();
+    }
+
+    /// Where the door of another rank is.
+    fn note_door(&self, py: Python<'_>, rank: usize, at: &str) -> PyResult<()> {
+        self.core.note_door(rank, address(py, at)?);
+        Ok(())
+    }
+
+    /// Asks at the door of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError when nobody answers there within
+    /// `timeout` seconds, or the door refuses.
+    fn ask<'py>(&self, py: Python<'py>, rank: usize, at: &str, timeout: f64) -> PyResult<Bound<'py, PyDict>> {
+        let (at, limit) = (address(py, at)?, seconds("timeout", timeout)?);
+        let answer = py.detach(|| self.core.ask(rank, at, limit)).map_err(|e| errors::raise(py, e))?;
+        let dict = PyDict::new(py);
+        dict.set_item("rank", answer.rank)?;
+        dict.set_item("incarnation", answer.incarnation)?;
+        dict.set_item("in_job", answer.in_job)?;
+        dict.set_item("models", answer.models)?;
+        Ok(dict)
+    }
+
+    /// Comes into the averaging of a model in the running job: as `Communicator.averager`, but not collective, and alone where the other
+    /// ranks run. The weights are the job's after `Averager.wait_joined`.
+    ///
+    /// Raises MismatchError for a model that does not fit, BaguaTimeoutError after `timeout` seconds.
+    #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
+    fn join(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        weights: Vec<(usize, usize, u8)>,
+        buffers: Vec<(usize, usize, u8)>,
+        lock: &WeightLock,
+        interval: f64,
+        codec: Option<&Codec>,
+        digest: [u8; 32],
+        timeout: f64,
+    ) -> PyResult<Averager> {
+        let settings = settings(name, interval, codec.map(Codec::core), Some((self.core(), digest)))?;
+        let model = Model { weights: weights_at(py, weights, lock)?, buffers: weights_at(py, buffers, lock)? };
+        let deadline = Deadline::after(seconds("timeout", timeout)?);
+        let core = interrupt::run_on_thread(py, move || average::Averager::join(model, settings, &deadline))?;
+        Ok(Averager::of(core, self.core.rank()))
+    }
+}

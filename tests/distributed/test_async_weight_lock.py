@@ -1,0 +1,378 @@
+"""The lock of the weights that are averaged: what holds it, what does not, and that rounds go on whatever a training does."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
+from tests.distributed.async_ranks import (
+    NAMES,
+    SHORT,
+    WORLDS,
+    Slopes,
+    fill,
+    rest,
+    rounds,
+    rounds_pass,
+    same_bits,
+    step,
+    until,
+    values,
+    wrapped,
+)
+from tests.distributed.torch_ranks import Case, Hosts, check, run_cases
+
+#: Seconds: many intervals.
+WHILE = 0.03
+
+
+def raw(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of the weights, with or without the lock."""
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def no_round_changes_weights_inside_the_users_lock(rank: int) -> None:
+    model, _, impl = wrapped()
+    operation = model.bagua_buckets[0]._async_op
+    # The algorithm's, and that of the operation, are one.
+    for lock, unlock in ((impl.lock(model).__enter__, None), (operation.lock_weight, operation.unlock_weight)):
+        if unlock is None:
+            context = impl.lock(model)
+            lock, unlock = context.__enter__, lambda context=context: context.__exit__(None, None, None)
+        fill(model, float(rank))
+        bagua.barrier()
+        lock()
+        # Nesting counts.
+        operation.lock_weight()
+        fill(model, 100.0 * rank)
+        before, done = raw(model), rounds(model)
+        time.sleep(WHILE)
+        operation.unlock_weight()
+        time.sleep(WHILE)
+        assert equal(before, raw(model))
+        # One that had taken its snapshot before may still have counted elsewhere.
+        assert rounds(model) <= done + 1
+        unlock()
+        assert same_bits(*rest(model))
+
+
+def a_thread_that_does_not_hold_the_lock_cannot_unlock_it(rank: int) -> None:
+    model, _, impl = wrapped()
+    operation = model.bagua_buckets[0]._async_op
+    with pytest.raises(RuntimeError, match="does not hold the weight lock"):
+        operation.unlock_weight()
+    with ThreadPoolExecutor(1) as other, impl.lock(model):
+        with pytest.raises(RuntimeError, match="does not hold the weight lock"):
+            other.submit(operation.unlock_weight).result(20)
+        taken = other.submit(operation.lock_weight)
+        time.sleep(WHILE)
+        assert not taken.done()
+        operation.lock_weight()
+        operation.unlock_weight()
+        assert not taken.done()
+        waited = impl.stats()["lock_wait_s"]
+        operation.unlock_weight()
+        taken.result(20)
+        other.submit(operation.unlock_weight).result(20)
+        operation.lock_weight()
+        assert impl.stats()["lock_wait_s"] > waited
+    with pytest.raises(RuntimeError):
+        operation.unlock_weight()
+    with pytest.raises(KeyError), impl.lock(model):
+        raise KeyError
+    rounds_pass(model)
+    assert operation.get_status() == "running"
+    operation.abort()
+    assert (operation.get_status(), impl.stats()["state"]) == ("stopped", "stopped")
+    operation.reset()
+    assert operation.get_status() == "running"
+    bagua.barrier()
+
+
+class Watched(Slopes):
+    """Compares its weights at the beginning of a forward with those that the backward finds, which come late."""
+
+    before: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked = 0
+
+    def compare(self) -> None:
+        time.sleep(3 * SHORT / 1000)
+        assert equal(self.before, raw(self))
+        self.checked += 1
+
+    def forward(self, slope: float) -> torch.Tensor:
+        self.before = raw(self)
+        total = super().forward(slope)
+        self.compare()
+        if total.requires_grad:
+            total.register_hook(lambda _: self.compare())
+            self.weight0.register_hook(lambda _: self.compare())
+        return total
+
+
+class WatchedSGD(torch.optim.SGD):
+    """Compares the weights before and after a pause in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        (param,) = self.param_groups[0]["params"]
+        before = param.detach().clone()
+        time.sleep(3 * SHORT / 1000)
+        assert torch.equal(before, param)
+        return super().step(closure)
+
+
+def training_holds_the_lock_in_forward_backward_and_step(rank: int) -> None:
+    model = Watched()
+    optimizer = WatchedSGD(model.parameters(), lr=2**-6)
+    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
+    changed = 0
+
+    def trains_until_rounds_passed() -> bool:
+        nonlocal changed
+        before = raw(model)
+        model.eval()
+        model(1.0)
+        model.train()
+        step(model, optimizer, float(rank + 1))
+        changed += not torch.equal(raw(model)[0], before[0] - (rank + 1) * 2**-6)
+        return rounds(model) >= 8 and changed >= 2
+
+    until("rounds that change the weights of a rank that trains", trains_until_rounds_passed)
+    assert model.checked >= 8
+    assert same_bits(*rest(model))
+
+
+def two_forwards_before_their_backwards_keep_the_lock(rank: int) -> None:
+    model, optimizer, impl = wrapped()
+    found: list[list[torch.Tensor]] = []
+    model.weight0.register_hook(lambda _: found.append(raw(model)))
+    for _ in range(4):
+        found.clear()
+        optimizer.zero_grad()
+        one, other = model(1.0), model(float(rank))
+        time.sleep(3 * SHORT / 1000)
+        one.backward()
+        # No round changes the weights between the first backward and the second.
+        time.sleep(3 * SHORT / 1000)
+        other.backward()
+        assert len(found) == 2
+        assert equal(*found)
+        optimizer.step()
+        rounds_pass(model)
+
+
+def a_closure_keeps_the_lock_in_the_whole_step(rank: int) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
+    samples = torch.randn(8, 4)
+    seen: list[int] = []
+
+    def closure() -> torch.Tensor:
+        time.sleep(3 * SHORT / 1000)
+        seen.append(rounds(model))
+        optimizer.zero_grad()
+        loss = model(samples).square().mean() + rank
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        seen.clear()
+        optimizer.step(closure)
+        # A round may have begun before the step took the lock, and have to write its update after it.
+        assert len(seen) > 1
+        assert seen[-1] <= seen[0] + 1
+        rounds_pass(model)
+    assert same_bits(*rest(model))
+
+
+def rounds_go_on_while_a_rank_holds_the_gil(rank: int) -> None:
+    model, _, impl = wrapped()
+    rounds_pass(model)
+    bagua.barrier()
+    if rank == 0:
+        libc, before = ctypes.PyDLL(None), rounds(model)
+        libc.usleep(300_000)
+        assert rounds(model) > before + 4
+    bagua.barrier()
+
+
+def rounds_go_on_after_a_backward_that_never_comes(rank: int) -> None:
+    model, optimizer, impl = wrapped()
+    if rank == 0:
+        output = model(1.0)
+    bagua.barrier()
+    rounds_pass(model, 3)
+    fill(model, float(rank))
+    bagua.barrier()
+    if rank == 0:
+        # It comes after all.
+        output.backward()
+        optimizer.step()
+    assert same_bits(*rest(model))
+
+
+def rounds_go_on_beside_forwards_without_a_backward(rank: int) -> None:
+    model, optimizer, impl = wrapped()
+    last = rounds(model) + 2
+
+    def runs(grad: bool) -> Callable[[], bool]:
+        def forward() -> bool:
+            with torch.set_grad_enabled(grad):
+                model(1.0)
+            return rounds(model) >= last
+
+        return forward
+
+    if rank == 0:
+        until("rounds beside forwards in training", runs(True))
+        last = rounds(model) + 20
+        model.eval()
+        until("rounds beside evaluation", runs(False), 10.0)
+    bagua.barrier()
+
+
+def fails(*_: Any) -> None:
+    raise KeyError("on purpose")
+
+
+class FailingSGD(torch.optim.SGD):
+    fail = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fail:
+            fails()
+        return super().step(closure)
+
+
+def exceptions_anywhere_in_a_step_stop_no_rounds(rank: int) -> None:
+    model = Slopes()
+    optimizer = FailingSGD(model.parameters(), lr=2**-6)
+    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
+
+    def forward_raises() -> None:
+        model("no number")
+
+    def hook_raises() -> None:
+        handle = model.register_forward_pre_hook(fails)
+        try:
+            model(1.0)
+        finally:
+            handle.remove()
+
+    def backward_raises() -> None:
+        total = model(1.0)
+        handle = model.weight0.register_hook(fails)
+        try:
+            total.backward()
+        finally:
+            handle.remove()
+
+    def backward_raises_first() -> None:
+        total = model(1.0)
+        total.register_hook(fails)
+        total.backward()
+
+    def optimizer_raises() -> None:
+        model(1.0).backward()
+        optimizer.step()
+
+    def raises_in_no_sync() -> None:
+        with bagua.distributed.no_sync(model):
+            backward_raises()
+
+    for broken in (
+        forward_raises,
+        hook_raises,
+        backward_raises,
+        backward_raises_first,
+        optimizer_raises,
+        raises_in_no_sync,
+    ):
+        if rank == 0:
+            try:
+                broken()
+            except (KeyError, TypeError):
+                pass
+            else:
+                pytest.fail(f"{broken.__name__} raised nothing")
+        bagua.barrier()
+        # Not after the time that a backward may take.
+        rounds_pass(model, 3, seconds=20.0)
+        bagua.barrier()
+    optimizer.fail = False
+    step(model, optimizer, 1.0)
+    assert same_bits(*rest(model))
+
+
+def rounds_go_on_under_no_sync(rank: int) -> None:
+    model, optimizer, impl = wrapped()
+    with bagua.distributed.no_sync(model):
+        for _ in range(3):
+            model(float(rank)).backward()
+        rounds_pass(model, 3)
+        assert torch.equal(model.weight0.grad, torch.full((37,), 3.0 * rank))
+    model(1.0).backward()
+    assert torch.equal(model.weight0.grad, torch.full((37,), 3.0 * rank + 1.0))
+    optimizer.step()
+    assert same_bits(*rest(model))
+
+
+def a_parameter_with_new_memory_is_averaged_from_the_next_forward_on(rank: int) -> None:
+    model, optimizer, impl = wrapped()
+    with impl.lock(model):
+        model.weight0.data = torch.full((37,), float(rank))
+    step(model, optimizer, 0.0)
+    found = rest(model)
+    assert same_bits(*found)
+    size = bagua.get_world_size()
+    assert torch.allclose(found[0], torch.tensor(sum(range(size)) / size))
+    # Weights whose memory has gaps count as well.
+    gaps = torch.nn.Module()
+    gaps.register_parameter("weight", torch.nn.Parameter(torch.zeros(4, 6)[:, ::2]))
+    gaps.forward = lambda slope: (gaps.weight * slope).sum()
+    other = torch.optim.SGD(gaps.parameters(), lr=1.0)
+    gaps.with_bagua([other], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
+    step(gaps, other, -float(rank))
+    found = rest(gaps)
+    assert torch.allclose(found[0], torch.full((4, 3), sum(range(size)) / size))
+
+
+CASES: list[Case] = [
+    no_round_changes_weights_inside_the_users_lock,
+    a_thread_that_does_not_hold_the_lock_cannot_unlock_it,
+    training_holds_the_lock_in_forward_backward_and_step,
+    two_forwards_before_their_backwards_keep_the_lock,
+    a_closure_keeps_the_lock_in_the_whole_step,
+    rounds_go_on_while_a_rank_holds_the_gil,
+    rounds_go_on_after_a_backward_that_never_comes,
+    rounds_go_on_beside_forwards_without_a_backward,
+    exceptions_anywhere_in_a_step_stop_no_rounds,
+    rounds_go_on_under_no_sync,
+    a_parameter_with_new_memory_is_averaged_from_the_next_forward_on,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize(("size", "hosts"), WORLDS[:2], ids=NAMES[:2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case, size: int, hosts: Hosts) -> None:
+    check(run, size, case, hosts)
