@@ -24,6 +24,7 @@ __all__ = [
     "Bucket",
     "Codec",
     "Communicator",
+    "Door",
     "Engine",
     "Handle",
     "RendezvousServer",
@@ -89,6 +90,48 @@ class Bootstrap:
     ) -> Bootstrap: ...
     def address(self) -> bytes: ...
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
+
+@final
+class Door:
+    def __new__(
+        cls,
+        rank: int,
+        world_size: int,
+        token: bytes,
+        *,
+        name: str,
+        host_id: str,
+        host_name: str,
+        secret: bytes,
+        listen_host: str,
+        listen_port: int,
+        timeout: float,
+        connect_timeout: float,
+        heartbeat_timeout: float,
+        transport: str,
+        streams_per_peer: int,
+        algorithm: str,
+    ) -> Door: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    def enter_job(self) -> None: ...
+    def note_door(self, rank: int, at: str) -> None: ...
+    def ask(self, rank: int, at: str, timeout: float) -> dict[str, Any]: ...
+    def join(
+        self,
+        name: str,
+        weights: Sequence[tuple[int, int, int]],
+        buffers: Sequence[tuple[int, int, int]],
+        lock: WeightLock,
+        interval: float,
+        codec: Codec | None,
+        digest: bytes,
+        timeout: float,
+    ) -> Averager: ...
 
 @final
 class RendezvousServer:
@@ -217,6 +260,10 @@ class Communicator:
         lock: WeightLock,
         interval: float,
         codec: Codec | None,
+        *,
+        buffers: Sequence[tuple[int, int, int]] = [],
+        door: Door | None = None,
+        digest: bytes = ...,
     ) -> Averager: ...
     def raise_(self, kind: str, message: str) -> None: ...
     def abort(self, reason: str) -> None: ...
@@ -283,6 +330,10 @@ class Averager:
     def abort(self, timeout: float) -> None: ...
     def resume(self) -> None: ...
     def synchronize(self, timeout: float) -> None: ...
+    def wait_joined(self, timeout: float) -> None: ...
+    @property
+    def forwards(self) -> int: ...
+    def set_forwards(self, forwards: int) -> None: ...
     def count_step(self) -> None: ...
     def stop(self, timeout: float) -> None: ...
     def stats(self) -> dict[str, Any]: ...

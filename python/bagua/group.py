@@ -252,8 +252,13 @@ def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_si
 
 
 def stats() -> dict[str, Any]:
-    """What every group of this process did: `stats()["groups"][name]["ops"][kind]` counts one kind of operation."""
-    return {"groups": {name: group.stats() for name, group in sorted(process.groups.items())}}
+    """What every group of this process did: `stats()["groups"][name]["ops"][kind]` counts one kind of operation.
+
+    `stats()["elastic"]` is that of an elastic job, None in other jobs: "view", "ranks", "door" ("host:port") and
+    "connections_refused".
+    """
+    groups = {name: group.stats() for name, group in sorted(process.groups.items())}
+    return {"groups": groups, "elastic": None if process.elastic_stats is None else process.elastic_stats()}
 
 
 def shutdown() -> None:

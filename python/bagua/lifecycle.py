@@ -59,12 +59,14 @@ class TorchState:
         self.module_names: MutableMapping[Any, str] = WeakIdKeyDictionary()
         # What a call of rebuild() that raised had still to do: its _Plan.
         self.rebuilding: Any = None
+        # The Job of an elastic job.
+        self.elastic: Any = None
         # Numbers models in the order of their wrapping, which is the same on all ranks.
         self.wrapped_count = 0
 
     def forget_groups(self) -> None:
         """After the world's end, and in a forked child: there is no default group, and no group belongs to one."""
-        self.default_group = self.world = None
+        self.default_group = self.world = self.elastic = None
         self.group_ranks.clear()
         self.torch_groups.clear()
 
@@ -153,6 +155,8 @@ class _Process:
         self.default_group: Any = None
         # Key in `stats()` -> bagua.Group. Weak: a sub-group without another reference leaves.
         self.groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        # What `stats()` says of an elastic job, where there may be one.
+        self.elastic_stats: Callable[[], Any] | None = None
         # Called in order by `bagua.shutdown()` before the groups leave.
         self.shutdown_hooks: list[Callable[[], None]] = []
         # Id of a failed group -> path of its flight record, and what its errors say of it.

@@ -49,6 +49,7 @@ from .communication import (
     send,
 )
 from .distributed import BaguaModule, no_sync, unwrap, with_bagua
+from .elastic import rejoined
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .rebuild import Rebuilt, rebuild
 from .tensor import BaguaTensor
@@ -103,6 +104,7 @@ __all__ = [
     "reduce_inplace",
     "reduce_scatter",
     "reduce_scatter_inplace",
+    "rejoined",
     "scatter",
     "scatter_inplace",
     "send",

@@ -13,17 +13,18 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua import config, torch_store
 from bagua import group as neutral
-from bagua.errors import BaguaError, BaguaTimeoutError
+from bagua.errors import BaguaError
 from bagua.lifecycle import process, torch_state
 
+from . import elastic as elastic_job
 from . import env
 from .data_parallel import backend
 from .data_parallel.backend import Backend
+from .environment_store import environment_store
 from .process_group import (
     NON_COMM_MEMBER,
     AnyCommunicator,
@@ -444,13 +445,22 @@ def barrier(comm: Comm = None, *, async_op: bool = False) -> Handle | None:
 
 
 def init_process_group(
-    store: Store | None = None, rank: int = -1, world_size: int = -1, local_world_size: int = -1
+    store: Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    *,
+    elastic: str | None = None,
 ) -> None:
     """Joins the job as one of its ranks.
 
     Rank and world size come from the environment that torchrun sets; arguments override it and are written back to it.
     With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with
     gloo unless it is initialised already.
+
+    ``elastic``, else ``BAGUA_ELASTIC``, makes the job an elastic one: the address book ``file:///directory`` that all
+    ranks see, or ``tcp://host:port``, by which the ranks find each other. With ``store`` it is a ValueError.
+    torch.distributed is neither initialised nor used then. See ``docs/elastic.md``.
 
     RuntimeError when there is a group already; BaguaTimeoutError, which names the missing ranks, after
     ``BAGUA_TIMEOUT`` seconds.
@@ -462,7 +472,10 @@ def init_process_group(
     given = {"rank": rank, "world_size": world_size, "local_world_size": local_world_size}
     if store is not None and (absent := [name for name, value in given.items() if value < 0]):
         raise ValueError(f"init_process_group with a store also needs {', '.join(absent)}")
-    foreign = dist.is_initialized()
+    if store is not None and elastic is not None:
+        raise ValueError("init_process_group: the ranks of an elastic job find each other by its book, not by a store")
+    book = (elastic or config.text("BAGUA_ELASTIC")) if store is None else None
+    foreign = book is None and dist.is_initialized()
     if store is None and foreign:
         rank = _consistent("rank", rank, dist.get_rank())
         world_size = _consistent("world_size", world_size, dist.get_world_size())
@@ -480,8 +493,11 @@ def init_process_group(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size)
     )
 
+    if book is not None:
+        _adopt(elastic_job.enter(book, rank, world_size, local_rank, local_world_size))
+        return
     if store is None:
-        store = dist.distributed_c10d._get_default_store() if foreign else _environment_store(rank, world_size)
+        store = dist.distributed_c10d._get_default_store() if foreign else environment_store(rank, world_size)
     # Before torch's own group, whose timeout does not name the missing ranks.
     number = _join(store, rank, world_size, local_rank, local_world_size)
     if not foreign:
@@ -503,37 +519,6 @@ def _consistent(what: str, given: int, torchs: int) -> int:
     if given not in (-1, torchs):
         raise ValueError(f"{what} {given} was given, but torch.distributed is initialised with {torchs}")
     return torchs
-
-
-def _environment_store(rank: int, world_size: int) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
-    place = config.text("MASTER_ADDR"), config.text("MASTER_PORT")
-    if world_size == 1 and place[0] is None:
-        # A plain `python script.py`: a world of one rank.
-        return HashStore()
-    if place not in _state.stores:
-        _state.stores[place] = _open_store(rank, world_size)
-    found: Store = _state.stores[place]
-    return found
-
-
-def _open_store(rank: int, world_size: int) -> Store:
-    limit = config.settings().timeout
-    if config.agent_serves_store():
-        found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
-        return found
-    host, port = config.master()
-    try:
-        # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
-        # the addresses are exchanged.
-        return TCPStore(
-            host, port, world_size, rank == 0, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
-        )
-    except dist.DistError as failure:
-        if rank == 0:
-            raise
-        text = f"init_process_group: rank 0 does not serve {host}:{port} after {limit:.1f} s"
-        raise BaguaTimeoutError(text, missing=(0,), after=limit, noticed_by=rank) from failure
 
 
 def end_torch() -> None:
@@ -558,11 +543,18 @@ def _join(store: Store, rank: int, world_size: int, local_rank: int, local_world
         secret=chosen.secret,
         timeout=chosen.timeout,
     )
+    _adopt(world)
+    return number
+
+
+def _adopt(world: neutral.Group) -> None:
+    """Makes a group the default one of both APIs."""
     neutral.set_default(world)
     if _leave not in process.shutdown_hooks:
         process.shutdown_hooks.append(_leave)
     set_world(world)
-    return number
+    if elastic_job.rejoined():
+        _state.world = elastic_job.RejoinedCommunicator(world)
 
 
 def set_world(world: neutral.Group) -> Communicator:

@@ -11,8 +11,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::average::{Averager, WeightLock, settings, weights_at};
-use crate::bootstrap::config_of;
 use crate::codec::Codec;
+use crate::config::config_of;
 use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;

@@ -8,6 +8,7 @@
 //! | [`arena`] | `Arena`: memory that the ranks of a host share |
 //! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
+//! | [`config`] | the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
 //! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
@@ -27,6 +28,7 @@ mod average;
 mod bootstrap;
 mod call_user;
 mod codec;
+mod config;
 mod door;
 mod engine;
 mod errors;

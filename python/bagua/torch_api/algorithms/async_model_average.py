@@ -19,7 +19,9 @@ from bagua import engine
 from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError
 
+from .. import elastic
 from ..bucket import BaguaBucket
+from ..data_parallel.backend import AveragedMemory
 from ..data_parallel.exchange import Exchange
 from ..data_parallel.weights import WeightTensors, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
@@ -67,10 +69,22 @@ class _AveragedWeights(WeightTensors):
                     slot.param.data = slot.memory
 
 
+def _buffers(ddp: WrappedModel) -> list[torch.Tensor]:
+    """The model's buffers, contiguous, as a newcomer gets them."""
+    found = []
+    for name, buffer in ddp.module.named_buffers():
+        if name not in ddp.parameters_to_ignore and buffer.numel():
+            if not buffer.is_contiguous():
+                buffer.data = buffer.contiguous()
+            found.append(buffer)
+    return found
+
+
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """See :class:`AsyncModelAverageAlgorithm`. ``model.bagua_algorithm`` of a model that it trains."""
 
     hears_forward_and_backward = True
+    comes_back = True
 
     def __init__(
         self,
@@ -85,7 +99,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         check_options(peer_selection_mode, sync_interval_ms, warmup_steps)
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
-        self.warmup_steps = warmup_steps
+        # Who comes into a running job gets weights that were warmed up.
+        self.warmup_steps = 0 if elastic.rejoined() else warmup_steps
         self.compression = compression
         self._weights: _AveragedWeights | None = None
         self._lock = engine.WeightLock()
@@ -175,11 +190,21 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         assert isinstance(ddp.exchange, _AveragedWeights)
         self._weights = ddp.exchange
         self._memory = [bucket.backend_tensor for bucket in buckets if bucket.backend_tensor is not None]
-        self._averager = ddp.backend.start_averager(
-            self._memory, self._lock, self.sync_interval_ms / 1000, raw_codec(self.compression)
+        job = elastic.job()
+        buffers = [] if job is None else _buffers(ddp)
+        self._memory += buffers
+        described = AveragedMemory(
+            self._memory[: len(self._memory) - len(buffers)], buffers, self._lock, job.door if job else None, ddp.digest
         )
+        interval, codec, limit = self.sync_interval_ms / 1000, raw_codec(self.compression), self._communicator().timeout
+        if job is None or not job.rejoined:
+            self._averager = ddp.backend.start_averager(described, interval, codec)
+        else:
+            self._averager = ddp.backend.join_averager(described, interval, codec, limit)
+            self._averager.wait_joined(limit)
+            ddp.bagua_train_step_counter = self._averager.forwards
         if self._aborted:
-            self._averager.abort(self._communicator().timeout)
+            self._averager.abort(limit)
 
     def end(self) -> None:
         """Stops the averaging; a round in progress ends first."""
@@ -195,6 +220,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return
         if with_grad:
             self._averager.check()
+            if elastic.job() is None:
+                # A loss, or an exception of another rank, that the averaging does not need to hear of.
+                self._communicator().cause()
+            self._averager.set_forwards(bagua_ddp.bagua_train_step_counter)
         self._lock.begin_training()
         if with_grad:
             if not self._awaited:
@@ -324,10 +353,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             "payload_bytes": 0,
             "wire_bytes_sent": 0,
             "wire_bytes_received": 0,
+            "lost": {},
+            "joined": 0,
         }
         if self._averager is not None:
             found.update(self._averager.stats())
-        return {**found, "lock_wait_s": self._lock.waited, "lost": {}, "joined": 0}
+        return {**found, "lock_wait_s": self._lock.waited}
 
     def _communicator(self) -> engine.Communicator:
         communicator = self.process_group.get_global_communicator()

@@ -33,6 +33,10 @@ class WrappedModel(Protocol):
     bagua_buckets: list[BaguaBucket]
     #: Training forwards so far.
     bagua_train_step_counter: int
+    #: SHA-256 of what is equal on all ranks: algorithm, options, parameters and buffers.
+    digest: bytes
+    #: Names of parameters and buffers that each rank has for itself.
+    parameters_to_ignore: frozenset[str]
     process_group: ProcessGroup
     backend: Backend
     exchange: Exchange
@@ -69,6 +73,8 @@ class AlgorithmImpl:
     _model: weakref.ref[Any] | None = None
     #: Under which name it was registered; in states, so that another algorithm's is refused.
     name = ""
+    #: Whether a process may come into a running elastic job with it.
+    comes_back = False
     #: Whether :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and :meth:`optimizer_step_ends` are
     #: called.
     hears_forward_and_backward = False

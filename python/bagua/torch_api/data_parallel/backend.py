@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,26 @@ _state = torch_state()
 
 # Seconds that a round of averaging in progress may take to its end when the averaging stops.
 _PATIENCE = 10.0
+
+
+@dataclass
+class AveragedMemory:
+    """What an averaging thread reads and writes, under ``lock``."""
+
+    #: Contiguous weights, one tensor per dtype.
+    weights: list[torch.Tensor]
+    #: Contiguous; who comes into the job gets them.
+    buffers: list[torch.Tensor]
+    lock: engine.WeightLock
+    #: This rank's, in an elastic job.
+    door: engine.Door | None
+    #: Of what must be equal on all ranks.
+    digest: bytes
+
+    def described_buffers(self) -> list[tuple[int, int, int]]:
+        """Their bytes, of whatever dtype."""
+        code = DTYPES[torch.uint8]
+        return [(buffer.data_ptr(), buffer.numel() * buffer.element_size(), code) for buffer in self.buffers]
 
 
 class Backend:
@@ -112,13 +133,37 @@ class Backend:
         )
         return _present(handle)
 
-    def start_averager(
-        self, weights: Sequence[torch.Tensor], lock: engine.WeightLock, interval: float, codec: engine.Codec | None
+    def start_averager(self, memory: AveragedMemory, interval: float, codec: engine.Codec | None) -> engine.Averager:
+        """Averages weights every ``interval`` seconds on a thread of its own, until it is stopped. The memory must live
+        until then. Collective."""
+        averager = self.communicator.raw.averager(
+            self.name,
+            [(part.data_ptr(), part.numel(), DTYPES[part.dtype]) for part in memory.weights],
+            memory.lock,
+            interval,
+            codec,
+            buffers=memory.described_buffers(),
+            door=memory.door,
+            digest=memory.digest,
+        )
+        self._averagers.append(averager)
+        return averager
+
+    def join_averager(
+        self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, timeout: float
     ) -> engine.Averager:
-        """Averages contiguous weights, used under ``lock``, every ``interval`` seconds on a thread of its own, until it
-        is stopped. The weights must live until then. Collective."""
-        described = [(part.data_ptr(), part.numel(), DTYPES[part.dtype]) for part in weights]
-        averager = self.communicator.raw.averager(self.name, described, lock, interval, codec)
+        """The same in a process that comes into a running job. BaguaTimeoutError after ``timeout`` seconds."""
+        assert memory.door is not None
+        averager = memory.door.join(
+            self.name,
+            [(part.data_ptr(), part.numel(), DTYPES[part.dtype]) for part in memory.weights],
+            memory.described_buffers(),
+            memory.lock,
+            interval,
+            codec,
+            memory.digest,
+            timeout,
+        )
         self._averagers.append(averager)
         return averager
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bagua.errors import BaguaError
 from bagua.lifecycle import torch_state
 
-from .. import env
+from .. import elastic, env
 from ..algorithms.base import Algorithm
 from ..bucket import BaguaBucket
 from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
@@ -164,8 +165,8 @@ class Progress(NamedTuple):
 
 
 class _StepArguments(dict[str, Any]):
-    """The keyword arguments of an optimizer's step. They last as long as the step, which tells its end to nobody when it
-    raises."""
+    """The keyword arguments of an optimizer's step. They last as long as the step, which tells its end to nobody when
+    it raises."""
 
     def __init__(self, ddp: BaguaDistributedDataParallel, arguments: Any) -> None:
         super().__init__(arguments)
@@ -270,6 +271,11 @@ class BaguaDistributedDataParallel:
             _check_module(module, self.parameters_to_ignore)
             self.bagua_algorithm = algorithm.reify(self.process_group)
             self.bagua_algorithm.attach(self, algorithm.registered_name)
+            if elastic.rejoined() and not self.bagua_algorithm.comes_back:
+                raise BaguaError(
+                    f"this process came into a running elastic job, where {type(algorithm).__name__} reaches nobody: "
+                    "only asynchronous averaging does"
+                )
             sparse = sparse_parameters(module, self._tracked)
             if sparse and self.bagua_algorithm.sparse_op() is None:
                 raise NotImplementedError(
@@ -288,6 +294,7 @@ class BaguaDistributedDataParallel:
             ]
         except Exception as found:
             failure = found
+        self.digest = hashlib.sha256("\n".join(lines).encode()).digest()
         require_equal(self._communicator, lines, failure)
 
     def _state(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

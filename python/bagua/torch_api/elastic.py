@@ -1,0 +1,337 @@
+"""Elastic jobs: how the processes find each other at a first start, and how one comes back into a running job.
+
+Each rank listens at a door (``rust/bagua-core/src/group/door``) and writes into an address book where that is. The book
+only helps to find: who answers at an address proves by a handshake that it belongs to the job. When the doors of all
+ranks answer and none is in a job, rank 0 writes where the first group is built; a process that finds a door in a job
+comes in by the averaging of its models instead (:mod:`.algorithms.async_model_average`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from bagua import config, engine
+from bagua import group as neutral
+from bagua.errors import BaguaError, BaguaTimeoutError
+from bagua.lifecycle import process, torch_state
+
+from .process_group import Communicator
+from .process_group.collectives import Collectives
+
+_state = torch_state()
+
+# Seconds: for an answer at a door, between two looks at the book, and for one request to a book's server.
+_ANSWER, _PAUSE, _REQUEST = 2.0, 0.1, 10.0
+
+
+class _Book(Protocol):
+    """An address book: named entries. Errors are OSError or DistError."""
+
+    @property
+    def towards(self) -> tuple[str, int] | None:
+        """A host and a port in whose direction the others are; None where it does not say."""
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """An entry; None when there is none."""
+
+    def write(self, name: str, entry: dict[str, Any]) -> None:
+        """Replaces an entry."""
+
+    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """Writes an entry that does not exist yet, and returns what is there then."""
+
+
+class _FileBook:
+    """A directory that all ranks see; an entry is a file, readable by its owner only."""
+
+    towards: tuple[str, int] | None = None
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """See :class:`_Book`."""
+        try:
+            return _entry((self._directory / name).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, entry: dict[str, Any]) -> None:
+        """See :class:`_Book`."""
+        os.replace(self._written(entry), self._directory / name)
+
+    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`_Book`."""
+        written = self._written(entry)
+        try:
+            with contextlib.suppress(FileExistsError):
+                # Whole or not at all, and only if nobody was first.
+                os.link(written, self._directory / name)
+        finally:
+            os.unlink(written)
+        found = self.read(name)
+        if found is None:
+            raise BaguaError(f"{self._directory / name} is no entry of an address book")
+        return found
+
+    def _written(self, entry: dict[str, Any]) -> str:
+        handle, path = tempfile.mkstemp(dir=self._directory, prefix=".new-")
+        with os.fdopen(handle, "w") as file:
+            json.dump(entry, file)
+        return path
+
+
+class _StoreBook:
+    """What ``python -m bagua.distributed.store`` or a runner serves."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.towards: tuple[str, int] | None = (host, port)
+        limit = timedelta(seconds=min(config.settings().timeout, 60.0))
+        self._store = TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        self._store.set_timeout(timedelta(seconds=_REQUEST))
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """See :class:`_Book`."""
+        key = f"bagua/elastic/{name}"
+        return _entry(self._store.get(key)) if self._store.check([key]) else None
+
+    def write(self, name: str, entry: dict[str, Any]) -> None:
+        """See :class:`_Book`."""
+        self._store.set(f"bagua/elastic/{name}", json.dumps(entry))
+
+    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`_Book`."""
+        found = _entry(self._store.compare_set(f"bagua/elastic/{name}", "", json.dumps(entry)))
+        if found is None:
+            raise BaguaError(f"the address book at {self.towards} has garbage as {name!r}")
+        return found
+
+
+def _entry(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _open_book(url: str) -> _Book:
+    """The book at a URL. ValueError for what is none, BaguaTimeoutError when nobody serves it."""
+    parsed = urlparse(url)
+    if parsed.scheme == "file" and parsed.path.startswith("/") and parsed.path != "/" and not parsed.netloc:
+        return _FileBook(Path(parsed.path))
+    try:
+        place = parsed.hostname, parsed.port
+    except ValueError:
+        place = None, None
+    if parsed.scheme != "tcp" or place[0] is None or place[1] is None or parsed.path:
+        raise ValueError(f"an address book is file:///directory or tcp://host:port, not {url!r}")
+    try:
+        return _StoreBook(place[0], place[1])
+    except DistError as failure:
+        limit = config.settings().timeout
+        text = f"init_process_group: nobody serves the address book {url}: {failure}"
+        raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
+
+
+@dataclass
+class Job:
+    """The elastic job that this process is in."""
+
+    door: engine.Door
+    #: Whether it found the job running.
+    rejoined: bool
+    rank: int
+    world_size: int
+
+
+def job() -> Job | None:
+    """The elastic job of this process; None in other jobs."""
+    found: Job | None = _state.elastic
+    return found
+
+
+def rejoined() -> bool:
+    """True if this process found its elastic job running, and came back into it."""
+    found = job()
+    return found is not None and found.rejoined
+
+
+def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_size: int) -> neutral.Group:
+    """Forms the job with all other ranks, or finds it running; returns its group, or a group of this process alone.
+
+    BaguaError when a living process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
+    """
+    chosen = config.settings()
+    book = _open_book(url)
+    until = time.monotonic() + chosen.timeout
+    token = str(book.claim("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
+    # The token keeps strangers out where the user has no secret.
+    secret = chosen.secret + token
+    towards = book.towards if local_world_size < world_size else None
+    host = neutral.listen_host(towards, world_size, local_world_size)
+    door = engine.Door(
+        rank,
+        world_size,
+        token,
+        name="elastic",
+        host_id=chosen.host_id,
+        host_name="",
+        secret=secret,
+        listen_host=host,
+        listen_port=0,
+        timeout=chosen.timeout,
+        connect_timeout=chosen.timeout,
+        heartbeat_timeout=chosen.heartbeat_timeout,
+        transport=chosen.transport,
+        streams_per_peer=chosen.streams_per_peer,
+        algorithm=chosen.algorithm,
+    )
+    other = _ask(door, rank, book.read(f"rank-{rank}"))
+    if other is not None:
+        raise BaguaError(f"rank {rank} is alive: another process of this job has it")
+    book.write(f"rank-{rank}", {"door": door.address, "incarnation": door.incarnation})
+
+    def alone() -> neutral.Group:
+        def spread(address: bytes) -> list[bytes]:
+            return [address]
+
+        return neutral.join(0, 1, spread, local_rank=0, local_world_size=1, secret=secret, timeout=chosen.timeout)
+
+    while True:
+        answers = _look(book, door, rank, world_size)
+        left = max(until - time.monotonic(), 0.001)
+        start = _start(book, rank, door, answers, world_size, host)
+        if start is not None:
+            server, place = start
+
+            def spread(address: bytes, server: Any = server, place: Any = place, left: float = left) -> list[bytes]:
+                if server is not None:
+                    return list(server.serve(world_size, address, secret, left))
+                return engine.rendezvous_at(place[0], place[1], rank, world_size, address, secret, left)
+
+            group = (
+                alone()
+                if world_size == 1
+                else neutral.join(
+                    rank,
+                    world_size,
+                    spread,
+                    towards=towards,
+                    local_rank=local_rank,
+                    local_world_size=local_world_size,
+                    secret=secret,
+                    timeout=chosen.timeout,
+                )
+            )
+            # The others may have come later than the last look.
+            _look(book, door, rank, world_size)
+            break
+        if any(answer["in_job"] for answer in answers.values()):
+            group = alone()
+            break
+        if time.monotonic() > until:
+            missing = tuple(sorted(set(range(world_size)) - set(answers) - {rank}))
+            text = (
+                f"init_process_group: no word from rank(s) {', '.join(map(str, missing))} after {chosen.timeout:.1f} s"
+            )
+            raise BaguaTimeoutError(text, missing=missing, after=chosen.timeout, noticed_by=rank)
+        time.sleep(_PAUSE)
+    _state.elastic = Job(door, start is None, rank, world_size)
+    process.elastic_stats = stats
+    door.enter_job()
+    return group
+
+
+def _ask(door: engine.Door, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a rank answers at the door in an entry; None when nobody of the job answers there."""
+    if entry is None:
+        return None
+    try:
+        return door.ask(rank, str(entry.get("door", "")), _ANSWER)
+    except (BaguaError, ValueError):
+        return None
+
+
+def _look(book: _Book, door: engine.Door, own: int, world_size: int) -> dict[int, dict[str, Any]]:
+    """The answers of the other ranks, by rank; their doors are noted."""
+    answers = {}
+    for rank in range(world_size):
+        if rank == own:
+            continue
+        try:
+            entry = book.read(f"rank-{rank}")
+        except (OSError, DistError):
+            continue
+        answer = _ask(door, rank, entry)
+        if answer is not None and entry is not None:
+            door.note_door(rank, str(entry["door"]))
+            answers[rank] = answer
+    return answers
+
+
+def _start(
+    book: _Book, rank: int, door: engine.Door, answers: dict[int, dict[str, Any]], world_size: int, host: str
+) -> tuple[engine.RendezvousServer | None, tuple[str, int]] | None:
+    """Where the first group is built, with rank 0's server; None while it is not."""
+    if rank == 0:
+        if len(answers) < world_size - 1 or any(answer["in_job"] for answer in answers.values()):
+            return None
+        server = engine.RendezvousServer(host, 0)
+        place = server.address()
+        incarnations = {str(other): answer["incarnation"] for other, answer in answers.items()}
+        book.write("start", {"host": place[0], "port": place[1], "incarnations": incarnations})
+        return server, place
+    start = book.read("start")
+    # An entry of an earlier start names earlier processes.
+    if start is None or start.get("incarnations", {}).get(str(rank)) != door.incarnation:
+        return None
+    return None, (str(start["host"]), int(start["port"]))
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise BaguaError(
+            f"{name}: this process came into a running elastic job, whose ranks are in no group with it; only the "
+            "averaging of models reaches them"
+        )
+
+    return refuse
+
+
+class RejoinedCommunicator(Communicator):
+    """The default group's communicator in a process that came back: its verbs raise BaguaError."""
+
+
+for _name, _method in vars(Collectives).items():
+    if callable(_method) and not _name.startswith("_") and _name not in ("rank", "nranks"):
+        setattr(RejoinedCommunicator, _name, _refusing(_name))
+
+
+def stats() -> dict[str, Any] | None:
+    """ "view", "ranks", "door" ("host:port") and "connections_refused"; None in other jobs."""
+    found = job()
+    if found is None:
+        return None
+    membership: dict[str, Any] = {"view": 1, "ranks": list(range(found.world_size))}
+    for ddp in list(_state.wrapped.values()):
+        algorithm: Any = getattr(ddp, "bagua_algorithm", None)
+        if hasattr(algorithm, "stats"):
+            numbers = algorithm.stats()
+            membership = {"view": numbers["view"], "ranks": numbers["ranks"]}
+            break
+    return {**membership, "door": found.door.address, "connections_refused": found.door.refused}

@@ -1,0 +1,46 @@
+"""The store of torch.distributed that the environment names, by which the ranks of a job find each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
+
+from bagua import config
+from bagua.errors import BaguaTimeoutError
+from bagua.lifecycle import torch_state
+
+_state = torch_state()
+
+
+def environment_store(rank: int, world_size: int) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
+    place = config.text("MASTER_ADDR"), config.text("MASTER_PORT")
+    if world_size == 1 and place[0] is None:
+        # A plain `python script.py`: a world of one rank.
+        return HashStore()
+    if place not in _state.stores:
+        _state.stores[place] = _open_store(rank, world_size)
+    found: Store = _state.stores[place]
+    return found
+
+
+def _open_store(rank: int, world_size: int) -> Store:
+    limit = config.settings().timeout
+    if config.agent_serves_store():
+        found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
+        return found
+    host, port = config.master()
+    try:
+        # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
+        # the addresses are exchanged.
+        return TCPStore(
+            host, port, world_size, rank == 0, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
+        )
+    except DistError as failure:
+        if rank == 0:
+            raise
+        text = f"init_process_group: rank 0 does not serve {host}:{port} after {limit:.1f} s"
+        raise BaguaTimeoutError(text, missing=(0,), after=limit, noticed_by=rank) from failure
