@@ -1,0 +1,260 @@
+"""Elastic jobs: ranks that are killed, frozen, restarted; each scenario with processes that do what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bagua.torch_api as bagua_torch
+
+#: Seconds for anything that a test waits for: imports of torch on a loaded machine, heartbeats, rounds.
+PATIENCE = 120.0
+
+
+class Rank:
+    """One process."""
+
+    def __init__(self, rank: int, size: int, book: str, **environment: str) -> None:
+        env = {
+            **os.environ,
+            "BAGUA_ELASTIC": book,
+            "BAGUA_TIMEOUT": "90",
+            "BAGUA_HEARTBEAT_TIMEOUT": "3",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            **environment,
+        }
+        self.rank, self.book = rank, book
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.distributed.elastic_rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            cwd=Path(__file__).parents[2],
+        )
+        self._rest = b""
+
+    def answer(self) -> Any:
+        """Its next line."""
+        assert self.process.stdout is not None
+        selector = selectors.DefaultSelector()
+        selector.register(self.process.stdout, selectors.EVENT_READ)
+        until = time.monotonic() + PATIENCE
+        while b"\n" not in self._rest:
+            assert selector.select(max(until - time.monotonic(), 0)), f"rank {self.rank} does not answer"
+            more = os.read(self.process.stdout.fileno(), 65536)
+            assert more, f"rank {self.rank} ended with {self.process.wait()}"
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def tell(self, command: str) -> None:
+        """Sends a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        self.process.stdin.flush()
+
+    def ask(self, command: str) -> Any:
+        """Sends a command and returns the answer."""
+        self.tell(command)
+        return self.answer()
+
+    def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Its state, once that holds."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            state: dict[str, Any] = self.ask("state")
+            if holds(state):
+                return state
+            assert time.monotonic() < deadline, state
+            time.sleep(0.01)
+
+    def is_in(self, ranks: list[int]) -> dict[str, Any]:
+        """Waits for a whole round of these ranks that began after this call."""
+        first = self.until(lambda state: state["ranks"] == ranks)
+        return self.until(lambda state: state["ranks"] == ranks and state["rounds"] >= first["rounds"] + 2)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """Ends in order."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.answer() == "left"
+        assert self.process.wait(PATIENCE) == 0
+
+
+class Job:
+    """The ranks of one job."""
+
+    def __init__(self, size: int, book: str) -> None:
+        self.size, self.book = size, book
+        self.ranks: list[Rank] = []
+
+    def start(self, rank: int, **environment: str) -> Rank:
+        """Starts a process."""
+        made = Rank(rank, self.size, self.book, **environment)
+        self.ranks.append(made)
+        return made
+
+    def form(self) -> list[Rank]:
+        """All ranks in the job, with a model that begins at 1."""
+        ranks = [self.start(rank) for rank in range(self.size)]
+        assert [rank.answer() for rank in ranks] == [{"rank": r, "rejoined": False} for r in range(self.size)]
+        for rank in ranks:
+            rank.tell("wrap 1 4")
+        assert [rank.answer() for rank in ranks] == ["wrapped"] * self.size
+        return ranks
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
+    made: list[Job] = []
+
+    def make(size: int, book: str | None = None) -> Job:
+        made.append(Job(size, book or f"file://{tmp_path}/book"))
+        return made[-1]
+
+    yield make
+    for rank in (rank for each in made for rank in each.ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGCONT)
+        rank.process.kill()
+        rank.process.wait()
+        for pipe in (rank.process.stdin, rank.process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+
+def all_hold(ranks: list[Rank], value: float) -> None:
+    """At rest, all of these ranks come to hold the same bits."""
+    for rank in ranks:
+        rank.until(lambda state: state["weights"] == [value] * 4)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any, victim: int) -> None:
+    made = job(4)
+    ranks = made.form()
+    for number, rank in enumerate(ranks):
+        assert rank.ask(f"set {8.0 * number}") == "set"
+    # The divisor of four: 0, 8, 16, 24.
+    all_hold(ranks, 12.0)
+    before = ranks[victim].ask("state")
+    assert before["elastic"]["ranks"] == [0, 1, 2, 3]
+    assert before["elastic"]["door"].startswith("127.0.0.1:")
+    ranks[victim].kill()
+    others = [rank for rank in ranks if rank.rank != victim]
+    names = [rank.rank for rank in others]
+    for rank in others:
+        state = rank.is_in(names)
+        assert list(state["lost"]) == [str(victim)]
+        assert state["view"] > before["view"]
+    # No exception, and the divisor of three.
+    for number, rank in enumerate(others):
+        assert rank.ask("train 0.0") == "trained"
+        rank.ask(f"set {6.0 * number}")
+    all_hold(others, 6.0)
+    others[0].ask("train 0.0")
+
+    back = made.start(victim)
+    assert back.answer() == {"rank": victim, "rejoined": True}
+    assert back.ask("wrap 500 4") == "wrapped"
+    # Its own 500 did not count; the buffers and the counter are the lowest rank's.
+    state = back.ask("state")
+    assert state["weights"] == [6.0] * 4
+    assert (state["seen"], state["counter"], state["joined"]) == ([0.0] * 3, 2, 1)
+    everybody = [back if rank.rank == victim else rank for rank in ranks]
+    for rank in everybody:
+        assert rank.is_in([0, 1, 2, 3])["lost"] == {}
+    for number, rank in enumerate(everybody):
+        rank.ask(f"set {8.0 * number}")
+    all_hold(everybody, 12.0)
+    for rank in everybody:
+        rank.end()
+
+
+def test_a_frozen_rank_is_left_behind_and_comes_back_by_itself(job: Any) -> None:
+    ranks = job(3).form()
+    all_hold(ranks, 1.0)
+    os.kill(ranks[2].process.pid, signal.SIGSTOP)
+    for rank in ranks[:2]:
+        assert "heartbeat" in rank.is_in([0, 1])["lost"]["2"]
+    ranks[0].ask("set 0")
+    ranks[1].ask("set 4")
+    all_hold(ranks[:2], 2.0)
+    os.kill(ranks[2].process.pid, signal.SIGCONT)
+    for rank in ranks:
+        rank.is_in([0, 1, 2])
+    # Its weights counted as they were: 2, 2 and 1.
+    mean = ranks[0].ask("state")["weights"]
+    assert mean == pytest.approx([5 / 3] * 4)
+    for rank in ranks:
+        rank.until(lambda state: state["weights"] == mean)
+    assert ranks[2].ask("state")["joined"] == 1
+    assert ranks[2].ask("train 0") == "trained"
+
+
+def test_what_does_not_fit_a_running_job_is_refused_on_the_newcomer_alone(job: Any) -> None:
+    made = job(2)
+    ranks = made.form()
+    twin = made.start(1)
+    error, text = twin.answer()
+    assert error == "BaguaError"
+    assert "rank 1 is alive" in text
+    ranks[1].kill()
+    ranks[0].is_in([0])
+    # After a loss the default group has failed.
+    assert ranks[0].ask("verb")[0] == "PeerLostError"
+    back = made.start(1)
+    assert back.answer() == {"rank": 1, "rejoined": True}
+    error, text = back.ask("verb")
+    assert error == "BaguaError"
+    assert "came into a running elastic job" in text
+    error, text = back.ask("other")
+    assert error == "BaguaError"
+    assert "only asynchronous averaging" in text
+    for _ in range(3):
+        ranks[0].is_in([0])
+    assert ranks[0].ask("train 0") == "trained"
+
+
+def test_a_model_that_does_not_fit_is_a_mismatch_on_the_newcomer_alone(job: Any) -> None:
+    made = job(2)
+    ranks = made.form()
+    ranks[1].kill()
+    back = made.start(1)
+    assert back.answer() == {"rank": 1, "rejoined": True}
+    error, text = back.ask("wrap 1 5")
+    assert error == "MismatchError"
+    assert "differs" in text
+    assert ranks[0].is_in([0])["rounds"] > 0
+
+
+@pytest.mark.parametrize(
+    "book", ["file:", "file:///", "file://host/x", "tcp://", "tcp://host", "tcp://host:x", "redis://h:1"]
+)
+def test_an_address_that_is_no_book_is_refused(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="an address book is"):
+        bagua_torch.init_process_group(elastic=book)
+    assert not bagua_torch.is_initialized()
