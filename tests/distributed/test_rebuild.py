@@ -391,6 +391,7 @@ def groups_and_models(rank: int) -> Any:
     other = torch.nn.Linear(2, 2)
     if rank < 2:
         other.with_bagua([], GradientAllReduceAlgorithm(), process_group=pair)  # type: ignore[operator]
+    bagua.barrier()
     if rank == 2:
         die()
     with pytest.raises(PeerLostError):
@@ -428,6 +429,7 @@ def refusing_algorithm(rank: int) -> Any:
     ]
     for model, optimizer, algorithm in zip(models, optimizers, algorithms, strict=True):
         model.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+    bagua.barrier()
     if rank == 0:
         die()
     with pytest.raises(PeerLostError):

@@ -48,6 +48,8 @@ def total(group: bagua.Group, value: float) -> float:
 
 def killed_one_by_one(rank: int, victims: list[int]) -> list[Any]:
     group = bagua.init(timeout=60)
+    # Nobody is killed while another still joins.
+    group.barrier()
     names, seen = list(range(group.size)), []
     for victim in victims:
         if rank == victim:
@@ -83,6 +85,7 @@ def test_four_ranks_become_three_two_and_one_by_kills(world: World, transport: s
 
 def shrunk_on_hosts(rank: int) -> Any:
     group = bagua.init(timeout=60)
+    group.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     until_lost(group)

@@ -56,6 +56,9 @@ enum Step {
     EndLinger(usize),
 }
 
+/// What happens before the step of this number.
+type Event = (usize, Box<dyn Fn(&mut Script)>);
+
 /// Ranks, what travels between them, and the groups that they build.
 struct Script {
     nodes: Vec<Node>,
@@ -276,7 +279,7 @@ impl Script {
     }
 
     /// Runs to the end, with these events before the steps of these numbers.
-    fn run(&mut self, mut events: Vec<(usize, Box<dyn Fn(&mut Script)>)>) {
+    fn run(&mut self, mut events: Vec<Event>) {
         loop {
             let (due, later): (Vec<_>, Vec<_>) = events.into_iter().partition(|(at, _)| *at <= self.steps);
             events = later;
@@ -320,8 +323,6 @@ impl Script {
         }
     }
 }
-
-type Event = (usize, Box<dyn Fn(&mut Script)>);
 
 fn death(at: usize, who: usize) -> Event {
     (at, Box::new(move |script| script.kill(who)))
