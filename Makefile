@@ -118,6 +118,7 @@ bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo a
 	$(BIN)/python benchmarks/train.py --rounds 5
 	$(BIN)/python benchmarks/growth.py --ranks 2 8 --budget 1
 	$(BIN)/python benchmarks/codec.py --quick
+	$(BIN)/python benchmarks/asynchronous.py --quick
 	$(BIN)/python benchmarks/bandwidth.py --if-possible --rates 1gbit --contenders ddp bytegrad ddp-bf16 --budget 2
 	$(BIN)/python benchmarks/network.py --if-possible --rates unlimited 1gbit --sizes 16MiB --budget 2
 

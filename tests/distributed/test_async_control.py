@@ -1,4 +1,4 @@
-"""Asynchronous averaging over a job's life: aborts and resumes, states and copies, buckets, scaled gradients, its end."""
+"""Asynchronous averaging over a job's life: aborts and resumes, states, copies, buckets, scaled gradients, its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from bagua.torch_api.communication import get_backend
 from tests.distributed.async_ranks import (
     NAMES,
     NEVER,
-    SHORT,
     WORLDS,
     Slopes,
     all_are,
@@ -96,7 +95,7 @@ def aborts_and_resumes_in_unrelated_orders_lose_nothing(rank: int) -> None:
 
 def a_model_that_is_gone_leaves_nothing(rank: int) -> None:
     def use() -> None:
-        model, optimizer, impl = wrapped()
+        model, optimizer, _impl = wrapped()
         step(model, optimizer, 1.0)
         rounds_pass(model)
         bagua.barrier()
@@ -171,7 +170,7 @@ def copies_of_the_model_are_plain_and_train_alone(rank: int) -> None:
 
 
 def evaluation_between_training_does_no_harm(rank: int) -> None:
-    model, optimizer, impl = wrapped()
+    model, optimizer, _impl = wrapped()
     for _ in range(10):
         model.train()
         step(model, optimizer, float(rank))
@@ -204,9 +203,7 @@ def an_execution_of_the_operation_alone_is_one_round(rank: int) -> None:
     size = bagua.get_world_size()
     for flatten in (True, False):
         name = f"alone {flatten}"
-        tensors = [
-            torch.full((count,), float(rank + 1)).ensure_bagua_tensor(f"part {count}", name) for count in (3, 5)
-        ]
+        tensors = [torch.full((count,), float(rank + 1)).ensure_bagua_tensor(f"part {count}", name) for count in (3, 5)]
         bucket = BaguaBucket(tensors, name, flatten)
         operation = bucket.append_asynchronous_model_average_op()
         assert operation is bucket._async_op

@@ -117,7 +117,9 @@ def ranks_at_rest_become_the_average_in_rank_order_to_the_bit(rank: int) -> None
 
 
 def net(count: int = 4) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Linear(7, count))
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Linear(7, count)
+    )
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
@@ -145,7 +147,9 @@ def the_warm_up_is_gradient_allreduce_to_the_bit(rank: int) -> None:
             optimizer.step()
         assert impl.stats()["state"] == "warmup"
         assert impl.stats()["ranks"] == list(range(bagua.get_world_size()))
-        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        )
     model.eval()
     model(batch(rank, 99))
     model.train()
@@ -214,7 +218,7 @@ def an_aborted_rank_is_left_alone_and_not_counted(rank: int) -> None:
             impl.resume(model)
             assert impl.stats()["state"] == "running"
         else:
-            until("a round of those left", lambda: impl.stats()["ranks"] == others)
+            until("a round of those left", lambda others=others: impl.stats()["ranks"] == others)
             rounds_pass(model)
             mean = 8.0 * sum(others) / len(others)
             assert all(torch.allclose(part, torch.tensor(mean)) for part in values(model))
@@ -261,7 +265,7 @@ def synchronize_makes_ranks_equal_at_once_or_names_who_never_called(rank: int) -
                 call(model)
     bagua.barrier()
     if rank:
-        with pytest.raises(BaguaTimeoutError, match="synchronize.*rank 0|rank 0.*synchronize") as caught:
+        with pytest.raises(BaguaTimeoutError, match=r"synchronize.*rank 0|rank 0.*synchronize") as caught:
             impl.synchronize(model, timeout=1.0)
         assert list(caught.value.missing) == [0]
     bagua.barrier()
@@ -378,11 +382,11 @@ def models_and_options_that_do_not_fit_are_refused_before_any_communication(rank
     whole = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="do_flatten=True"):
         whole.with_bagua([], AsyncModelAverageAlgorithm(), do_flatten=False)
-    with pytest.raises(ValueError, match="warm-up of 3 steps.*was given none"):
+    with pytest.raises(ValueError, match=r"warm-up of 3 steps.*was given none"):
         whole.with_bagua([], AsyncModelAverageAlgorithm(warmup_steps=3))
     complex_ = torch.nn.Module()
     complex_.register_parameter("weight", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
-    with pytest.raises(TypeError, match="'weight' is torch.complex64"):
+    with pytest.raises(TypeError, match=r"'weight' is torch\.complex64"):
         complex_.with_bagua([], AsyncModelAverageAlgorithm())
     double = torch.nn.Linear(2, 2).double()
     with pytest.raises(TypeError, match="parameter 'weight'"):
@@ -489,7 +493,7 @@ def test(case: Case, size: int, hosts: Hosts) -> None:
 
 def test_options_out_of_range_are_refused() -> None:
     for mode in ("shift_one", "", None):
-        with pytest.raises(ValueError, match="no peer selection mode.*known: all"):
+        with pytest.raises(ValueError, match=r"no peer selection mode.*known: all"):
             AsyncModelAverageAlgorithm(mode)  # type: ignore[arg-type]
     for interval in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="sync_interval_ms must be positive"):

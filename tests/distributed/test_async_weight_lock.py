@@ -1,4 +1,4 @@
-"""The lock of the weights that are averaged: what holds it, what does not, and that rounds go on whatever a training does."""
+"""The lock of weights that are averaged: what holds it, and that rounds go on whatever a training does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.distributed.async_ranks import (
     same_bits,
     step,
     until,
-    values,
     wrapped,
 )
 from tests.distributed.torch_ranks import Case, Hosts, check, run_cases
@@ -158,7 +157,7 @@ def training_holds_the_lock_in_forward_backward_and_step(rank: int) -> None:
 
 
 def two_forwards_before_their_backwards_keep_the_lock(rank: int) -> None:
-    model, optimizer, impl = wrapped()
+    model, optimizer, _impl = wrapped()
     found: list[list[torch.Tensor]] = []
     model.weight0.register_hook(lambda _: found.append(raw(model)))
     for _ in range(4):
@@ -202,7 +201,7 @@ def a_closure_keeps_the_lock_in_the_whole_step(rank: int) -> None:
 
 
 def rounds_go_on_while_a_rank_holds_the_gil(rank: int) -> None:
-    model, _, impl = wrapped()
+    model, _, _impl = wrapped()
     rounds_pass(model)
     bagua.barrier()
     if rank == 0:
@@ -213,7 +212,7 @@ def rounds_go_on_while_a_rank_holds_the_gil(rank: int) -> None:
 
 
 def rounds_go_on_after_a_backward_that_never_comes(rank: int) -> None:
-    model, optimizer, impl = wrapped()
+    model, optimizer, _impl = wrapped()
     if rank == 0:
         output = model(1.0)
     bagua.barrier()
@@ -228,7 +227,7 @@ def rounds_go_on_after_a_backward_that_never_comes(rank: int) -> None:
 
 
 def rounds_go_on_beside_forwards_without_a_backward(rank: int) -> None:
-    model, optimizer, impl = wrapped()
+    model, _optimizer, _impl = wrapped()
     last = rounds(model) + 2
 
     def runs(grad: bool) -> Callable[[], bool]:
@@ -321,7 +320,7 @@ def exceptions_anywhere_in_a_step_stop_no_rounds(rank: int) -> None:
 
 
 def rounds_go_on_under_no_sync(rank: int) -> None:
-    model, optimizer, impl = wrapped()
+    model, optimizer, _impl = wrapped()
     with bagua.distributed.no_sync(model):
         for _ in range(3):
             model(float(rank)).backward()

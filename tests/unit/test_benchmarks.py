@@ -141,6 +141,14 @@ def test_training_is_compared_with_ddp_and_the_losses_agree(tmp_path: Path) -> N
     assert {"blocking", "handed over"} <= {row.get("what", "") for row in rows}
 
 
+def test_averaging_is_measured_beside_a_slow_rank_and_plotted(tmp_path: Path) -> None:
+    _, rows = quick("asynchronous.py", tmp_path, *RANKS)
+    assert {row["contender"] for row in rows if row["part"] == "speed"} == {"alone", "async", "gradient_allreduce"}
+    assert {row["contender"] for row in rows if row["part"] == "cost"} == {"alone", "async", "async aborted"}
+    assert all(float(row["relative_speed"]) > 0 for row in rows)
+    assert len(list(tmp_path.glob("*.png"))) == (find_spec("matplotlib") is not None)
+
+
 def test_the_cache_is_compared_with_redis_py_and_plotted(tmp_path: Path) -> None:
     for package in ("redis", "msgpack", "xxhash"):
         pytest.importorskip(package, reason=f"{package} is not installed: make setup")

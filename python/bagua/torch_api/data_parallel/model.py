@@ -165,8 +165,9 @@ class Progress(NamedTuple):
 
 
 class _StepArguments(dict[str, Any]):
-    """The keyword arguments of an optimizer's step. They last as long as the step, which tells its end to nobody when
-    it raises."""
+    """The keyword arguments of an optimizer's step. They last as long as the step, of whose end torch tells nobody when
+    it raises.
+    """
 
     def __init__(self, ddp: BaguaDistributedDataParallel, arguments: Any) -> None:
         super().__init__(arguments)
