@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua.distributed import run, store
+from bagua.distributed import end_with_parent, run, store
 
 DEADLINE_S = 60.0
 
@@ -111,7 +111,8 @@ def book() -> None:
 
 TELLS = """
 import json, os, sys
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BAGUA_ELASTIC", "BAGUA_RESTART_COUNT", "OMP_NUM_THREADS")
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+names += ("BAGUA_ELASTIC", "BAGUA_RESTART_COUNT", "OMP_NUM_THREADS")
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
     json.dump([[os.environ[name] for name in names], sys.argv[2:]], file)
 """
@@ -239,6 +240,47 @@ def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path, book: None) -> 
         until(lambda: not any(is_running(pid) for pid in children), "children outlived the runner")
 
 
+def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_path: Path, book: None) -> None:
+    with runner("--nproc-per-node", "1", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until(lambda: bool(children.read_text()), "the runner started nothing")
+        process.send_signal(signal.SIGINT)
+        assert finish(process) == (130, "", "")
+    assert not list(tmp_path.glob("*.0"))
+
+
+def test_messages_that_nobody_reads_do_not_end_the_job(tmp_path: Path) -> None:
+    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(3 if start == 0 else 0)")
+    with runner("--nproc-per-node", "1", *NODE_1, "--restart-delay", "0", script, str(tmp_path)) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        process.stderr = None
+        assert finish(process)[0] == 0
+    assert (tmp_path / "1.1").exists()
+
+
+def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> None:
+    # This process is the parent, and not process 1.
+    command = [sys.executable, "-I", "-S", end_with_parent.__file__, "1", sys.executable, "-c", "print('started')"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
+
+
+def test_ranks_run_on_when_the_book_has_ended(tmp_path: Path, book: None) -> None:
+    code = "while not (here / 'end').exists(): time.sleep(0.02)"
+    script = write(tmp_path, LIVES + "import time\nsay(f'{rank}.0')\n" + code)
+    with runner("--nproc-per-node", "1", script, str(tmp_path)) as process:
+        rank = pid_of(tmp_path / "0.0")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (server,) = {int(pid) for pid in children} - {rank}
+        os.kill(server, signal.SIGKILL)
+        assert process.stderr is not None
+        assert process.stderr.readline().endswith("has ended: no rank can join any more\n")
+        assert is_running(rank)
+        (tmp_path / "end").touch()
+        assert finish(process)[0] == 0
+
+
 BOOK = """
 import datetime, os
 from torch.distributed import TCPStore
@@ -247,7 +289,7 @@ book = TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(sec
 rank = int(os.environ["RANK"])
 book.set(f"door {rank}", f"of {rank}")
 print(book.get(f"door {1 - rank}").decode())
-# The runner's own rank 0 stays until rank 1 has read.
+# A client's writes are there when it has read something, so neither ends before the other has read.
 book.set(f"read {rank}", "")
 book.get(f"read {1 - rank}")
 """

@@ -9,6 +9,7 @@ and the kernel does when the runner is killed. The runner has one thread, and im
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import ipaddress
 import math
@@ -249,8 +250,10 @@ def _how(code: int) -> str:
 
 def _say(text: str) -> None:
     """One line at once, so that those of several runners on one terminal do not mix."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    # A job does not end because nobody reads its messages any more.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _is_numeric(host: str) -> bool:

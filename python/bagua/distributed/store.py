@@ -52,8 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ImportError as error:
             print(f'{parser.prog}: needs torch, pip install "bagua[torch]": {error}', file=sys.stderr)
             return 1
-        print(where, flush=True)
-        arrived = signals.wait()
+        # Who has ended it while torch was imported does not read any more.
+        arrived = signals.wait(0)
+        if not arrived:
+            print(where, flush=True)
+            arrived = signals.wait()
         # The server lives as long as this name.
         del server
     return 130 if arrived[0] is signal.SIGINT else 0
