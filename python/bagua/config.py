@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bagua.engine import ALGORITHMS, MAX_STREAMS
@@ -16,6 +17,7 @@ __all__ = [
     "announce",
     "attempt",
     "default_trace_dir",
+    "environment",
     "flag",
     "integer",
     "master",
@@ -67,6 +69,11 @@ def flag(name: str) -> bool:
 def announce(**variables: str) -> None:
     """Sets variables for this process and its children, which ask the environment who they are."""
     os.environ.update(variables)
+
+
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: that of this process with other or further variables."""
+    return {**os.environ, **changes}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Programs that start and serve jobs: `python -m bagua.distributed.run` and `python -m bagua.distributed.store`."""

@@ -1,0 +1,36 @@
+"""Replaces itself by a command that the kernel kills (SIGKILL) when the process that started it ends.
+
+    python -I -S end_with_parent.py PID COMMAND [ARGUMENT ...]
+
+PID is the parent's. It is run as a file, so that it imports no package. prctl(PR_SET_PDEATHSIG) is kept across execve
+and acts when the thread that started the process ends: parents start it on their main thread. It is a program
+of its own because `preexec_fn` would run Python in a fork of a process that may have threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Does not return. OSError when the kernel refuses or the command cannot be run."""
+    parent, *command = arguments
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # The parent ended before the kernel was asked: somebody else has adopted this process.
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Python ignores these two, which a program would inherit.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

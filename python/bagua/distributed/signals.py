@@ -1,0 +1,62 @@
+"""Signals as values that a program waits for, so that none interrupts it at an arbitrary place."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from typing import IO, Any
+
+__all__ = ["Signals"]
+
+
+class Signals:
+    """Inside the `with` block the given signals only make `wait` return. For the main thread.
+
+    A handler and a pipe instead of `sigwait`: libraries have started threads before this one could block a signal,
+    and the kernel may deliver it to any thread that does not.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._numbers = numbers
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in self._numbers:
+            # nohup ignores SIGHUP for what it starts, and is to have its way.
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._read)
+        os.close(self._write)
+
+    def wait(self, timeout: float | None = None, file: IO[bytes] | None = None) -> list[signal.Signals]:
+        """The signals that have arrived since the last call, in order; waits at most `timeout` seconds for one.
+
+        Returns without one at the deadline, and as soon as `file` can be read.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        if file is not None:
+            poll.register(file, select.POLLIN)
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = poll.poll(None if left is None else left * 1000)
+            arrived = self._arrived()
+            if arrived or left == 0 or any(descriptor != self._read for descriptor, _ in ready):
+                return arrived
+
+    def _arrived(self) -> list[signal.Signals]:
+        try:
+            return [signal.Signals(number) for number in os.read(self._read, 65536) if number in self._before]
+        except BlockingIOError:
+            return []

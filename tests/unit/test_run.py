@@ -1,0 +1,407 @@
+"""The runner of elastic jobs and the server of their address book, as programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bagua.distributed import end_with_parent, run, store
+
+DEADLINE_S = 60.0
+
+# On node 1 the runner serves no address book, so that it needs no torch.
+NODE_1 = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "9"]
+
+# Names its process to the test, and lives until something ends it.
+LIVES = """
+import os, pathlib, signal, sys
+here = pathlib.Path(sys.argv[1])
+def say(name):
+    (here / f"{name}.new").write_text(str(os.getpid()))
+    (here / f"{name}.new").rename(here / name)
+rank, start = int(os.environ["RANK"]), int(os.environ["BAGUA_RESTART_COUNT"])
+def live():
+    say(f"{rank}.{start}")
+    while True:
+        signal.pause()
+"""
+
+
+def environment() -> dict[str, str]:
+    """The test's own environment without what a launcher would set."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "BAGUA_", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+@contextlib.contextmanager
+def program(*command: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`python -m bagua.distributed...` while the block runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        env=environment() | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with process:
+            yield process
+            # A block that fails must not wait for it.
+            process.kill()
+    finally:
+        process.kill()
+
+
+def runner(
+    *arguments: str, env: dict[str, str] | None = None
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return program("bagua.distributed.run", "--keep-going", *arguments, env=env)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, output and error output."""
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, output, errors
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Returns when the condition holds; fails at the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def pid_of(path: Path) -> int:
+    """The process that a rank has named, once it has."""
+    until(path.exists, f"nobody wrote {path.name}")
+    return int(path.read_text())
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie, which only waits for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def write(folder: Path, code: str) -> str:
+    path = folder / "script.py"
+    path.write_text(code)
+    return str(path)
+
+
+@pytest.fixture
+def book() -> None:
+    """For tests whose runner serves the address book."""
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+
+
+TELLS = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+names += ("BAGUA_ELASTIC", "BAGUA_RESTART_COUNT", "OMP_NUM_THREADS")
+with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump([[os.environ[name] for name in names], sys.argv[2:]], file)
+"""
+
+
+def test_each_rank_hears_its_place_and_the_address_of_the_book(tmp_path: Path) -> None:
+    script = write(tmp_path, TELLS)
+    with runner("--nproc-per-node", "2", *NODE_1, script, str(tmp_path), "--nnodes", "-m", "x y") as process:
+        assert finish(process) == (0, "", "")
+    for local, rank in enumerate((2, 3)):
+        expected = [str(rank), "4", str(local), "2", "tcp://127.0.0.1:9", "0", "1"]
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, ["--nnodes", "-m", "x y"]]
+    assert not (tmp_path / "0.json").exists()
+
+
+def test_a_number_of_threads_that_the_user_has_set_is_kept(tmp_path: Path) -> None:
+    arguments = ["--nproc-per-node", "1", *NODE_1, write(tmp_path, TELLS), str(tmp_path)]
+    with runner(*arguments, env={"OMP_NUM_THREADS": "3"}) as process:
+        assert finish(process)[0] == 0
+    assert json.loads((tmp_path / "1.json").read_text())[0][-1] == "3"
+
+
+def test_a_module_is_found_where_python_would_find_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "main.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ["--nproc-per-node", "1", *NODE_1, "-m", "package.main", "--lr", "1"]
+    with runner(*arguments, env={"PYTHONPATH": path}) as process:
+        assert finish(process) == (0, "__main__ ['--lr', '1']\n", "")
+
+
+def test_a_killed_rank_is_started_again_while_the_others_run_on(tmp_path: Path) -> None:
+    code = "import time\nif (rank, start) == (2, 0): live()\n"
+    # Rank 3 ends when it has seen the second start of rank 2.
+    code += "if rank == 3:\n    say('3.0')\n    while not (here / '2.1').exists(): time.sleep(0.02)\n"
+    script = write(tmp_path, LIVES + code + "say(f'{rank}.{start}')")
+    with runner("--nproc-per-node", "2", *NODE_1, "--restart-delay", "0.1", script, str(tmp_path)) as process:
+        first = pid_of(tmp_path / "2.0")
+        pid_of(tmp_path / "3.0")
+        os.kill(first, signal.SIGKILL)
+        assert finish(process) == (
+            0,
+            "",
+            f"rank 2 (pid {first}) was killed by SIGKILL: restart 1 of 3 in 0.1 s\n",
+        )
+    assert not (tmp_path / "3.1").exists()
+
+
+def test_restarts_count_per_rank(tmp_path: Path) -> None:
+    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(7 if start < 2 else 0)")
+    arguments = ["--nproc-per-node", "2", *NODE_1, "--max-restarts", "2", "--restart-delay", "0", script]
+    with runner(*arguments, str(tmp_path)) as process:
+        code, _, errors = finish(process)
+    assert code == 0, errors
+    for rank in (2, 3):
+        pids = [pid_of(tmp_path / f"{rank}.{start}") for start in range(3)]
+        for start in range(2):
+            assert (
+                f"rank {rank} (pid {pids[start]}) ended with exit code 7: restart {start + 1} of 2 in 0.0 s\n" in errors
+            )
+
+
+def test_one_restart_too_many_ends_the_other_ranks(tmp_path: Path) -> None:
+    # Rank 3 fails as soon as rank 2 is there, every time; rank 2 has a process of its own.
+    code = """
+import subprocess, time
+if rank == 2:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (here / "child").write_text(str(child.pid))
+    live()
+while not (here / "2.0").exists(): time.sleep(0.02)
+sys.exit(3)
+"""
+    script = write(tmp_path, LIVES + code)
+    arguments = ["--nproc-per-node", "2", *NODE_1, "--max-restarts", "1", "--restart-delay", "0", script]
+    with runner(*arguments, str(tmp_path)) as process:
+        code, _, errors = finish(process)
+    assert code == 1
+    assert "ended with exit code 3: restart 1 of 1 in 0.0 s\n" in errors
+    assert "ended with exit code 3: no restart of 1 is left, so the runner ends all its ranks\n" in errors
+    for name in ("2.0", "child"):
+        until(lambda name=name: not is_running(pid_of(tmp_path / name)), f"{name} was left behind")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: str(value),
+)
+def test_a_signal_to_the_runner_ends_its_ranks(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+        pids = [pid_of(tmp_path / f"{rank}.0") for rank in (2, 3)]
+        process.send_signal(number)
+        assert finish(process) == (code, "", "")
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_rank_that_ignores_sigterm_or_is_frozen_is_killed(tmp_path: Path) -> None:
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nlive()"
+    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, LIVES + code), str(tmp_path)) as process:
+        pids = [pid_of(tmp_path / f"{rank}.0") for rank in (2, 3)]
+        os.kill(pids[1], signal.SIGSTOP)
+        process.terminate()
+        assert finish(process)[0] == 143
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_signal_between_two_starts_of_a_rank_ends_the_runner(tmp_path: Path) -> None:
+    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(3)")
+    arguments = ["--nproc-per-node", "1", *NODE_1, "--restart-delay", "1000", script, str(tmp_path)]
+    with runner(*arguments) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().endswith("restart 1 of 3 in 1000.0 s\n")
+        process.send_signal(signal.SIGINT)
+        assert finish(process)[0] == 130
+    assert not (tmp_path / "1.1").exists()
+
+
+def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path, book: None) -> None:
+    with runner("--nproc-per-node", "2", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+        pids = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        assert set(pids) < set(children)
+        process.kill()
+        until(lambda: not any(is_running(pid) for pid in children), "children outlived the runner")
+
+
+def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_path: Path, book: None) -> None:
+    with runner("--nproc-per-node", "1", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until(lambda: bool(children.read_text()), "the runner started nothing")
+        process.send_signal(signal.SIGINT)
+        assert finish(process) == (130, "", "")
+    assert not list(tmp_path.glob("*.0"))
+
+
+def test_messages_that_nobody_reads_do_not_end_the_job(tmp_path: Path) -> None:
+    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(3 if start == 0 else 0)")
+    with runner("--nproc-per-node", "1", *NODE_1, "--restart-delay", "0", script, str(tmp_path)) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        process.stderr = None
+        assert finish(process)[0] == 0
+    assert (tmp_path / "1.1").exists()
+
+
+def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> None:
+    # This process is the parent, and not process 1.
+    command = [sys.executable, "-I", "-S", end_with_parent.__file__, "1", sys.executable, "-c", "print('started')"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
+
+
+def test_ranks_run_on_when_the_book_has_ended(tmp_path: Path, book: None) -> None:
+    code = "while not (here / 'end').exists(): time.sleep(0.02)"
+    script = write(tmp_path, LIVES + "import time\nsay(f'{rank}.0')\n" + code)
+    with runner("--nproc-per-node", "1", script, str(tmp_path)) as process:
+        rank = pid_of(tmp_path / "0.0")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (server,) = {int(pid) for pid in children} - {rank}
+        os.kill(server, signal.SIGKILL)
+        assert process.stderr is not None
+        assert process.stderr.readline().endswith("has ended: no rank can join any more\n")
+        assert is_running(rank)
+        (tmp_path / "end").touch()
+        assert finish(process)[0] == 0
+
+
+BOOK = """
+import datetime, os
+from torch.distributed import TCPStore
+host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
+book = TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=60))
+rank = int(os.environ["RANK"])
+book.set(f"door {rank}", f"of {rank}")
+print(book.get(f"door {1 - rank}").decode())
+# A client's writes are there when it has read something, so neither ends before the other has read.
+book.set(f"read {rank}", "")
+book.get(f"read {1 - rank}")
+"""
+
+
+def test_the_ranks_of_one_node_share_a_book_at_any_free_port(tmp_path: Path, book: None) -> None:
+    with runner("--nproc-per-node", "2", write(tmp_path, BOOK)) as process:
+        code, output, errors = finish(process)
+    assert code == 0, errors
+    assert sorted(output.splitlines()) == ["of 0", "of 1"]
+
+
+def test_a_port_of_the_book_that_is_taken_ends_the_runner_before_a_rank_starts(tmp_path: Path, book: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [
+            "--nproc-per-node",
+            "1",
+            "--master-port",
+            str(port),
+            write(tmp_path, LIVES + "live()"),
+            str(tmp_path),
+        ]
+        with runner(*arguments) as process:
+            code, _, errors = finish(process)
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in errors
+    assert not list(tmp_path.glob("*.0"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nproc-per-node", "0"], "--nproc-per-node is 0; it must be at least 1"),
+        (["--nnodes", "0"], "--nnodes is 0; it must be at least 1"),
+        (["--max-restarts", "-1"], "--max-restarts is -1; it must be at least 0"),
+        (["--restart-delay", "-1"], "--restart-delay is -1.0 s"),
+        (["--restart-delay", "nan"], "--restart-delay is nan s"),
+        (["--node-rank", "1"], "--node-rank is 1; with --nnodes 1 it must be from 0 to 0"),
+        (["--nnodes", "2"], "--nnodes 2 needs --node-rank"),
+        (["--nnodes", "2", "--node-rank", "0"], "--nnodes 2 needs --master-addr"),
+        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "a"], "--nnodes 2 needs --master-port"),
+        ([*NODE_1, "--node-rank", "2"], "--node-rank is 2; with --nnodes 2 it must be from 0 to 1"),
+        ([*NODE_1, "--master-port", "0"], "--master-port is 0; it must be from 1 to 65535"),
+        (["--master-port", "65536"], "--master-port is 65536"),
+        (["--master-addr", ""], "--master-addr is empty"),
+        (["-m"], "no module named"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path, "")
+    with pytest.raises(SystemExit) as ended:
+        run.main(["--keep-going", "--nproc-per-node", "1", *arguments, script])
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--keep-going", "--nproc-per-node", "1", str(tmp_path / "none.py")])
+    assert "none.py" in capsys.readouterr().err
+
+
+def test_without_keep_going_the_launcher_is_named_as_missing(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match=r"launcher of synchronous jobs does not exist yet.*torchrun"):
+        run.main(["--nproc-per-node", "1", write(tmp_path, "")])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("listen", "host"), [("127.0.0.1:0", "127.0.0.1"), (":0", socket.gethostname())])
+def test_the_store_prints_where_it_serves_until_a_signal(
+    listen: str, host: str, number: signal.Signals, code: int, book: None
+) -> None:
+    from torch.distributed import TCPStore
+
+    with program("bagua.distributed.store", "--listen", listen) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        prefix, _, port = line.rpartition(":")
+        assert prefix == f"tcp://{host}"
+        one, other = (TCPStore("127.0.0.1", int(port), is_master=False) for _ in range(2))
+        one.set("key", "value")
+        assert other.get("key") == b"value"
+        process.send_signal(number)
+        assert finish(process)[:2] == (code, "")
+
+
+def test_a_store_on_one_address_is_not_reached_by_another(book: None) -> None:
+    with program("bagua.distributed.store", "--listen", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:x", "host:65536", "host:-1", "::1:5"])
+def test_an_address_that_is_none_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        store.main(["--listen", address])
+    assert ended.value.code == 2
+    assert repr(address) in capsys.readouterr().err
+
+
+def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    # An address for documents (RFC 5737), which no machine has.
+    assert store.main(["--listen", "192.0.2.1:0"]) == 1
+    assert "cannot listen on 192.0.2.1:0: Cannot assign requested address" in capsys.readouterr().err
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert store.parse("[::1]:7") == ("::1", 7)
+    assert store.url("::1", 7) == "tcp://[::1]:7"
+    assert store.parse(":0") == ("", 0)
