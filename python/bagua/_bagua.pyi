@@ -261,9 +261,9 @@ class Communicator:
         interval: float,
         codec: Codec | None,
         *,
-        buffers: Sequence[tuple[int, int, int]] = [],
-        door: Door | None = None,
-        digest: bytes = ...,
+        buffers: Sequence[tuple[int, int, int]],
+        door: Door | None,
+        digest: bytes,
     ) -> Averager: ...
     def raise_(self, kind: str, message: str) -> None: ...
     def abort(self, reason: str) -> None: ...

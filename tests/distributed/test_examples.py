@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_the_example_that_loses_a_rank_goes_on_without_it() -> None:
     assert results.run(run_example, "shrink.py", []) == [0, 0, None]
     assert "rank 1 is rank 1 of 2 from step 10: lost rank 2" in results.output[1]
     assert "weights equal on all ranks" in results.output[0]
+
+
+def test_the_elastic_example_gets_its_failed_rank_back() -> None:
+    command = [sys.executable, "-m", "bagua.distributed.run", "--keep-going", "--nproc-per-node", "2"]
+    example = str(Path(ROOT, "examples", "elastic.py"))
+    done = subprocess.run([*command, example], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("rank 1 fails", "rank 0 goes on with 1 of 2 ranks", "rank 1 came back at forward"):
+        assert line in done.stdout
+    assert "rank 1 came back at forward 0\n" not in done.stdout
+    assert "ended with exit code 7: restart 1 of 3" in done.stderr
 
 
 def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None:

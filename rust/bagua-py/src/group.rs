@@ -365,7 +365,7 @@ impl Communicator {
     /// the average, and a rank's `buffers`; `digest` is that of what must be equal on all ranks.
     ///
     /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
-    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers=vec![], door=None, digest=[0; 32]))]
+    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, door, digest))]
     fn averager(
         &self,
         py: Python<'_>,
