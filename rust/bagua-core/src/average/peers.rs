@@ -21,6 +21,8 @@ pub(super) struct Status {
     pub(super) takes_part: bool,
     /// It waits in `synchronize`.
     pub(super) synchronizes: bool,
+    /// Its interval has passed.
+    pub(super) is_due: bool,
     /// It has no weights of the job yet.
     pub(super) is_new: bool,
     /// Rank in the job of the first newcomer at its door.
@@ -35,10 +37,10 @@ pub(super) struct Status {
 
 impl Status {
     fn encode(self) -> [u8; FIELDS * 8] {
-        let Status { takes_part, synchronizes, is_new, newcomer, view, exchanges, agreed } = self;
+        let Status { takes_part, synchronizes, is_due, is_new, newcomer, view, exchanges, agreed } = self;
         let flags = [takes_part, synchronizes, is_new].map(u64::from);
         let newcomer = newcomer.map_or(0, |rank| rank as u64 + 1);
-        let fields = [flags[0], flags[1], flags[2], newcomer, view, exchanges, agreed, 0];
+        let fields = [flags[0], flags[1], flags[2], newcomer, view, exchanges, agreed, u64::from(is_due)];
         let mut bytes = [0; FIELDS * 8];
         for (slot, field) in bytes.chunks_exact_mut(8).zip(fields) {
             slot.copy_from_slice(&field.to_le_bytes());
@@ -56,6 +58,7 @@ impl Status {
             view: field(4),
             exchanges: field(5),
             agreed: field(6),
+            is_due: field(7) == 1,
         }
     }
 }
@@ -215,6 +218,7 @@ mod tests {
         let other = Status {
             takes_part: true,
             synchronizes: false,
+            is_due: true,
             is_new: true,
             newcomer: Some(0),
             view: 7,

@@ -17,6 +17,10 @@ use crate::reduce;
 use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 
+/// The longest time between two exchanges of statuses: a rank that synchronizes, aborts, resumes, leaves or comes in is noticed within it,
+/// however long the interval is.
+const TICK: Duration = Duration::from_millis(500);
+
 /// How long a rank that was left behind looks for the others before it goes on alone.
 const ALONE: Duration = Duration::from_secs(10);
 
@@ -51,6 +55,8 @@ pub(super) struct Rounds {
     /// What a newcomer gets beside the average.
     buffers: Vec<Weights>,
     settings: Settings,
+    /// When the next round begins.
+    due: Instant,
     /// When this part of the job last looked for one that it was cut off from.
     looked: Instant,
     /// Ranks in the job of the last round.
@@ -72,6 +78,8 @@ enum Next {
     Later,
     /// Now: the membership has changed.
     AtOnce,
+    /// When it was to begin: this was an exchange of statuses only.
+    NotYet,
 }
 
 /// A round before its agreement.
@@ -99,24 +107,25 @@ impl Rounds {
         if let Some(Elastic { door, digest }) = &settings.elastic {
             door.welcome(&settings.name, *digest);
         }
-        let looked = Instant::now();
+        let (looked, due) = (Instant::now(), Instant::now() + settings.interval);
         let (peers, view, exchanges) = (Some(peers), 1, 0);
-        Ok(Rounds { shared, peers, parts, buffers, settings, looked, set, view, exchanges, open: None, agreed: 0 })
+        Ok(Rounds { shared, peers, parts, buffers, settings, due, looked, set, view, exchanges, open: None, agreed: 0 })
     }
 
     /// Runs rounds until it has to end or something fails.
     pub(super) fn run(mut self) {
-        let is_new = self.shared.lock().is_new;
-        let mut due = Instant::now() + if is_new { Duration::ZERO } else { self.settings.interval };
+        if self.shared.lock().is_new {
+            self.due = Instant::now();
+        }
         let failure = loop {
-            if !self.shared.sleep(due) {
+            if !self.shared.sleep(self.due.min(Instant::now() + TICK)) {
                 break Error::Aborted("the averaging of this model has ended".to_owned());
             }
-            let outcome =
-                self.round().and_then(|next| if next == Next::Later { self.meet().map(|()| next) } else { Ok(next) });
-            due = match outcome {
+            let outcome = self.round().and_then(|next| self.meet().map(|()| next));
+            self.due = match outcome {
                 Ok(Next::Later) => Instant::now() + self.settings.interval,
                 Ok(Next::AtOnce) => Instant::now(),
+                Ok(Next::NotYet) => self.due,
                 // The next round begins at once: it tells what became of the last one.
                 Err(error) => match self.recover(error) {
                     Ok(()) => Instant::now(),
@@ -345,6 +354,7 @@ impl Rounds {
             let own = Status {
                 takes_part: control.takes_part && !control.is_new,
                 synchronizes: control.takes_part && !control.synchronizing.is_empty(),
+                is_due: Instant::now() >= self.due,
                 is_new: control.is_new,
                 newcomer,
                 view: self.view,
@@ -384,12 +394,18 @@ impl Rounds {
             control.stats.ranks = set;
             control.not_synchronizing = late;
         }
+        let has_new = all.iter().any(|status| status.is_new);
+        if !(synchronizes || has_new || ranks.iter().all(|rank| all[*rank].is_due)) {
+            self.shared.lock().in_round = false;
+            self.shared.notify();
+            return Ok(Next::NotYet);
+        }
         let mut staleness = 0;
         if ranks.len() > 1 {
             // Also on a rank outside of the set, so that all know the same sets.
             staleness = self.average(&ranks, synchronizes)?;
         }
-        if all.iter().any(|status| status.is_new) {
+        if has_new {
             self.hand_over(&ranks, &all, ranks.len() > 1)?;
         }
         let wire = self.peers()?.wire_bytes();
