@@ -226,21 +226,6 @@ fn ranks_that_do_not_synchronize_are_named_long_before_the_next_round() {
 }
 
 #[test]
-fn ranks_that_do_not_synchronize_are_named_long_before_the_next_round() {
-    on_all(2, Duration::from_secs(3600), None, |rank, barrier| {
-        if rank.rank == 0 {
-            let call = rank.averager.synchronize().unwrap();
-            until(
-                "rank 1 is known not to call",
-                || matches!(call.timed_out(LONG, 0), Error::Timeout { missing, .. } if missing == [1]),
-            );
-            assert_eq!(rank.rounds(), 0);
-        }
-        barrier.wait();
-    });
-}
-
-#[test]
 fn synchronize_names_the_ranks_that_never_call() {
     on_all(3, INTERVAL, None, |rank, barrier| {
         if rank.rank != 1 {
