@@ -25,7 +25,7 @@ PATIENCE = 120.0
 class Rank:
     """One process."""
 
-    def __init__(self, rank: int, size: int, book: str, **environment: str) -> None:
+    def __init__(self, rank: int, size: int, book: str, prefix: tuple[str, ...] = (), **environment: str) -> None:
         env = {
             **os.environ,
             "BAGUA_ELASTIC": book,
@@ -40,7 +40,7 @@ class Rank:
         }
         self.rank, self.book = rank, book
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.distributed.elastic_rank"],
+            [*prefix, sys.executable, "-u", "-m", "tests.distributed.elastic_rank"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
@@ -123,6 +123,18 @@ class Job:
         assert [rank.answer() for rank in ranks] == ["wrapped"] * self.size
         return ranks
 
+    def end(self) -> None:
+        """Ends what still runs."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signal.SIGCONT)
+            rank.process.kill()
+            rank.process.wait()
+            for pipe in (rank.process.stdin, rank.process.stdout):
+                with contextlib.suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
@@ -133,15 +145,8 @@ def job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
         return made[-1]
 
     yield make
-    for rank in (rank for each in made for rank in each.ranks):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, signal.SIGCONT)
-        rank.process.kill()
-        rank.process.wait()
-        for pipe in (rank.process.stdin, rank.process.stdout):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
+    for each in made:
+        each.end()
 
 
 def all_hold(ranks: list[Rank], value: float) -> None:
