@@ -21,12 +21,21 @@ fn worker() -> LaneWorker {
 
 /// A job that runs until the sender is dropped.
 fn held(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>) {
+    let (handle, open, _) = begun(worker, result);
+    (handle, open)
+}
+
+/// As [`held`]; the receiver hears that the job runs.
+fn begun(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>, mpsc::Receiver<()>) {
     let (open, opened) = mpsc::channel::<()>();
+    let (began, begins) = mpsc::channel();
     let job = move |_: &mut Lanes| {
+        // Nobody may be interested.
+        let _ = began.send(());
         let _ = opened.recv();
         result
     };
-    (worker.submit("a held job", Box::new(job)).unwrap(), open)
+    (worker.submit("a held job", Box::new(job)).unwrap(), open, begins)
 }
 
 #[test]
@@ -91,7 +100,8 @@ fn an_error_that_a_callback_gets_does_not_reach_the_next_call() {
 fn shutdown_calls_the_callbacks_of_queued_jobs_with_its_error() {
     // Invariant 3.
     let worker = worker();
-    let (running, open) = held(&worker, Ok(()));
+    let (running, open, begins) = begun(&worker, Ok(()));
+    begins.recv().unwrap();
     let (queued, _) = held(&worker, Ok(()));
     let (sender, ran) = mpsc::channel();
     for (name, handle) in [("running", &running), ("queued", &queued)] {
