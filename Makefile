@@ -75,6 +75,15 @@ MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target
 model: ## Explores the models of the lock-free parts further than make test does: for minutes
 	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 $(MODEL) --nocapture
 
+.PHONY: loom
+loom: model ## The same as make model
+
+# One seed, one run: FUZZ_SEED=… repeats a run that failed.
+.PHONY: fuzz
+fuzz: ## Feeds the parsers of everything that other processes send with 10 million mutated messages
+	FUZZ_INPUTS=$${FUZZ_INPUTS:-10000000} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
+		cargo test --profile fuzz -p bagua-core --lib -- --nocapture group::tests::
+
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.
 NOT_EMULATED := --skip every_page_is_there_before_it_is_touched --skip memory_is_all_there_at_once_and_given_back

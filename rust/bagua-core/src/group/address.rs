@@ -59,7 +59,7 @@ impl Address {
     }
 
     /// The address that a blob encodes.
-    fn parse(blob: &[u8]) -> Result<Address, Malformed> {
+    pub(super) fn parse(blob: &[u8]) -> Result<Address, Malformed> {
         if blob.len() > LIMIT {
             return Err(Malformed("it is too long"));
         }

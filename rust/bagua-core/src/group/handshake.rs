@@ -28,7 +28,7 @@ pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 const MAGIC: [u8; 8] = *b"BGhello\n";
 
 /// Length of a hello.
-const HELLO_LEN: usize = 8 + 2 + 4 + 4 + 4 + 1 + 8 + 4 + 4 + 8 + 32;
+pub(super) const HELLO_LEN: usize = 8 + 2 + 4 + 4 + 4 + 1 + 8 + 4 + 4 + 8 + 32;
 
 /// Accepts the previous step.
 const ACCEPTED: u8 = 0;
@@ -123,14 +123,14 @@ pub(super) struct Hello {
 }
 
 impl Hello {
-    fn encode(&self, nonce: &[u8; 32]) -> [u8; HELLO_LEN] {
+    pub(super) fn encode(&self, nonce: &[u8; 32]) -> [u8; HELLO_LEN] {
         let mut out = Writer::default();
         out.fixed(&MAGIC).u16(VERSION).rank(self.world_size).rank(self.from).rank(self.to).u8(self.purpose as u8);
         out.u64(self.group).u32(self.channel).u32(self.index).fixed(&self.job).fixed(nonce);
         out.0.try_into().expect("HELLO_LEN is the sum of the fields")
     }
 
-    fn parse(bytes: &[u8; HELLO_LEN]) -> Result<Hello, Refusal> {
+    pub(super) fn parse(bytes: &[u8; HELLO_LEN]) -> Result<Hello, Refusal> {
         let mut from = Reader(bytes);
         if from.array() != Ok(MAGIC) {
             return Err(Refusal::Protocol);

@@ -33,6 +33,8 @@ mod lanes;
 mod listen;
 mod membership;
 mod rendezvous;
+#[cfg(all(test, not(model)))]
+mod tests;
 mod views;
 mod wire;
 

@@ -14,6 +14,8 @@ pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
 pub(crate) use mesh::Plan;
+#[cfg(all(test, not(model)))]
+pub(crate) use mesh::{CHUNK_LEN, Chunk};
 pub use mesh::{Mesh, Step};
 pub use tcp::Tcp;
 

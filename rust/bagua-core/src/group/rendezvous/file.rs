@@ -40,23 +40,23 @@ pub fn rendezvous_file(
 
 /// The content of a file.
 #[derive(Debug, PartialEq, Eq)]
-struct Content {
+pub(in super::super) struct Content {
     /// Random number of this exchange.
-    number: [u8; 16],
-    world_size: usize,
+    pub(in super::super) number: [u8; 16],
+    pub(in super::super) world_size: usize,
     /// The writer's address, or all addresses.
-    addresses: Vec<Vec<u8>>,
+    pub(in super::super) addresses: Vec<Vec<u8>>,
 }
 
 impl Content {
-    fn encode(&self) -> Vec<u8> {
+    pub(in super::super) fn encode(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.fixed(&MAGIC).fixed(&self.number).rank(self.world_size).rank(self.addresses.len());
         self.addresses.iter().for_each(|address| _ = out.bytes(address));
         out.0
     }
 
-    fn parse(bytes: &[u8]) -> std::result::Result<Content, Malformed> {
+    pub(in super::super) fn parse(bytes: &[u8]) -> std::result::Result<Content, Malformed> {
         let mut from = Reader(bytes);
         if from.array()? != MAGIC {
             return Err(Malformed("it does not start with the magic bytes of a rendezvous file"));

@@ -19,6 +19,12 @@ mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
 pub(super) use exchange::runtime;
+#[cfg(all(test, not(model)))]
+pub(super) use file::Content;
 pub use file::rendezvous_file;
 pub use route::local_address_towards;
+#[cfg(all(test, not(model)))]
+pub(super) use server::Registration;
 pub use server::RendezvousServer;
+#[cfg(all(test, not(model)))]
+pub(super) use tree::{Answer, MissingRanks, fetch_frame, list_frame};

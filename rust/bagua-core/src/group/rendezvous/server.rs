@@ -76,21 +76,21 @@ impl RendezvousServer {
 
 /// A rank's registration with the server.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Registration {
+pub(in super::super) struct Registration {
     /// The address to exchange.
-    pub(super) address: Vec<u8>,
+    pub(in super::super) address: Vec<u8>,
     /// Where its children can fetch the list; without it, they get the list from the server.
-    pub(super) relay: Option<SocketAddr>,
+    pub(in super::super) relay: Option<SocketAddr>,
 }
 
 impl Registration {
     /// The registration as a frame, which starts with its length.
-    pub(super) fn frame(&self) -> Vec<u8> {
+    pub(in super::super) fn frame(&self) -> Vec<u8> {
         let mut out = Writer::default();
         tree::framed(out.text(&self.relay.map(|relay| relay.to_string()).unwrap_or_default()).bytes(&self.address))
     }
 
-    pub(super) fn parse(body: &[u8]) -> std::result::Result<Registration, Malformed> {
+    pub(in super::super) fn parse(body: &[u8]) -> std::result::Result<Registration, Malformed> {
         let mut from = Reader(body);
         let relay = match from.text()? {
             none if none.is_empty() => None,

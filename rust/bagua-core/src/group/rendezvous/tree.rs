@@ -45,7 +45,7 @@ pub(super) fn children(rank: usize, world_size: usize) -> Range<usize> {
 
 /// Ranks that have not registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct MissingRanks {
+pub(in super::super) struct MissingRanks {
     /// The first of them.
     named: Vec<usize>,
     /// How many more there are.
@@ -53,13 +53,13 @@ pub(super) struct MissingRanks {
 }
 
 impl MissingRanks {
-    pub(super) fn new(mut all: Vec<usize>) -> MissingRanks {
+    pub(in super::super) fn new(mut all: Vec<usize>) -> MissingRanks {
         let others = all.len().saturating_sub(RANKS_LIMIT);
         all.truncate(RANKS_LIMIT);
         MissingRanks { named: all, others }
     }
 
-    pub(super) fn frame(&self) -> Vec<u8> {
+    pub(in super::super) fn frame(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.u8(1).rank(self.named.len());
         self.named.iter().for_each(|rank| _ = out.rank(*rank));
@@ -76,7 +76,7 @@ impl MissingRanks {
 }
 
 /// The frame of the list of all addresses.
-pub(super) fn list_frame(all: &[Vec<u8>]) -> Vec<u8> {
+pub(in super::super) fn list_frame(all: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Writer::default();
     out.u8(0).rank(all.len());
     all.iter().for_each(|address| _ = out.bytes(address));
@@ -84,7 +84,7 @@ pub(super) fn list_frame(all: &[Vec<u8>]) -> Vec<u8> {
 }
 
 /// The frame with the address of a rank's parent.
-pub(super) fn fetch_frame(parent: SocketAddr) -> Vec<u8> {
+pub(in super::super) fn fetch_frame(parent: SocketAddr) -> Vec<u8> {
     framed(Writer::default().u8(2).text(&parent.to_string()))
 }
 
@@ -97,7 +97,7 @@ pub(super) fn framed(body: &Writer) -> Vec<u8> {
 
 /// The server's answer to a registration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(in super::super) enum Answer {
     /// All addresses, by rank.
     Complete(Vec<Vec<u8>>),
     /// The deadline passed before these ranks registered.
@@ -107,7 +107,7 @@ pub(super) enum Answer {
 }
 
 impl Answer {
-    pub(super) fn parse(body: &[u8]) -> Result<Answer, Malformed> {
+    pub(in super::super) fn parse(body: &[u8]) -> Result<Answer, Malformed> {
         let mut from = Reader(body);
         let answer = match from.u8()? {
             0 => {

@@ -12,9 +12,9 @@ pub(super) const RANKS_LIMIT: usize = 12 * 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct GoneRank {
     /// Rank of the group.
-    pub(super) rank: usize,
+    pub(in super::super) rank: usize,
     /// Its process is known to have ended, or it has left; otherwise it may live on.
-    pub(super) ended: bool,
+    pub(in super::super) ended: bool,
 }
 
 /// A message about a view. Ranks are those of the group on whose control plane it travels.
@@ -65,7 +65,7 @@ pub(in super::super) enum ViewMessage {
 
 impl ViewMessage {
     /// The message as bytes.
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in super::super) fn encode(&self) -> Vec<u8> {
         let mut out = Writer::default();
         match self {
             ViewMessage::Ready { view, any, gone } => {

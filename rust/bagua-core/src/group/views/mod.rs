@@ -38,4 +38,8 @@ mod tests;
 pub use agreement::Quorum;
 pub use driver::View;
 pub(super) use inbox::Inbox;
+#[cfg(all(test, not(model)))]
+pub(super) use message::GoneRank;
 pub(super) use message::ViewMessage;
+#[cfg(all(test, not(model)))]
+pub(super) use tests::replay::replay;

@@ -5,6 +5,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
 use super::message::ViewMessage;
 
+/// An agreement that hears what no correct rank says.
+#[cfg(not(model))]
+pub(super) mod replay;
+
 /// A run that takes more steps than this hangs in a loop.
 const STEPS_LIMIT: usize = 20_000;
 

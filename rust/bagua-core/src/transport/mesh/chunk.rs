@@ -13,7 +13,7 @@
 use crate::transport::frame::{self, BadFrame, Header};
 
 /// Bytes of the longest header.
-pub(super) const LEN: usize = frame::LEN + 24;
+pub(crate) const LEN: usize = frame::LEN + 24;
 
 /// Bytes of a header on this many streams to a peer.
 pub(super) const fn head_len(streams: usize) -> usize {
@@ -22,7 +22,7 @@ pub(super) const fn head_len(streams: usize) -> usize {
 
 /// The header of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Chunk {
+pub(crate) struct Chunk {
     /// Header of the message.
     pub header: Header,
     /// Number of the message.

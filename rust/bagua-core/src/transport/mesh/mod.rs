@@ -14,6 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{Broken, Incoming, OpContext, Outgoing, Readiness, Transport};
 use crate::error::{Error, Result};
 use crate::wait::{Doorbell, SLICE};
+#[cfg(all(test, not(model)))]
+pub(crate) use chunk::{Chunk, LEN as CHUNK_LEN};
 use endpoint::{ByteCounts, Endpoint, PeerFault};
 pub(crate) use plan::Plan;
 pub use plan::Step;
