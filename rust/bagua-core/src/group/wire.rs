@@ -14,11 +14,15 @@ pub(super) const VERSION: u16 = 4;
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
 
-/// The longest text in an encoded error; four of them fit into a frame.
+/// The longest text in any message; four of them, as an error has, fit into a frame.
 const TEXT_LIMIT: usize = 12 * 1024;
 
 /// The most ranks that an encoded error names.
 pub(super) const RANKS_LIMIT: usize = 2048;
+
+/// The highest number of a view that is taken from another rank. Each failure adds one: no job gets there, and a number near the end of
+/// its type would overflow.
+pub(super) const VIEWS_LIMIT: u64 = 1 << 48;
 
 /// Version of the encoding of errors.
 const ERROR_VERSION: u8 = 1;
@@ -125,13 +129,24 @@ impl<'a> Reader<'a> {
         usize::try_from(self.u32()?).map_err(|_| Malformed("a number is out of range"))
     }
 
+    /// The number of a view.
+    pub(super) fn view(&mut self) -> Result<u64, Malformed> {
+        let view = self.u64()?;
+        if view > VIEWS_LIMIT { Err(Malformed("the number of a view is out of range")) } else { Ok(view) }
+    }
+
     pub(super) fn bytes(&mut self) -> Result<&'a [u8], Malformed> {
         let len = self.rank()?;
         self.take(len)
     }
 
+    /// A text of at most [`TEXT_LIMIT`] bytes: no longer one is written, and one would lose its end when it is sent on.
     pub(super) fn text(&mut self) -> Result<String, Malformed> {
-        String::from_utf8(self.bytes()?.to_vec()).map_err(|_| Malformed("a text is not UTF-8"))
+        let bytes = self.bytes()?;
+        if bytes.len() > TEXT_LIMIT {
+            return Err(Malformed("a text is too long"));
+        }
+        String::from_utf8(bytes.to_vec()).map_err(|_| Malformed("a text is not UTF-8"))
     }
 
     pub(super) fn end(&self) -> Result<(), Malformed> {
@@ -371,6 +386,16 @@ mod tests {
         let progress = Some(Box::new(Progress { what: "é".repeat(FRAME_LIMIT), ..Progress::default() }));
         let cause = Error::Timeout { after: Duration::MAX, missing, noticed_by: 0, progress };
         assert!(Message::Fail { group: 1, cause }.frame().len() <= FRAME_LIMIT + 4);
+    }
+
+    #[test]
+    fn a_text_that_no_rank_writes_is_malformed() {
+        let parse = |len: usize| Message::parse(&[&[3; 1][..], &[0; 8], &[1, 5], &framed(len)].concat());
+        fn framed(len: usize) -> Vec<u8> {
+            Writer::default().bytes(&vec![b'a'; len]).0.clone()
+        }
+        assert!(parse(TEXT_LIMIT).is_ok());
+        assert_eq!(parse(TEXT_LIMIT + 1), Err(Malformed("a text is too long")));
     }
 
     #[test]

@@ -105,7 +105,7 @@ impl DoorMessage {
             }
             3 => DoorMessage::Refused { for_ever: flag(&mut from)?, text: from.text()? },
             4 => {
-                let (view, place, ranks) = (from.u64()?, from.rank()?, list(&mut from, Reader::rank)?);
+                let (view, place, ranks) = (from.view()?, from.rank()?, list(&mut from, Reader::rank)?);
                 if place >= ranks.len() || !ranks.is_sorted_by(|a, b| a < b) {
                     return Err(Malformed("a membership that is none"));
                 }

@@ -116,6 +116,9 @@ impl Answer {
             }
             1 => {
                 let count = from.rank()?;
+                if count > RANKS_LIMIT {
+                    return Err(Malformed("too many ranks"));
+                }
                 let named = (0..count).map(|_| from.rank()).collect::<Result<_, Malformed>>()?;
                 Answer::Missing(MissingRanks { named, others: from.rank()? })
             }

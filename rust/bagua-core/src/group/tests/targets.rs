@@ -16,6 +16,7 @@ use super::super::rendezvous::{Answer, Content, MissingRanks, Registration, fetc
 use super::super::views::{ViewMessage, replay};
 use super::super::wire::{FRAME_LIMIT, Message, Writer, read_frame};
 use super::allocations::peak;
+use super::examples::hex;
 use crate::transport::frame::{self, Header};
 use crate::transport::{CHUNK_LEN, Chunk};
 
@@ -130,9 +131,9 @@ fn check_parser<T: PartialEq + Debug, E: PartialEq + Debug>(
     let Ok(value) = parsed else { return false };
     let again = encode(&value);
     if wire == Wire::Exact {
-        assert_eq!(again, bytes, "{value:?}");
+        assert!(again == bytes, "it is encoded again as {}", hex(&again));
     } else if again != bytes {
-        assert_eq!(parse(&again), Ok(value));
+        assert!(parse(&again) == Ok(value), "it does not survive the wire as {}", hex(&again));
     }
     true
 }

@@ -2,8 +2,8 @@
 
 use super::super::wire::{Malformed, Reader, Writer};
 
-/// The longest address or text in a message.
-const BYTES_LIMIT: usize = 16 * 1024;
+/// The longest address in a message.
+const ADDRESS_LIMIT: usize = 16 * 1024;
 
 /// The most ranks in a message; they fit into a frame of the control plane.
 pub(super) const RANKS_LIMIT: usize = 12 * 1024;
@@ -87,7 +87,7 @@ impl ViewMessage {
         let mut from = Reader(bytes);
         let message = match from.u8()? {
             1 => {
-                let (view, any) = (from.u64()?, get_flag(&mut from)?);
+                let (view, any) = (from.view()?, get_flag(&mut from)?);
                 let count = get_count(&mut from)?;
                 let gone = (0..count).map(|_| Ok(GoneRank { rank: from.rank()?, ended: get_flag(&mut from)? }));
                 let gone = gone.collect::<Result<Vec<_>, Malformed>>()?;
@@ -95,22 +95,16 @@ impl ViewMessage {
                 ViewMessage::Ready { view, any, gone }
             }
             2 => ViewMessage::Withdrawn,
-            3 => ViewMessage::Propose { view: from.u64()?, members: get_ranks(&mut from)? },
+            3 => ViewMessage::Propose { view: from.view()?, members: get_ranks(&mut from)? },
             4 => {
-                let (view, address) = (from.u64()?, from.bytes()?);
-                if address.len() > BYTES_LIMIT {
+                let (view, address) = (from.view()?, from.bytes()?);
+                if address.len() > ADDRESS_LIMIT {
                     return Err(Malformed("an address is too long"));
                 }
                 ViewMessage::Address { view, address: address.to_vec() }
             }
-            5 => {
-                let (view, text) = (from.u64()?, from.text()?);
-                if text.len() > BYTES_LIMIT {
-                    return Err(Malformed("a text is too long"));
-                }
-                ViewMessage::Refused { view, text }
-            }
-            6 => ViewMessage::Opened { view: from.u64()?, members: get_ranks(&mut from)? },
+            5 => ViewMessage::Refused { view: from.view()?, text: from.text()? },
+            6 => ViewMessage::Opened { view: from.view()?, members: get_ranks(&mut from)? },
             7 => ViewMessage::Abandoned,
             _ => return Err(Malformed("a message about views of an unknown kind")),
         };
@@ -152,6 +146,7 @@ fn ascending(ranks: impl Iterator<Item = usize>) -> Result<(), Malformed> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::super::wire::VIEWS_LIMIT;
     use super::*;
 
     fn ranks() -> impl Strategy<Value = Vec<usize>> {
@@ -160,17 +155,17 @@ mod tests {
 
     fn message() -> impl Strategy<Value = ViewMessage> {
         prop_oneof![
-            (any::<u64>(), any::<bool>(), ranks(), any::<u64>()).prop_map(|(view, any, ranks, bits)| {
+            (0..=VIEWS_LIMIT, any::<bool>(), ranks(), any::<u64>()).prop_map(|(view, any, ranks, bits)| {
                 let ended = |at: usize| bits >> at & 1 == 1;
                 let gone = ranks.into_iter().enumerate();
                 let gone = gone.map(|(at, rank)| GoneRank { rank, ended: ended(at) }).collect();
                 ViewMessage::Ready { view, any, gone }
             }),
             Just(ViewMessage::Withdrawn),
-            (any::<u64>(), ranks()).prop_map(|(view, members)| ViewMessage::Propose { view, members }),
-            (any::<u64>(), any::<Vec<u8>>()).prop_map(|(view, address)| ViewMessage::Address { view, address }),
-            (any::<u64>(), any::<String>()).prop_map(|(view, text)| ViewMessage::Refused { view, text }),
-            (any::<u64>(), ranks()).prop_map(|(view, members)| ViewMessage::Opened { view, members }),
+            (0..=VIEWS_LIMIT, ranks()).prop_map(|(view, members)| ViewMessage::Propose { view, members }),
+            (0..=VIEWS_LIMIT, any::<Vec<u8>>()).prop_map(|(view, address)| ViewMessage::Address { view, address }),
+            (0..=VIEWS_LIMIT, any::<String>()).prop_map(|(view, text)| ViewMessage::Refused { view, text }),
+            (0..=VIEWS_LIMIT, ranks()).prop_map(|(view, members)| ViewMessage::Opened { view, members }),
             Just(ViewMessage::Abandoned),
         ]
     }
@@ -190,6 +185,16 @@ mod tests {
             if let Ok(message) = ViewMessage::parse(&bytes) {
                 prop_assert_eq!(message.encode(), bytes);
             }
+        }
+    }
+
+    #[test]
+    fn a_number_of_a_view_that_the_next_ones_would_overflow_is_malformed() {
+        let members = vec![0, 1];
+        let parse = |view| ViewMessage::parse(&ViewMessage::Propose { view, members: members.clone() }.encode());
+        assert!(parse(VIEWS_LIMIT).is_ok());
+        for view in [VIEWS_LIMIT + 1, u64::MAX] {
+            assert_eq!(parse(view), Err(Malformed("the number of a view is out of range")));
         }
     }
 
