@@ -108,6 +108,11 @@ fn answers_are_parsed_unchanged_and_truncated_ones_are_malformed() {
 fn of_very_many_missing_ranks_some_are_named_and_the_others_counted() {
     let missing = MissingRanks::new((0..RANKS_LIMIT + 500).collect());
     assert!(missing.frame().len() <= 4 * RANKS_LIMIT + 32);
+    let mut frame = missing.frame();
+    assert_eq!(Answer::parse(&frame[4..]), Ok(Answer::Missing(missing.clone())));
+    frame[5] += 1;
+    frame.extend([0; 4]);
+    assert!(Answer::parse(&frame[4..]).is_err(), "more than are ever named");
     let error = missing.timed_out(PATIENCE, 0, "the rendezvous".to_owned());
     assert!(matches!(&error, Error::Timeout { missing, .. } if missing.len() == RANKS_LIMIT));
     assert!(error.to_string().contains("500 more ranks"), "{error}");
