@@ -63,7 +63,7 @@ fn control_messages() -> Vec<Message> {
         let (what, label) = ("all_reduce(sum) number 17".to_owned(), "bucket 3".to_owned());
         Some(Box::new(Progress { what, label, done: 1 << 20, total: 1 << 33 }))
     };
-    let (host, text) = || -> (String, String) { ("node-1".to_owned(), "connection reset".to_owned()) }();
+    let (host, text) = ("node-1".to_owned(), "connection reset".to_owned());
     let source = Source::default;
     let errors = [
         Error::PeerLost {
