@@ -53,6 +53,8 @@ def program(*command: str, env: dict[str, str] | None = None) -> Iterator[subpro
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that starts the tests by nohup has SIGHUP ignored, and the runner would keep that.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     try:
         with process:

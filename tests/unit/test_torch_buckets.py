@@ -119,8 +119,11 @@ def test_operations_are_appended_and_cleared_and_bad_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="needs a compression"):
         bucket.append_low_precision_decentralized_synchronous_op(weight, weight, weight, compression=None)
     assert bucket.backend_bucket.ops() == []
-    with pytest.raises(NotImplementedError, match="append_asynchronous_model_average_op"):
-        bucket.append_asynchronous_model_average_op("all")
+    with pytest.raises(ValueError, match="no peer selection mode 'ring'"):
+        bucket.append_asynchronous_model_average_op("ring")
+    assert bucket.backend_bucket.ops() == []
+    assert bucket.append_asynchronous_model_average_op("all") is bucket._async_op
+    assert bucket.backend_bucket.ops() == ["async_model_average"]
 
 
 def test_a_bagua_tensor_knows_its_name_and_its_effective_tensor() -> None:
