@@ -72,7 +72,7 @@ impl Handle {
         let origin = self.origin.clone();
         let call_later = move |result: &Result<()>| {
             // Without an interpreter, which has shut down then, there is nothing to call.
-            let _ = gil::attach_own_thread(|py| {
+            let _ = Python::try_attach(|py| {
                 let callback = later.into_bound(py);
                 if let Err(raised) = call_with(&callback, origin.as_ref(), result) {
                     raised.write_unraisable(py, Some(&callback));
@@ -279,7 +279,7 @@ impl Bucket {
     fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
         let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
-            let called = gil::attach_own_thread(|py| {
+            let called = Python::try_attach(|py| {
                 let called = PyTuple::new(py, [bucket]).and_then(|name| call_user(function.bind(py), &name));
                 called.map_err(|e| as_core_error(py, &e))
             });

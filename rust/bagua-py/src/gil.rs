@@ -64,12 +64,6 @@ fn release_around(wait: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(wait));
 }
 
-/// Attaches a thread that Python did not start. `None` when the interpreter cannot be attached to: it is shutting down. A user's
-/// function is called there by [`crate::call_user`].
-pub fn attach_own_thread<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
-    Python::try_attach(call)
-}
-
 /// A value of the core whose drop may wait for a thread that itself waits for the GIL, to run a Python callback: it is dropped
 /// without the GIL. In a forked child, whose threads and sockets belong to the parent, it is never dropped.
 pub struct DropWithoutGil<T: Send> {

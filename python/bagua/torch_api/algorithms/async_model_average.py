@@ -25,8 +25,7 @@ from ..data_parallel.backend import AveragedMemory
 from ..data_parallel.exchange import Exchange
 from ..data_parallel.weights import WeightTensors, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
-from ..tensor import effective
-from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, one_bucket_per_dtype
 
 #: Seconds that a training may pause between a forward and its backward before a round goes on without it.
 _PAUSE = 1.0
@@ -163,11 +162,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """In the warm-up those of gradient_allreduce; then one per dtype."""
         if self._steps < self.warmup_steps:
             return super().tensors_to_buckets(tensors, do_flatten)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in (tensor for bucket in tensors for tensor in bucket):
-            by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
-        group = self.process_group
-        return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(by_dtype.values())]
+        return one_bucket_per_dtype(tensors, do_flatten, self.process_group)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """All-reduces gradients in the warm-up. Weights get the operation by which users lock, abort and reset."""

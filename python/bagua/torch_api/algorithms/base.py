@@ -21,6 +21,7 @@ from ..data_parallel.exchange import Exchange
 from ..data_parallel.gradients import GradientExchange
 from ..data_parallel.sparse import SparseExchange, sparse_parameters
 from ..process_group import ProcessGroup, ReduceOp
+from ..tensor import effective
 
 
 class WrappedModel(Protocol):
@@ -247,6 +248,16 @@ class AlgorithmImpl:
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of :meth:`state_dict` themselves, by kind and parameter name."""
         return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {"error": "error"})
+
+
+def one_bucket_per_dtype(
+    tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, group: ProcessGroup
+) -> list[BaguaBucket]:
+    """Buckets of weights, which are all there at once: smaller ones could go no earlier."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in (tensor for bucket in tensors for tensor in bucket):
+        by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
+    return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(by_dtype.values())]
 
 
 def tensors_of_buckets(

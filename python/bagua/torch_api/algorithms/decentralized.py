@@ -19,8 +19,14 @@ from ..bucket import BaguaBucket
 from ..data_parallel import bucketing
 from ..data_parallel.weights import WeightAverage, WeightUpdate, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
-from ..tensor import effective
-from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, tensors_of_buckets
+from .base import (
+    Algorithm,
+    AlgorithmImpl,
+    GlobalAlgorithmRegistry,
+    WrappedModel,
+    one_bucket_per_dtype,
+    tensors_of_buckets,
+)
 
 #: Whose weights a member averages with its own; ``docs/algorithms.md`` has the sets.
 PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
@@ -76,11 +82,7 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """One bucket per dtype: all weights are there when a step begins, so that smaller ones could go no earlier."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in (tensor for bucket in tensors for tensor in bucket):
-            by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
-        group = self.process_group
-        return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(by_dtype.values())]
+        return one_bucket_per_dtype(tensors, do_flatten, self.process_group)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Averages the bucket with peers, into ``bucket._peer_weight``."""

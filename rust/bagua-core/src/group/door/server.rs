@@ -19,7 +19,7 @@ use super::super::handshake::{self, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::listen::raise_backlog;
 use super::super::wire::read_frame;
 use super::message::{Answer, Asked, DoorMessage};
-use super::visit::{FRAME_LIMIT, Visit};
+use super::visit::Visit;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -269,7 +269,7 @@ async fn receive(shared: &Shared, mut conn: ControlConn) -> std::result::Result<
         }
     };
     handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
-    let frame = tokio::time::timeout(STEP_TIMEOUT, read_frame(&mut conn.socket, FIRST_LIMIT.min(FRAME_LIMIT))).await;
+    let frame = tokio::time::timeout(STEP_TIMEOUT, read_frame(&mut conn.socket, FIRST_LIMIT)).await;
     let frame = frame.map_err(|_| Refusal::Protocol)?.map_err(|_| Refusal::Protocol)?;
     match DoorMessage::parse(&frame).map_err(|_| Refusal::Protocol)? {
         DoorMessage::Ask => {

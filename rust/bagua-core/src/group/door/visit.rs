@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
 /// The longest frame: the addresses of the largest membership that is sent.
-pub(super) const FRAME_LIMIT: usize = 8 << 20;
+const FRAME_LIMIT: usize = 8 << 20;
 
 /// Either end of a conversation; closed in forked children.
 pub(crate) struct Visit {
