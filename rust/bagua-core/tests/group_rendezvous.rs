@@ -13,12 +13,19 @@ use bagua_core::error::{Error, Result};
 use bagua_core::group::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 use group_world::{PATIENCE, until};
 
+/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
+/// whose local address is 127.0.0.1.
+fn host() -> String {
+    let [.., high, middle, low] = std::process::id().to_be_bytes();
+    format!("127.{}.{middle}.{low}", 64 | high)
+}
+
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    TcpListener::bind((host().as_str(), 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn by_tcp(port: u16, rank: usize, size: usize, secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-    rendezvous_tcp(("localhost", port), rank, size, format!("address {rank}").as_bytes(), secret, timeout)
+    rendezvous_tcp((&host(), port), rank, size, format!("address {rank}").as_bytes(), secret, timeout)
 }
 
 /// A server on a port that the system chooses.
@@ -179,7 +186,7 @@ struct Proxy {
 
 impl Proxy {
     fn before(server: u16) -> Proxy {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = TcpListener::bind((host().as_str(), 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let (sent, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let (count, end) = (Arc::clone(&sent), Arc::clone(&ended));
@@ -189,7 +196,7 @@ impl Proxy {
                     return;
                 }
                 // Before the server listens, the connection is closed, and the client tries again.
-                let Ok(server) = TcpStream::connect(("127.0.0.1", server)) else { continue };
+                let Ok(server) = TcpStream::connect((host().as_str(), server)) else { continue };
                 let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
                 std::thread::spawn(move || forward(from, to, &AtomicUsize::new(0)));
                 let count = Arc::clone(&count);
@@ -203,7 +210,7 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        TcpStream::connect((host().as_str(), self.port)).unwrap();
         self.accepting.take().unwrap().join().unwrap();
     }
 }
@@ -231,7 +238,7 @@ fn the_bytes_that_rank_0_sends_grow_linearly_with_the_number_of_ranks() {
                 .map(|rank| {
                     let port = if rank == 0 { port } else { proxy.port };
                     let address = [rank as u8; ADDRESS];
-                    scope.spawn(move || rendezvous_tcp(("127.0.0.1", port), rank, size, &address, b"s", PATIENCE))
+                    scope.spawn(move || rendezvous_tcp((&host(), port), rank, size, &address, b"s", PATIENCE))
                 })
                 .collect();
             for thread in threads {
@@ -271,7 +278,7 @@ fn wrong_clients_of_the_tcp_server_are_refused_with_the_reason_and_the_exchange_
         assert!(matches!(&secret, Error::System { message, .. } if message.contains("wrong secret")), "{secret:?}");
         let size = by_tcp(port, 2, 4, b"s", PATIENCE).unwrap_err();
         assert!(matches!(&size, Error::Mismatch(text) if text.contains("world size 4")), "{size:?}");
-        let silent = TcpStream::connect(("localhost", port)).unwrap();
+        let silent = TcpStream::connect((host().as_str(), port)).unwrap();
         let third = scope.spawn(move || by_tcp(port, 2, 3, b"s", PATIENCE));
         for joined in [first, second, third] {
             assert_eq!(joined.join().unwrap(), Ok(expected(3)));

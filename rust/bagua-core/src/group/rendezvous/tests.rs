@@ -29,12 +29,19 @@ fn expected() -> Vec<Vec<u8>> {
     (0..SIZE).map(address).collect()
 }
 
+/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
+/// whose local address is 127.0.0.1.
+fn host() -> String {
+    let [.., high, middle, low] = std::process::id().to_be_bytes();
+    format!("127.{}.{middle}.{low}", 64 | high)
+}
+
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    TcpListener::bind((host().as_str(), 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn join<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration) -> ScopedJoinHandle<'s, Outcome> {
-    scope.spawn(move || rendezvous_tcp(("127.0.0.1", port), rank, SIZE, &address(rank), b"s", limit))
+    scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address(rank), b"s", limit))
 }
 
 fn key(secret: &[u8]) -> Key {
@@ -54,7 +61,7 @@ fn run<T>(task: impl Future<Output = T>) -> T {
 async fn register_as(port: u16, rank: usize) -> Answer {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        match register(("127.0.0.1", port), &hello(rank, 0), &key(b"s"), &address(rank), deadline).await {
+        match register((&host(), port), &hello(rank, 0), &key(b"s"), &address(rank), deadline).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -129,8 +136,9 @@ fn a_parent_refuses_wrong_clients_with_the_reason_and_serves_its_children() {
             let silent: Vec<TcpStream> = (0..FANOUT + 1).map(|_| TcpStream::connect(from).unwrap()).collect();
             for bytes in [&b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..], &[0xff; 4096]] {
                 let mut stream = TcpStream::connect(from).unwrap();
-                std::io::Write::write_all(&mut stream, bytes).unwrap();
-                stream.shutdown(Shutdown::Write).unwrap();
+                // The parent may close the connection at any byte of these.
+                let _ = std::io::Write::write_all(&mut stream, bytes);
+                let _ = stream.shutdown(Shutdown::Write);
             }
             let to = parent(last);
             let attempts = [
@@ -194,7 +202,7 @@ fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_rank_0() {
         let without_relay = scope.spawn(move || {
             run(async {
                 let mut stream = loop {
-                    match tokio::net::TcpStream::connect(("127.0.0.1", port)).await {
+                    match tokio::net::TcpStream::connect((host(), port)).await {
                         Ok(stream) => break stream,
                         Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
                     }
