@@ -101,7 +101,7 @@ impl MessageStreams {
         );
         self.control.dial_messages(dial, Instant::now() + self.limit, move |outcome| {
             done(match outcome {
-                Some(Ok(conn)) => MessageStream::new(conn).map(|(stream, second)| (stream, second)),
+                Some(Ok(conn)) => MessageStream::new(conn),
                 Some(Err(how)) => Err(Error::other(format!("connecting a stream of messages to rank {rank}: {how}"))),
                 None => Err(timed_out),
             });

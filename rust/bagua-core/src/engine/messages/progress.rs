@@ -97,7 +97,11 @@ impl State {
     fn send(&mut self, counters: &OpStats) -> bool {
         let State { book, peers, .. } = self;
         let links = peers.iter_mut().flat_map(|peer| [&mut peer.outbound, &mut peer.inbound]).flatten();
-        links.fold(false, |moved, link| link.send(book, counters) || moved)
+        let mut moved = false;
+        for link in links {
+            moved |= link.send(book, counters);
+        }
+        moved
     }
 
     /// Why a rank is lost, if a call needs one that is: the rank, what happened, and the operating system's error.
@@ -259,6 +263,10 @@ impl Shared {
                 false
             });
             if !moved || checked.elapsed() > SLICE {
+                if self.health.check().is_err() {
+                    self.finish();
+                    return;
+                }
                 self.check();
                 checked = Instant::now();
             }
@@ -331,20 +339,8 @@ impl Shared {
         wrong.map_or(Ok(moved), Err)
     }
 
-    /// Looks at the group's health, at peers that are lost, and at deadlines.
+    /// Looks at peers that are lost, and at deadlines.
     fn check(&self) {
-        if let Err(cause) = self.health.check() {
-            let mut state = lock(&self.state);
-            state.book.fail(&cause);
-            state.closed = true;
-            for peer in &mut state.peers {
-                *peer = Peer::default();
-            }
-            let ended = state.book.take_ended();
-            drop(state);
-            self.end(ended);
-            return;
-        }
         let mut state = lock(&self.state);
         if !state.book.is_busy() {
             return;
