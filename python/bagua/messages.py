@@ -234,13 +234,11 @@ class Messages:
     def send(
         self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[True], timeout: float | None = None
     ) -> Handle[None]: ...
-    def send(
-        self, x: Array, dst: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
+    def send(self, x: Array, dst: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
         """Sends the array to rank `dst`, whose receive has the same `tag` (0 to 2**32 - 1).
 
-        Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done when
-        it is on its way, a longer one when the receiver has it.
+        Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done
+        when it is on its way, a longer one when the receiver has it.
         """
         to = self._peer(dst, "dst")
         src = memory_of(x).to_read()
@@ -258,7 +256,7 @@ class Messages:
         self, x: Array, src: int, *, tag: int = 0, async_op: Literal[True], timeout: float | None = None
     ) -> Handle[Any]: ...
     def recv(self, x: Array, src: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Receives an array of the size and type of `x` from rank `src` into `x`: the next of its messages with this `tag`."""
+        """Receives the next message of rank `src` with this `tag` into `x`, which has its size and type."""
         sender = self._peer(src, "src")
         dst = writable(memory_of(x))
         raw = self._communicator.recv(

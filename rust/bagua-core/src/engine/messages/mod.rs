@@ -18,6 +18,7 @@
 //! | `matching` | which receive gets which message |
 //! | `book` | the messages that are not done |
 //! | `link` | one stream |
+//! | `streams` | where streams come from |
 //! | `progress` | all streams: what the thread does |
 
 mod book;
@@ -25,11 +26,11 @@ mod frame;
 mod link;
 mod matching;
 mod progress;
+mod streams;
 #[cfg(all(test, not(model)))]
 mod tests;
 
 use std::any::Any;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -38,28 +39,17 @@ use std::time::Duration;
 use self::book::Call;
 pub use self::book::{NOBODY, Senders};
 use self::progress::{Event, Shared};
+pub use self::streams::Message;
+use self::streams::Streams;
 use super::completion::{CompletionThread, WorkerRegistration};
 use super::handle::{Handle, forked};
 use crate::error::{Error, Result};
-use crate::group::{Group, MessageStreams, OwnerProcess, flight_recorder};
+use crate::group::{Group, OwnerProcess, flight_recorder};
 use crate::health::{GroupHealth, Subscription};
-use crate::memory::Region;
 use crate::recorder::LaneRecorder;
 use crate::stats::Stats;
-use crate::transport::Transport;
 use crate::types::{DType, Fingerprint, Kind};
 use crate::wait::{Deadline, lock};
-
-/// A message to send, or to receive.
-#[derive(Debug)]
-pub struct Message {
-    /// Group rank of the other end; `None` in a receive: anybody.
-    pub peer: Option<usize>,
-    /// Only messages and receives of one tag match.
-    pub tag: u32,
-    /// The bytes, in host memory.
-    pub data: Region,
-}
 
 /// What a call of [`Messenger::post`] started.
 #[derive(Clone)]
@@ -68,55 +58,6 @@ pub struct Posted {
     pub handle: Handle,
     /// Who sent each received message, in the order of the receives; complete when the handle is done.
     pub senders: Senders,
-}
-
-/// Called with a stream, or with why there is none.
-type Dialled = Box<dyn FnOnce(Result<Opened>) + Send>;
-
-/// A stream, and a second descriptor of it to wait on.
-type Opened = (Box<dyn Transport>, OwnedFd);
-
-/// Opens streams to other ranks.
-trait Streams: Send + Sync {
-    /// Starts to connect to a group rank.
-    ///
-    /// # Errors
-    /// When it cannot be tried.
-    fn dial(&self, peer: usize, done: Dialled) -> Result<()>;
-
-    /// The streams that peers have opened since the last call.
-    fn arrived(&self) -> Vec<(usize, Result<Opened>)>;
-
-    /// Calls `wake` whenever a peer has opened a stream.
-    fn watch(&self, wake: Arc<dyn Fn() + Send + Sync>);
-
-    /// Ends the calls of `watch`.
-    fn unwatch(&self);
-}
-
-impl Streams for MessageStreams {
-    fn dial(&self, peer: usize, done: Dialled) -> Result<()> {
-        MessageStreams::dial(self, peer, |opened| {
-            done(opened.map(|(stream, second)| (Box::new(stream) as Box<dyn Transport>, second)));
-        })
-    }
-
-    fn arrived(&self) -> Vec<(usize, Result<Opened>)> {
-        let opened = MessageStreams::arrived(self).into_iter();
-        opened
-            .map(|(peer, opened)| {
-                (peer, opened.map(|(stream, second)| (Box::new(stream) as Box<dyn Transport>, second)))
-            })
-            .collect()
-    }
-
-    fn watch(&self, wake: Arc<dyn Fn() + Send + Sync>) {
-        MessageStreams::watch(self, wake);
-    }
-
-    fn unwatch(&self) {
-        MessageStreams::unwatch(self);
-    }
 }
 
 /// See the module.

@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::book::{Book, Call};
 use super::frame::Frame;
 use super::link::Link;
-use super::{Message, Opened, Streams};
+use super::streams::{Message, Opened, Streams};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, LEFT};
 use crate::recorder::LaneRecorder;

@@ -8,7 +8,9 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Instant;
 
+use super::streams::{Dialled, Opened};
 use super::*;
+use crate::memory::Region;
 use crate::transport::Tcp;
 use crate::wait::Waited;
 
