@@ -56,7 +56,7 @@ MAX_STREAMS: int
 
 _Shape: TypeAlias = Sequence[int] | None
 # (peer, address, count)
-_Message: TypeAlias = tuple[int, int, int]
+_Message: TypeAlias = tuple[int | None, int, int]
 
 @final
 class TensorReader:
@@ -142,6 +142,7 @@ class RendezvousServer:
 @final
 class Handle:
     def wait(self, timeout: float | None = None) -> None: ...
+    def senders(self) -> list[int | None]: ...
     def then(self, callback: Callable[[Exception | None], object], /) -> None: ...
     def is_completed(self) -> bool: ...
     @staticmethod
@@ -222,7 +223,7 @@ class Communicator:
         dtype: int,
         to: int,
         *,
-        shape: _Shape = None,
+        tag: int = 0,
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,
@@ -232,9 +233,9 @@ class Communicator:
         address: int,
         count: int,
         dtype: int,
-        from_: int,
+        from_: int | None,
         *,
-        shape: _Shape = None,
+        tag: int = 0,
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,
@@ -245,6 +246,7 @@ class Communicator:
         recvs: Sequence[_Message],
         dtype: int,
         *,
+        tag: int = 0,
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,

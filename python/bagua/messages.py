@@ -78,6 +78,12 @@ def _displs(counts: list[int], displs: Sequence[int] | None, name: str) -> list[
     return found
 
 
+def _tag(tag: int) -> int:
+    if not 0 <= tag < 2**32:
+        raise ValueError(f"tag={tag} is not between 0 and 2**32 - 1")
+    return int(tag)
+
+
 class Messages:
     """The messages of a group: between two ranks, or between all of them with sizes of their own."""
 
@@ -175,6 +181,7 @@ class Messages:
         sends: Sequence[tuple[int, Array]],
         recvs: Sequence[tuple[int, Array]],
         *,
+        tag: int = 0,
         async_op: Literal[False] = False,
         timeout: float | None = None,
     ) -> list[Any]: ...
@@ -184,6 +191,7 @@ class Messages:
         sends: Sequence[tuple[int, Array]],
         recvs: Sequence[tuple[int, Array]],
         *,
+        tag: int = 0,
         async_op: Literal[True],
         timeout: float | None = None,
     ) -> Handle[list[Any]]: ...
@@ -192,6 +200,7 @@ class Messages:
         sends: Sequence[tuple[int, Array]],
         recvs: Sequence[tuple[int, Array]],
         *,
+        tag: int = 0,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -210,43 +219,62 @@ class Messages:
             [(peer, memory.address, memory.count) for peer, memory in given],
             [(peer, memory.address, memory.count) for peer, memory in wanted],
             memories[0].dtype if memories else engine.DTYPES["uint8"],
+            tag=_tag(tag),
             timeout=timeout,
             async_op=async_op,
-            keep=memories if async_op else None,
+            keep=memories,
         )
         return outcome(raw, result, memories)
 
     @overload
-    def send(self, x: Array, dst: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
+    def send(
+        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> None: ...
     @overload
-    def send(self, x: Array, dst: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
-    def send(self, x: Array, dst: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Sends the array to rank `dst`."""
+    def send(
+        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[True], timeout: float | None = None
+    ) -> Handle[None]: ...
+    def send(self, x: Array, dst: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Sends the array to rank `dst`, whose receive has the same `tag` (0 to 2**32 - 1).
+
+        Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done
+        when it is on its way, a longer one when the receiver has it.
+        """
         to = self._peer(dst, "dst")
         src = memory_of(x).to_read()
         raw = self._communicator.send(
-            src.address, src.count, src.dtype, to, timeout=timeout, async_op=async_op, keep=src if async_op else None
+            src.address, src.count, src.dtype, to, tag=_tag(tag), timeout=timeout, async_op=async_op, keep=src
         )
         return outcome(raw, None, src)
 
     @overload
-    def recv(self, x: Array, src: int, *, async_op: Literal[False] = False, timeout: float | None = None) -> Any: ...
+    def recv(
+        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> Any: ...
     @overload
-    def recv(self, x: Array, src: int, *, async_op: Literal[True], timeout: float | None = None) -> Handle[Any]: ...
-    def recv(self, x: Array, src: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Receives an array of the size and type of `x` from rank `src` into `x`."""
+    def recv(
+        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[True], timeout: float | None = None
+    ) -> Handle[Any]: ...
+    def recv(self, x: Array, src: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Receives the next message of rank `src` with this `tag` into `x`, which has its size and type."""
         sender = self._peer(src, "src")
         dst = writable(memory_of(x))
         raw = self._communicator.recv(
-            dst.address,
-            dst.count,
-            dst.dtype,
-            sender,
-            timeout=timeout,
-            async_op=async_op,
-            keep=dst if async_op else None,
+            dst.address, dst.count, dst.dtype, sender, tag=_tag(tag), timeout=timeout, async_op=async_op, keep=dst
         )
         return outcome(raw, x, dst)
+
+    def recv_any(self, x: Array, *, tag: int = 0, timeout: float | None = None) -> tuple[Any, int]:
+        """As :meth:`recv`, from whichever rank's message comes first: `(x, its rank)`."""
+        dst = writable(memory_of(x))
+        raw = self._communicator.recv(
+            dst.address, dst.count, dst.dtype, None, tag=_tag(tag), timeout=timeout, async_op=True, keep=dst
+        )
+        assert raw is not None, "an asynchronous call returns a handle"
+        raw.wait()
+        (sender,) = raw.senders()
+        assert sender is not None, "the message has come"
+        return x, sender
 
     def _rank(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size:

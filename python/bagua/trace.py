@@ -1,7 +1,7 @@
 """Comparing the flight records of several ranks: who did not come to which operation.
 
 Operations of different ranks are the same one when group, channel and number are equal. Messages (send, recv,
-exchange) are numbered for each pair of ranks or by each rank for itself, so of them only the rank's own record counts.
+exchange) are numbered by each rank for itself, so of them only the rank's own record counts.
 """
 
 from __future__ import annotations

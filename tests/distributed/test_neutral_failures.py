@@ -131,9 +131,6 @@ def disagree(rank: int, how: str) -> str:
         "size": lambda: group.all_reduce(x[:5]),
         "dtype": lambda: group.all_reduce(x.view(np.int32)),
         "op": lambda: group.all_reduce(x, "max"),
-        "recv": lambda: group.recv(x, 0),
-        # More than can wait on the way; a short message is no disagreement before somebody misses it.
-        "send": lambda: group.send(np.ones(1 << 22, np.float32), 0),
     }
     with pytest.raises(bagua.MismatchError) as raised:
         different[how]() if rank == group.size - 1 else group.all_reduce(x)
@@ -142,7 +139,7 @@ def disagree(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("how", ["verb", "shape", "size", "dtype", "op", "recv", "send"])
+@pytest.mark.parametrize("how", ["verb", "shape", "size", "dtype", "op"])
 def test_ranks_that_disagree_all_hear_what_each_was_doing(world: World, how: str, transport: str) -> None:
     words = {"verb": "broadcast", "shape": "[3, 4]", "size": "[5]", "dtype": "int32", "op": "max"}.get(how, how)
     texts = world(3, env={"BAGUA_TRANSPORT": transport}).run(disagree, how)

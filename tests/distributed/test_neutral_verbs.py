@@ -360,7 +360,8 @@ def test_every_verb_equals_the_oracle_and_shm_equals_tcp(world: Callable[..., An
         ops = result["stats"]["ops"]
         assert ops["all_reduce"]["calls"] > 100
         assert ops["all_reduce"]["payload_bytes"] > 4 << 20
-        assert all(counts["wire_bytes_sent"] == 0 for counts in ops.values())
+        # Messages travel by sockets, also on one host.
+        assert all(ops[op]["wire_bytes_sent"] == 0 for op in ops.keys() - {"send/recv", "exchange"})
     if size == 1:
         return
     far = world(size, env={"BAGUA_TRANSPORT": "tcp"}).run(everything)

@@ -115,6 +115,7 @@ class BaguaPeers:
                 [(peer, data.data_ptr(), data.numel()) for peer in peers],
                 [(peer, theirs.data_ptr(), data.numel()) for peer, theirs in zip(peers, received, strict=True)],
                 dtype_code(data, "tensor"),
+                keep=(data, received),
             )
         return received
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bagua_core::collective::{Io, Verb};
 use bagua_core::error::Error;
-use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_core::group::{Config, Group, Lane, Options, PartLayout, TransportChoice};
 use bagua_core::types::{DType, ReduceOp};
 use group_world::{cause, until, world, world_with};
 
@@ -29,18 +29,13 @@ fn exercise(lanes: &mut [Lane]) {
                 lane.run(&Options::default(), DType::I64, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))
                     .unwrap();
                 assert!(data.chunks(8).all(|eight| eight == total.to_le_bytes()));
-                let own = [u8::try_from(rank).unwrap()];
-                let mut got = vec![[255]; size];
-                let others = || (0..size).filter(move |other| *other != rank);
-                let sends: Vec<_> = others().map(|other| (other, (&own).into())).collect();
-                let mut recvs: Vec<_> = got
-                    .iter_mut()
-                    .enumerate()
-                    .filter(|(other, _)| *other != rank)
-                    .map(|(other, slot)| (other, slot.as_mut_slice().into()))
-                    .collect();
-                lane.exchange(&Options::default(), DType::U8, &sends, &mut recvs).unwrap();
-                assert!(others().all(|other| usize::from(got[other][0]) == other));
+                let own = vec![u8::try_from(rank).unwrap(); size];
+                let mut got = vec![255; size];
+                let (counts, displs): (Vec<_>, Vec<_>) = (0..size).map(|other| (1, other)).unzip();
+                let parts = || PartLayout { counts: &counts, displs: &displs };
+                let io = Io::split(&own, &mut got);
+                lane.all_to_all_v(&Options::default(), DType::U8, io, parts(), parts()).unwrap();
+                assert!((0..size).all(|other| usize::from(got[other]) == other));
                 lane.barrier(&Options::default()).unwrap();
             });
         }

@@ -1,5 +1,6 @@
 //! `Engine`, `Bucket` and `Handle`: what runs on a communication thread.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -34,14 +35,21 @@ pub struct Handle {
     core: core::Handle,
     /// The group of the operation; `None` for one that had nothing to do.
     origin: Option<Origin>,
+    /// Of received messages: who sent them.
+    senders: Option<core::Senders>,
 }
 
 impl Handle {
     pub fn of(core: core::Handle, origin: Option<Origin>) -> Handle {
-        Handle { core, origin }
+        Handle { core, origin, senders: None }
     }
 
-    fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
+    /// The handle of messages.
+    pub fn of_messages(posted: core::Posted, origin: Origin) -> Handle {
+        Handle { core: posted.handle, origin: Some(origin), senders: Some(posted.senders) }
+    }
+
+    pub fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         let origin = self.origin.as_ref();
         interrupt::wait_in_slices(py, origin, |slice, between| self.core.wait_in_slices(timeout, slice, between))
     }
@@ -56,6 +64,12 @@ impl Handle {
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
         self.finish(py, timeout)
+    }
+
+    /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
+    fn senders(&self) -> Vec<Option<usize>> {
+        let senders = self.senders.iter().flat_map(|senders| senders.iter());
+        senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NOBODY)).collect()
     }
 
     /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.

@@ -10,7 +10,6 @@ use bagua_core::average as core_average;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options, PartLayout, Quorum};
-use bagua_core::memory::Region;
 use bagua_core::recorder::Announced;
 use bagua_core::types::Kind;
 use pyo3::prelude::*;
@@ -96,12 +95,31 @@ impl Communicator {
         let handle = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
         Ok(Some(Handle::of(handle, Some(self.origin.clone()))))
     }
+
+    /// Starts messages, and waits for them unless they are asynchronous.
+    fn post(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        sends: Vec<core::Message>,
+        receives: Vec<core::Message>,
+    ) -> PyResult<Option<Handle>> {
+        let Call { timeout, async_op, keep, .. } = call;
+        let posted = py.detach(|| self.core.post(sends, receives, timeout, Box::new(keep)));
+        let handle = Handle::of_messages(posted.map_err(|e| self.origin.raise(py, e))?, self.origin.clone());
+        if async_op {
+            return Ok(Some(handle));
+        }
+        handle.finish(py, None).map(|()| None)
+    }
 }
 
-/// The regions of messages, each with its peer.
-fn messages(list: Vec<(usize, usize, usize)>, code: u8) -> Result<Vec<(usize, Region)>> {
+/// Messages of one type and tag: each has a peer, an address and a count.
+fn messages(list: Vec<(Option<usize>, usize, usize)>, code: u8, tag: u32) -> Result<Vec<core::Message>> {
     let dtype = tensor::dtype(code)?;
-    list.into_iter().map(|(peer, address, count)| Ok((peer, tensor::region_at(address, count, dtype)?))).collect()
+    let message =
+        |(peer, address, count)| Ok(core::Message { peer, tag, data: tensor::region_at(address, count, dtype)? });
+    list.into_iter().map(message).collect()
 }
 
 #[pymethods]
@@ -251,8 +269,8 @@ impl Communicator {
         })
     }
 
-    /// One message to rank `to`.
-    #[pyo3(signature = (address, count, dtype, to, *, shape=None, timeout=None, async_op=false, keep=None))]
+    /// One message to rank `to`, which must receive as many elements of the same type with the same tag. Messages run beside the verbs.
+    #[pyo3(signature = (address, count, dtype, to, *, tag=0, timeout=None, async_op=false, keep=None))]
     fn send(
         &self,
         py: Python<'_>,
@@ -260,61 +278,52 @@ impl Communicator {
         count: usize,
         dtype: u8,
         to: usize,
-        shape: Option<Vec<usize>>,
+        tag: u32,
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Option<Handle>> {
-        let call = Call::new(shape, timeout, async_op, keep)?;
-        let kind = with(py, || tensor::dtype(dtype))?;
-        let data = with(py, || tensor::region_at(address, count, kind))?;
-        let op = request::messages(Kind::Send, kind, count);
-        self.go(py, call, LONG, &op, move |lane, options| lane.send(options, kind, data.buffer(), to))
+        let call = Call::new(None, timeout, async_op, keep)?;
+        let sends = with(py, || messages(vec![(Some(to), address, count)], dtype, tag))?;
+        self.post(py, call, sends, Vec::new())
     }
 
-    /// One message from rank `from_`.
-    #[pyo3(signature = (address, count, dtype, from_, *, shape=None, timeout=None, async_op=false, keep=None))]
+    /// One message from rank `from_`, or from anybody when that is None: `Handle.senders` says who it was. `keep` is held until the message
+    /// has come, also by a blocking call, which Ctrl-C may end before.
+    #[pyo3(signature = (address, count, dtype, from_, *, tag=0, timeout=None, async_op=false, keep=None))]
     fn recv(
         &self,
         py: Python<'_>,
         address: usize,
         count: usize,
         dtype: u8,
-        from_: usize,
-        shape: Option<Vec<usize>>,
-        timeout: Option<f64>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
-    ) -> PyResult<Option<Handle>> {
-        let call = Call::new(shape, timeout, async_op, keep)?;
-        let kind = with(py, || tensor::dtype(dtype))?;
-        let mut data = with(py, || tensor::region_at(address, count, kind))?;
-        let op = request::messages(Kind::Send, kind, count);
-        self.go(py, call, LONG, &op, move |lane, options| lane.recv(options, kind, data.buffer_mut(), from_))
-    }
-
-    /// Many messages at once, in both directions: lists of (peer, address, count).
-    #[pyo3(signature = (sends, recvs, dtype, *, timeout=None, async_op=false, keep=None))]
-    fn exchange(
-        &self,
-        py: Python<'_>,
-        sends: Vec<(usize, usize, usize)>,
-        recvs: Vec<(usize, usize, usize)>,
-        dtype: u8,
+        from_: Option<usize>,
+        tag: u32,
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let kind = with(py, || tensor::dtype(dtype))?;
-        let count = sends.iter().chain(&recvs).map(|(_, _, count)| *count).sum();
-        let (sends, mut recvs) = with(py, || Ok((messages(sends, dtype)?, messages(recvs, dtype)?)))?;
-        let op = request::messages(Kind::Exchange, kind, count);
-        self.go(py, call, LONG, &op, move |lane, options| {
-            let sends: Vec<_> = sends.iter().map(|(peer, data)| (*peer, data.buffer())).collect();
-            let mut recvs: Vec<_> = recvs.iter_mut().map(|(peer, data)| (*peer, data.buffer_mut())).collect();
-            lane.exchange(options, kind, &sends, &mut recvs)
-        })
+        let receives = with(py, || messages(vec![(from_, address, count)], dtype, tag))?;
+        self.post(py, call, Vec::new(), receives)
+    }
+
+    /// Many messages at once, in both directions: lists of (peer, address, count); the peer of a receive may be None.
+    #[pyo3(signature = (sends, recvs, dtype, *, tag=0, timeout=None, async_op=false, keep=None))]
+    fn exchange(
+        &self,
+        py: Python<'_>,
+        sends: Vec<(Option<usize>, usize, usize)>,
+        recvs: Vec<(Option<usize>, usize, usize)>,
+        dtype: u8,
+        tag: u32,
+        timeout: Option<f64>,
+        async_op: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Option<Handle>> {
+        let call = Call::new(None, timeout, async_op, keep)?;
+        let (sends, recvs) = with(py, || Ok((messages(sends, dtype, tag)?, messages(recvs, dtype, tag)?)))?;
+        self.post(py, call, sends, recvs)
     }
 
     /// The group of some members, given as ranks of this group; None when this rank is not among them. The members call it in the

@@ -132,7 +132,7 @@ class Collectives:
         return self.raw.send(address, count, code, self._peer(dst, "dst"), async_op=async_op, keep=held)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Handle | None:
-        """Receives a tensor from rank ``src``."""
+        """Receives a tensor from rank ``src``: its next message, beside the collectives of the group."""
         src = self._peer(src, "src")
         _, count, code, _, _ = found = seen(tensor, "tensor")
         return self.raw.recv(target(found, "tensor"), count, code, src, async_op=async_op, keep=tensor)

@@ -1,7 +1,7 @@
 //! The communication thread, the queue of buckets, and handles.
 //!
-//! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a
-//! [`Communicator`] is a group with one worker for its verbs; an [`Engine`] is a worker with a schedule of buckets. The completion
+//! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a [`Messenger`] moves
+//! messages beside the lanes; a [`Communicator`] is a group with one worker for its verbs and one messenger; an [`Engine`] is a worker with a schedule of buckets. The completion
 //! thread runs the callbacks of handles.
 //!
 //! Invariants, quoted by the tests:
@@ -17,26 +17,34 @@
 
 mod completion;
 mod handle;
+mod messages;
 mod queue;
 mod shared;
 mod worker;
 
 pub use completion::wait_for_callbacks;
 pub use handle::Handle;
+pub use messages::{Message, Messenger, NOBODY, Posted, Senders};
 pub use queue::Engine;
 pub use shared::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
+use std::any::Any;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use crate::error::Result;
 use crate::group::{Group, Lane, Lanes, Options, Quorum, View};
 use crate::recorder::Announced;
+use crate::wait::lock;
 
-/// A group's main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
+/// A group's messages, and its main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
 /// starts with the first of them), in program order.
 pub struct Communicator {
-    /// First field, so that the lane goes before the group does.
+    /// Sends and receives messages, from the first of them. The first fields go before the group does.
+    messenger: OnceLock<Messenger>,
+    /// Held while the messenger is made.
+    making: Mutex<()>,
     worker: LaneWorker,
     group: Group,
     /// Read once when the lane was opened, so that reading it never waits for a running operation.
@@ -49,7 +57,7 @@ impl Communicator {
         let lanes = Lanes::of(&group)?;
         let transports = (lanes.global.collective(), lanes.global.transports());
         let worker = LaneWorker::over(lanes, group.health().clone(), group.name());
-        Ok(Communicator { worker, group, transports })
+        Ok(Communicator { messenger: OnceLock::new(), making: Mutex::new(()), worker, group, transports })
     }
 
     /// The group.
@@ -90,8 +98,38 @@ impl Communicator {
         self.group.shrink(timeout, quorum, open, |opened| opened.run(|lane| lane.barrier(&Options::default())))
     }
 
-    /// See [`LaneWorker::shutdown`].
+    /// Starts to send and to receive messages, beside the operations of the main lane: see [`Messenger::post`].
+    ///
+    /// # Errors
+    /// As [`Messenger::post`].
+    pub fn post(
+        &self,
+        sends: Vec<Message>,
+        receives: Vec<Message>,
+        timeout: Option<Duration>,
+        keep: Box<dyn Any + Send>,
+    ) -> Result<Posted> {
+        self.worker.check()?;
+        self.messenger()?.post(sends, receives, timeout, keep)
+    }
+
+    fn messenger(&self) -> Result<&Messenger> {
+        if let Some(messenger) = self.messenger.get() {
+            return Ok(messenger);
+        }
+        let _making = lock(&self.making);
+        if let Some(messenger) = self.messenger.get() {
+            return Ok(messenger);
+        }
+        let messenger = Messenger::new(&self.group)?;
+        Ok(self.messenger.get_or_init(|| messenger))
+    }
+
+    /// Ends the thread of the messages and that of the verbs: see [`LaneWorker::shutdown`].
     pub fn shutdown(&self) {
+        if let Some(messenger) = self.messenger.get() {
+            messenger.shutdown();
+        }
         self.worker.shutdown();
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -133,14 +133,18 @@ impl From<&Hello> for ConnKey {
 }
 
 /// Accepted connections whose lane this rank has not opened yet: a peer may open it earlier.
-#[derive(Debug)]
 pub(super) struct PendingConns {
     /// The most connections that may be pending.
     limit: usize,
     conns: Mutex<HashMap<ConnKey, DataConn>>,
     /// Notified when a connection is added.
     added: Condvar,
+    /// Called when a stream of messages of a group is added, by the group's id.
+    watchers: Mutex<HashMap<u64, Watcher>>,
 }
+
+/// Called when a peer has opened a stream of messages.
+type Watcher = Arc<dyn Fn() + Send + Sync>;
 
 /// Why a connection did not arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,7 +157,12 @@ pub(super) enum NotArrived {
 
 impl PendingConns {
     pub(super) fn new(world_size: usize) -> PendingConns {
-        PendingConns { limit: pending_limit(world_size), conns: Mutex::default(), added: Condvar::new() }
+        PendingConns {
+            limit: pending_limit(world_size),
+            conns: Mutex::default(),
+            added: Condvar::new(),
+            watchers: Mutex::default(),
+        }
     }
 
     /// Number of pending connections.
@@ -174,6 +183,11 @@ impl PendingConns {
         }
         conns.insert(key, conn);
         self.added.notify_all();
+        drop(conns);
+        if key.purpose == Purpose::Messages {
+            let watcher = lock(&self.watchers).get(&key.group).cloned();
+            watcher.inspect(|wake| wake());
+        }
         Ok(())
     }
 
@@ -198,6 +212,22 @@ impl PendingConns {
             }
             conns = wait_on_for(&self.added, conns, SLICE.min(deadline.left()));
         }
+    }
+
+    /// Takes the streams of messages of a group that are there.
+    pub(super) fn take_messages(&self, group: u64) -> Vec<(ConnKey, DataConn)> {
+        let of_group = |key: &ConnKey, _: &mut DataConn| key.purpose == Purpose::Messages && key.group == group;
+        lock(&self.conns).extract_if(of_group).collect()
+    }
+
+    /// Calls `wake`, on the control thread, whenever a stream of messages of a group is added. One watcher per group.
+    pub(super) fn watch(&self, group: u64, wake: Watcher) {
+        lock(&self.watchers).insert(group, wake);
+    }
+
+    /// Ends the calls of [`PendingConns::watch`].
+    pub(super) fn unwatch(&self, group: u64) {
+        lock(&self.watchers).remove(&group);
     }
 
     /// Closes the pending connections of a group, or all.

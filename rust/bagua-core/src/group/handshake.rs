@@ -101,6 +101,8 @@ pub(super) enum Purpose {
     Rendezvous = 4,
     /// A visit at the door of an elastic job.
     Door = 5,
+    /// Messages of one direction.
+    Messages = 6,
 }
 
 /// The first message of a connection: the identity of the client and the purpose of the connection.
@@ -151,6 +153,7 @@ impl Hello {
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
             5 => Purpose::Door,
+            6 => Purpose::Messages,
             _ => return Err(Malformed("an unknown purpose")),
         };
         let (group, channel, index, job) = (from.u64()?, from.u32()?, from.u32()?, from.array()?);

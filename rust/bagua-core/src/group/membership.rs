@@ -12,6 +12,7 @@ use super::control::{Control, Plane};
 use super::fork::PerProcess;
 use super::handshake::digest;
 use super::lane::{HostLanes, Lane};
+use super::messages::MessageStreams;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Registry, SharedArena, part_stride};
@@ -182,6 +183,12 @@ impl Group {
         let collective = builder.build().map_err(|error| health.fail(error))?;
         let lane = Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout());
         Ok(lane.recorded_by(flight_recorder().lane(self.name(), channel)))
+    }
+
+    /// The streams of the group's messages.
+    pub(crate) fn message_streams(&self) -> MessageStreams {
+        let Membership { health, id, control, .. } = &*self.membership;
+        MessageStreams::new(control, health, *id, control.plane.config.connect_timeout)
     }
 
     /// Opens the lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].

@@ -12,6 +12,7 @@
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `messages` | the streams of a group's messages |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
 //! | `fork` | closing the descriptors of a group in forked children |
 //! | `views` | agreement of a failed group's ranks on a smaller group |
@@ -32,6 +33,7 @@ mod lane;
 mod lanes;
 mod listen;
 mod membership;
+mod messages;
 mod rendezvous;
 #[cfg(all(test, not(model)))]
 mod tests;
@@ -46,5 +48,6 @@ pub(crate) use fork::{OwnerProcess, PerProcess};
 pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
+pub(crate) use messages::MessageStreams;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use views::{Quorum, View};

@@ -111,8 +111,9 @@ async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Res
     if world_size != plane.config.world_size {
         return Err(Refusal::WorldSize);
     }
-    // The higher rank always connects to the lower one.
-    if to != own || from <= own || from >= world_size {
+    // The higher rank always connects to the lower one, except for messages, where the sender connects.
+    let wrong_end = if purpose == Purpose::Messages { from == own } else { from <= own };
+    if to != own || wrong_end || from >= world_size {
         return Err(Refusal::Rank);
     }
     // A peer may connect before this rank has all addresses, and with them the key.
@@ -126,9 +127,9 @@ async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Res
     handshake::authenticate(&mut conn.socket, &received, &world.key).await?;
     match purpose {
         Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
-        Purpose::Stream | Purpose::Segment if !plane.pending.has_room() => Err(Refusal::Busy),
+        Purpose::Stream | Purpose::Segment | Purpose::Messages if !plane.pending.has_room() => Err(Refusal::Busy),
         Purpose::Rendezvous | Purpose::Door => Err(Refusal::Purpose),
-        Purpose::Control | Purpose::Stream | Purpose::Segment => Ok(received.hello),
+        Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
     }
 }
 

@@ -167,4 +167,20 @@ impl Control {
         });
         receiver
     }
+
+    /// Starts to open a stream of messages. `done` gets the outcome on the control thread: `None` when the deadline passed.
+    pub(in super::super) fn dial_messages(
+        &self,
+        dial: Dial,
+        deadline: Instant,
+        done: impl FnOnce(Option<std::result::Result<DataConn, String>>) + Send + 'static,
+    ) {
+        let plane = Arc::clone(&self.plane);
+        self.spawn(async move {
+            let dialled = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, SocketKind::Tcp, |_| ())).await;
+            done(dialled.ok().map(|made| {
+                made.map_err(|why| why.to_string()).and_then(|conn| conn.into_data().map_err(|e| e.to_string()))
+            }));
+        });
+    }
 }

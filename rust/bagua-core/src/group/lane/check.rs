@@ -99,17 +99,6 @@ pub(super) fn root(root: usize, size: usize) -> Result<u32> {
     }
 }
 
-/// `peer` is another rank of a group of `size`.
-pub(super) fn peer(peer: usize, rank: usize, size: usize) -> Result<()> {
-    if peer >= size {
-        return Err(Error::InvalidArgument(format!("rank {peer} is not a rank of this group of {size}")));
-    }
-    if peer == rank {
-        return Err(Error::InvalidArgument(format!("rank {rank} cannot send to or receive from itself")));
-    }
-    Ok(())
-}
-
 /// Every rank has a part, and every part lies within the `all` elements of the buffer.
 pub(super) fn parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str) -> Result<()> {
     for (name, given) in [("counts", parts.counts.len()), ("displacements", parts.displs.len())] {

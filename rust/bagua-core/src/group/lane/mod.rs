@@ -19,7 +19,7 @@ pub(super) use self::exchanges::{options_of, options_of_gossip, options_of_ring}
 use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Buffer, BufferMut, DeviceRef, kind_of};
+use crate::memory::{Buffer, DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
 use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
 use crate::stats::Stats;
@@ -35,7 +35,7 @@ pub struct Options<'a> {
     pub label: &'a str,
     /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
     pub shape: Option<Shape>,
-    /// Tag of a message; both sides must give the same. Of a collective a digest of options that ranks must agree on, of 16 bits.
+    /// A digest of options that ranks must agree on, of 16 bits.
     pub tag: u32,
     /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same.
     pub codec: u8,
@@ -67,12 +67,6 @@ pub struct Lane {
     timeout: Duration,
     /// Collective operations begun; equal on all ranks that are in step.
     seq: u64,
-    /// Grouped exchanges begun on this rank, for error texts only: ranks may differ.
-    exchanges: u64,
-    /// Messages begun towards each rank by send and exchange; equal to `received` there.
-    sent: Vec<u64>,
-    /// Messages begun from each rank by recv and exchange.
-    received: Vec<u64>,
     /// Records the operations; `None` for a lane without a process of its own, as in tests.
     recorder: Option<LaneRecorder>,
     /// The record of the next operation, which was queued.
@@ -97,21 +91,7 @@ impl Lane {
         number: u32,
         timeout: Duration,
     ) -> Lane {
-        let none = vec![0; collective.size()];
-        Lane {
-            collective,
-            health,
-            stats,
-            epoch,
-            number,
-            timeout,
-            seq: 0,
-            exchanges: 0,
-            sent: none.clone(),
-            received: none,
-            recorder: None,
-            queued: None,
-        }
+        Lane { collective, health, stats, epoch, number, timeout, seq: 0, recorder: None, queued: None }
     }
 
     /// The same lane, whose operations are recorded.
@@ -234,86 +214,6 @@ impl Lane {
         self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &sends, &mut recvs))
     }
 
-    /// One message to a rank of the group (itself is refused).
-    pub fn send<'a>(
-        &mut self,
-        options: &Options<'_>,
-        dtype: DType,
-        data: impl Into<Buffer<'a>>,
-        to: usize,
-    ) -> Result<()> {
-        self.health.check()?;
-        let data = data.into();
-        self.check_reach(data.device())?;
-        check::peer(to, self.rank(), self.size())?;
-        let count = check::elements(dtype, data.len(), "the buffer")?;
-        let seq = next(&mut self.sent[to]);
-        let says = self.message(dtype, count, seq, options.tag);
-        let sends = [Outgoing { peer: to, fingerprint: says, data }];
-        self.perform(options, says, data.len(), |collective, cx| collective.exchange(cx, &sends, &mut []))
-    }
-
-    /// One message from a rank of the group (itself is refused).
-    pub fn recv<'a>(
-        &mut self,
-        options: &Options<'_>,
-        dtype: DType,
-        data: impl Into<BufferMut<'a>>,
-        from: usize,
-    ) -> Result<()> {
-        self.health.check()?;
-        let data = data.into();
-        self.check_reach(data.device())?;
-        check::peer(from, self.rank(), self.size())?;
-        let count = check::elements(dtype, data.len(), "the buffer")?;
-        let seq = next(&mut self.received[from]);
-        let says = self.message(dtype, count, seq, options.tag);
-        let payload = data.len();
-        let mut recvs = [Incoming { peer: from, fingerprint: says, data }];
-        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &[], &mut recvs))
-    }
-
-    /// Many messages at once: (peer, bytes). Each is a message like any other: the peer may take it by recv or by exchange.
-    pub fn exchange(
-        &mut self,
-        options: &Options<'_>,
-        dtype: DType,
-        sends: &[(usize, Buffer<'_>)],
-        recvs: &mut [(usize, BufferMut<'_>)],
-    ) -> Result<()> {
-        self.health.check()?;
-        let (rank, size) = (self.rank(), self.size());
-        let parts = sends.iter().map(|(peer, data)| (*peer, data.len()));
-        let places = sends.iter().map(|(_, data)| data.device());
-        for place in places.chain(recvs.iter().map(|(_, data)| data.device())) {
-            self.check_reach(place)?;
-        }
-        let mut payload = 0;
-        for (peer, len) in parts.chain(recvs.iter().map(|(peer, data)| (*peer, data.len()))) {
-            check::peer(peer, rank, size)?;
-            check::elements(dtype, len, "a message")?;
-            payload += len;
-        }
-        let mut outgoing = Vec::with_capacity(sends.len());
-        for (peer, data) in sends {
-            let seq = next(&mut self.sent[*peer]);
-            let fingerprint = self.message(dtype, data.len() / dtype.size(), seq, options.tag);
-            outgoing.push(Outgoing { peer: *peer, fingerprint, data: *data });
-        }
-        let mut incoming = Vec::with_capacity(recvs.len());
-        for (peer, data) in recvs {
-            let seq = next(&mut self.received[*peer]);
-            let fingerprint = self.message(dtype, data.len() / dtype.size(), seq, options.tag);
-            incoming.push(Incoming { peer: *peer, fingerprint, data: data.reborrow() });
-        }
-        let says = Fingerprint {
-            kind: Kind::Exchange,
-            seq: next(&mut self.exchanges),
-            ..self.message(dtype, payload / dtype.size(), 0, options.tag)
-        };
-        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &outgoing, &mut incoming))
-    }
-
     /// Returns when every rank has called it.
     ///
     /// # Errors
@@ -339,12 +239,9 @@ impl Lane {
     /// all checks.
     fn next(&mut self, kind: Kind, dtype: DType, count: usize, options: &Options<'_>) -> Fingerprint {
         let seq = next(&mut self.seq);
-        Fingerprint { kind, flags: options.flags, codec: options.codec, ..self.message(dtype, count, seq, options.tag) }
-    }
-
-    /// The fingerprint of a point-to-point message.
-    fn message(&self, dtype: DType, count: usize, seq: u64, tag: u32) -> Fingerprint {
-        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, ..Fingerprint::new(Kind::Send, dtype, count) }
+        let Options { tag, flags, codec, .. } = *options;
+        let plain = Fingerprint::new(kind, dtype, count);
+        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, flags, codec, ..plain }
     }
 
     /// Counts and records the call, sets its deadline, and turns its failure into the group's first cause.

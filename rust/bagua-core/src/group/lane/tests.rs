@@ -92,12 +92,6 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
         ("not 4 times", lane.run(o, f, Verb::ReduceScatter(ReduceOp::Sum), split(&[0; 60], &mut b[..16]))),
         ("not a multiple", lane.run(o, f, Verb::AllToAll, split(&[0; 24], &mut b[..24]))),
         ("the destination 2", lane.run(o, f, Verb::AllToAll, split(&[0; 16], &mut b[..8]))),
-        ("rank 4 is not", lane.send(o, f, &[0; 4], 4)),
-        ("itself", lane.send(o, f, &[0; 4], 1)),
-        ("itself", lane.recv(o, f, &mut b[..4], 1)),
-        ("5 bytes", lane.recv(o, f, &mut b[..5], 0)),
-        ("itself", lane.exchange(o, f, &[(0, (&[0; 4]).into()), (1, (&[0; 4]).into())], &mut [])),
-        ("7 bytes", lane.exchange(o, f, &[(0, (&[0; 4]).into())], &mut [(2, (&mut b[..7]).into())])),
         (
             "3 send counts",
             lane.all_to_all_v(o, f, Io::in_place(b), PartLayout { counts: &[1; 3], displs: &[0, 1, 2, 3] }, whole),
@@ -175,32 +169,6 @@ fn what_an_operation_says_of_itself_is_what_the_header_needs() {
 }
 
 #[test]
-fn messages_are_numbered_per_pair_and_direction() {
-    let Fixture { mut lane, log, .. } = recorder(None);
-    let o = &Options::default();
-    let b = &mut [0u8; 8];
-    lane.send(o, DType::U8, &[1, 2, 3], 0).unwrap();
-    lane.exchange(o, DType::U8, &[(0, (&[1]).into()), (2, (&[]).into()), (0, (&[5, 6]).into())], &mut [(0, b.into())])
-        .unwrap();
-    lane.recv(o, DType::U8, b, 0).unwrap();
-    lane.barrier(o).unwrap();
-    let recorded: Vec<_> = log.lock().unwrap().iter().map(|f| (f.kind, f.seq, f.count)).collect();
-    let expected = [
-        (Kind::Send, 0, 3),
-        (Kind::Send, 0, 3),
-        (Kind::Send, 1, 1),
-        (Kind::Send, 0, 0),
-        (Kind::Send, 2, 2),
-        (Kind::Send, 0, 8),
-        (Kind::Exchange, 0, 11),
-        (Kind::Send, 1, 8),
-        (Kind::Send, 1, 8),
-        (Kind::Barrier, 0, 0),
-    ];
-    assert_eq!(recorded, expected);
-}
-
-#[test]
 fn a_failure_poisons_the_lane_and_says_what_it_was_doing() {
     let lost = GroupHealth::local(1, 4).peer_lost(2, "killed");
     let Fixture { mut lane, log, health, .. } = recorder(Some(lost));
@@ -221,7 +189,8 @@ fn a_poisoned_group_raises_its_first_cause_even_for_bad_arguments() {
     let cause = Error::PeerRaised { rank: 2, host: "h".into(), kind: "ValueError".into(), message: "no".into() };
     health.fail_from_peer(cause.clone());
     let o = &Options::default();
-    assert_eq!(lane.send(o, DType::F32, &[0; 3], 77), Err(cause.clone()));
+    let bad = lane.run(o, DType::F32, Verb::AllToAll, Io::in_place(&mut [0; 3]));
+    assert_eq!(bad, Err(cause.clone()));
     assert_eq!(lane.run(o, DType::F32, Verb::AllToAll, Io::in_place(&mut [0; 16])), Err(cause));
     assert!(log.lock().unwrap().is_empty());
 }
@@ -254,7 +223,6 @@ fn alone_every_verb_works_and_parts_land_where_they_should() {
     lane.all_to_all_v(o, DType::U8, Io::in_place(&mut dst), send, recv).unwrap();
     assert_eq!(dst, [2, 3, 3, 4], "in place reads the old values");
     lane.run(o, DType::F16, Verb::Broadcast { root: 0 }, Io::in_place(&mut [])).unwrap();
-    lane.exchange(o, DType::F16, &[], &mut []).unwrap();
     lane.barrier(o).unwrap();
     assert_eq!((lane.rank(), lane.size(), lane.collective(), lane.transports()), (0, 1, "solo", vec!["self"]));
 }

@@ -1,0 +1,419 @@
+//! All streams of a messenger: opening them, moving bytes, and ending calls.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::book::{Book, Call};
+use super::frame::Frame;
+use super::link::Link;
+use super::streams::{Message, Opened, Streams};
+use crate::error::{Error, Result, Source};
+use crate::health::{GroupHealth, LEFT};
+use crate::recorder::LaneRecorder;
+use crate::stats::{OpStats, Stats};
+use crate::transport::Broken;
+use crate::types::Kind;
+use crate::wait::{SLICE, lock};
+
+/// How long a messenger that ends waits for its peers to take what it sent.
+const LINGER: Duration = Duration::from_millis(200);
+
+/// How long after a peer's departure its last messages may still be on the way.
+const FAREWELL: Duration = Duration::from_millis(100);
+
+/// What other threads tell the messenger's.
+pub(super) enum Event {
+    /// A stream to this rank was opened, or could not be.
+    Dialled(usize, Result<Opened>),
+    /// End.
+    Stop,
+}
+
+/// The streams of one peer.
+#[derive(Default)]
+struct Peer {
+    /// Opened here: this rank's messages, and the peer's answers.
+    outbound: Option<Link>,
+    /// Being opened.
+    dialling: bool,
+    /// Announced before the stream was open.
+    waiting: Vec<Frame>,
+    /// Opened by the peer: its messages, and this rank's answers.
+    inbound: Option<Link>,
+    /// Since when the peer is known to have left.
+    left: Option<Instant>,
+}
+
+/// What the lock protects.
+struct State {
+    book: Book,
+    peers: Vec<Peer>,
+    /// Nothing more is accepted.
+    closed: bool,
+    /// The thread waits without a time limit.
+    idle: bool,
+}
+
+/// What the messenger and its thread share.
+pub(super) struct Shared {
+    pub(super) streams: Box<dyn Streams>,
+    pub(super) health: Arc<GroupHealth>,
+    pub(super) stats: Arc<Stats>,
+    recorder: Option<LaneRecorder>,
+    events: Mutex<Vec<Event>>,
+    /// Readable when there is something for the thread to do.
+    bell: OwnedFd,
+    /// Held while bytes are handed to streams and taken from them, never across a wait.
+    state: Mutex<State>,
+}
+
+/// One of the two streams of a peer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Place {
+    peer: usize,
+    inbound: bool,
+}
+
+impl Peer {
+    fn link(&mut self, inbound: bool) -> Option<&mut Link> {
+        if inbound { self.inbound.as_mut() } else { self.outbound.as_mut() }
+    }
+}
+
+impl State {
+    /// All streams.
+    fn links(&mut self) -> impl Iterator<Item = (Place, &mut Link)> {
+        self.peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
+            let Peer { outbound, inbound, .. } = streams;
+            let outbound = outbound.as_mut().map(|link| (Place { peer, inbound: false }, link));
+            outbound.into_iter().chain(inbound.as_mut().map(|link| (Place { peer, inbound: true }, link)))
+        })
+    }
+
+    /// Sends on all streams what there is room for; true when bytes moved.
+    fn send(&mut self, counters: &OpStats) -> bool {
+        let State { book, peers, .. } = self;
+        let links = peers.iter_mut().flat_map(|peer| [&mut peer.outbound, &mut peer.inbound]).flatten();
+        let mut moved = false;
+        for link in links {
+            moved |= link.send(book, counters);
+        }
+        moved
+    }
+
+    /// Why a rank is lost, if a call needs one that is: the rank, what happened, and the operating system's error.
+    fn lost(&mut self, health: &GroupHealth) -> Option<(usize, String, Source)> {
+        let over = |peer: &Peer| peer.inbound.as_ref().is_none_or(|link| link.ended || link.broken.is_some());
+        let gone: Vec<bool> =
+            self.peers.iter().enumerate().map(|(rank, peer)| health.has_departed(rank) && over(peer)).collect();
+        for (rank, peer) in self.peers.iter_mut().enumerate() {
+            if rank == health.rank() {
+                continue;
+            }
+            let outbound = peer.outbound.as_ref().and_then(|link| link.broken.clone());
+            let inbound = peer.inbound.as_ref().filter(|link| !link.ended).and_then(|link| link.broken.clone());
+            let broken = outbound
+                .filter(|_| self.book.sends_to(rank))
+                .or_else(|| inbound.filter(|_| self.book.receives_from(rank, |other| gone[other])));
+            if let Some(Broken { how, source }) = broken {
+                return Some((rank, how, source));
+            }
+            if !health.has_departed(rank) || peer.left.get_or_insert_with(Instant::now).elapsed() < FAREWELL {
+                continue;
+            }
+            if self.book.sends_to(rank) || over(peer) && self.book.receives_from(rank, |other| gone[other]) {
+                return Some((rank, LEFT.to_owned(), Source::default()));
+            }
+        }
+        None
+    }
+}
+
+impl Shared {
+    pub(super) fn new(
+        streams: Box<dyn Streams>,
+        health: &Arc<GroupHealth>,
+        stats: &Arc<Stats>,
+        recorder: Option<LaneRecorder>,
+    ) -> Result<Shared> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = bell.map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
+        let book = Book::new(health.rank(), health.world_ranks().to_vec());
+        let peers = (0..health.size()).map(|_| Peer::default()).collect();
+        Ok(Shared {
+            streams,
+            health: Arc::clone(health),
+            stats: Arc::clone(stats),
+            recorder,
+            events: Mutex::default(),
+            bell,
+            state: Mutex::new(State { book, peers, closed: false, idle: false }),
+        })
+    }
+
+    /// True when a message has come that no receive has taken.
+    #[cfg(all(test, not(model)))]
+    pub(super) fn keeps_messages(&self) -> bool {
+        lock(&self.state).book.keeps_messages()
+    }
+
+    fn counters(&self) -> &OpStats {
+        self.stats.of(Kind::Send)
+    }
+
+    /// Wakes the thread.
+    pub(super) fn wake(&self) {
+        // Only a counter that is full could refuse, and that wakes too.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+
+    pub(super) fn tell(&self, event: Event) {
+        lock(&self.events).push(event);
+        self.wake();
+    }
+
+    /// Adds the messages of a call, and moves what can move at once.
+    ///
+    /// # Errors
+    /// `Aborted` after the end; otherwise the group's first cause.
+    pub(super) fn add(self: &Arc<Shared>, call: Call, sends: Vec<Message>, receives: Vec<Message>) -> Result<()> {
+        let mut guard = lock(&self.state);
+        let state = &mut *guard;
+        if state.closed {
+            self.health.check()?;
+            return Err(Error::Aborted("the group's messages were shut down".to_owned()));
+        }
+        let (mut dial, mut wrong) = (Vec::new(), None);
+        let number = state.book.begin_call(call);
+        for (nth, Message { peer, tag, data }) in receives.into_iter().enumerate() {
+            match state.book.receive(number, nth, peer, tag, data) {
+                Ok(None) => {}
+                Ok(Some((from, ready))) => {
+                    if let Some(link) = &mut state.peers[from].inbound {
+                        link.push(ready);
+                    }
+                }
+                Err(error) => drop(wrong.get_or_insert(error)),
+            }
+        }
+        for Message { peer, tag, data } in sends {
+            let Some(to) = peer else { continue };
+            let frame = state.book.send(number, to, tag, data);
+            let peer = &mut state.peers[to];
+            match &mut peer.outbound {
+                Some(link) => link.push(frame),
+                None => {
+                    peer.waiting.push(frame);
+                    if !std::mem::replace(&mut peer.dialling, true) {
+                        dial.push(to);
+                    }
+                }
+            }
+        }
+        state.send(self.counters());
+        let ended = state.book.take_ended();
+        let wake = state.idle || state.links().any(|(_, link)| link.wants_to_send());
+        drop(guard);
+        self.end(ended);
+        if let Some(error) = wrong {
+            return Err(self.health.fail(error));
+        }
+        for to in dial {
+            let shared = Arc::downgrade(self);
+            let done = move |opened| _ = shared.upgrade().inspect(|shared| shared.tell(Event::Dialled(to, opened)));
+            self.streams.dial(to, Box::new(done)).map_err(|error| self.health.fail(error))?;
+        }
+        if wake {
+            self.wake();
+        }
+        Ok(())
+    }
+
+    /// Tells the handles of calls that they have ended.
+    fn end(&self, ended: Vec<(Call, Result<()>)>) {
+        for (Call { handle, running, keep, .. }, result) in ended {
+            if let (Some(recorder), Some(running)) = (&self.recorder, running) {
+                let own = self.health.world_rank(self.health.rank());
+                recorder.end(running, result.as_ref().err().map(|error| (error, own)));
+            }
+            // First what it kept, so that it is back when the waiter wakes.
+            drop(keep);
+            handle.finish(result);
+        }
+    }
+
+    /// The thread.
+    pub(super) fn work(&self) {
+        // Streams that may have bytes to receive.
+        let mut ready = Vec::new();
+        let mut checked = Instant::now();
+        loop {
+            let mut count = [0; 8];
+            let _ = rustix::io::read(&self.bell, &mut count);
+            if self.heed_events(&mut ready) {
+                self.finish();
+                return;
+            }
+            self.take_arrived(&mut ready);
+            let moved = self.step(&ready).unwrap_or_else(|error| {
+                _ = self.health.fail(error);
+                false
+            });
+            if !moved || checked.elapsed() > SLICE {
+                if self.health.check().is_err() {
+                    self.finish();
+                    return;
+                }
+                self.check();
+                checked = Instant::now();
+            }
+            if !moved {
+                ready = self.sleep();
+            }
+        }
+    }
+
+    /// Takes the streams that were opened here; true when the messenger ends.
+    fn heed_events(&self, ready: &mut Vec<Place>) -> bool {
+        let events = std::mem::take(&mut *lock(&self.events));
+        let mut stops = false;
+        for event in events {
+            match event {
+                Event::Stop => stops = true,
+                Event::Dialled(peer, Ok((stream, descriptor))) => {
+                    let mut state = lock(&self.state);
+                    let mut link = Link::new(stream, descriptor);
+                    state.peers[peer].waiting.drain(..).for_each(|frame| link.push(frame));
+                    state.peers[peer].outbound = Some(link);
+                    ready.push(Place { peer, inbound: false });
+                }
+                Event::Dialled(peer, Err(error)) => {
+                    let left = self.health.has_departed(peer);
+                    let error = if left { self.health.attribute_disconnect(peer, LEFT) } else { error };
+                    _ = self.health.fail(error);
+                }
+            }
+        }
+        stops
+    }
+
+    /// Takes the streams that peers have opened.
+    fn take_arrived(&self, ready: &mut Vec<Place>) {
+        for (peer, opened) in self.streams.arrived() {
+            match opened {
+                Ok((stream, descriptor)) => {
+                    lock(&self.state).peers[peer].inbound = Some(Link::new(stream, descriptor));
+                    ready.push(Place { peer, inbound: true });
+                }
+                Err(error) => _ = self.health.fail(error),
+            }
+        }
+    }
+
+    /// Moves bytes: sends on all streams, receives on those that are ready. True when any moved.
+    ///
+    /// # Errors
+    /// What is wrong with a frame of a peer.
+    fn step(&self, ready: &[Place]) -> Result<bool> {
+        let mut guard = lock(&self.state);
+        let mut moved = guard.send(self.counters());
+        let mut wrong = None;
+        let State { book, peers, .. } = &mut *guard;
+        for Place { peer, inbound } in ready {
+            let Some(link) = peers[*peer].link(*inbound) else { continue };
+            match link.recv(*peer, book, self.counters()) {
+                Ok(any) => moved |= any,
+                Err(error) => drop(wrong.get_or_insert(error)),
+            }
+            // Closing it tells the peer that everything has arrived.
+            if link.ended && !link.wants_to_send() && *inbound {
+                link.close();
+            }
+        }
+        let ended = guard.book.take_ended();
+        drop(guard);
+        self.end(ended);
+        wrong.map_or(Ok(moved), Err)
+    }
+
+    /// Looks at peers that are lost, and at deadlines.
+    fn check(&self) {
+        let mut state = lock(&self.state);
+        if !state.book.is_busy() {
+            return;
+        }
+        let lost = state.lost(&self.health);
+        let progress = lost.as_ref().and_then(|(rank, ..)| state.book.progress_with(*rank));
+        let overdue = state.book.overdue();
+        drop(state);
+        let error = if let Some((rank, how, source)) = lost {
+            let error = self.health.attribute_broken_stream(rank, &how, &source);
+            progress.into_iter().fold(error, Error::during)
+        } else if let Some((limit, missing, progress)) = overdue {
+            self.health.timed_out(limit, &missing, progress)
+        } else {
+            return;
+        };
+        _ = self.health.fail(error);
+        self.wake();
+    }
+
+    /// Sleeps until a stream may move bytes or the bell rings; the streams that may have bytes to receive.
+    fn sleep(&self) -> Vec<Place> {
+        let mut links = Vec::new();
+        let mut state = lock(&self.state);
+        for (place, link) in state.links().filter(|(_, link)| link.broken.is_none()) {
+            links.push((place, Arc::clone(&link.descriptor), link.wants_to_send()));
+        }
+        state.idle = !state.book.is_busy();
+        let limit = (!state.idle).then_some(SLICE);
+        drop(state);
+        let mut wanted = vec![PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
+        wanted.extend(links.iter().map(|(_, descriptor, sends)| {
+            let events = if *sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            PollFd::from_borrowed_fd(descriptor.as_fd(), events)
+        }));
+        let limit = limit.map(|limit| Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() });
+        // Ready, timed out or interrupted: the caller looks at the streams in any case.
+        let _ = poll(&mut wanted, limit.as_ref());
+        let has_news = |fd: &PollFd<'_>| !fd.revents().difference(PollFlags::OUT).is_empty();
+        let ready = links.iter().zip(&wanted[1..]).filter(|(_, fd)| has_news(fd)).map(|((place, ..), _)| *place);
+        let ready = ready.collect();
+        lock(&self.state).idle = false;
+        ready
+    }
+
+    /// Ends every call, says goodbye to the peers, and waits for a moment until they have received what was sent to them.
+    fn finish(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        let cause = self.health.cause();
+        state.book.fail(&cause.unwrap_or_else(|| Error::Aborted("the group's messages were shut down".to_owned())));
+        let ended = state.book.take_ended();
+        let mut links: Vec<Link> = state.peers.iter_mut().filter_map(|peer| peer.outbound.take()).collect();
+        state.peers.iter_mut().for_each(|peer| *peer = Peer::default());
+        drop(state);
+        self.end(ended);
+        links.iter_mut().for_each(Link::finish);
+        let until = Instant::now() + LINGER;
+        loop {
+            for link in &mut links {
+                link.linger();
+            }
+            links.retain(|link| link.broken.is_none());
+            let left = until.saturating_duration_since(Instant::now());
+            if links.is_empty() || left.is_zero() {
+                return;
+            }
+            let events =
+                |link: &Link| if link.wants_to_send() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            let mut wanted: Vec<_> =
+                links.iter().map(|link| PollFd::from_borrowed_fd(link.descriptor.as_fd(), events(link))).collect();
+            let limit = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+            let _ = poll(&mut wanted, Some(&limit));
+        }
+    }
+}

@@ -1,0 +1,212 @@
+"""Messages of a group: beside its collectives, matched by sender and tag, named when they cannot arrive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+
+World = Callable[..., Any]
+
+LONG = 8 << 20
+
+
+def pattern(count: int, seed: int) -> np.ndarray:
+    return (np.arange(count, dtype=np.int64) * 7 + seed).astype(np.uint8)
+
+
+def crossing(rank: int) -> None:
+    group = bagua.init(timeout=60)
+    for size in (1, 1000, LONG):
+        receives, sends = [], []
+        for peer in (r for r in range(group.size) if r != rank):
+            sends.append(group.send(pattern(size, rank), peer, async_op=True))
+            receives.append((peer, group.recv(np.empty(size, np.uint8), peer, async_op=True)))
+        for peer, receive in receives:
+            np.testing.assert_array_equal(receive.wait(), pattern(size, peer))
+        for send in sends:
+            send.wait()
+    bagua.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"env": {"BAGUA_TRANSPORT": "tcp"}}, {"hosts": [[0, 1], [2]]}])
+def test_crossing_messages_of_8_mib_arrive(world: World, options: dict[str, Any]) -> None:
+    world(3, **options).run(crossing)
+
+
+def tags_and_senders(rank: int) -> list[int]:
+    group = bagua.init(timeout=60)
+    if rank == 0:
+        sends = [group.send(pattern(size, tag), 1, tag=tag, async_op=True) for tag, size in enumerate((10, LONG, 20))]
+        for send in sends:
+            send.wait()
+    if rank == 1:
+        for tag, size in reversed(list(enumerate((10, LONG, 20)))):
+            np.testing.assert_array_equal(group.recv(np.empty(size, np.uint8), 0, tag=tag), pattern(size, tag))
+    seen = []
+    if rank == 2:
+        for _ in range(2):
+            got, sender = group.recv_any(np.empty(5, np.uint8), tag=2**32 - 1)
+            np.testing.assert_array_equal(got, pattern(5, sender))
+            seen.append(sender)
+    else:
+        group.send(pattern(5, rank), 2, tag=2**32 - 1)
+    for bad in (-1, 2**32):
+        with pytest.raises(ValueError, match="tag="):
+            group.send(pattern(1, 0), (rank + 1) % 3, tag=bad)
+    group.barrier()
+    bagua.shutdown()
+    return sorted(seen)
+
+
+def test_tags_are_received_out_of_order_and_a_receive_from_anybody_names_its_sender(world: World) -> None:
+    assert world(3).run(tags_and_senders)[2] == [0, 1]
+
+
+def beside_collectives(rank: int) -> None:
+    group = bagua.init(timeout=60)
+    x = np.ones(1000, np.float32)
+    # Open while collectives pass: a receive whose message is sent after them, on every rank.
+    receive = group.recv(np.empty(LONG, np.uint8), (rank - 1) % group.size, async_op=True)
+    for _ in range(20):
+        assert group.all_reduce(x)[0] == group.size
+        x[:] = 1
+    group.barrier()
+    send = group.send(pattern(LONG, rank), (rank + 1) % group.size, async_op=True)
+    # A collective that another rank has not begun keeps no message waiting.
+    if rank != 0:
+        pending = group.all_reduce(x, async_op=True)
+    np.testing.assert_array_equal(receive.wait(), pattern(LONG, (rank - 1) % group.size))
+    send.wait()
+    if rank == 1:
+        group.send(np.array([1], np.uint8), 0)
+    if rank == 0:
+        group.recv(np.empty(1, np.uint8), 1)
+        pending = group.all_reduce(x, async_op=True)
+    assert pending.wait()[0] == group.size
+    bagua.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_messages_and_collectives_do_not_wait_for_each_other(world: World, transport: str) -> None:
+    world(3, env={"BAGUA_TRANSPORT": transport}).run(beside_collectives)
+
+
+def in_subgroups(rank: int) -> None:
+    group = bagua.init(timeout=60)
+    pairs = group.new_group([rank // 2 * 2, rank // 2 * 2 + 1])
+    other = group.new_group([3, 0]) if rank in (0, 3) else None
+    assert pairs is not None
+    peer = 1 - pairs.rank
+    sent = pairs.send(pattern(100_000, rank), peer, async_op=True)
+    if other is not None:
+        # The same two numbers of ranks in another group: neither takes the other's message.
+        there = other.send(pattern(9, 50 + rank), 1 - other.rank, async_op=True)
+        got = other.recv(np.empty(9, np.uint8), 1 - other.rank)
+        np.testing.assert_array_equal(got, pattern(9, 50 + 3 - rank))
+        there.wait()
+    np.testing.assert_array_equal(pairs.recv(np.empty(100_000, np.uint8), peer), pattern(100_000, rank ^ 1))
+    sent.wait()
+    group.barrier()
+    bagua.shutdown()
+
+
+def test_each_group_has_messages_of_its_own(world: World) -> None:
+    world(4).run(in_subgroups)
+
+
+def missing(rank: int) -> tuple[int, ...] | None:
+    group = bagua.init(timeout=60)
+    group.barrier()
+    if rank == 0:
+        with pytest.raises(bagua.BaguaTimeoutError, match="send/recv") as raised:
+            group.recv(np.empty(4, np.uint8), 2, timeout=0.3)
+        bagua.shutdown()
+        return tuple(raised.value.missing)
+    with pytest.raises(bagua.BaguaTimeoutError):
+        # Rank 0 does not come to it.
+        group.all_reduce(np.ones(3), timeout=30)
+    bagua.shutdown()
+    return None
+
+
+def test_a_message_that_does_not_come_names_its_sender(world: World) -> None:
+    assert world(3).run(missing)[0] == (2,)
+
+
+def killed(rank: int, folder: str) -> float | None:
+    group = bagua.init(timeout=60)
+    group.barrier()
+    if rank == 1:
+        group.send(pattern(10, 1), 0)
+        Path(folder, "killed").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    pending = group.recv(np.empty(LONG, np.uint8), 1, tag=9, async_op=True)
+    with pytest.raises(bagua.PeerLostError) as raised:
+        pending.wait()
+    noticed = time.monotonic()
+    assert raised.value.rank == 1
+    bagua.shutdown()
+    return noticed - float(Path(folder, "killed").read_text())
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_killed_sender_is_named_within_a_second(world: World, tmp_path: Path, transport: str) -> None:
+    run = world(3, env={"BAGUA_TRANSPORT": transport}, expect_exit={1: -signal.SIGKILL})
+    assert max(run.run(killed, str(tmp_path))[::2]) < 1.0
+
+
+def leaves(rank: int) -> str | None:
+    group = bagua.init(timeout=60)
+    group.barrier()
+    if rank == 1:
+        group.send(pattern(1000, 1), 0)
+        bagua.shutdown()
+        return None
+    np.testing.assert_array_equal(group.recv(np.empty(1000, np.uint8), 1), pattern(1000, 1))
+    with pytest.raises(bagua.PeerLostError) as raised:
+        group.recv(np.empty(1000, np.uint8), 1)
+    bagua.shutdown()
+    return str(raised.value)
+
+
+def test_what_a_rank_sent_before_it_left_arrives_and_the_next_receive_says_so(world: World) -> None:
+    text = world(2).run(leaves)[0]
+    assert "rank 1" in text
+    assert "left" in text
+
+
+def keeps_nothing(rank: int) -> tuple[int, int]:
+    group = bagua.init(timeout=60)
+    groups = [group.new_group([0, 1]) for _ in range(5)]
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    group.barrier()
+    before = descriptors(), threads()
+    for one in groups:
+        assert one is not None
+        one.exchange([(1 - rank, pattern(10, rank))], [(1 - rank, np.empty(10, np.uint8))])
+    assert threads() > before[1]
+    bagua.shutdown()
+    assert threads() <= before[1]
+    del one, groups
+    return descriptors() - before[0], threads() - before[1]
+
+
+def test_nothing_is_left_after_the_end(world: World) -> None:
+    for descriptors, threads in world(2).run(keeps_nothing):
+        assert descriptors <= 0
+        assert threads <= 0
