@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bagua.engine import ALGORITHMS, MAX_STREAMS
-from bagua.errors import BaguaError
 
 __all__ = [
-    "Place",
     "Settings",
     "agent_serves_store",
     "announce",
@@ -20,9 +18,7 @@ __all__ = [
     "environment",
     "flag",
     "integer",
-    "master",
     "number",
-    "place",
     "settings",
     "text",
     "trace_dir",
@@ -77,47 +73,6 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands in its job."""
-
-    rank: int
-    world_size: int
-    #: None: among the ranks that share this host, as the group finds out.
-    local_rank: int | None
-    local_world_size: int | None
-
-
-def place(
-    rank: int | None = None,
-    world_size: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-) -> Place:
-    """Arguments where they are given, then the launcher's variables; alone in the world without either."""
-
-    def given(value: int | None, name: str) -> int | None:
-        if value is not None:
-            return value
-        return None if text(name) is None else integer(name, 0)
-
-    found_rank, found_size = given(rank, "RANK"), given(world_size, "WORLD_SIZE")
-    if found_rank is None and found_size in (None, 1):
-        found_rank, found_size = 0, 1
-    if found_rank is None or found_size is None:
-        missing = "rank (RANK)" if found_rank is None else "world_size (WORLD_SIZE)"
-        raise BaguaError(f"{missing} is neither given nor set in the environment, although the other one is")
-    if found_size < 1:
-        raise ValueError(f"world size {found_size} is not positive")
-    if not 0 <= found_rank < found_size:
-        raise ValueError(f"rank {found_rank} is not in a world of {found_size} ranks")
-    local, local_size = local_rank, local_world_size
-    # Explicit ranks mean that the launcher's variables may speak of another world.
-    if rank is None and world_size is None:
-        local, local_size = given(local, "LOCAL_RANK"), given(local_size, "LOCAL_WORLD_SIZE")
-    return Place(found_rank, found_size, local, local_size)
-
-
-@dataclass(frozen=True)
 class Settings:
     """How a group is built, besides who and where."""
 
@@ -161,16 +116,6 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
         secret=secret.encode() if isinstance(secret, str) else bytes(secret),
         host_id=text("BAGUA_HOST_ID") or "",
     )
-
-
-def master() -> tuple[str, int]:
-    """Where the launcher says that rank 0 can be reached."""
-    port = text("MASTER_PORT")
-    if port is None:
-        raise BaguaError(
-            "MASTER_PORT is not set: start the ranks with a launcher such as torchrun, set it, or give init_method"
-        )
-    return text("MASTER_ADDR") or "127.0.0.1", integer("MASTER_PORT", 0)
 
 
 def agent_serves_store() -> bool:

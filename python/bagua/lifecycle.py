@@ -43,9 +43,9 @@ class TorchState:
         self.torch_groups: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
         # Whether init_process_group also initialised torch.distributed, so that its end destroys that too.
         self.initialised_torch_distributed = False
-        # (MASTER_ADDR, MASTER_PORT) -> the store served there. Kept after the group ends: a second group must not wait
+        # (host, port) of the master -> the store served there. Kept after the group ends: a second group must not wait
         # for a port that the first one's store still holds, nor reach the store of a peer that is slower to end.
-        self.stores: dict[tuple[str | None, str | None], Any] = {}
+        self.stores: dict[tuple[str, int], Any] = {}
         # Tensor -> its name, model and closures.
         self.registrations: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
         # Model name -> its Backend; and every Backend that has not been collected.
