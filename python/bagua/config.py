@@ -18,6 +18,7 @@ __all__ = [
     "environment",
     "flag",
     "integer",
+    "metrics_address",
     "number",
     "settings",
     "text",
@@ -126,6 +127,16 @@ def agent_serves_store() -> bool:
 def attempt() -> str:
     """What tells this start of the job from an earlier one that used the same store."""
     return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"
+
+
+def metrics_address() -> tuple[str, int] | None:
+    """Where local rank 0 serves its metrics, each further rank of a host one port higher; None: nowhere."""
+    if text("BAGUA_METRICS_PORT") is None:
+        return None
+    port = integer("BAGUA_METRICS_PORT", 0)
+    if not 1 <= port <= 65535:
+        raise ValueError(f"BAGUA_METRICS_PORT is {port}; it must be from 1 to 65535")
+    return text("BAGUA_METRICS_ADDR") or "127.0.0.1", port
 
 
 def trace_dir() -> str | None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from bagua import config, engine, group, launcher, torch_store
+from bagua import config, engine, group, launcher, metrics, torch_store
 from bagua.errors import BaguaError
 
 __all__ = ["init"]
@@ -31,9 +31,8 @@ def init(
     of Slurm, OpenMPI, MPICH and Intel MPI; to a world of one without them. `init_method` says how the ranks find each
     other: "env://" by MASTER_ADDR and MASTER_PORT, which a Slurm step need not set, "tcp://host:port" by a small server
     that rank 0 runs there, "file://path" by files on a file system that all of them see (a new path for each group).
-    `secret`
-    (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining, and the
-    default of every operation.
+    `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining,
+    and the default of every operation.
 
     Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
@@ -45,6 +44,7 @@ def init(
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
     place = launcher.place(rank, world_size, local_rank, local_world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
+    metrics.check()
     spread, towards = _rendezvous(init_method, place, chosen)
     if spread is None:
         host, port = launcher.master()
@@ -71,6 +71,7 @@ def init(
             timeout=chosen.timeout,
         )
     group.set_default(joined)
+    metrics.begin(joined.local_rank)
     return joined
 
 

@@ -165,6 +165,8 @@ class _Process:
         self.records_lock = threading.RLock()
         # Rank -> token of the rendezvous place by which this process joined last; no rank serves it again.
         self.joined_places: dict[int, str] = {}
+        # HTTP servers of `bagua.metrics`.
+        self.metrics_servers: list[Any] = []
         # In a forked child: the parent's groups. Collecting them would close the parent's connections.
         self.inherited: list[Any] = []
         self.torch: TorchState | None = None
@@ -252,6 +254,10 @@ def _after_fork_in_child() -> None:
     process.inherited.extend(process.groups.values())
     process.groups.clear()
     process.default_group = None
+    # A child that kept a listening socket would hold its port after the parent's end.
+    for server in process.metrics_servers:
+        server.socket.close()
+    process.metrics_servers = []
     # A thread that does not exist in the child may have held the lock.
     process.records, process.records_lock = {}, threading.RLock()
     if process.torch is not None:

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from bagua import config, launcher, torch_store
+from bagua import config, launcher, metrics, torch_store
 from bagua import group as neutral
 from bagua.errors import BaguaError
 from bagua.lifecycle import process, torch_state
 
 from . import elastic as elastic_job
+from . import env
 from .data_parallel import backend
 from .data_parallel.backend import Backend
 from .environment_store import environment_store
@@ -490,6 +491,7 @@ def init_process_group(
         local_rank, local_size = told.local_rank, told.local_world_size
     if local_size is not None and not 0 <= (local_rank or 0) < local_size:
         raise ValueError(f"local rank {local_rank or 0} is not one of {local_size} ranks on this host")
+    metrics.check()
     config.announce(RANK=str(rank), WORLD_SIZE=str(world_size))
 
     if book is not None:
@@ -554,6 +556,7 @@ def _adopt(world: neutral.Group) -> None:
     if _leave not in process.shutdown_hooks:
         process.shutdown_hooks.append(_leave)
     set_world(world)
+    metrics.begin(env.get_local_rank())
     if elastic_job.rejoined():
         _state.world = elastic_job.RejoinedCommunicator(world)
 
