@@ -101,6 +101,17 @@ def test_launch_without_the_flags_sets_and_says_nothing(tmp_path: Path, port: st
     assert [name for name in variables if name.startswith(("BAGUA_", "AUTO_TUNE"))] == []
 
 
+def test_run_hands_the_scripts_arguments_on_as_they_are(tmp_path: Path) -> None:
+    arguments = ["--nproc-per-node", "2", "--max_restarts", "0", "--use_env", "--autotune-level", "2"]
+    with program("bagua.distributed.run", *arguments, write(tmp_path, TELLS), "--lr", "1", str(tmp_path)) as process:
+        code, _, errors = finish(process)
+    assert code == 0, errors
+    for rank in range(2):
+        variables, given = told(tmp_path / f"{rank}.json")
+        assert given == ["--lr", "1"]
+        assert [variables[name] for name in ("RANK", "WORLD_SIZE", "BAGUA_AUTOTUNE")] == [str(rank), "2", "2"]
+
+
 def test_launch_writes_the_output_of_each_rank_to_the_originals_files(tmp_path: Path, port: str) -> None:
     script = write(tmp_path, "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
     logs = tmp_path / "logs"

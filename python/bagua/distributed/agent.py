@@ -66,7 +66,9 @@ def _parse(parser: argparse.ArgumentParser, which: str, given: Sequence[str]) ->
         parser.set_defaults(master_port=29500)
     else:
         parser.epilog = "--keep-going starts another runner, of elastic jobs: docs/elastic.md"
-        parser.add_argument(*flags.both("use_env"), action="store_true", help="the default: LOCAL_RANK is a variable")
+        parser.add_argument(
+            *flags.both("use_env"), action="store_true", default=True, help="the default: LOCAL_RANK is a variable"
+        )
     options = parser.parse_args(given)
     options.logdir = getattr(options, "logdir", None)
     if getattr(options, "set_additional_flag", False):
