@@ -84,7 +84,7 @@ class World:
         """Runs `function(rank, *args)` on every rank, and returns the results by rank; None for a rank that
         left none.
         """
-        with tempfile.TemporaryDirectory(prefix="bagua-world-") as folder, _free_port() as port:
+        with tempfile.TemporaryDirectory(prefix="bagua-world-") as folder, free_port() as port:
             call = Path(folder, "call")
             module = sys.modules[function.__module__]
             assert module.__file__ is not None
@@ -105,7 +105,7 @@ class World:
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         """The variables of one rank."""
-        ours = ("BAGUA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
+        ours = ("BAGUA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI_")
         env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         for key in ("RANK", "WORLD_SIZE", "NODE_RANK"):
             env.pop(key, None)
@@ -185,13 +185,13 @@ def make_world(size: int, **options: Any) -> World:
 
 
 @contextlib.contextmanager
-def _free_port() -> Iterator[int]:
+def free_port(ports: range = _PORTS) -> Iterator[int]:
     """A port that nobody listens on, and that no other run gets as long as this one holds it."""
     locks = Path(tempfile.gettempdir(), f"bagua-test-ports-{os.getuid()}")
     locks.mkdir(exist_ok=True)
-    start = int.from_bytes(os.urandom(2), "little") % len(_PORTS)
-    for offset in range(len(_PORTS)):
-        port = _PORTS[(start + offset) % len(_PORTS)]
+    start = int.from_bytes(os.urandom(2), "little") % len(ports)
+    for offset in range(len(ports)):
+        port = ports[(start + offset) % len(ports)]
         with open(locks / str(port), "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

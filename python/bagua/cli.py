@@ -9,19 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bagua import trace
+from bagua.commands import bench, doctor, top
+from bagua.errors import BaguaError
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code: 0, or 2 for arguments or files that cannot be used."""
+    """Runs one command; the exit code: 0, 1 for problems and failed ranks, 2 for what cannot be used or is missing."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except BaguaError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     return code
 
 
@@ -40,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome"
     )
     merge.set_defaults(run=_merge)
+    for command in (doctor, bench, top):
+        command.add(commands)
     return parser
 
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bagua.engine import ALGORITHMS, MAX_STREAMS
-from bagua.errors import BaguaError
 
 __all__ = [
-    "Place",
     "Settings",
     "agent_serves_store",
     "announce",
@@ -20,9 +18,8 @@ __all__ = [
     "environment",
     "flag",
     "integer",
-    "master",
+    "metrics_address",
     "number",
-    "place",
     "settings",
     "text",
     "trace_dir",
@@ -77,47 +74,6 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands in its job."""
-
-    rank: int
-    world_size: int
-    #: None: among the ranks that share this host, as the group finds out.
-    local_rank: int | None
-    local_world_size: int | None
-
-
-def place(
-    rank: int | None = None,
-    world_size: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-) -> Place:
-    """Arguments where they are given, then the launcher's variables; alone in the world without either."""
-
-    def given(value: int | None, name: str) -> int | None:
-        if value is not None:
-            return value
-        return None if text(name) is None else integer(name, 0)
-
-    found_rank, found_size = given(rank, "RANK"), given(world_size, "WORLD_SIZE")
-    if found_rank is None and found_size in (None, 1):
-        found_rank, found_size = 0, 1
-    if found_rank is None or found_size is None:
-        missing = "rank (RANK)" if found_rank is None else "world_size (WORLD_SIZE)"
-        raise BaguaError(f"{missing} is neither given nor set in the environment, although the other one is")
-    if found_size < 1:
-        raise ValueError(f"world size {found_size} is not positive")
-    if not 0 <= found_rank < found_size:
-        raise ValueError(f"rank {found_rank} is not in a world of {found_size} ranks")
-    local, local_size = local_rank, local_world_size
-    # Explicit ranks mean that the launcher's variables may speak of another world.
-    if rank is None and world_size is None:
-        local, local_size = given(local, "LOCAL_RANK"), given(local_size, "LOCAL_WORLD_SIZE")
-    return Place(found_rank, found_size, local, local_size)
-
-
-@dataclass(frozen=True)
 class Settings:
     """How a group is built, besides who and where."""
 
@@ -163,16 +119,6 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
     )
 
 
-def master() -> tuple[str, int]:
-    """Where the launcher says that rank 0 can be reached."""
-    port = text("MASTER_PORT")
-    if port is None:
-        raise BaguaError(
-            "MASTER_PORT is not set: start the ranks with a launcher such as torchrun, set it, or give init_method"
-        )
-    return text("MASTER_ADDR") or "127.0.0.1", integer("MASTER_PORT", 0)
-
-
 def agent_serves_store() -> bool:
     """True under torchrun, whose agent keeps MASTER_PORT busy with a store of its own."""
     return text("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -181,6 +127,16 @@ def agent_serves_store() -> bool:
 def attempt() -> str:
     """What tells this start of the job from an earlier one that used the same store."""
     return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"
+
+
+def metrics_address() -> tuple[str, int] | None:
+    """Where local rank 0 serves its metrics, each further rank of a host one port higher; None: nowhere."""
+    if text("BAGUA_METRICS_PORT") is None:
+        return None
+    port = integer("BAGUA_METRICS_PORT", 0)
+    if not 1 <= port <= 65535:
+        raise ValueError(f"BAGUA_METRICS_PORT is {port}; it must be from 1 to 65535")
+    return text("BAGUA_METRICS_ADDR") or "127.0.0.1", port
 
 
 def trace_dir() -> str | None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from bagua import config, engine, group, torch_store
+from bagua import config, engine, group, launcher, metrics, torch_store
 from bagua.errors import BaguaError
 
 __all__ = ["init"]
@@ -27,11 +27,12 @@ def init(
 ) -> group.Group:
     """Joins this process to the others and makes the group the default one.
 
-    `rank` and `world_size` default to RANK and WORLD_SIZE, and to a world of one without them. `init_method` says how
-    the ranks find each other: "env://" by MASTER_ADDR and MASTER_PORT, "tcp://host:port" by a small server that rank 0
-    runs there, "file://path" by files on a file system that all of them see (a new path for each group). `secret`
-    (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining, and the
-    default of every operation.
+    `rank` and `world_size` default to what the launcher says (docs/launchers.md): RANK and WORLD_SIZE, or the variables
+    of Slurm, OpenMPI, MPICH and Intel MPI; to a world of one without them. `init_method` says how the ranks find each
+    other: "env://" by MASTER_ADDR and MASTER_PORT, which a Slurm step need not set, "tcp://host:port" by a small server
+    that rank 0 runs there, "file://path" by files on a file system that all of them see (a new path for each group).
+    `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining,
+    and the default of every operation.
 
     Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
@@ -41,11 +42,12 @@ def init(
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
-    place = config.place(rank, world_size, local_rank, local_world_size)
+    place = launcher.place(rank, world_size, local_rank, local_world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
+    metrics.check()
     spread, towards = _rendezvous(init_method, place, chosen)
     if spread is None:
-        host, port = config.master()
+        host, port = launcher.master()
         joined, _ = torch_store.join(
             _agent_store(host, port, chosen.timeout),
             place.rank,
@@ -69,11 +71,12 @@ def init(
             timeout=chosen.timeout,
         )
     group.set_default(joined)
+    metrics.begin(joined.local_rank)
     return joined
 
 
 def _rendezvous(
-    init_method: str, place: config.Place, chosen: config.Settings
+    init_method: str, place: launcher.Place, chosen: config.Settings
 ) -> tuple[Spread | None, tuple[str, int] | None]:
     """How to spread an address (None: by the launcher's store), and in whose direction to listen."""
     parts = urlsplit(init_method)
@@ -93,7 +96,7 @@ def _rendezvous(
 
         return by_file, None
     if parts.scheme == "env":
-        host, port = config.master()
+        host, port = launcher.master()
         if config.agent_serves_store():
             return None, (host, port)
     else:

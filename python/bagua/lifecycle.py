@@ -43,9 +43,9 @@ class TorchState:
         self.torch_groups: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
         # Whether init_process_group also initialised torch.distributed, so that its end destroys that too.
         self.initialised_torch_distributed = False
-        # (MASTER_ADDR, MASTER_PORT) -> the store served there. Kept after the group ends: a second group must not wait
+        # (host, port) of the master -> the store served there. Kept after the group ends: a second group must not wait
         # for a port that the first one's store still holds, nor reach the store of a peer that is slower to end.
-        self.stores: dict[tuple[str | None, str | None], Any] = {}
+        self.stores: dict[tuple[str, int], Any] = {}
         # Tensor -> its name, model and closures.
         self.registrations: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
         # Model name -> its Backend; and every Backend that has not been collected.
@@ -165,6 +165,8 @@ class _Process:
         self.records_lock = threading.RLock()
         # Rank -> token of the rendezvous place by which this process joined last; no rank serves it again.
         self.joined_places: dict[int, str] = {}
+        # HTTP servers of `bagua.metrics`.
+        self.metrics_servers: list[Any] = []
         # In a forked child: the parent's groups. Collecting them would close the parent's connections.
         self.inherited: list[Any] = []
         self.torch: TorchState | None = None
@@ -252,6 +254,10 @@ def _after_fork_in_child() -> None:
     process.inherited.extend(process.groups.values())
     process.groups.clear()
     process.default_group = None
+    # A child that kept a listening socket would hold its port after the parent's end.
+    for server in process.metrics_servers:
+        server.socket.close()
+    process.metrics_servers = []
     # A thread that does not exist in the child may have held the lock.
     process.records, process.records_lock = {}, threading.RLock()
     if process.torch is not None:

@@ -5,35 +5,19 @@ from __future__ import annotations
 import pytest
 
 from bagua import config
-from bagua.errors import BaguaError
-
-LAUNCHER = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.delenv(name, raising=False)
     for name in ("TIMEOUT", "HEARTBEAT_TIMEOUT", "TRANSPORT", "JOB_SECRET", "HOST_ID", "STREAMS_PER_PEER", "ALGORITHM"):
         monkeypatch.delenv(f"BAGUA_{name}", raising=False)
 
 
-def test_without_anything_a_process_is_alone() -> None:
-    assert config.place() == config.Place(0, 1, None, None)
+def test_without_anything_the_defaults_hold() -> None:
     assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "")
 
 
-def test_the_launcher_says_where_a_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LAUNCHER.items():
-        monkeypatch.setenv(name, value)
-    assert config.place() == config.Place(3, 8, 1, 2)
-
-
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LAUNCHER.items():
-        monkeypatch.setenv(name, value)
-    assert config.place(1, 2) == config.Place(1, 2, None, None)
-    assert config.place(local_rank=0, local_world_size=8) == config.Place(3, 8, 0, 8)
     monkeypatch.setenv("BAGUA_TIMEOUT", "7")
     monkeypatch.setenv("BAGUA_JOB_SECRET", "from the environment")
     assert config.settings().timeout == 7.0
@@ -43,28 +27,13 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.settings().secret == b"from the environment"
 
 
-def test_half_a_place_is_an_error_that_names_the_other_half() -> None:
-    with pytest.raises(BaguaError, match="WORLD_SIZE"):
-        config.place(rank=1)
-    with pytest.raises(BaguaError, match="RANK"):
-        config.place(world_size=2)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_its_world_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match="world"):
-        config.place(rank, size)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("BAGUA_TIMEOUT", "soon"), ("BAGUA_STREAMS_PER_PEER", "many"), ("RANK", "first")]
-)
+@pytest.mark.parametrize(("name", "value"), [("BAGUA_TIMEOUT", "soon"), ("BAGUA_STREAMS_PER_PEER", "many")])
 def test_a_variable_that_is_no_number_is_named_with_its_value(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}='{value}'"):
-        config.settings() if name.startswith("BAGUA") else config.place()
+        config.settings()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
@@ -100,8 +69,3 @@ def test_flags_are_true_only_when_they_say_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("BAGUA_REPORT_METRICS", "perhaps")
     with pytest.raises(ValueError, match="perhaps"):
         config.flag("BAGUA_REPORT_METRICS")
-
-
-def test_a_missing_rendezvous_says_what_to_set() -> None:
-    with pytest.raises(BaguaError, match="MASTER_PORT is not set"):
-        config.master()

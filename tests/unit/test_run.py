@@ -357,11 +357,6 @@ def test_a_script_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.
     assert "none.py" in capsys.readouterr().err
 
 
-def test_without_keep_going_the_launcher_is_named_as_missing(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match=r"launcher of synchronous jobs does not exist yet.*torchrun"):
-        run.main(["--nproc-per-node", "1", write(tmp_path, "")])
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("listen", "host"), [("127.0.0.1:0", "127.0.0.1"), (":0", socket.gethostname())])
 def test_the_store_prints_where_it_serves_until_a_signal(

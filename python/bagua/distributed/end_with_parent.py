@@ -20,16 +20,21 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> None:
     """Does not return. OSError when the kernel refuses or the command cannot be run."""
     parent, *command = arguments
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The parent ended before the kernel was asked: somebody else has adopted this process.
-    if os.getppid() != int(parent):
-        os.kill(os.getpid(), signal.SIGKILL)
+    ask(int(parent), signal.SIGKILL)
     # Python ignores these two, which a program would inherit.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], command)
+
+
+def ask(parent: int, number: signal.Signals) -> None:
+    """Asks the kernel for the signal when the parent ends. OSError when it refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # The parent ended before the kernel was asked: somebody else has adopted this process.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""Starts the ranks of an elastic job on this host, and starts a rank that fails again, alone:
+"""Starts the ranks of a job on this host:
 
+    python -m bagua.distributed.run --nproc_per_node N [...] script [arguments]
     python -m bagua.distributed.run --keep-going --nproc-per-node N [...] script [arguments]
+
+The first is torchrun with the original's flags (`supervise.py`). The second is the runner of elastic jobs, in this
+file: it starts a rank that fails again, alone.
 
 Every rank runs under `end_with_parent.py` and in a session of its own, so that the runner can end what it has started
 and the kernel does when the runner is killed. The runner has one thread, and imports no torch.
@@ -25,8 +29,9 @@ from pathlib import Path
 from typing import IO
 
 from bagua import config
-from bagua.distributed import end_with_parent, store
+from bagua.distributed import end_with_parent, flags, store
 from bagua.distributed.signals import Signals
+from bagua.distributed.supervise import supervise
 
 __all__ = ["main"]
 
@@ -40,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one node's ranks to their end.
 
     The exit code: 0 when every rank has ended with 0; 1 after one restart too many, or without the address book;
-    2 for arguments that cannot be used; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP. NotImplementedError without
-    --keep-going.
+    2 for arguments that cannot be used; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
     """
-    options = _parse(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not flags.has_keep_going(given):
+        return supervise("run", given)
+    options = _parse(given)
     with Signals(signal.SIGCHLD, *_ENDING) as signals:
         return _Runner(options, signals).run()
 
@@ -286,11 +293,6 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
     given = parser.parse_args(arguments)
     if problem := _problem(given):
         parser.error(problem)
-    if not given.keep_going:
-        raise NotImplementedError(
-            "the launcher of synchronous jobs does not exist yet: start them with torchrun, or with --keep-going a job "
-            "that averages asynchronously and outlives its ranks"
-        )
     python = (sys.executable, "-u", *(["-m"] if given.is_module else []))
     return _Options(
         nproc_per_node=given.nproc_per_node,

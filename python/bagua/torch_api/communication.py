@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from bagua import config, torch_store
+from bagua import config, launcher, metrics, torch_store
 from bagua import group as neutral
 from bagua.errors import BaguaError
 from bagua.lifecycle import process, torch_state
@@ -454,7 +454,8 @@ def init_process_group(
 ) -> None:
     """Joins the job as one of its ranks.
 
-    Rank and world size come from the environment that torchrun sets; arguments override it and are written back to it.
+    Rank and world size come from the launcher (docs/launchers.md); arguments win, and RANK, WORLD_SIZE, LOCAL_RANK and
+    LOCAL_WORLD_SIZE are written back to the environment.
     With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with
     gloo unless it is initialised already.
 
@@ -479,27 +480,28 @@ def init_process_group(
     if store is None and foreign:
         rank = _consistent("rank", rank, dist.get_rank())
         world_size = _consistent("world_size", world_size, dist.get_world_size())
-    rank = env.get_rank() if rank < 0 else rank
-    world_size = env.get_world_size() if world_size < 0 else world_size
-    if local_world_size < 0:
-        local_world_size, local_rank = env.get_local_size(), env.get_local_rank()
+    place = launcher.place(None if rank < 0 else rank, None if world_size < 0 else world_size)
+    rank, world_size = place.rank, place.world_size
+    local_rank: int | None
+    local_size: int | None
+    if local_world_size >= 0:
+        local_rank, local_size = rank % max(local_world_size, 1), local_world_size
     else:
-        local_rank = rank % max(local_world_size, 1)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}")
-    if not 0 <= local_rank < local_world_size:
-        raise ValueError(f"local rank {local_rank} is not one of {local_world_size} ranks on this host")
-    config.announce(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size)
-    )
+        told = launcher.found()
+        local_rank, local_size = told.local_rank, told.local_world_size
+    if local_size is not None and not 0 <= (local_rank or 0) < local_size:
+        raise ValueError(f"local rank {local_rank or 0} is not one of {local_size} ranks on this host")
+    metrics.check()
+    config.announce(RANK=str(rank), WORLD_SIZE=str(world_size))
 
     if book is not None:
-        _adopt(elastic_job.enter(book, rank, world_size, local_rank, local_world_size))
+        config.announce(LOCAL_RANK=str(local_rank or 0), LOCAL_WORLD_SIZE=str(local_size or 1))
+        _adopt(elastic_job.enter(book, rank, world_size, local_rank or 0, local_size or 1))
         return
     if store is None:
         store = dist.distributed_c10d._get_default_store() if foreign else environment_store(rank, world_size)
     # Before torch's own group, whose timeout does not name the missing ranks.
-    number = _join(store, rank, world_size, local_rank, local_world_size)
+    number = _join(store, rank, world_size, local_rank, local_size)
     if not foreign:
         _state.initialised_torch_distributed = True
         try:
@@ -529,20 +531,21 @@ def end_torch() -> None:
             dist.destroy_process_group()
 
 
-def _join(store: Store, rank: int, world_size: int, local_rank: int, local_world_size: int) -> int:
-    """Joins the group, and returns its number in the store."""
+def _join(store: Store, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:
+    """Joins the group, and returns its number in the store. The group finds out what is None."""
     chosen = config.settings()
     world, number = torch_store.join(
         store,
         rank,
         world_size,
         what="init_process_group",
-        towards=_master() if local_world_size < world_size else None,
+        towards=None if local_world_size == world_size else _master(),
         local_rank=local_rank,
         local_world_size=local_world_size,
         secret=chosen.secret,
         timeout=chosen.timeout,
     )
+    config.announce(LOCAL_RANK=str(world.local_rank), LOCAL_WORLD_SIZE=str(world.local_world_size))
     _adopt(world)
     return number
 
@@ -553,6 +556,7 @@ def _adopt(world: neutral.Group) -> None:
     if _leave not in process.shutdown_hooks:
         process.shutdown_hooks.append(_leave)
     set_world(world)
+    metrics.begin(env.get_local_rank())
     if elastic_job.rejoined():
         _state.world = elastic_job.RejoinedCommunicator(world)
 
@@ -567,7 +571,7 @@ def set_world(world: neutral.Group) -> Communicator:
 
 
 def _master() -> tuple[str, int] | None:
-    host, port = config.text("MASTER_ADDR"), config.integer("MASTER_PORT", 0)
+    host, port = launcher.known_master()
     return (host, port) if host and port else None
 
 

@@ -1,37 +1,37 @@
-"""What the environment says about this process and the job, read at every call."""
+"""What the launcher says about this process and the job, read at every call; and the variables of the original."""
 
 from __future__ import annotations
 
 import socket
 
-from bagua import config
+from bagua import config, launcher
 
 
 def get_world_size() -> int:
-    """Ranks of the job (``WORLD_SIZE``)."""
-    return config.integer("WORLD_SIZE", 1)
+    """Ranks of the job (``WORLD_SIZE``, or the variable of another launcher)."""
+    return launcher.found().world_size or 1
 
 
 def get_rank() -> int:
-    """This process's rank (``RANK``)."""
-    return config.integer("RANK", 0)
+    """This process's rank (``RANK``, or the variable of another launcher)."""
+    return launcher.found().rank or 0
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host (``LOCAL_RANK``)."""
-    return config.integer("LOCAL_RANK", 0)
+    """This process's rank on its host (``LOCAL_RANK``, or the variable of another launcher)."""
+    return launcher.found().local_rank or 0
 
 
 def get_local_size() -> int:
-    """Ranks on this host (``LOCAL_WORLD_SIZE``)."""
-    return config.integer("LOCAL_WORLD_SIZE", 1)
+    """Ranks on this host (``LOCAL_WORLD_SIZE``, or OpenMPI's variable). Where no launcher says, 1 until the job is
+    joined.
+    """
+    return launcher.found().local_world_size or 1
 
 
 def get_node_rank() -> int:
     """Which host of the job this is: ``GROUP_RANK`` where torchrun set all of its variables, else ``NODE_RANK``."""
-    if all(config.text(name) is not None for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        return config.integer("GROUP_RANK", 0)
-    return config.integer("NODE_RANK", 0)
+    return launcher.found().node_rank or 0
 
 
 def get_default_bucket_size() -> int:
@@ -40,8 +40,8 @@ def get_default_bucket_size() -> int:
 
 
 def get_master_addr() -> str:
-    """Where rank 0 can be reached (``MASTER_ADDR``)."""
-    return config.text("MASTER_ADDR") or "127.0.0.1"
+    """Where rank 0 can be reached (``MASTER_ADDR``, or the first host of a Slurm step)."""
+    return launcher.known_master()[0] or "127.0.0.1"
 
 
 def get_bagua_service_port() -> int:

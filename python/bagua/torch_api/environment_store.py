@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from bagua import config
+from bagua import config, launcher
 from bagua.errors import BaguaTimeoutError
 from bagua.lifecycle import torch_state
 
@@ -17,22 +17,21 @@ _state = torch_state()
 
 def environment_store(rank: int, world_size: int) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
-    place = config.text("MASTER_ADDR"), config.text("MASTER_PORT")
-    if world_size == 1 and place[0] is None:
+    if world_size == 1 and config.text("MASTER_ADDR") is None:
         # A plain `python script.py`: a world of one rank.
         return HashStore()
+    place = launcher.master()
     if place not in _state.stores:
-        _state.stores[place] = _open_store(rank, world_size)
+        _state.stores[place] = _open_store(*place, rank, world_size)
     found: Store = _state.stores[place]
     return found
 
 
-def _open_store(rank: int, world_size: int) -> Store:
+def _open_store(host: str, port: int, rank: int, world_size: int) -> Store:
     limit = config.settings().timeout
     if config.agent_serves_store():
         found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
         return found
-    host, port = config.master()
     try:
         # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
         # the addresses are exchanged.

@@ -89,7 +89,7 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
     if store is None:
         store = _client(host, port, world, limit)
     # For as long as the process lives, as that of init_process_group.
-    torch_state().stores[host, str(port)] = store
+    torch_state().stores[host, port] = store
     communication.begin_torch(_Watched(store, world, limit), world.rank, world.size, limit)
     core = dist.distributed_c10d
     # Its name before torch 2.9.

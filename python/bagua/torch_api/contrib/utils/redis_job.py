@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from bagua import config
 from bagua.errors import BaguaTimeoutError
 from bagua.lifecycle import cache_state
+from bagua.torch_api import env
 
 from .redis_server import RedisServer, address_towards, new_password
 
@@ -116,7 +117,7 @@ def _host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return f"node {config.integer('GROUP_RANK', config.integer('NODE_RANK', 0))}"
+        return f"node {env.get_node_rank()}"
 
 
 def _own_address(board: _Board, leaders: list[int]) -> str:
@@ -124,7 +125,7 @@ def _own_address(board: _Board, leaders: list[int]) -> str:
     if len(leaders) == 1:
         return "127.0.0.1"
     try:
-        found = address_towards(config.text("MASTER_ADDR") or "127.0.0.1")
+        found = address_towards(env.get_master_addr())
     except OSError:
         # The master's name means nothing here; another host's address may.
         found = "127.0.0.1"

@@ -1,0 +1,236 @@
+"""`bagua doctor`: what this machine and this environment mean for a job, and what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import socket
+from importlib import metadata
+from typing import Any
+from urllib.parse import urlsplit
+
+from bagua import config, engine, group, launcher
+from bagua.commands import machine, tables, trial
+from bagua.commands.variables import SECRET, VARIABLES
+from bagua.errors import BaguaError
+
+__all__ = ["add", "examine"]
+
+# Open files that a rank needs besides its connections: its own, the application's, and those of connections that are
+# not authenticated yet.
+_FILES = 256
+
+# Lanes whose streams are counted: those of the group, of engines and of sub-groups.
+_LANES = 4
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine and environment mean for a job",
+        description="Examines this machine and this environment. The exit code is 1 when a problem is found.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--no-trial", action="store_true", help="do not start two processes that all_reduce")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.json:
+        tables.need_rich("bagua doctor without --json")
+    found = examine(with_trial=not options.no_trial)
+    if options.json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        _show(found)
+    return 1 if found["problems"] else 0
+
+
+def examine(*, with_trial: bool = True) -> dict[str, Any]:
+    """Everything that `bagua doctor --json` prints."""
+    problems = _Problems()
+    found: dict[str, Any] = {
+        "versions": _versions(),
+        "machine": machine.machine(),
+        "transports": _transports(problems),
+        # Before the trial, and before anything raises them.
+        "limits": machine.limits(),
+        "settings": _settings(problems),
+    }
+    place = _place(problems)
+    found["launcher"] = _launcher(place)
+    found["network"] = _network(place, problems)
+    _check_limits(place, problems)
+    found["cuda"] = _cuda()
+    found["trial"] = None
+    if with_trial:
+        found["trial"], why = trial.run()
+        if why:
+            problems.add("trial of two processes", why, "mend the problems above, or run it by hand: bagua bench")
+    found["problems"] = problems.found
+    return found
+
+
+class _Problems:
+    def __init__(self) -> None:
+        self.found: list[dict[str, str]] = []
+
+    def add(self, what: str, why: object, fix: str) -> None:
+        self.found.append({"what": what, "why": str(why), "fix": fix})
+
+
+def _versions() -> dict[str, str | None]:
+    def of(*names: str) -> str | None:
+        for name in names:
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        return None
+
+    return {
+        "bagua": engine.version(),
+        "python": platform.python_version(),
+        "numpy": of("numpy"),
+        "torch": of("torch"),
+        "lightning": of("lightning", "pytorch-lightning"),
+        "ray": of("ray"),
+    }
+
+
+def _transports(problems: _Problems) -> dict[str, Any]:
+    found = {}
+    for name, (available, why) in (("shm", machine.shm()), ("tcp", machine.tcp())):
+        if not available:
+            problems.add(f"transport {name}", why, "see what the kernel or the container forbids this process")
+        elif name == "shm" and config.text("BAGUA_TRANSPORT") == "tcp":
+            available, why = False, "BAGUA_TRANSPORT=tcp"
+        found[name] = {"available": available, "why": why}
+    return found
+
+
+def _settings(problems: _Problems) -> dict[str, Any]:
+    environment = config.environment({})
+    found = {}
+    for name, variable in VARIABLES.items():
+        value, source = variable.default, "default"
+        # An empty variable is an unset one, but for the directory of flight records, where it means none.
+        if environment.get(name) or (name in environment and name == "BAGUA_TRACE_DIR"):
+            value, source = environment[name], "environment"
+            try:
+                variable.check(name)
+            except ValueError as error:
+                problems.add(name, error, f"unset {name} or give it a value that docs/configuration.md allows")
+        if name == SECRET and value is not None:
+            value = "(not shown)"
+        found[name] = {"value": value, "source": source}
+    return found
+
+
+def _place(problems: _Problems) -> launcher.Place | None:
+    """Where this process stands; None, and a problem, where that cannot be told."""
+    try:
+        place = launcher.place()
+        if place.world_size > 1:
+            launcher.master()
+    except (ValueError, BaguaError) as error:
+        problems.add("launcher", error, "start the ranks with one launcher, or set what is missing: docs/launchers.md")
+        return None
+    return place
+
+
+def _launcher(place: launcher.Place | None) -> dict[str, Any]:
+    try:
+        told = launcher.found()
+    except ValueError:
+        return {"name": None, "rank": None, "world_size": None}
+    rank, size = (told.rank, told.world_size) if place is None else (place.rank, place.world_size)
+    return {"name": told.name, "rank": rank, "world_size": size}
+
+
+def _network(place: launcher.Place | None, problems: _Problems) -> dict[str, Any]:
+    try:
+        host, port = launcher.known_master()
+    except ValueError:
+        # Named by the launcher's problem already.
+        host, port = None, None
+    for name, wanted in (("MASTER_ADDR", host), ("BAGUA_ELASTIC", _book_host())):
+        if wanted is not None and not _resolves(wanted):
+            fix = f"give {name} a name or an address that this host can look up"
+            problems.add(name, f"the host name {wanted!r} leads nowhere", fix)
+            host = None
+    address = None
+    try:
+        address = group.listen_host((host, port or 1) if host else None, 2, None)
+    except (BaguaError, ValueError) as error:
+        problems.add("network", error, "set MASTER_ADDR to an address of rank 0's host that this host can reach")
+    interface = None if address is None else machine.interface_of(address)
+    mtu = None if interface is None else machine.mtu_of(interface)
+    return {"interface": interface, "address": address, "mtu": mtu}
+
+
+def _book_host() -> str | None:
+    try:
+        parts = urlsplit(config.text("BAGUA_ELASTIC") or "")
+    except ValueError:
+        return None
+    return parts.hostname if parts.scheme == "tcp" else None
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _check_limits(place: launcher.Place | None, problems: _Problems) -> None:
+    try:
+        streams = config.settings().streams_per_peer
+    except ValueError:
+        streams = 2
+    peers = 1 if place is None else max(1, place.world_size - 1)
+    needed = _FILES + peers * (1 + _LANES * streams)
+    allowed = machine.hard_limit_of_files()
+    if allowed is not None and allowed < needed:
+        problems.add(
+            "open files",
+            f"a rank with {peers} peer(s) may need {needed} file descriptors, and the hard limit is {allowed}",
+            "raise the hard limit where the ranks are started: ulimit -Hn, LimitNOFILE=, --ulimit nofile=",
+        )
+
+
+def _cuda() -> dict[str, Any]:
+    present = engine.present()
+    if not present["cuda_driver"]:
+        return {"available": False, "why": "there is no CUDA driver (libcuda.so.1)"}
+    if not present["nccl"]:
+        return {"available": False, "why": "there is a CUDA driver, but no NCCL (libnccl.so.2)"}
+    return {
+        "available": True,
+        "why": "CUDA driver and NCCL can be loaded; so far only tensors in host memory are communicated",
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = tables.console()
+
+    def text(value: object) -> str:
+        return "-" if value is None else "yes" if value is True else "no" if value is False else str(value)
+
+    for name in ("versions", "machine", "limits", "network", "launcher"):
+        console.print(tables.table((name, ""), [(key, text(value)) for key, value in found[name].items()], left=2))
+    rows = [(name, text(entry["available"]), entry["why"]) for name, entry in found["transports"].items()]
+    rows.append(("cuda", text(found["cuda"]["available"]), found["cuda"]["why"]))
+    console.print(tables.table(("transports", "", ""), rows, left=3))
+    chosen = [(name, text(entry["value"]), entry["source"]) for name, entry in found["settings"].items()]
+    console.print(tables.table(("settings", "value", "source"), chosen, left=3))
+    if found["trial"] is not None:
+        outcome = "works" if found["trial"]["ok"] else "failed"
+        console.print(
+            f"trial: all_reduce of {found['trial']['ranks']} processes {outcome}, {found['trial']['seconds']} s"
+        )
+    problems = [(entry["what"], entry["why"], entry["fix"]) for entry in found["problems"]]
+    console.print(tables.table(("problem", "why", "what to do"), problems, left=3) if problems else "no problems")

@@ -1,0 +1,131 @@
+"""What this machine has and allows, as far as communication depends on it."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import resource
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cpu_quota", "hard_limit_of_files", "interface_of", "limits", "machine", "mtu_of", "shm", "tcp"]
+
+# From linux/sockios.h.
+_SIOCGIFADDR = 0x8915
+
+
+def machine() -> dict[str, Any]:
+    """Cores that this process may use, bytes of memory, and the kernel."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": os.uname().release,
+    }
+
+
+def limits() -> dict[str, Any]:
+    """Soft limits of this process, None for unlimited; the quota of its control group in cores, None without one."""
+    return {
+        "open_files": _limit(resource.RLIMIT_NOFILE)[0],
+        "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK)[0],
+        "cpu_quota": cpu_quota(),
+    }
+
+
+def _limit(which: int) -> list[int | None]:
+    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
+
+
+def hard_limit_of_files() -> int | None:
+    """What the soft limit of open files can be raised to; None: anything."""
+    return _limit(resource.RLIMIT_NOFILE)[1]
+
+
+def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores that the control groups of this process may use at once: the least of them and their parents."""
+    found: list[float] = []
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
+            continue
+        root = cgroups / controllers if controllers else cgroups
+        folder = root / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            found.extend(_quota_at(level))
+            if level == root:
+                break
+    return min(found, default=None)
+
+
+def _quota_at(folder: Path) -> list[float]:
+    """The quota of one control group, of version 2 or 1."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
+        except OSError:
+            return []
+    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+
+
+def shm() -> tuple[bool, str]:
+    """Whether ranks of this host can share memory, and why."""
+    try:
+        descriptor = os.memfd_create("bagua-doctor")
+        try:
+            os.ftruncate(descriptor, 4096)
+        finally:
+            os.close(descriptor)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM):
+            pass
+    except OSError as error:
+        return False, f"anonymous files or Unix sockets cannot be used: {error}"
+    return True, "anonymous files and Unix sockets work"
+
+
+def tcp() -> tuple[bool, str]:
+    """Whether a connection to this host can be made, and why."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5.0):
+            pass
+    except OSError as error:
+        return False, f"no connection over loopback: {error}"
+    return True, "a connection over loopback works"
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has the address; None where none has."""
+    wanted = ipaddress.ip_address(address)
+    if wanted.version == 6:
+        try:
+            lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        except OSError:
+            return None
+        return next((line.split()[-1] for line in lines if int(line.split()[0], 16) == int(wanted)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                # It has no IPv4 address.
+                continue
+            if answer[20:24] == wanted.packed:
+                return name
+    return None
+
+
+def mtu_of(interface: str) -> int | None:
+    """Bytes of the largest packet of an interface; None where the kernel does not say."""
+    try:
+        return int(Path("/sys/class/net", interface, "mtu").read_text())
+    except (OSError, ValueError):
+        return None

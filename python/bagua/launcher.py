@@ -1,0 +1,210 @@
+"""Which rank this process is, as its launcher says: torchrun, PyTorchJob, Slurm, OpenMPI, MPICH or Intel MPI.
+
+Everything that joins a job asks here: `bagua.init`, `init_process_group` and `bagua.torch_api.env`. Arguments win, then
+RANK and WORLD_SIZE, then a step of Slurm, then OpenMPI, then MPICH and Intel MPI; the first one that is recognised
+counts. MASTER_ADDR and MASTER_PORT win over what is derived.
+
+Sources: the output environment variables of srun(1), the OMPI_* variables of OpenMPI's mpirun(1), the PMI_* variables
+of Hydra. The port of a Slurm job is Lightning's, so that both agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bagua import config
+from bagua.errors import BaguaError
+
+__all__ = ["Found", "Place", "expand", "found", "known_master", "master", "place"]
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """The variables by which one launcher tells a process its place; None where it has none."""
+
+    rank: str
+    world_size: str
+    local_rank: str | None = None
+    local_world_size: str | None = None
+    node_rank: str | None = None
+
+
+_ENVIRONMENT = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+
+# Name, the variable that only its ranks have, and where their places stand. In order of precedence.
+_LAUNCHERS = (
+    # A batch script has a job, but no step: it is no rank.
+    (
+        "slurm",
+        "SLURM_STEP_ID",
+        _Variables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
+    ),
+    (
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        _Variables(
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
+    ("mpich", "PMI_RANK", _Variables("PMI_RANK", "PMI_SIZE")),
+)
+
+# What to do where the address of rank 0 is missing.
+_HOW = {
+    "slurm": "set it before srun, as in MASTER_ADDR=host0 MASTER_PORT=29500 srun ...",
+    "openmpi": "pass it to every rank, as in mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
+    "mpich": "pass it to every rank, as in mpiexec -genv MASTER_ADDR host0 -genv MASTER_PORT 29500 ...",
+}
+_HOW_ELSE = "start the ranks with a launcher such as torchrun, set it"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the environment says, unchecked: None for what it does not say."""
+
+    #: "torchrun", "environment" (RANK and WORLD_SIZE), "slurm", "openmpi", "mpich", or "none".
+    name: str
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    #: The variables that hold, or should hold, rank and world size.
+    variables: tuple[str, str] = ("RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its job."""
+
+    rank: int
+    world_size: int
+    #: None: among the ranks that share this host, as the group finds out.
+    local_rank: int | None
+    local_world_size: int | None
+
+
+def found() -> Found:
+    """What the launcher says of this process. ValueError names a variable that is no integer."""
+    if config.text("RANK") is not None or config.text("WORLD_SIZE") is not None:
+        name = "environment" if config.text("TORCHELASTIC_RUN_ID") is None else "torchrun"
+        return _read(name, _ENVIRONMENT)
+    for name, mark, variables in _LAUNCHERS:
+        if config.text(mark) is not None:
+            return _read(name, variables)
+    return _read("none", _ENVIRONMENT)
+
+
+def place(
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+) -> Place:
+    """Arguments where they are given, then what the launcher says; alone in the world without either.
+
+    BaguaError where only one of rank and world size is known, ValueError for a rank outside its world or its host.
+    """
+    launcher = found()
+    found_rank = launcher.rank if rank is None else rank
+    found_size = launcher.world_size if world_size is None else world_size
+    if found_rank is None and found_size in (None, 1):
+        found_rank, found_size = 0, 1
+    if found_rank is None or found_size is None:
+        what = "rank" if found_rank is None else "world_size"
+        variable = launcher.variables[0 if found_rank is None else 1]
+        raise BaguaError(f"{what} ({variable}) is neither given nor set in the environment, although the other one is")
+    if found_size < 1:
+        raise ValueError(f"world size {found_size} is not positive")
+    if not 0 <= found_rank < found_size:
+        raise ValueError(f"rank {found_rank} is not in a world of {found_size} ranks")
+    # Explicit ranks mean that the launcher's variables may speak of another world.
+    if rank is None and world_size is None:
+        local_rank = launcher.local_rank if local_rank is None else local_rank
+        local_world_size = launcher.local_world_size if local_world_size is None else local_world_size
+    return Place(found_rank, found_size, local_rank, local_world_size)
+
+
+def known_master() -> tuple[str | None, int | None]:
+    """Where rank 0 can be reached as far as the environment says, or a Slurm step lets derive it."""
+    host = config.text("MASTER_ADDR")
+    port = None if config.text("MASTER_PORT") is None else config.integer("MASTER_PORT", 0)
+    # Also where RANK is set: init_process_group sets it, and may be called again.
+    if config.text("SLURM_STEP_ID") is not None:
+        nodes, job = config.text("SLURM_STEP_NODELIST"), config.text("SLURM_JOB_ID")
+        if host is None and nodes is not None:
+            try:
+                host = next(expand(nodes))
+            except ValueError as error:
+                raise ValueError(f"SLURM_STEP_NODELIST: {error}") from None
+        if port is None and job is not None:
+            if not (job.isascii() and job.isdigit()):
+                raise ValueError(f"SLURM_JOB_ID={job!r} is not an integer")
+            port = 15000 + int(job[-4:])
+    return host, port
+
+
+def master() -> tuple[str, int]:
+    """Where rank 0 can be reached. BaguaError says how to pass what is missing."""
+    host, port = known_master()
+    launcher = found()
+    # This host, unless the launcher starts ranks on several and passes the address to none of them.
+    one_host = launcher.local_world_size is not None and launcher.local_world_size == launcher.world_size
+    if host is None and (one_host or launcher.name not in _HOW):
+        host = "127.0.0.1"
+    if host is None or port is None:
+        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        how = _HOW.get(launcher.name, _HOW_ELSE)
+        raise BaguaError(f"{missing} is not set: {how}, or give bagua.init an init_method")
+    return host, port
+
+
+def expand(nodes: str) -> Iterator[str]:
+    """The host names of a Slurm node list, in order: "rack[1-2]n[08-10,12],login" has rack1n08, rack1n09, ... login.
+
+    A range keeps the leading zeros of its first number. ValueError for what is no node list.
+    """
+    names = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", nodes)
+    if not names or ",".join(names) != nodes:
+        raise ValueError(f"{nodes!r} is not a list of host names")
+    for name in names:
+        # Fixed text at the even places, ranges at the odd ones.
+        parts = re.split(r"\[([^\[\]]*)\]", name)
+        numbers = [_numbers(ranges, nodes) for ranges in parts[1::2]]
+        for chosen in itertools.product(*numbers):
+            yield parts[0] + "".join(number + text for number, text in zip(chosen, parts[2::2], strict=True))
+
+
+def _numbers(ranges: str, nodes: str) -> list[str]:
+    """The numbers of "08-10,12", as text."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"{nodes!r}: {part!r} is neither a number nor a range of numbers")
+        width = len(match[1])
+        numbers.extend(f"{number:0{width}d}" for number in range(int(match[1]), int(match[2] or match[1]) + 1))
+    return numbers
+
+
+def _read(name: str, variables: _Variables) -> Found:
+    def integer(*names: str | None) -> int | None:
+        return next((config.integer(name, 0) for name in names if name and config.text(name) is not None), None)
+
+    # torchrun's number of the host, where it has set all of its variables.
+    torchrun = all(config.text(name) is not None for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return Found(
+        name,
+        integer(variables.rank),
+        integer(variables.world_size),
+        integer("LOCAL_RANK", variables.local_rank),
+        integer("LOCAL_WORLD_SIZE", variables.local_world_size),
+        integer("GROUP_RANK" if torchrun else None, "NODE_RANK", variables.node_rank),
+        (variables.rank, variables.world_size),
+    )

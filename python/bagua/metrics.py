@@ -1,0 +1,161 @@
+"""The counters of `bagua.stats()` for Prometheus, and per training step.
+
+`serve()`, or BAGUA_METRICS_PORT, answers Prometheus over HTTP; each answer is `bagua.stats()` at that moment, in the
+text format that `prometheus_client` writes (`pip install "bagua[metrics]"`). `StepMeter` does without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from bagua import config, engine, group
+from bagua.lifecycle import process
+
+__all__ = ["StepMeter", "begin", "check", "serve"]
+
+_log = logging.getLogger(__name__)
+
+# Counter of one group and op -> its key in `stats()`, and what it counts.
+_COUNTERS = {
+    "bagua_op_calls": ("calls", "Operations started."),
+    "bagua_op_payload_bytes": ("payload_bytes", "Bytes of the user's tensors."),
+    "bagua_op_wire_bytes_sent": ("wire_bytes_sent", "Bytes written to sockets, headers included."),
+    "bagua_op_wire_bytes_received": ("wire_bytes_received", "Bytes read from sockets, headers included."),
+    "bagua_op_wait_seconds": ("wait_s", "Seconds blocked waiting for peers."),
+    "bagua_op_reduce_seconds": ("reduce_s", "Seconds in reduce kernels."),
+}
+
+
+def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
+    """Answers `GET /metrics` at `addr` until the process ends, on a thread; the port (0: any free one).
+
+    By group and op: `bagua_op_calls_total`, `bagua_op_payload_bytes_total`, `bagua_op_wire_bytes_sent_total`,
+    `bagua_op_wire_bytes_received_total`, `bagua_op_wait_seconds_total`, `bagua_op_reduce_seconds_total`; by group:
+    `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`. A group that was left is no longer shown.
+
+    Whoever can connect can read: the counters, and host, process and version in `bagua_info`. ImportError without
+    prometheus_client, OSError where the address cannot be used.
+    """
+    client = _client()
+    registry = client.CollectorRegistry(auto_describe=False)
+    registry.register(_Collector())
+    server, _ = client.start_http_server(port, addr, registry)
+    process.metrics_servers.append(server)
+    return int(server.server_port)
+
+
+def check() -> None:
+    """ValueError or ImportError where BAGUA_METRICS_PORT is set and cannot be served: before a group is joined."""
+    if config.metrics_address() is not None:
+        _client()
+
+
+def begin(local_rank: int) -> None:
+    """Serves as BAGUA_METRICS_PORT says, unless this process serves already. Called when a group has been joined."""
+    address = config.metrics_address()
+    if address is None or process.metrics_servers:
+        return
+    host, port = address
+    try:
+        serve(port + local_rank, host)
+    except (OSError, OverflowError) as error:
+        # The job is worth more than its metrics, and the other ranks have joined already.
+        _log.warning("BAGUA_METRICS_PORT: no metrics at %s:%d: %s", host, port + local_rank, error)
+
+
+class StepMeter:
+    """What communication costs per training step, over all groups of this process."""
+
+    def __init__(self) -> None:
+        self._before = _totals()
+
+    def step(self, steps: int = 1) -> dict[str, float]:
+        """Since the last call, or since the meter was made, divided by the number of `steps` in between.
+
+        `payload_mb_per_step` (10^6 bytes of the user's tensors), `wire_mb_per_step` (10^6 bytes sent to sockets),
+        `wait_ms_per_step` (milliseconds blocked waiting for peers) and `calls_per_step` (operations). What a group did
+        between the last call and its end is not in them.
+        """
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; it must be at least 1")
+        now = _totals()
+        sums = dict.fromkeys(("payload_bytes", "wire_bytes_sent", "wait_s", "calls"), 0.0)
+        for key, values in now.items():
+            before = self._before.get(key, {})
+            # Fewer calls than before: another group has the name of one that was left.
+            again = values["calls"] < before.get("calls", 0)
+            for name in sums:
+                sums[name] += values[name] - (0 if again else before.get(name, 0))
+        self._before = now
+        return {
+            "payload_mb_per_step": sums["payload_bytes"] / 1e6 / steps,
+            "wire_mb_per_step": sums["wire_bytes_sent"] / 1e6 / steps,
+            "wait_ms_per_step": sums["wait_s"] * 1e3 / steps,
+            "calls_per_step": sums["calls"] / steps,
+        }
+
+
+class _Collector:
+    """Turns `bagua.stats()` into families of samples, for one answer."""
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client import core
+
+        groups = _groups()
+        for name, (key, what) in _COUNTERS.items():
+            family = core.CounterMetricFamily(name, what, labels=["group", "op"])
+            for group_name, counters in groups.items():
+                for op, values in counters["ops"].items():
+                    family.add_metric([group_name, op], values[key])
+            yield family
+        refused = core.CounterMetricFamily(
+            "bagua_connections_refused", "Connections that failed the handshake.", labels=["group"]
+        )
+        size = core.GaugeMetricFamily("bagua_group_size", "Ranks of the group.", labels=["group"])
+        for group_name, counters in groups.items():
+            refused.add_metric([group_name], counters["connections_refused"])
+            size.add_metric([group_name], counters["size"])
+        yield refused
+        yield size
+        # The world is the largest group.
+        world: dict[str, Any] = max(groups.values(), key=lambda counters: int(counters["size"]), default={})
+        about = {
+            "version": engine.version(),
+            "rank": str(world.get("rank", "")),
+            "world_size": str(world.get("size", "")),
+            "host": socket.gethostname(),
+            "pid": str(os.getpid()),
+        }
+        yield core.InfoMetricFamily("bagua", "This rank.", value=about)
+
+
+def _client() -> ModuleType:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise ImportError(f'bagua.metrics needs prometheus_client: pip install "bagua[metrics]" ({error})') from None
+    return prometheus_client
+
+
+def _groups() -> dict[str, Any]:
+    """`stats()["groups"]`, also on a thread beside one that makes or leaves groups."""
+    while True:
+        try:
+            groups: dict[str, Any] = group.stats()["groups"]
+        except RuntimeError as error:
+            # The dict of groups changed while it was read.
+            if "changed size during iteration" not in str(error):
+                raise
+        else:
+            return groups
+
+
+def _totals() -> dict[tuple[str, str], dict[str, float]]:
+    return {
+        (group_name, op): values for group_name, counters in _groups().items() for op, values in counters["ops"].items()
+    }

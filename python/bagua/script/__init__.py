@@ -1,0 +1,1 @@
+"""Programs of their own, under the names of the original."""

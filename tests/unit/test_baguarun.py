@@ -1,0 +1,188 @@
+"""`baguarun`, with a pretended ssh that runs the command on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bagua.script import baguarun
+from bagua.script.baguarun import Host, hosts_of
+from tests.unit.test_launch import PROMISE_S, STAYS
+from tests.unit.test_run import finish, is_running, pid_of, program, write
+from tests.world import free_port
+
+#: Notes its arguments, and runs the command in a session of its own, as a remote one would be: killing ssh leaves it.
+SSH = """#!{python} -I
+import json, os, subprocess, sys
+option, port, host, command = sys.argv[1:]
+with open(f"{folder}/ssh-{{port}}", "w") as file:
+    json.dump([option, port, host, command], file)
+sys.exit(subprocess.call(["sh", "-c", command], start_new_session=True))
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> dict[str, str]:
+    """The variables that put the pretended ssh first in PATH."""
+    path = tmp_path / "bin" / "ssh"
+    path.parent.mkdir()
+    path.write_text(SSH.format(python=sys.executable, folder=tmp_path))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with free_port() as free:
+        yield str(free)
+
+
+def arguments(port: str, *more: str) -> list[str]:
+    given = ["--host_list", "127.0.0.1:7001,localhost", "--ssh-port", "7002", "--nproc_per_node", "1"]
+    return [*given, "--master_port", port, *more]
+
+
+def test_ssh_runs_once_per_host_with_the_place_in_the_list(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
+    # Without a job: the shell gets "exec true" as its launcher.
+    commands = {}
+    options = baguarun._parser().parse_args(arguments(port, "-x", "A=1", "train.py", "--lr", "a b"))
+    hosts = hosts_of(options.host_list, options.ssh_port)
+    for node_rank in range(2):
+        commands[node_rank] = baguarun._command(options, hosts, node_rank, {"A": "1"})
+    for node_rank, command in commands.items():
+        change, export, launch = command.split(" && ")
+        assert change == f"cd {shlex.quote(os.getcwd())}"
+        assert export == "export A=1"
+        words = shlex.split(launch)
+        assert words[:4] == ["exec", sys.executable, "-m", "bagua.distributed.launch"]
+        assert words[words.index("--node_rank") + 1] == str(node_rank)
+        assert words[words.index("--master_addr") + 1] == "127.0.0.1"
+        assert words[words.index("--nnodes") + 1] == "2"
+        assert words[-3:] == ["train.py", "--lr", "a b"]
+
+
+JOB = """
+import json, os, sys
+import numpy as np
+import bagua
+group = bagua.init()
+x = np.full(3, group.rank + 1, dtype=np.float32)
+bagua.all_reduce(x)
+bagua.shutdown()
+with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump([x.tolist(), os.environ["NODE_RANK"], os.environ["GIVEN"], os.environ["CARRIED"], sys.argv[2:]], file)
+"""
+
+
+def test_a_job_of_two_hosts_works_and_carries_variables_and_arguments_whole(
+    tmp_path: Path, ssh: dict[str, str], port: str
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    awkward = """it's "$HOME" && `exit 7`; *\n\\end"""
+    given = arguments(port, "-x", f"GIVEN={awkward}", "-x", "CARRIED", "--autotune_level", "1")
+    given += [write(tmp_path, JOB), str(tmp_path), awkward, "-x", ""]
+    with program("bagua.script.baguarun", *given, env=ssh | {"CARRIED": "a = b"}) as process:
+        code, _, errors = finish(process)
+    assert code == 0, errors
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told == [[3.0] * 3, str(rank), awkward, "a = b", [awkward, "-x", ""]]
+    assert json.loads((tmp_path / "ssh-7001").read_text())[:3] == ["-p", "7001", "127.0.0.1"]
+    assert json.loads((tmp_path / "ssh-7002").read_text())[:3] == ["-p", "7002", "localhost"]
+    assert errors.count("without effect") == 1
+
+
+def test_a_failure_on_one_host_ends_the_others(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    code = "import time\nif rank == 1: live()\nwhile not (here / '1.0').exists(): time.sleep(0.02)\nsys.exit(3)"
+    script = write(tmp_path, STAYS + code)
+    with program("bagua.script.baguarun", *arguments(port, script, str(tmp_path)), env=ssh) as process:
+        ended, _, errors = finish(process)
+    assert ended != 0
+    assert "127.0.0.1 ended with exit code 1: the job ends" in errors
+    assert not is_running(pid_of(tmp_path / "1.0"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_ctrl_c_ends_the_ranks_of_every_host_within_seconds(
+    number: signal.Signals, code: int, tmp_path: Path, ssh: dict[str, str], port: str
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    ignores = "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
+    script = write(tmp_path, STAYS + ignores + "live()")
+    with program("bagua.script.baguarun", *arguments(port, script, str(tmp_path)), env=ssh) as process:
+        pids = [pid_of(tmp_path / name) for name in ("0.0", "1.0")]
+        began = time.monotonic()
+        process.send_signal(number)
+        assert finish(process)[0] == code
+        assert not any(is_running(pid) for pid in pids)
+        assert time.monotonic() - began < PROMISE_S
+
+
+def test_without_ssh_the_job_ends_with_an_error(tmp_path: Path, port: str) -> None:
+    with program("bagua.script.baguarun", *arguments(port, "script.py"), env={"PATH": str(tmp_path)}) as process:
+        code, _, errors = finish(process)
+    assert code == 1
+    assert "baguarun: cannot start ssh: " in errors
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [Host("a", 22)]),
+        ("a,b:2222, c", [Host("a", 22), Host("b", 2222), Host("c", 22)]),
+        ("me@a:23,10.0.0.1", [Host("me@a", 23), Host("10.0.0.1", 22)]),
+        ("[::1]:24,[fe80::2]", [Host("::1", 24), Host("fe80::2", 22)]),
+    ],
+)
+def test_a_list_of_hosts_is_read(text: str, hosts: list[Host]) -> None:
+    assert hosts_of(text, 22) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a,", ",a", "a b", "a:x", "a:0", "a:70000", "-oProxyCommand=x", "::1", "a:1:2"])
+def test_a_list_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"host_list|ssh port"):
+        hosts_of(text, 22)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--nproc_per_node", "1", "s.py"], "--host_list is missing"),
+        (["--host_list", "a", "s.py"], "--nproc"),
+        (["--host_list", "a", "--nproc_per_node", "1", "-x", "1A=2", "s.py"], "'1A=2' is neither NAME nor NAME=VALUE"),
+        (["--host_list", "a", "--nproc_per_node", "1", "-x", "A;b=2", "s.py"], "neither NAME"),
+        (["--host_list", "a", "--nproc_per_node", "1", "-x", "NOT_SET_HERE", "s.py"], "no such variable"),
+    ],
+)
+def test_bad_arguments_start_nothing(
+    given: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NOT_SET_HERE", "BAGUA_NODE_DOMAIN_NAMES"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        baguarun.main(given)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_hosts_and_port_come_from_the_originals_variables(
+    tmp_path: Path, ssh: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin" / "true").write_text("#!/bin/sh\n")
+    names = {"BAGUA_NODE_DOMAIN_NAMES": "one,two:7004", "BAGUA_SSH_PORT": "7003"}
+    # The launcher's own error ends each host's command.
+    given = ["--nproc_per_node", "none", "s.py"]
+    with program("bagua.script.baguarun", *given, env=ssh | names) as process:
+        assert finish(process)[0] != 0
+    assert json.loads((tmp_path / "ssh-7003").read_text())[2] == "one"
+    assert json.loads((tmp_path / "ssh-7004").read_text())[2] == "two"

@@ -1,0 +1,385 @@
+"""The commands, as programs: `bagua doctor`, `bench` and `top`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bagua
+from bagua.cli import main
+from bagua.commands import bench, machine, top
+from bagua.commands.variables import VARIABLES
+from tests.world import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120.0
+
+
+def has(*modules: str) -> bool:
+    code = "; ".join(f"import {module}" for module in modules)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+needs_tables = pytest.mark.skipif(
+    not has("rich", "prometheus_client"), reason="rich or prometheus_client is not installed: make setup"
+)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The test's own without what a launcher or a user would set."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "BAGUA_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return kept | variables
+
+
+def command(
+    *arguments: str, limit: Callable[[], None] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bagua", *arguments],
+        env=environment(**variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        preexec_fn=limit,
+        check=False,
+    )
+
+
+def examined(*arguments: str, limit: Callable[[], None] | None = None, **variables: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and object of `bagua doctor --json`."""
+    ended = command("doctor", "--json", *arguments, limit=limit, **variables)
+    assert ended.stderr == ""
+    return ended.returncode, json.loads(ended.stdout)
+
+
+def problems(found: dict[str, Any]) -> dict[str, str]:
+    for problem in found["problems"]:
+        assert list(problem) == ["what", "why", "fix"]
+        assert all(problem.values())
+    return {problem["what"]: problem["why"] for problem in found["problems"]}
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_environment_has_no_problems_and_the_trial_works() -> None:
+    code, found = examined()
+    assert (code, found["problems"]) == (0, [])
+    assert found["versions"]["bagua"] == bagua.__version__
+    assert set(found["versions"]) == {"bagua", "python", "numpy", "torch", "lightning", "ray"}
+    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert found["machine"]["memory_bytes"] > 0
+    assert found["machine"]["kernel"] == os.uname().release
+    for transport in ("shm", "tcp"):
+        assert found["transports"][transport]["available"] is True
+        assert found["transports"][transport]["why"]
+    assert found["limits"]["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert set(found["limits"]) == {"open_files", "locked_memory_bytes", "cpu_quota"}
+    assert set(found["network"]) == {"interface", "address", "mtu"}
+    assert found["launcher"] == {"name": "none", "rank": 0, "world_size": 1}
+    assert found["settings"]["BAGUA_TIMEOUT"] == {"value": "300", "source": "default"}
+    assert set(found["cuda"]) == {"available", "why"}
+    assert found["trial"]["ranks"] == 2
+    assert found["trial"]["ok"] is True
+    assert found["trial"]["seconds"] > 0
+
+
+def test_a_spoiled_environment_is_named_piece_by_piece() -> None:
+    code, found = examined(
+        "--no-trial",
+        RANK="1",
+        BAGUA_TIMEOUT="soon",
+        BAGUA_TRANSPORT="infiniband",
+        BAGUA_STREAMS_PER_PEER="0",
+        BAGUA_METRICS_PORT="70000",
+        MASTER_ADDR="no-such-host.invalid",
+        BAGUA_ELASTIC="tcp://neither-this.invalid:29400",
+    )
+    assert code == 1
+    named = problems(found)
+    assert named["BAGUA_TIMEOUT"] == "BAGUA_TIMEOUT='soon' is not a number"
+    assert "infiniband" in named["BAGUA_TRANSPORT"]
+    assert "from 1 to 64" in named["BAGUA_STREAMS_PER_PEER"]
+    assert "from 1 to 65535" in named["BAGUA_METRICS_PORT"]
+    assert "WORLD_SIZE" in named["launcher"]
+    assert named["MASTER_ADDR"] == "the host name 'no-such-host.invalid' leads nowhere"
+    assert named["BAGUA_ELASTIC"] == "the host name 'neither-this.invalid' leads nowhere"
+    assert found["settings"]["BAGUA_TIMEOUT"] == {"value": "soon", "source": "environment"}
+    assert found["trial"] is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not in a world of 2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not an integer"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec -genv MASTER_ADDR"),
+    ],
+    ids=["half", "outside", "no number", "no port", "mpich"],
+)
+def test_a_launcher_that_says_too_little_is_a_problem(variables: dict[str, str], why: str) -> None:
+    code, found = examined("--no-trial", **variables)
+    assert code == 1
+    assert why in problems(found)["launcher"]
+
+
+def test_the_launcher_and_the_way_to_rank_0_are_told() -> None:
+    code, found = examined(
+        "--no-trial",
+        SLURM_STEP_ID="0",
+        SLURM_PROCID="3",
+        SLURM_STEP_NUM_TASKS="4",
+        SLURM_JOB_ID="17",
+        SLURM_STEP_NODELIST="127.0.0.[1-2]",
+    )
+    assert (code, found["problems"]) == (0, [])
+    assert found["launcher"] == {"name": "slurm", "rank": 3, "world_size": 4}
+    assert (found["network"]["interface"], found["network"]["address"]) == ("lo", "127.0.0.1")
+    assert found["network"]["mtu"] > 0
+
+
+def test_a_hard_limit_of_files_that_is_too_low_is_a_problem() -> None:
+    code, found = examined("--no-trial", limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)))
+    assert code == 1
+    assert "the hard limit is 128" in problems(found)["open files"]
+    assert found["limits"]["open_files"] == 128
+
+
+def test_a_trial_that_fails_is_a_problem() -> None:
+    code, found = examined(BAGUA_ALGORITHM="bruck")
+    assert code == 1
+    assert found["trial"]["ok"] is False
+    assert "BAGUA_ALGORITHM='bruck'" in problems(found)["trial of two processes"]
+
+
+def test_the_secret_is_not_shown() -> None:
+    ended = command("doctor", "--json", "--no-trial", BAGUA_JOB_SECRET="open sesame")
+    assert "sesame" not in ended.stdout
+    assert json.loads(ended.stdout)["settings"]["BAGUA_JOB_SECRET"]["source"] == "environment"
+
+
+def test_every_documented_variable_is_examined_with_its_documented_default() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    assert set(VARIABLES) == set(re.findall(r"`(BAGUA_[A-Z_]+)`", text))
+    for name, default in re.findall(r"^\| `(BAGUA_[A-Z_]+)` \| ([^|]*) \|", text, re.MULTILINE):
+        if name != "BAGUA_TRACE_DIR":
+            assert VARIABLES[name].default == (default.strip() or None)
+
+
+def test_the_quota_is_the_least_of_a_control_group_and_its_parents(tmp_path: Path) -> None:
+    (tmp_path / "job" / "rank").mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("0::/job/rank\n")
+    assert machine.cpu_quota(tmp_path, own) is None
+    (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "job" / "rank" / "cpu.max").write_text("max 100000\n")
+    assert machine.cpu_quota(tmp_path, own) == 1.5
+    own.write_text("3:cpu,cpuacct:/job\n")
+    (tmp_path / "cpu,cpuacct" / "job").mkdir(parents=True)
+    (tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_period_us").write_text("100000\n")
+    assert machine.cpu_quota(tmp_path, own) == 0.5
+
+
+@needs_tables
+def test_the_tables_say_what_the_object_says() -> None:
+    ended = command("doctor", "--no-trial", BAGUA_TIMEOUT="soon")
+    assert ended.returncode == 1
+    assert re.search(r"BAGUA_TIMEOUT +soon +environment", ended.stdout)
+    assert "BAGUA_TIMEOUT='soon' is not a number" in ended.stdout
+    assert command("doctor", "--no-trial").stdout.endswith("no problems\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("doctor",), ("bench",), ("top", "127.0.0.1:1")], ids=lambda arguments: arguments[0]
+)
+def test_without_rich_a_command_says_what_to_install(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("raise ImportError('no rich here')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "python")])
+    ended = command(*arguments, PYTHONPATH=path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert 'needs rich: pip install "bagua[metrics]" (no rich here)' in ended.stderr
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_writes_checked_figures_of_ranks_that_it_starts(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    ended = command("bench", "--ranks", "2", "--sizes", "4K,1MiB", "--json", str(tmp_path / "figures.json"))
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert (figures["ranks"], figures["collective"]) == (2, "shm")
+    assert [row["bytes"] for row in figures["all_reduce"]] == [4096, 1 << 20]
+    for row in figures["all_reduce"]:
+        assert set(row) == {"bytes", "seconds", "gb_per_s", "gloo_seconds", "ratio"}
+        assert row["ratio"] == pytest.approx(row["gloo_seconds"] / row["seconds"])
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+
+
+@needs_tables
+def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    with free_port() as port:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "bagua", "bench", "--sizes", "64K"],
+                env=environment(
+                    PMI_RANK=str(rank),
+                    PMI_SIZE="3",
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                    BAGUA_TRANSPORT="tcp",
+                ),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        try:
+            shown = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert "all_reduce, 3 ranks, net" in shown[0]
+    assert "65,536" in shown[0]
+    assert shown[1:] == ["", ""]
+
+
+def test_bench_ends_with_1_when_a_rank_fails(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    figures = tmp_path / "figures.json"
+    ended = command("bench", "--json", str(figures), BAGUA_TIMEOUT="20", BAGUA_ALGORITHM="bruck")
+    assert ended.returncode == 1
+    assert "BAGUA_ALGORITHM='bruck'" in ended.stderr
+    assert not figures.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("4096", [4096]), ("4K,1M", [4096, 1 << 20]), ("8kB, 1GiB", [8192, 1 << 30])]
+)
+def test_sizes_are_read_with_binary_units(text: str, sizes: list[int]) -> None:
+    assert bench.sizes_of(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "4K,", "0", "-4", "3", "4X", "1.5M"])
+def test_a_size_that_cannot_be_one_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--sizes"):
+        bench.sizes_of(text)
+    ended = command("bench", "--sizes", text) if text == "3" else None
+    assert ended is None or (ended.returncode == 2 and "multiple of 4" in ended.stderr)
+
+
+# --- top --------------------------------------------------------------------------------------------------------------
+
+WORKS = """
+import sys
+import numpy as np
+import bagua, bagua.metrics
+bagua.init()
+x = np.ones(250, dtype=np.float32)
+bagua.all_reduce(x)
+bagua.broadcast(x, 0)
+print(bagua.metrics.serve(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def served() -> Iterator[int]:
+    """The port of a rank that has done one all_reduce of 1000 bytes and one broadcast."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as rank:
+        assert rank.stdout is not None
+        try:
+            yield int(rank.stdout.readline())
+        finally:
+            rank.kill()
+
+
+@needs_tables
+def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer() -> None:
+    with served() as port, free_port() as nobody:
+        ended = command("top", "--once", f"127.0.0.1:{port}", f"127.0.0.1:{nobody}")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    (reduce,) = [row for row in rows if "all_reduce" in row]
+    # Endpoint, rank, group, op, calls, payload.
+    assert reduce[:7] == [f"127.0.0.1:{port}", "0", "world", "all_reduce", "1", "1.0", "kB"]
+    assert [row[1:4] for row in rows if "broadcast" in row] == [["0", "world", "broadcast"]]
+    (silent,) = [line for line in ended.stdout.splitlines() if f":{nobody}" in line]
+    assert "does not answer: " in silent
+
+
+@needs_tables
+def test_top_runs_until_ctrl_c() -> None:
+    with served() as port:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "bagua", "top", f"127.0.0.1:{port}"],
+            env=environment(TERM="xterm", FORCE_COLOR="1", COLUMNS="200"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            shown = b""
+            until = time.monotonic() + DEADLINE_S
+            while b"all_reduce" not in shown:
+                assert time.monotonic() < until
+                shown += os.read(process.stdout.fileno(), 4096)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+            process.wait()
+    assert (process.returncode, errors) == (0, b"")
+
+
+def test_rates_are_differences_over_time() -> None:
+    before = top.Reading(10.0, "0", {("world", "all_reduce"): [5, 1000, 0, 0, 0.5, 0]}, "")
+    now = top.Reading(12.0, "0", {("world", "all_reduce"): [9, 5000, 4000, 0, 1.5, 0]}, "")
+    assert top.rows("h:1", before, now)[0][-4:] == ("2.0", "2.0 kB", "2.0 kB", "50.0")
+    # Another group with the same name: its counters begin anew, and there is no rate yet.
+    assert top.rows("h:1", now, before._replace(at=14.0))[0][-4:] == ("", "", "", "")
+    silent = top.Reading(13.0, "", {}, "does not answer: timed out")
+    assert top.rows("h:1", now, silent)[0][:4] == ("h:1", "", "", "does not answer: timed out")
+
+
+@needs_tables
+def test_an_endpoint_that_is_something_else_says_so() -> None:
+    code = "import http.server; s = http.server.HTTPServer(('127.0.0.1', 0), http.server.SimpleHTTPRequestHandler); "
+    code += "print(s.server_port, flush=True); s.serve_forever()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as other:
+        assert other.stdout is not None
+        try:
+            assert "does not answer: " in top.read(f"127.0.0.1:{int(other.stdout.readline())}").trouble
+        finally:
+            other.kill()
+
+
+@needs_tables
+@pytest.mark.parametrize("endpoint", ["host", ":9400", "host:", "host:http", "host:0", "host:65536"])
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    assert main(["top", endpoint]) == 2

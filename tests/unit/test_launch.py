@@ -1,0 +1,227 @@
+"""`python -m bagua.distributed.launch` and `.run`, as programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bagua.distributed import flags
+from tests.unit.test_run import LIVES, finish, is_running, pid_of, program, until, write
+from tests.world import free_port
+
+pytest.importorskip("torch", reason="torch is not installed: make setup")
+
+#: Seconds in which every child ends after Ctrl-C, as the launchers promise.
+PROMISE_S = 5.0
+
+TELLS = """
+import json, os, sys
+names = [name for name in os.environ if name.startswith(("BAGUA_", "AUTO_TUNE"))]
+names += ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]
+with open(f"{sys.argv[-1]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump([{name: os.environ.get(name) for name in names}, sys.argv[1:-1]], file)
+"""
+
+# As LIVES, without the runner's variables.
+STAYS = LIVES.replace('int(os.environ["BAGUA_RESTART_COUNT"])', "0")
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with free_port() as free:
+        yield str(free)
+
+
+def told(path: Path) -> tuple[dict[str, str], list[str]]:
+    variables, arguments = json.loads(path.read_text())
+    return variables, arguments
+
+
+def test_launch_takes_the_originals_flags_and_sets_their_variables(tmp_path: Path, port: str) -> None:
+    arguments = [
+        "--nproc_per_node",
+        "2",
+        "--master-port",
+        port,
+        "--bagua_service_port",
+        "4711",
+        "--autotune-level",
+        "1",
+    ]
+    arguments += ["--autotune_max_samples", "7", "--autotune_sampling_confidence_time", "2.5", "--report_metrics"]
+    arguments += ["--autotune-warmup-time", "1.5", "--default_bucket_size", "4096", "--is_output_autotune_log"]
+    arguments += ["--enable_bagua_net", "--set_additional_flag", "--host_list", "a,b", "--ssh_port", "22"]
+    with program("bagua.distributed.launch", *arguments, write(tmp_path, TELLS), "--lr", "1", str(tmp_path)) as process:
+        code, _, errors = finish(process)
+    assert code == 0, errors
+    for rank in range(2):
+        variables, given = told(tmp_path / f"{rank}.json")
+        assert given == [f"--local_rank={rank}", "--lr", "1"]
+        assert variables == {
+            "AUTO_TUNE_SERVER_ADDR": "127.0.0.1:4711",
+            "BAGUA_AUTOTUNE": "1",
+            "BAGUA_AUTOTUNE_MAX_SAMPLES": "7",
+            "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S": "2.5",
+            "BAGUA_AUTOTUNE_WARMUP_TIME_S": "1.5",
+            "BAGUA_DEFAULT_BUCKET_SIZE": "4096",
+            "BAGUA_IS_OUTPUT_AUTOTUNE_LOG": "1",
+            "BAGUA_NET_IMPLEMENT": "BASIC",
+            "BAGUA_REPORT_METRICS": "1",
+            "BAGUA_SERVICE_PORT": "4711",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "NODE_RANK": "0",
+        }
+    (warning,) = [line for line in errors.splitlines() if "without effect" in line]
+    assert "--autotune_level (BAGUA_AUTOTUNE)" in warning
+    assert "--enable_bagua_net (BAGUA_NET_IMPLEMENT)" in warning
+    assert "default_bucket_size" not in warning
+
+
+def test_launch_without_the_flags_sets_and_says_nothing(tmp_path: Path, port: str) -> None:
+    arguments = ["--master_port", port, "-m", "script", str(tmp_path)]
+    write(tmp_path, TELLS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with program("bagua.distributed.launch", *arguments, env={"PYTHONPATH": path}) as process:
+        assert finish(process) == (0, "", "")
+    variables, given = told(tmp_path / "0.json")
+    assert given == []
+    assert [name for name in variables if name.startswith(("BAGUA_", "AUTO_TUNE"))] == []
+
+
+def test_run_hands_the_scripts_arguments_on_as_they_are(tmp_path: Path) -> None:
+    arguments = ["--nproc-per-node", "2", "--max_restarts", "0", "--use_env", "--autotune-level", "2"]
+    with program("bagua.distributed.run", *arguments, write(tmp_path, TELLS), "--lr", "1", str(tmp_path)) as process:
+        code, _, errors = finish(process)
+    assert code == 0, errors
+    for rank in range(2):
+        variables, given = told(tmp_path / f"{rank}.json")
+        assert given == ["--lr", "1"]
+        assert [variables[name] for name in ("RANK", "WORLD_SIZE", "BAGUA_AUTOTUNE")] == [str(rank), "2", "2"]
+
+
+def test_launch_writes_the_output_of_each_rank_to_the_originals_files(tmp_path: Path, port: str) -> None:
+    script = write(tmp_path, "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    logs = tmp_path / "logs"
+    arguments = ["--nproc_per_node", "2", "--master_port", port, "--logdir", str(logs), script]
+    with program("bagua.distributed.launch", *arguments) as process:
+        code, output, errors = finish(process)
+    assert (code, output) == (0, ""), errors
+    for rank in range(2):
+        assert (logs / f"node_0_local_rank_{rank}_stdout").read_text() == f"out {rank}\n"
+        assert (logs / f"node_0_local_rank_{rank}_stderr").read_text() == "err\n"
+
+
+SUMS = """
+import numpy as np
+import bagua
+group = bagua.init()
+x = np.full(3, group.rank + 1, dtype=np.float32)
+bagua.all_reduce(x)
+print(x.tolist(), flush=True)
+bagua.shutdown()
+"""
+
+
+@pytest.mark.parametrize("which", ["launch", "run"])
+def test_a_job_of_two_ranks_works(which: str, tmp_path: Path, port: str) -> None:
+    where = ["--master_port", port] if which == "launch" else ["--standalone"]
+    with program(f"bagua.distributed.{which}", "--nproc-per-node", "2", *where, write(tmp_path, SUMS)) as process:
+        code, output, errors = finish(process)
+    assert code == 0, errors
+    assert output == "[3.0, 3.0, 3.0]\n" * 2
+
+
+@pytest.mark.parametrize("which", ["launch", "run"])
+def test_a_failing_rank_ends_the_other(which: str, tmp_path: Path, port: str) -> None:
+    # Rank 1 fails when rank 0 is there.
+    code = "import time\nif rank == 0: live()\nwhile not (here / '0.0').exists(): time.sleep(0.02)\nsys.exit(3)"
+    where = ["--master_port", port] if which == "launch" else []
+    arguments = ["--nproc_per_node", "2", *where, write(tmp_path, STAYS + code), str(tmp_path)]
+    with program(f"bagua.distributed.{which}", *arguments) as process:
+        ended, _, errors = finish(process)
+    assert ended == 1
+    assert "exitcode" in errors
+    assert not is_running(pid_of(tmp_path / "0.0"))
+
+
+@pytest.mark.parametrize("which", ["launch", "run"])
+def test_ctrl_c_ends_every_child_within_seconds_whatever_it_ignores(which: str, tmp_path: Path, port: str) -> None:
+    code = """
+import subprocess
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
+if rank == 0:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (here / "child").write_text(str(child.pid))
+live()
+"""
+    where = ["--master_port", port] if which == "launch" else []
+    arguments = ["--nproc_per_node", "2", *where, write(tmp_path, STAYS + code), str(tmp_path)]
+    with program(f"bagua.distributed.{which}", *arguments) as process:
+        pids = [pid_of(tmp_path / name) for name in ("0.0", "1.0", "child")]
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert finish(process)[0] == 130
+        assert not any(is_running(pid) for pid in pids)
+        assert time.monotonic() - began < PROMISE_S
+
+
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path, port: str) -> None:
+    script = write(tmp_path, STAYS + "live()")
+    with program("bagua.distributed.launch", "--master_port", port, script, str(tmp_path)) as process:
+        pid = pid_of(tmp_path / "0.0")
+        process.kill()
+        until(lambda: not is_running(pid), "the rank outlived its launcher")
+
+
+def test_arguments_that_cannot_be_used_are_told_by_the_programs_name() -> None:
+    with program("bagua.distributed.launch", "--autotune_level", "high", "script.py") as process:
+        code, _, errors = finish(process)
+    assert code == 2
+    assert "python -m bagua.distributed.launch: error: argument --autotune-level" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("--keep-going --nproc-per-node 2 s.py", True),
+        ("--nproc-per-node 2 --keep-going s.py", True),
+        ("--nproc_per_node=2 -m --keep-going s", True),
+        ("-r3 --standalone --no_python --keep-going s", True),
+        ("s.py --keep-going", False),
+        ("--nproc_per_node 2 s.py --keep-going", False),
+        ("-t 3 --enable_bagua_net s.py --keep-going", False),
+        ("--role --keep-going s.py", False),
+        ("-- --keep-going", False),
+        ("", False),
+    ],
+)
+def test_keep_going_counts_before_the_script(arguments: str, found: bool) -> None:
+    assert flags.has_keep_going(arguments.split()) is found
+
+
+def test_every_option_without_a_value_is_known_as_one() -> None:
+    # An unknown one would swallow the script's name.
+    code = """
+import argparse
+from torch.distributed.run import get_args_parser
+from bagua.distributed import flags
+parser = get_args_parser()
+flags.add(parser)
+alone = {text for action in parser._actions if action.nargs == 0 for text in action.option_strings}
+print(sorted({text.replace("_", "-") for text in alone} - flags._ALONE))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

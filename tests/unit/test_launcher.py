@@ -1,0 +1,206 @@
+"""Which rank a process is: what each launcher sets, what wins, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bagua import launcher
+from bagua.errors import BaguaError
+from bagua.launcher import Place
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+SLURM = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "4",
+    "OMPI_COMM_WORLD_SIZE": "7",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "9"}
+MASTER = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
+    for name in (*TORCHRUN, *PYTORCHJOB, *SLURM, *OPENMPI, *MPICH, *others):
+        monkeypatch.delenv(name, raising=False)
+
+
+def put(monkeypatch: pytest.MonkeyPatch, *variables: dict[str, str]) -> None:
+    for some in variables:
+        for name, value in some.items():
+            monkeypatch.setenv(name, value)
+
+
+def test_without_anything_a_process_is_alone() -> None:
+    assert launcher.place() == Place(0, 1, None, None)
+    assert launcher.found().name == "none"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "place"),
+    [
+        (TORCHRUN, "environment", Place(3, 8, 1, 2)),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun", Place(3, 8, 1, 2)),
+        (PYTORCHJOB, "environment", Place(1, 4, None, None)),
+        (SLURM, "slurm", Place(5, 6, 2, None)),
+        (OPENMPI, "openmpi", Place(4, 7, 0, 3)),
+        (MPICH, "mpich", Place(1, 9, None, None)),
+        (MPICH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "mpich", Place(1, 9, 0, 2)),
+    ],
+    ids=["rank", "torchrun", "pytorchjob", "slurm", "openmpi", "mpich", "mpich with local"],
+)
+def test_each_launcher_is_recognised(
+    variables: dict[str, str], name: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch, variables)
+    assert launcher.found().name == name
+    assert launcher.place() == place
+
+
+def test_a_launcher_earlier_in_the_list_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = [("mpich", MPICH), ("openmpi", OPENMPI), ("slurm", SLURM), ("environment", TORCHRUN)]
+    for name, variables in order:
+        put(monkeypatch, variables)
+        assert launcher.found().name == name
+
+
+def test_arguments_win_over_every_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, TORCHRUN, SLURM)
+    assert launcher.place(1, 2) == Place(1, 2, None, None)
+    assert launcher.place(local_rank=0, local_world_size=8) == Place(3, 8, 0, 8)
+    assert launcher.place(rank=0) == Place(0, 8, None, None)
+
+
+def test_a_batch_script_outside_a_step_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, SLURM)
+    monkeypatch.delenv("SLURM_STEP_ID")
+    assert launcher.place() == Place(0, 1, None, None)
+
+
+def test_half_a_place_is_an_error_that_names_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BaguaError, match=r"world_size \(WORLD_SIZE\)"):
+        launcher.place(rank=1)
+    with pytest.raises(BaguaError, match=r"rank \(RANK\)"):
+        launcher.place(world_size=2)
+    put(monkeypatch, SLURM)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    with pytest.raises(BaguaError, match=r"world_size \(SLURM_STEP_NUM_TASKS\)"):
+        launcher.place()
+    # A RANK without WORLD_SIZE is not completed from another launcher.
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BaguaError, match=r"world_size \(WORLD_SIZE\)"):
+        launcher.place()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_its_world_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match="world"):
+        launcher.place(rank, size)
+
+
+def test_a_variable_that_is_no_number_is_named_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, MPICH | {"PMI_SIZE": "many"})
+    with pytest.raises(ValueError, match="PMI_SIZE='many'"):
+        launcher.place()
+
+
+def test_the_address_of_rank_0_is_derived_in_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, SLURM)
+    assert launcher.master() == ("gpu07", 19567)
+    # Each given one wins for itself.
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert launcher.master() == ("gpu07", 29500)
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
+    assert launcher.master() == ("10.1.2.3", 29500)
+
+
+@pytest.mark.parametrize(("job", "port"), [("7", 15007), ("90000", 15000), ("129999", 24999)])
+def test_the_port_of_a_slurm_job_is_lightnings(job: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, SLURM | {"SLURM_JOB_ID": job})
+    assert launcher.master()[1] == port
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set: start the ranks with a launcher such as torchrun"),
+        (OPENMPI, "MASTER_ADDR is not set: .*mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500"),
+        (OPENMPI | {"MASTER_ADDR": "host0"}, "MASTER_PORT is not set: .*mpirun -x"),
+        (MPICH, "MASTER_ADDR is not set: .*mpiexec -genv MASTER_ADDR host0 -genv MASTER_PORT 29500"),
+        ({"SLURM_STEP_ID": "0"}, "MASTER_ADDR is not set: .*MASTER_ADDR=host0 MASTER_PORT=29500 srun"),
+    ],
+    ids=["rank", "openmpi", "openmpi port", "mpich", "slurm"],
+)
+def test_a_missing_address_of_rank_0_says_how_to_pass_it(
+    variables: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch, variables)
+    with pytest.raises(BaguaError, match=complaint):
+        launcher.master()
+
+
+def test_one_hosts_ranks_need_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "7", "MASTER_PORT": "29500"})
+    assert launcher.master() == ("127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize("variables", [SLURM, OPENMPI, MPICH], ids=["slurm", "openmpi", "mpich"])
+def test_a_given_address_of_rank_0_serves_every_launcher(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch, variables, MASTER)
+    assert launcher.master() == ("10.1.2.3", 29500)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("node1", ["node1"]),
+        ("10.0.0.1", ["10.0.0.1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[3]", ["n3"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[1,3-4,007]", ["n1", "n3", "n4", "n007"]),
+        ("gpu-[2,5]-ib0", ["gpu-2-ib0", "gpu-5-ib0"]),
+        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
+        ("a[2-3],login,b[1]x", ["a2", "a3", "login", "b1x"]),
+    ],
+)
+def test_a_node_list_is_expanded(nodes: str, names: list[str]) -> None:
+    assert list(launcher.expand(nodes)) == names
+
+
+def test_the_first_of_many_nodes_costs_no_list_of_all() -> None:
+    assert list(itertools.islice(launcher.expand("r[1-9999]n[1-9999]c[1-9999]"), 2)) == ["r1n1c1", "r1n1c2"]
+
+
+@pytest.mark.parametrize(
+    "nodes", ["", "n[1", "n1]", "n[[1]]", "n[2-1]", "n[x]", "n[]", "n1,", ",n1", "n 1", "n[1-2-3]"]
+)
+def test_what_is_no_node_list_is_refused(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="is n"):
+        list(launcher.expand(nodes))
+    if nodes:
+        put(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": nodes})
+        with pytest.raises(ValueError, match="SLURM_STEP_NODELIST: "):
+            launcher.master()
+
+
+def test_a_job_id_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, SLURM | {"SLURM_JOB_ID": "12_3"})
+    with pytest.raises(ValueError, match="SLURM_JOB_ID='12_3'"):
+        launcher.master()

@@ -1,0 +1,233 @@
+"""What Prometheus and a training loop are told, against `bagua.stats()`."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import config, metrics
+from tests.world import World, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+KEYS = {
+    "bagua_op_calls_total": "calls",
+    "bagua_op_payload_bytes_total": "payload_bytes",
+    "bagua_op_wire_bytes_sent_total": "wire_bytes_sent",
+    "bagua_op_wire_bytes_received_total": "wire_bytes_received",
+    "bagua_op_wait_seconds_total": "wait_s",
+    "bagua_op_reduce_seconds_total": "reduce_s",
+}
+
+needs_client = pytest.mark.skipif(
+    subprocess.run([sys.executable, "-c", "import prometheus_client"], capture_output=True, check=False).returncode
+    != 0,
+    reason="prometheus_client is not installed: make setup",
+)
+
+
+def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Name of a sample -> its labels -> value."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def equals_stats(port: int) -> dict[str, Any]:
+    """Asserts that the endpoint says what `bagua.stats()` says, which it returns."""
+    shown, groups = scrape(port), bagua.stats()["groups"]
+    for name, key in KEYS.items():
+        assert shown[name] == {
+            (("group", group), ("op", op)): values[key]
+            for group, counters in groups.items()
+            for op, values in counters["ops"].items()
+        }
+    assert shown["bagua_group_size"] == {(("group", name),): counters["size"] for name, counters in groups.items()}
+    assert shown["bagua_connections_refused_total"] == {
+        (("group", name),): counters["connections_refused"] for name, counters in groups.items()
+    }
+    return dict(groups)
+
+
+def works_and_is_watched(rank: int, port: int) -> list[str]:
+    group = bagua.init()
+    x = np.ones(100_000, dtype=np.float32)
+    for _ in range(3):
+        bagua.all_reduce(x)
+    sub = group.new_group([0, 1])
+    assert sub is not None
+    sub.broadcast(x, 0)
+    # Nobody's counters move until all have read.
+    bagua.barrier()
+    groups = equals_stats(port + rank)
+    (about,) = scrape(port + rank)["bagua_info"]
+    assert {("rank", str(rank)), ("world_size", "2"), ("version", bagua.__version__)} < set(about)
+    assert groups["world"]["ops"]["all_reduce"]["wire_bytes_sent"] > 0
+    bagua.shutdown()
+    # A second group of the process is served by the same server.
+    bagua.init()
+    bagua.all_reduce(x)
+    bagua.barrier()
+    equals_stats(port + rank)
+    bagua.shutdown()
+    return sorted(groups)
+
+
+@needs_client
+def test_each_rank_serves_its_stats_from_init_on() -> None:
+    with free_port() as port:
+        variables = {"BAGUA_METRICS_PORT": str(port), "BAGUA_TRANSPORT": "tcp"}
+        assert World(2, env=variables).run(works_and_is_watched, port) == [["world", "world/0,1"]] * 2
+
+
+def serves_from_torch(rank: int, port: int) -> None:
+    import torch
+
+    import bagua.torch_api as api
+
+    api.init_process_group()
+    api.allreduce_inplace(torch.ones(10))
+    api.barrier()
+    equals_stats(port + rank)
+    api.destroy_process_group()
+
+
+@needs_client
+def test_init_process_group_serves_too() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    with free_port() as port:
+        World(2, env={"BAGUA_METRICS_PORT": str(port)}).run(serves_from_torch, port)
+
+
+def inits_where_the_port_is_taken(rank: int) -> float:
+    x = np.ones(1, dtype=np.float32)
+    bagua.init()
+    bagua.all_reduce(x)
+    bagua.shutdown()
+    return float(x[0])
+
+
+@needs_client
+def test_a_port_that_is_taken_costs_the_metrics_and_not_the_job() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        world = World(1, env={"BAGUA_METRICS_PORT": str(port)})
+        assert world.run(inits_where_the_port_is_taken) == [1.0]
+    assert f"BAGUA_METRICS_PORT: no metrics at 127.0.0.1:{port}: " in world.output[0]
+
+
+def leaves_its_port_to_no_child(rank: int) -> bool:
+    port = metrics.serve()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        # Until the parent has looked.
+        os.read(read, 1)
+        os._exit(0)
+    from bagua.lifecycle import process
+
+    (server,) = process.metrics_servers
+    server.shutdown()
+    server.server_close()
+    import socket
+
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", port))
+        again.listen()
+    os.close(write)
+    os.waitpid(child, 0)
+    return True
+
+
+@needs_client
+def test_a_forked_child_does_not_hold_the_port() -> None:
+    assert World(1).run(leaves_its_port_to_no_child) == [True]
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "http"])
+def test_a_port_that_cannot_be_one_is_refused_before_joining(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_METRICS_PORT", port)
+    with pytest.raises(ValueError, match="BAGUA_METRICS_PORT"):
+        bagua.init(0, 1)
+    assert bagua.group.default() is None
+
+
+def test_the_address_of_the_metrics_is_loopback_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BAGUA_METRICS_PORT", raising=False)
+    assert config.metrics_address() is None
+    monkeypatch.setenv("BAGUA_METRICS_PORT", "9400")
+    assert config.metrics_address() == ("127.0.0.1", 9400)
+    monkeypatch.setenv("BAGUA_METRICS_ADDR", "0.0.0.0")
+    assert config.metrics_address() == ("0.0.0.0", 9400)
+
+
+def test_without_the_client_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r'pip install "bagua\[metrics\]"'):
+        metrics.serve()
+    monkeypatch.setenv("BAGUA_METRICS_PORT", "9400")
+    with pytest.raises(ImportError, match=r'pip install "bagua\[metrics\]"'):
+        bagua.init(0, 1)
+    assert bagua.group.default() is None
+
+
+def test_importing_bagua_imports_none_of_the_clients() -> None:
+    code = "import sys, bagua, bagua.metrics, bagua.cli; "
+    code += "print([name for name in ('rich', 'prometheus_client', 'torch') if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout == "[]\n"
+
+
+def meters(rank: int) -> list[dict[str, float]]:
+    before = metrics.StepMeter()
+    group = bagua.init()
+    meter = metrics.StepMeter()
+    x = np.ones(250_000, dtype=np.float32)
+    for _ in range(4):
+        bagua.all_reduce(x)
+    told = [meter.step(), meter.step()]
+    sent = group.stats()["ops"]["all_reduce"]
+    assert math.isclose(told[0]["wire_mb_per_step"], sent["wire_bytes_sent"] / 1e6)
+    assert math.isclose(told[0]["wait_ms_per_step"], sent["wait_s"] * 1e3)
+    for _ in range(4):
+        bagua.all_reduce(x)
+    told.append(meter.step(steps=4))
+    bagua.shutdown()
+    # The same name again, with fewer calls than the group had that was left.
+    bagua.init()
+    bagua.all_reduce(x)
+    told.append(meter.step())
+    assert before.step()["calls_per_step"] == 1
+    bagua.shutdown()
+    return told
+
+
+def test_a_step_meter_tells_what_happened_since_the_last_call() -> None:
+    for told in World(2, env={"BAGUA_TRANSPORT": "tcp"}).run(meters):
+        assert [step["calls_per_step"] for step in told] == [4, 0, 1, 1]
+        assert [step["payload_mb_per_step"] for step in told] == [4, 0, 1, 1]
+        assert told[1] == dict.fromkeys(told[1], 0)
+        assert told[2]["wire_mb_per_step"] == pytest.approx(told[0]["wire_mb_per_step"] / 4)
+
+
+def test_a_step_meter_refuses_a_number_of_steps_below_one() -> None:
+    with pytest.raises(ValueError, match="steps is 0"):
+        metrics.StepMeter().step(0)
