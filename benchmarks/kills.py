@@ -44,7 +44,8 @@ def batches(data: Any, rank: int, ranks: int) -> Iterator[Any]:
     images, labels = (part[rank::ranks] for part in data.tensors)
     generator = torch.Generator().manual_seed(os.getpid())
     while True:
-        for chosen in torch.randperm(len(labels), generator=generator).split(BATCH):
+        order: Any = torch.randperm(len(labels), generator=generator)
+        for chosen in order.split(BATCH):
             yield images[chosen], labels[chosen]
 
 
@@ -79,7 +80,8 @@ def child(options: dict[str, Any]) -> None:
     for step, (images, labels) in enumerate(batches(train, rank, ranks), 1):
         optimizer.param_groups[0]["lr"] = rate(folder, options["seconds"])
         optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
+        loss: Any = cross_entropy(model(images), labels)
+        loss.backward()
         optimizer.step()
         if step % WORD == 0:
             (folder / f"steps-{rank}-{os.getpid()}").write_text(str(step))
