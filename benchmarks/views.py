@@ -1,7 +1,6 @@
 """Time from the death of a rank to the next view of all others, and its cost, for 2, 8 and 64 ranks of one host.
 
     python benchmarks/views.py --csv out
-    unshare --net sh -c 'ip link set lo up; python benchmarks/views.py --ranks 64'
 
 Runs `cargo bench -p bagua-core --bench view`, which says what is measured, and keeps its figures: medians over `--runs`
 deaths. `heard` is when the last of the others knew of the death, `first` and `last` when they had a lane of the new
