@@ -13,9 +13,13 @@ use bagua_core::group::{Bootstrap, Config, Door, Group, Lane, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::{Deadline, Waited};
-use group_world::{PATIENCE, config, connect_all, port, until};
+use group_world::{PATIENCE, config, port, until, world};
 
 const LONG: Duration = Duration::from_secs(30);
+
+/// Bytes of the first and of the second message of an opening.
+const HELLO: usize = 79;
+const PROOF: usize = 32;
 
 /// Passes connections on to another address, and keeps what their clients send.
 struct Tap {
@@ -84,38 +88,42 @@ fn settings(door: &Arc<Door>) -> Settings {
     Settings { name: "model".to_owned(), interval: Duration::from_millis(2), codec: None, elastic }
 }
 
-fn tcp(rank: usize, size: usize) -> Config {
-    Config { transport: TransportChoice::Tcp, ..config(rank, size) }
-}
-
-/// Three ranks, of which the others reach rank 0 through a tap.
-fn job() -> (Vec<Rank>, Tap) {
-    let doors: Vec<Arc<Door>> = (0..3).map(|rank| Arc::new(Door::open(tcp(rank, 3), b"token").unwrap())).collect();
+/// Three ranks.
+fn job() -> Vec<Rank> {
+    let doors: Vec<Arc<Door>> = (0..3).map(|rank| Arc::new(Door::open(config(rank, 3), b"token").unwrap())).collect();
     for door in &doors {
         doors.iter().for_each(|other| door.note_door(other.rank(), other.address()));
         door.enter_job();
     }
-    let bootstraps: Vec<Bootstrap> = (0..3).map(|rank| Bootstrap::bind(tcp(rank, 3)).unwrap()).collect();
-    let mut addresses: Vec<Vec<u8>> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
-    let own = port(&addresses[0]);
-    // A port with as many digits, so that lengths in the address stay as they are.
-    let tap = std::iter::repeat_with(|| Tap::on(SocketAddr::from(([127, 0, 0, 1], own))))
-        .find(|tap| tap.address.port().to_string().len() == own.to_string().len())
-        .unwrap();
-    let (own, taps) = (own.to_string().into_bytes(), tap.address.port().to_string().into_bytes());
-    let at = addresses[0].windows(own.len()).position(|digits| digits == own).unwrap();
-    addresses[0][at..at + own.len()].copy_from_slice(&taps);
-    let groups: Vec<Group> = connect_all(bootstraps, &addresses).into_iter().map(Result::unwrap).collect();
     let start = |(group, door): (Group, Arc<Door>)| {
         let mut lane = group.lane().unwrap();
         let averager = Averager::start(&group, &mut lane, model(), settings(&door)).unwrap();
         Rank { averager, door, _lane: Some(lane), _group: Some(group) }
     };
-    let ranks = std::thread::scope(|scope| {
-        let threads: Vec<_> = groups.into_iter().zip(doors).map(|one| scope.spawn(move || start(one))).collect();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = world(3).into_iter().zip(doors).map(|one| scope.spawn(move || start(one))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
-    (ranks, tap)
+    })
+}
+
+/// The hello with which rank 2 of a group with the job's secret opened its control connection to rank 0.
+fn hello_of_another_group() -> Vec<u8> {
+    let bind = |rank| {
+        let connect_timeout = Duration::from_secs(2);
+        Bootstrap::bind(Config { connect_timeout, transport: TransportChoice::Tcp, ..config(rank, 3) }).unwrap()
+    };
+    let mut bootstraps: Vec<Bootstrap> = (0..3).map(bind).collect();
+    let addresses: Vec<Vec<u8>> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
+    let last = bootstraps.pop().unwrap();
+    drop(bootstraps);
+    let listener = TcpListener::bind(("127.0.0.1", port(&addresses[0]))).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert!(last.connect(&addresses).is_err()));
+        let mut hello = vec![0; HELLO];
+        listener.accept().unwrap().0.read_exact(&mut hello).unwrap();
+        drop(listener);
+        hello
+    })
 }
 
 /// Two whole rounds of these ranks, after which the door of the first has refused so many connections.
@@ -147,13 +155,11 @@ fn play(at: SocketAddr, bytes: &[u8]) -> Vec<u8> {
 
 #[test]
 fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go_on() {
-    let (mut ranks, group) = job();
+    let former = hello_of_another_group();
+    assert!(former.starts_with(b"BGhello\n"));
+    let mut ranks = job();
     let at = ranks[0].door.address();
     rounds_go_on(&ranks.iter().collect::<Vec<_>>(), &[0, 1, 2], 0);
-    // Control connections and streams of two ranks, which are of a former view as soon as rank 2 leaves.
-    let former = group.recorded();
-    assert!(former.len() >= 4, "{}", former.len());
-    assert!(former.iter().all(|bytes| bytes.starts_with(b"BGhello\n")));
 
     // Rank 2 leaves, and a newcomer comes in through a tap on rank 0's door.
     let old = ranks.pop().unwrap();
@@ -161,7 +167,7 @@ fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go
     drop(old);
     rounds_go_on(&[&ranks[0], &ranks[1]], &[0, 1], 0);
     let tap = Tap::on(at);
-    let door = Arc::new(Door::open(tcp(2, 3), b"token").unwrap());
+    let door = Arc::new(Door::open(config(2, 3), b"token").unwrap());
     door.note_door(0, tap.address);
     door.enter_job();
     let averager = Averager::join(model(), settings(&door), &Deadline::after(LONG)).unwrap();
@@ -171,13 +177,20 @@ fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go
     let openings: Vec<Vec<u8>> = tap.recorded().into_iter().filter(|bytes| !bytes.is_empty()).collect();
     let opening = openings.last().unwrap();
     // Hello, proof, and its wish to join.
-    const HELLO: usize = 79;
-    const PROOF: usize = 32;
     assert!(opening.starts_with(b"BGhello\n") && opening.len() > HELLO + PROOF + 32, "{}", opening.len());
 
     // While the newcomer is in, and after it has left: its opening must not bring it in again.
     let mut refused = 0;
-    let parts = [&opening[..HELLO], &opening[..HELLO + PROOF], &opening[HELLO..], &opening[HELLO + PROOF..], opening];
+    let mixed = [&former, &opening[HELLO..]].concat();
+    let parts: [&[u8]; 7] = [
+        &opening[..HELLO],
+        &opening[..HELLO + PROOF],
+        &opening[HELLO..],
+        &opening[HELLO + PROOF..],
+        opening,
+        &former,
+        &mixed,
+    ];
     let mut newcomer = Some(newcomer);
     for numbers in [&[0, 1, 2][..], &[0, 1]] {
         if numbers.len() == 2 {
@@ -185,7 +198,7 @@ fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go
             let [first, second, ..] = &ranks[..] else { unreachable!() };
             rounds_go_on(&[first, second], numbers, refused);
         }
-        for bytes in parts.iter().copied().chain(former.iter().map(Vec::as_slice)) {
+        for bytes in parts {
             let answer = play(at, bytes);
             // Nothing, a refusal, or the answer to the hello and a refusal of the old proof; never an acceptance.
             assert!(!answer.ends_with(&[0]) && answer.len() <= 1 + 32 + 32 + 2, "{answer:?}");
