@@ -16,6 +16,7 @@ import bagua.torch_api as bagua
 from bagua.errors import MismatchError
 from bagua.torch_api.algorithms import (
     Algorithm,
+    AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
@@ -58,6 +59,10 @@ class Entry:
     several_models: bool = True
     #: Works with GradScaler.
     takes_scaled_gradients: bool = True
+    #: Two runs give the same bits: no thread decides when ranks communicate.
+    repeatable: bool = True
+    #: do_flatten=False is possible.
+    may_be_scattered: bool = True
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd
 
 
@@ -111,6 +116,27 @@ TABLE = [
         lambda _: DiLoCoAlgorithm(5, hierarchical=False, compression="minmax_u8", error_feedback=True),
         any_bucket_size=False,
     ),
+    Entry(
+        "async",
+        lambda _: AsyncModelAverageAlgorithm(sync_interval_ms=5),
+        keeps_equal=False,
+        any_bucket_size=False,
+        repeatable=False,
+        may_be_scattered=False,
+    ),
+    Entry(
+        "async after two steps",
+        lambda _: AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=2),
+        keeps_equal=False,
+        any_bucket_size=False,
+        repeatable=False,
+        may_be_scattered=False,
+    ),
+    Entry(
+        "async in its warm-up",
+        lambda _: AsyncModelAverageAlgorithm(warmup_steps=1000),
+        may_be_scattered=False,
+    ),
 ]
 
 
@@ -152,6 +178,8 @@ def one_model_is_trained_with_each_in_turn(rank: int) -> None:
 
 def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
     for entry in TABLE:
+        if not entry.repeatable:
+            continue
         torch.manual_seed(rank)
         model = net()
         optimizer = entry.optimizer(model)
@@ -215,7 +243,7 @@ def a_state_of_another_algorithm_is_refused(rank: int) -> None:
 
 def one_object_serves_two_models(rank: int) -> None:
     for entry in TABLE:
-        if not entry.several_models:
+        if not (entry.several_models and entry.repeatable):
             continue
         torch.manual_seed(rank)
         pair = [net(), torch.nn.Linear(5, 2)]
@@ -239,6 +267,12 @@ def one_object_serves_two_models(rank: int) -> None:
 
 def do_flatten_changes_no_value(rank: int) -> None:
     for entry in TABLE:
+        if not entry.may_be_scattered:
+            model = net()
+            optimizer = entry.optimizer(model)
+            with pytest.raises(ValueError, match="do_flatten"):
+                model.with_bagua([optimizer], entry.make(optimizer), do_flatten=False)
+            continue
         torch.manual_seed(rank)
         models = [net()]
         models.append(copy.deepcopy(models[0]))
@@ -271,6 +305,12 @@ DIFFERENT: list[tuple[Callable[[], Algorithm], Callable[[], Algorithm], tuple[st
     (LocalSGDAlgorithm, lambda: LocalSGDAlgorithm(9), ("communication_interval=8", "communication_interval=9")),
     (DiLoCoAlgorithm, lambda: DiLoCoAlgorithm(outer_lr=0.8), ("outer_lr=0.7", "outer_lr=0.8")),
     (DiLoCoAlgorithm, lambda: DiLoCoAlgorithm(nesterov=False), ("nesterov=True", "nesterov=False")),
+    (
+        AsyncModelAverageAlgorithm,
+        lambda: AsyncModelAverageAlgorithm(sync_interval_ms=100),
+        ("sync_interval_ms=500", "sync_interval_ms=100"),
+    ),
+    (AsyncModelAverageAlgorithm, lambda: AsyncModelAverageAlgorithm(warmup_steps=3), ("steps=0", "steps=3")),
 ]
 
 

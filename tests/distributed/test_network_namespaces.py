@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ class Hosts:
     def __init__(self, ip: str) -> None:
         self.ip = ip
         pid = os.getpid()
-        self.names = (f"bagua-{pid}-a", f"bagua-{pid}-b")
+        self.names: tuple[str, ...] = (f"bagua-{pid}-a", f"bagua-{pid}-b")
         # Interface names have at most 15 characters.
-        self.links = (f"bg{pid % 10**8}a", f"bg{pid % 10**8}b")
-        self.addresses = (f"10.77.{pid % 250}.1", f"10.77.{pid % 250}.2")
+        self.links: tuple[str, ...] = (f"bg{pid % 10**8}a", f"bg{pid % 10**8}b")
+        self.addresses: tuple[str, ...] = (f"10.77.{pid % 250}.1", f"10.77.{pid % 250}.2")
         self.ranks: list[subprocess.Popen[str]] = []
 
     def run(self, *arguments: str) -> None:
@@ -54,20 +54,20 @@ class Hosts:
             self.run("-n", name, "link", "set", "lo", "up")
             self.run("netns", "exec", name, "true")
 
-    def start(self, rank: int, world: int, host: int, script: Path = RANK) -> None:
+    def start(self, rank: int, world: int, host: int, script: Path = RANK, *arguments: str, per_host: int = 2) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_")}
         environment |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank % 2),
-            "LOCAL_WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank % per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(PORT),
             "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT_S),
             # The name of this machine means nothing in a namespace, and gloo would look it up.
             "GLOO_SOCKET_IFNAME": self.links[host],
         }
-        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(script)]
+        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(script), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
 
@@ -86,22 +86,27 @@ class Hosts:
             subprocess.run([self.ip, "netns", "del", name], capture_output=True, check=False)
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def built(make: Callable[[str], Hosts]) -> Iterator[Hosts]:
+    """Hosts for a fixture, which skips the test where there can be none."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     ip = shutil.which("ip", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     if ip is None:
         pytest.skip("network namespaces need the program `ip` (Debian and Ubuntu: iproute2)")
-    built = Hosts(ip)
+    made = make(ip)
     try:
         try:
-            built.build()
+            made.build()
         except OSError as error:
             pytest.skip(f"network namespaces are not permitted here: {error}")
-        yield built
+        yield made
     finally:
-        built.remove()
+        made.remove()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    yield from built(Hosts)
 
 
 def test_two_hosts_agree_through_hier_and_a_cut_link_is_noticed_within_the_heartbeat_timeout(hosts: Hosts) -> None:

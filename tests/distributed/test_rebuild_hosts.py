@@ -1,17 +1,58 @@
-"""Of two hosts that are cut off from each other, the one with the lowest rank goes on."""
+"""Hosts that are cut off: of two the one with the lowest rank goes on, of four the others do until one is left."""
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.distributed.rebuild_in_a_namespace import MORE_STEPS
-from tests.distributed.test_network_namespaces import DEADLINE_S, Hosts, hosts, next_line  # noqa: F401
+from tests.distributed.test_network_namespaces import DEADLINE_S, Hosts, built, hosts, next_line  # noqa: F401
 from tests.distributed.test_rebuild import plain
 
 RANK = Path(__file__).with_name("rebuild_in_a_namespace.py")
+ONE_BY_ONE = Path(__file__).with_name("rebuild_one_by_one_in_a_namespace.py")
+
+
+class Switched(Hosts):
+    """Four namespaces, each joined by a veth pair to a bridge in a fifth."""
+
+    COUNT = 4
+
+    def __init__(self, ip: str) -> None:
+        super().__init__(ip)
+        pid = os.getpid()
+        self.names = tuple(f"bagua-{pid}-{host}" for host in (*range(self.COUNT), "switch"))
+        self.links = tuple(f"bg{pid % 10**8}h{host}" for host in range(self.COUNT))
+        self.ports = tuple(f"bg{pid % 10**8}p{host}" for host in range(self.COUNT))
+        self.addresses = tuple(f"10.78.{pid % 250}.{host + 1}" for host in range(self.COUNT))
+
+    def build(self) -> None:
+        for name in self.names:
+            self.run("netns", "add", name)
+        switch = self.names[-1]
+        self.run("-n", switch, "link", "add", "bridge", "type", "bridge")
+        self.run("-n", switch, "link", "set", "bridge", "up")
+        for name, link, port, address in zip(self.names, self.links, self.ports, self.addresses, strict=False):
+            self.run("link", "add", link, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            self.run("-n", switch, "link", "set", port, "master", "bridge")
+            self.run("-n", switch, "link", "set", port, "up")
+            self.run("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            self.run("-n", name, "link", "set", link, "up")
+            self.run("-n", name, "link", "set", "lo", "up")
+
+    def pull(self, host: int) -> None:
+        """Cuts a host off, which keeps its address, as when a cable is pulled."""
+        self.run("-n", self.names[-1], "link", "set", self.ports[host], "down")
+
+
+@pytest.fixture
+def switched() -> Iterator[Hosts]:
+    yield from built(Switched)
 
 
 def test_after_a_cut_of_two_and_two_ranks_those_with_rank_0_go_on_and_the_others_are_refused(
@@ -41,3 +82,34 @@ def test_after_a_cut_of_two_and_two_ranks_those_with_rank_0_go_on_and_the_others
     for words in others:
         assert "quorum" in words["refused"], words
         assert "ranks 0, 1 may live on" in words["refused"]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_four_hosts_of_which_one_after_the_other_is_cut_off_go_on_until_one_is_left(
+    switched: Switched, optimizer: str
+) -> None:
+    for rank in range(4):
+        switched.start(rank, 4, rank, ONE_BY_ONE, optimizer, per_host=1)
+    deadline = threading.Timer(4 * DEADLINE_S, lambda: [process.kill() for process in switched.ranks])
+    deadline.start()
+    refused = []
+    try:
+        # First one in the middle, so that the ranks behind it get other numbers.
+        for left, cut in (([0, 1, 2, 3], 1), ([0, 2, 3], 2), ([0, 3], 3), ([0], None)):
+            words = [next_line(switched.ranks[rank]) for rank in left]
+            assert words == [{"trains": len(left), "names": left, "digest": words[0]["digest"]}] * len(left)
+            if cut is not None:
+                switched.pull(cut)
+                refused.append(next_line(switched.ranks[cut]))
+        last = next_line(switched.ranks[0])
+        codes = [process.wait() for process in switched.ranks]
+    finally:
+        deadline.cancel()
+    assert codes == [0, 0, 0, 0]
+    for words in refused:
+        assert "quorum" in words["refused"], words
+    sizes = last["sizes"]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) == {4, 3, 2, 1}
+    for ours, theirs in zip(last["params"], plain(optimizer, sizes), strict=True):
+        torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-3, atol=1e-4)

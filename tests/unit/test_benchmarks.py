@@ -149,6 +149,12 @@ def test_averaging_is_measured_beside_a_slow_rank_and_plotted(tmp_path: Path) ->
     assert len(list(tmp_path.glob("*.png"))) == (find_spec("matplotlib") is not None)
 
 
+def test_a_job_learns_although_a_rank_of_it_is_killed(tmp_path: Path) -> None:
+    shown, rows = quick("kills.py", tmp_path, *RANKS)
+    assert [(row["kills"], row["restarts"], row["equal"]) for row in rows] == [("1", "1", "True")], shown
+    assert float(rows[0]["lowest"]) > 0.95
+
+
 def test_the_cache_is_compared_with_redis_py_and_plotted(tmp_path: Path) -> None:
     for package in ("redis", "msgpack", "xxhash"):
         pytest.importorskip(package, reason=f"{package} is not installed: make setup")

@@ -13,7 +13,7 @@ use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Asked, Group, Lane};
 use crate::types::ReduceOp;
-use crate::wait::{Deadline, Waited, lock, wait_on_for};
+use crate::wait::{Deadline, Waited, lock};
 
 /// Pause between two attempts to come in.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -199,7 +199,7 @@ impl Averager {
             if left.is_zero() {
                 return Waited::Pending;
             }
-            control = wait_on_for(&self.shared.changed, control, left);
+            control = self.shared.wait(control, left);
         }
     }
 }
@@ -233,7 +233,7 @@ impl Synchronization {
             if left.is_zero() {
                 return Waited::Pending;
             }
-            control = wait_on_for(&self.shared.changed, control, left);
+            control = self.shared.wait(control, left);
         }
     }
 

@@ -129,7 +129,7 @@ impl Peers {
     }
 
     /// Goes on without ranks that have left or are lost; also returns the ranks in the job of those that are lost. Collective among
-    /// those that are left.
+    /// those that are left. After an error this rank has left the group: the others do not wait for it.
     ///
     /// # Errors
     /// As [`Group::shrink`].
@@ -139,7 +139,8 @@ impl Peers {
         // Lanes go before their group does.
         drop((all, sets));
         let barrier = |lanes: &mut Lanes| lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT });
-        let view = group.shrink(None, Quorum::Any, Lanes::of, barrier)?;
+        // Other clones of the group may outlive this value.
+        let view = group.shrink(None, Quorum::Any, Lanes::of, barrier).inspect_err(|_| group.leave())?;
         let lost = view.lost.iter().filter(|rank| !group.health().has_departed(**rank));
         let lost = lost.map(|rank| world_ranks[*rank]).collect();
         let world_ranks = view.ranks.iter().map(|former| world_ranks[*former]).collect();

@@ -1,27 +1,39 @@
 //! What the averaging thread shares with the other threads of its rank.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::PoisonError;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::{AveragerStats, State};
 use crate::error::Error;
 use crate::group::{Group, OwnerProcess};
-use crate::wait::{lock, wait_on_for};
+use crate::sync::{Condvar, Mutex, MutexGuard};
+
+/// What ends the waits of a thread in a group; a model has groups of its own.
+pub(super) trait Leave: Clone {
+    /// Leaves the group, for all its clones.
+    fn leave(&self);
+}
+
+impl Leave for Group {
+    fn leave(&self) {
+        Group::leave(self);
+    }
+}
 
 /// What the thread shares with the others.
-pub(super) struct Shared {
+pub(super) struct Shared<G = Group> {
     state: Mutex<Control>,
     /// Notified when `state` changes.
-    pub(super) changed: Condvar,
+    changed: Condvar,
     /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
     pub(super) steps: AtomicU64,
     /// The caller's count of forwards, which a newcomer takes over.
     pub(super) forwards: AtomicU64,
     pub(super) owner: OwnerProcess,
     /// The group of the thread; leaving it ends the thread's waits.
-    group: Mutex<Group>,
+    group: Mutex<G>,
 }
 
 /// What is wanted of the thread, and what it does.
@@ -47,9 +59,9 @@ pub(super) struct Control {
     pub(super) stats: AveragerStats,
 }
 
-impl Shared {
+impl<G: Leave> Shared<G> {
     /// For a rank that takes part with these ranks in the job.
-    pub(super) fn new(ranks: Vec<usize>, group: Group, is_new: bool) -> Shared {
+    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool) -> Shared<G> {
         let stats = AveragerStats {
             state: State::Running,
             view: 1,
@@ -85,12 +97,21 @@ impl Shared {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Control> {
-        lock(&self.state)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a change, for at most `limit`. May return early.
+    pub(super) fn wait<'a>(&self, control: MutexGuard<'a, Control>, limit: Duration) -> MutexGuard<'a, Control> {
+        self.changed.wait_timeout(control, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn group(&self) -> MutexGuard<'_, G> {
+        self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The thread goes on in another group. False when it has to end instead.
-    pub(super) fn replace_group(&self, group: Group) -> bool {
-        *lock(&self.group) = group;
+    pub(super) fn replace_group(&self, group: G) -> bool {
+        *self.group() = group;
         !self.lock().stopping
     }
 
@@ -98,7 +119,7 @@ impl Shared {
     pub(super) fn stop(&self) {
         self.lock().stopping = true;
         self.notify();
-        let group = lock(&self.group).clone();
+        let group = self.group().clone();
         group.leave();
     }
 
@@ -117,7 +138,10 @@ impl Shared {
             if left.is_zero() || (!control.synchronizing.is_empty() && control.takes_part) {
                 return true;
             }
-            control = wait_on_for(&self.changed, control, left);
+            control = self.wait(control, left);
         }
     }
 }
+
+#[cfg(all(test, model))]
+mod model;

@@ -73,11 +73,11 @@ pub fn port(address: &[u8]) -> u16 {
     rest.chars().take_while(char::is_ascii_digit).collect::<String>().parse().unwrap()
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn unhex(text: &str) -> Vec<u8> {
+pub fn unhex(text: &str) -> Vec<u8> {
     (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
 }
 
@@ -148,6 +148,13 @@ impl Process {
     pub fn signal(&self, signal: rustix::process::Signal) {
         let id = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
         rustix::process::kill_process(id, signal).unwrap();
+    }
+
+    /// Waits for its end and returns the signal that caused it.
+    pub fn killed_by(mut self) -> Option<i32> {
+        // Waiting would close it, and so end the process.
+        let _input = self.child.stdin.take();
+        std::os::unix::process::ExitStatusExt::signal(&self.child.wait().unwrap())
     }
 
     /// Closes its input and returns its exit code.

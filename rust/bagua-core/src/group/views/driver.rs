@@ -30,6 +30,10 @@ pub struct View<T> {
     pub ranks: Vec<usize>,
     /// Ranks of the former group that are not in this one, ascending.
     pub lost: Vec<usize>,
+    /// Messages that this rank sent to the others to agree.
+    pub messages: u64,
+    /// Bytes of these messages.
+    pub bytes: u64,
 }
 
 impl Group {
@@ -79,8 +83,17 @@ impl Group {
                 });
                 thread.map(|_| receiver).map_err(|e| Error::system("starting a thread", e))
             };
-            let mut driver =
-                Driver { group: self, plane, deadline, agreement, bootstrap: None, building: None, built: None, build };
+            let mut driver = Driver {
+                group: self,
+                plane,
+                deadline,
+                agreement,
+                bootstrap: None,
+                building: None,
+                built: None,
+                sent: (0, 0),
+                build,
+            };
             let outcome = driver.run(quorum);
             plane.views.lock().agreement = Some(driver.agreement);
             outcome
@@ -191,6 +204,8 @@ struct Driver<'a, T, B> {
     building: Option<Building<T>>,
     /// The group whose barrier was entered last.
     built: Option<(Group, T)>,
+    /// Messages to the others, and their bytes.
+    sent: (u64, u64),
     /// Starts the thread of a build.
     build: B,
 }
@@ -279,7 +294,13 @@ where
     /// Performs an action; returns how the agreement ended, if it has.
     fn perform(&mut self, action: Action, out: &mut Vec<Action>) -> Option<Outcome> {
         match action {
-            Action::Send(to, message) => self.plane.send(&to, &Message::View(message.encode())),
+            Action::Send(to, message) => {
+                let message = Message::View(message.encode());
+                let (messages, bytes) = &mut self.sent;
+                *messages += to.len() as u64;
+                *bytes += (to.len() * message.frame().len()) as u64;
+                self.plane.send(&to, &message);
+            }
             Action::Bind(members) => {
                 let bound = self.bind(&members).map(|bootstrap| {
                     let address = bootstrap.address().to_vec();
@@ -355,7 +376,8 @@ where
                 let (group, opened) =
                     self.built.take().ok_or_else(|| Error::other("a view is open, but its group is not there"))?;
                 let lost = (0..self.plane.config.world_size).filter(|rank| !ranks.contains(rank)).collect();
-                Ok(View { group, opened, ranks, lost })
+                let (messages, bytes) = self.sent;
+                Ok(View { group, opened, ranks, lost, messages, bytes })
             }
             Outcome::Excluded(by) => {
                 let (own, health) = (self.plane.config.rank, self.group.health());
