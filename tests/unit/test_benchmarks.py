@@ -114,6 +114,13 @@ def test_element_types_are_timed_on_ordinary_tensors_and_in_an_arena(tmp_path: P
     assert all(0 < float(row["min"]) <= float(row["p50"]) for row in rows)
 
 
+def test_messages_are_timed_against_gloo(tmp_path: Path) -> None:
+    _, rows = quick("messages.py", tmp_path, *RANKS)
+    assert {row["what"] for row in rows} == {"latency", "crossing"}
+    assert len(rows) == 10
+    assert all(float(row["ratio"]) > 0 for row in rows)
+
+
 def test_the_flight_recorder_is_timed_against_none(tmp_path: Path) -> None:
     _, rows = quick("recorder.py", tmp_path, *RANKS)
     assert [row["bytes"] for row in rows] == ["1024"]
