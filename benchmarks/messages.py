@@ -110,8 +110,8 @@ def main() -> None:
     rows = run_ranks(__file__, RANKS, {"pairs": 2 if args.quick else 30}, limit=args.limit)
     for row in rows:
         print(
-            f"{row['what']:9} {show_size(row['bytes']):>8}: ours {row['ours_us']:9.1f} us, gloo {row['gloo_us']:9.1f} us,"
-            f" gloo / ours {row['ratio']:.2f} (quartiles {row['ratio_p25']:.2f} to {row['ratio_p75']:.2f})"
+            f"{row['what']:9} {show_size(row['bytes']):>8}: ours {row['ours_us']:9.1f} us, gloo {row['gloo_us']:9.1f} us"
+            f", gloo / ours {row['ratio']:.2f} (quartiles {row['ratio_p25']:.2f} to {row['ratio_p75']:.2f})"
         )
     save_if_asked(args, "messages", rows)
 
