@@ -1,0 +1,232 @@
+"""What a rank does while a fault happens. Adding an action is adding a class or a verb to a table here.
+
+An action checks its own results against what they must be. Sums of small whole numbers are exact in float32, so there is
+nothing to allow for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+import bagua
+import bagua.torch_api
+from bagua import group as neutral
+from tests.distributed import test_rebuild as training
+
+#: Elements per rank: what fits a slot of shared memory and one packet, and what goes in chunks through both.
+SIZES = (48, 12_000)
+
+
+class Wrong(Exception):
+    """An operation returned without an error, and its result is wrong."""
+
+
+def check(right: object, what: str) -> None:
+    """Raises `Wrong` unless `right`."""
+    if not right:
+        raise Wrong(what)
+
+
+class Action:
+    """One rank's part of an action; the same calls are made on all ranks."""
+
+    #: How often it is done while a fault lasts that does no harm.
+    repeats: ClassVar[int] = 3
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
+
+    def begin(self) -> None:
+        """What comes before the moment from which a fault may happen."""
+
+    def once(self, step: int) -> None:
+        """Does it, and checks the result."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Leaves, after an error too."""
+        bagua.shutdown()
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def given(rank: int, step: int, count: int) -> np.ndarray[Any, Any]:
+    """What a rank contributes to a step."""
+    return (np.arange(count) % 11 + 3 * rank + step % 5).astype(np.float32)
+
+
+def _equal(got: Any, expected: Any, what: str) -> None:
+    check(np.array_equal(got, expected), what)
+
+
+def _all_reduce(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    _equal(group.all_reduce(mine.copy()), sum(every), "all_reduce")
+
+
+def _reduce(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    root = int(every[0][0]) % group.size
+    got = group.reduce(mine.copy(), root)
+    if group.rank == root:
+        _equal(got, sum(every), "reduce")
+
+
+def _broadcast(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    root = int(every[0][0]) % group.size
+    _equal(group.broadcast(mine.copy(), root), every[root], "broadcast")
+
+
+def _reduce_scatter(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    part = len(mine) // group.size
+    out = np.empty(part, np.float32)
+    group.reduce_scatter(mine, out=out)
+    _equal(out, sum(every)[group.rank * part : (group.rank + 1) * part], "reduce_scatter")
+
+
+def _all_gather(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    out = np.empty((group.size, len(mine)), np.float32)
+    group.all_gather(mine, out=out)
+    _equal(out, np.stack(every), "all_gather")
+
+
+def _gather(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    root = int(every[0][0]) % group.size
+    out = np.empty((group.size, len(mine)), np.float32) if group.rank == root else None
+    group.gather(mine, root, out=out)
+    if out is not None:
+        _equal(out, np.stack(every), "gather")
+
+
+def _scatter(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    root = int(every[0][0]) % group.size
+    out = np.empty(len(mine), np.float32)
+    group.scatter(np.stack(every) + root if group.rank == root else None, root, out=out)
+    _equal(out, every[group.rank] + root, "scatter")
+
+
+def _all_to_all(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    part = len(mine) // group.size
+    out = np.empty_like(mine)
+    group.all_to_all(mine, out=out)
+    here = slice(group.rank * part, (group.rank + 1) * part)
+    _equal(out, np.concatenate([theirs[here] for theirs in every]), "all_to_all")
+
+
+def _all_to_all_v(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    size, rank = group.size, group.rank
+    unit = len(mine) // (size * size)
+    # Rank r gets r + 1 units of everybody.
+    sends, starts = [unit * (to + 1) for to in range(size)], [unit * (to * (to + 1) // 2) for to in range(size)]
+    out = np.empty(size * sends[rank], np.float32)
+    group.all_to_all_v(mine[: sum(sends)].copy(), sends, [sends[rank]] * size, out=out)
+    parts = [theirs[starts[rank] : starts[rank] + sends[rank]] for theirs in every]
+    _equal(out, np.concatenate(parts), "all_to_all_v")
+
+
+def _send_and_recv(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    # Around a ring, one after the other, so that every rank waits for a rank that waits.
+    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    out = np.empty_like(mine)
+    if group.rank == 0:
+        group.send(mine, after)
+        group.recv(out, before)
+    else:
+        group.recv(out, before)
+        group.send(mine, after)
+    _equal(out, every[before], "recv")
+
+
+def _exchange(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    out = {rank: np.empty_like(mine) for rank in others}
+    group.exchange([(rank, mine) for rank in others], list(out.items()))
+    for rank in others:
+        _equal(out[rank], every[rank], "exchange")
+
+
+def _barrier(group: bagua.Group, every: list[Any], mine: Any) -> None:
+    group.barrier()
+
+
+VERBS: dict[str, Callable[[bagua.Group, list[Any], Any], None]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_v": _all_to_all_v,
+    "send and recv": _send_and_recv,
+    "exchange": _exchange,
+    "barrier": _barrier,
+}
+
+
+class Verb(Action):
+    """A verb of the group, on arrays of both sizes."""
+
+    verb: str
+
+    def begin(self) -> None:
+        self.group = bagua.init()
+        self.once(0)
+
+    def once(self, step: int) -> None:
+        for count in SIZES:
+            every = [given(rank, step, count) for rank in range(self.size)]
+            VERBS[self.verb](self.group, every, every[self.rank])
+
+
+# --- what is more than one operation ----------------------------------------------------------------------------------
+
+
+class NewGroup(Action):
+    """A sub-group of all ranks is made, used and left."""
+
+    def begin(self) -> None:
+        self.group = bagua.init()
+
+    def once(self, step: int) -> None:
+        group = self.group.new_group(range(self.size))
+        assert group is not None
+        _all_reduce(group, [given(rank, step, 48) for rank in range(self.size)], given(self.rank, step, 48))
+        group.leave()
+
+
+class Training(Action):
+    """Steps of a model that `with_bagua` wraps with gradient_allreduce."""
+
+    def begin(self) -> None:
+        self.model, self.optimizer = training.begin()
+        self.once(0)
+
+    def once(self, step: int) -> None:
+        training.make_step(self.model, self.optimizer, step)
+
+    def end(self) -> None:
+        bagua.torch_api.destroy_process_group()
+
+
+class Init(Action):
+    """Groups are joined and left, each by a file of its own."""
+
+    def once(self, step: int) -> None:
+        group = bagua.init(init_method=f"file://{self.folder}/group{step}")
+        _all_reduce(group, [given(rank, step, 48) for rank in range(self.size)], given(self.rank, step, 48))
+        bagua.shutdown()
+
+
+ACTIONS: dict[str, type[Action]] = {
+    **{name: type(name, (Verb,), {"verb": name}) for name in VERBS},
+    "training": Training,
+    "new_group": NewGroup,
+    "init": Init,
+}

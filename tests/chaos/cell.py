@@ -1,0 +1,181 @@
+"""One cell of the matrix: an action, a fault, so many ranks, over one transport."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.network import Network
+from tests.world import RankFailed, Run, World
+
+#: Seconds; shorter than the default, because every frozen rank costs as much.
+HEARTBEAT_TIMEOUT = 1.5
+#: Seconds until an operation, or joining, gives up. No error may come as late as this.
+TIMEOUT = 10.0
+#: Seconds after which a cell hangs.
+LIMIT = 30.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which cell."""
+
+    action: str
+    fault: str
+    ranks: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.action}, {self.fault}, {self.ranks} ranks, {self.transport}"
+
+    @property
+    def victim(self) -> int:
+        """The rank that the fault hits: another one in each cell, always the same one in this."""
+        return zlib.crc32(str(self).encode()) % self.ranks
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host."""
+        if self.transport == "shm":
+            return [list(range(self.ranks))]
+        if self.transport == "tcp":
+            return [[rank] for rank in range(self.ranks)]
+        return [list(range(host, host + 2)) for host in range(0, self.ranks, 2)]
+
+    def host_of(self, rank: int) -> int:
+        """The number of its host."""
+        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+
+
+@dataclass
+class Row:
+    """What became of a cell."""
+
+    cell: Cell
+    #: Seconds from the fault to the error, of each rank that raised.
+    latency: dict[int, float] = field(default_factory=dict)
+    #: The ranks that each rank's error named.
+    named: dict[int, list[int]] = field(default_factory=dict)
+    #: The classes of the errors.
+    kinds: set[str] = field(default_factory=set)
+    #: What was left behind.
+    left: list[str] = field(default_factory=list)
+    #: What is wrong; empty when nothing is.
+    wrong: list[str] = field(default_factory=list)
+
+
+class Stage:
+    """A cell while it runs: its processes, its network, and what its ranks say."""
+
+    def __init__(self, cell: Cell, run: Run, network: Network | None, folder: Path) -> None:
+        self.cell, self.run, self.network, self.folder = cell, run, network, folder
+        self._until = time.monotonic() + LIMIT
+
+    def said(self, rank: int, what: str) -> dict[str, Any] | None:
+        """The line in which a rank said that, if it has."""
+        path = self.folder / f"said{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return next((words for words in map(_parsed, lines) if words.get("what") == what), None)
+
+    def await_all(self, what: str, ranks: list[int]) -> list[int]:
+        """Waits until these ranks have said that. Those that have not when the cell's time is over or they ended."""
+        while True:
+            silent = [rank for rank in ranks if self.said(rank, what) is None]
+            running = [rank for rank in silent if self.run.ranks[rank].poll() is None]
+            if not running or time.monotonic() > self._until:
+                # What one said just before it ended.
+                return [rank for rank in silent if self.said(rank, what) is None]
+            time.sleep(0.005)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        words: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:
+        # Not all of it has been written.
+        return {}
+    return words
+
+
+def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
+    """Runs a cell. `network` has as many hosts as the cell needs; None for one without."""
+    fault = FAULTS[cell.fault]()
+    row = Row(cell)
+    env = {
+        "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
+        "BAGUA_TIMEOUT": str(TIMEOUT),
+        # The name of this machine means nothing in a namespace, and gloo would look it up.
+        "GLOO_SOCKET_IFNAME": "lo" if network is None else "line",
+    }
+    namespaces = None
+    if network is not None:
+        network.set({})
+        namespaces = [network.namespaces[cell.host_of(rank)] for rank in range(cell.ranks)]
+        env["MASTER_ADDR"] = network.addresses[0]
+    world = World(
+        cell.ranks,
+        env=env,
+        hosts=cell.hosts,
+        namespaces=namespaces,
+        expect_exit={cell.victim: -9} if fault.kills else {},
+        timeout=5.0,
+    )
+    with tempfile.TemporaryDirectory(prefix="bagua-chaos-") as folder:
+        arguments = (cell.ranks, cell.action, folder, fault.harmless)
+        with world.running(work, *arguments) as started:
+            stage = Stage(cell, started, network, Path(folder))
+            _play(stage, fault, row)
+            try:
+                started.results()
+            except RankFailed as failure:
+                row.wrong.append(str(failure))
+    return row
+
+
+def _play(stage: Stage, fault: Fault, row: Row) -> None:
+    cell = stage.cell
+    everybody = list(range(cell.ranks))
+    others = [rank for rank in everybody if rank != cell.victim]
+    try:
+        if silent := stage.await_all("ready", everybody):
+            row.wrong.append(f"ranks {silent} never came to the action")
+            return
+        at = fault.strike(stage)
+        Path(stage.folder, "go").touch()
+        noticing = others if fault.kills or fault.heartbeats else everybody
+        if hung := stage.await_all("ended", noticing):
+            row.wrong.append(f"ranks {hung} hung, or ended without a word")
+    finally:
+        fault.end(stage)
+    living = others if fault.kills else everybody
+    if hung := stage.await_all("left", living):
+        row.wrong.append(f"ranks {hung} never left")
+    for rank in living:
+        _judge(stage, fault, row, rank, at)
+
+
+def _judge(stage: Stage, fault: Fault, row: Row, rank: int, at: float) -> None:
+    if (left := stage.said(rank, "left")) and left["left"]:
+        row.left += [f"rank {rank}: {what}" for what in left["left"]]
+    ended = stage.said(rank, "ended")
+    if ended is None:
+        return
+    if not ended["kind"]:
+        if not fault.harmless:
+            row.wrong.append(f"rank {rank} noticed nothing")
+        return
+    row.kinds.add(ended["kind"])
+    row.latency[rank] = ended["at"] - at
+    row.named[rank] = ended["named"]
+    allowed = fault.may_be_named(stage.cell, rank)
+    if fault.harmless:
+        row.wrong.append(f"rank {rank} raised: {ended['text']}")
+    elif ended["kind"] != "PeerLostError" or not set(ended["named"]) <= allowed:
+        row.wrong.append(f"rank {rank} may name {sorted(allowed)}: {ended['kind']}: {ended['text']}")

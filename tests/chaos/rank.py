@@ -1,0 +1,94 @@
+"""One rank of a cell: does the action until an error, or so often as it is told; says when what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bagua
+from tests.chaos.actions import ACTIONS, Wrong
+
+#: Seconds for threads and descriptors to go after the group was left.
+GOES_WITHIN = 5.0
+
+
+class Notes:
+    """Lines of JSON for the process that made the fault."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"said{rank}"
+
+    def say(self, what: str, **words: Any) -> None:
+        """Adds a line, with the moment on the clock that all processes of the machine share."""
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"what": what, "at": time.monotonic(), **words}) + "\n")
+
+
+def held() -> Counter[str]:
+    """Threads by name, and open descriptors by what they lead to."""
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found["thread " + (task / "comm").read_text().strip()] += 1
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found["descriptor " + os.readlink(f"/proc/self/fd/{descriptor}").partition(":[")[0]] += 1
+    return found
+
+
+def left_behind(before: Counter[str]) -> list[str]:
+    """What there is beyond what there was, once no more goes."""
+    until = time.monotonic() + GOES_WITHIN
+    while True:
+        more = held() - before
+        if not more or time.monotonic() > until:
+            return sorted(f"{count} {name}" for name, count in more.items())
+        time.sleep(0.005)
+
+
+def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None:
+    """A rank's main function."""
+    torch.set_num_threads(1)
+    notes = Notes(Path(folder), rank)
+    # What was imported stays. Looking through it would copy every page that ranks share with the process they come from.
+    gc.freeze()
+    # What a process keeps from its first group on is no leak.
+    bagua.init(0, 1)
+    bagua.shutdown()
+    before = held()
+    doing = ACTIONS[action](rank, size, Path(folder))
+    try:
+        doing.begin()
+        notes.say("ready")
+        if harmless:
+            while not Path(folder, "go").exists():
+                time.sleep(0.002)
+        for step in range(1, doing.repeats + 1) if harmless else itertools.count(1):
+            doing.once(step)
+        notes.say("ended", kind="", text="", named=[])
+    except (bagua.BaguaError, Wrong) as error:
+        notes.say("ended", kind=type(error).__name__, text=str(error), named=named(error))
+    finally:
+        doing.end()
+    del doing
+    gc.collect()
+    notes.say("left", left=left_behind(before))
+    # Without the interpreter's end, which takes seconds after torch was imported.
+    os._exit(0)
+
+
+def named(error: Exception) -> list[int]:
+    """The ranks that an error blames."""
+    if isinstance(error, bagua.BaguaTimeoutError):
+        return list(error.missing)
+    rank = getattr(error, "rank", -1)
+    return [rank] if rank >= 0 else []
