@@ -6,7 +6,6 @@ nothing to allow for.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import torch
 
 import bagua
 import bagua.torch_api
-from bagua import group as neutral
+from bagua import lifecycle
 from tests.distributed import test_rebuild as training
 
 #: Elements per rank: what fits a slot of shared memory and one packet, and what goes in chunks through both.
@@ -25,6 +24,14 @@ SIZES = (48, 12_000)
 
 class Wrong(Exception):
     """An operation returned without an error, and its result is wrong."""
+
+
+class GoesOn(Exception):
+    """The ranks that are left go on without these."""
+
+    def __init__(self, lost: tuple[int, ...]) -> None:
+        super().__init__(f"goes on without {lost}")
+        self.lost = lost
 
 
 def check(right: object, what: str) -> None:
@@ -37,7 +44,11 @@ class Action:
     """One rank's part of an action; the same calls are made on all ranks."""
 
     #: How often it is done while a fault lasts that does no harm.
-    repeats: ClassVar[int] = 3
+    repeats: ClassVar[int] = 2
+    #: Seconds until an operation, or joining, gives up.
+    timeout: ClassVar[float] = 10.0
+    #: The errors of a rank that a fault leaves without a peer.
+    errors: ClassVar[tuple[str, ...]] = ("PeerLostError",)
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
         self.rank, self.size, self.folder = rank, size, folder
@@ -48,6 +59,10 @@ class Action:
     def once(self, step: int) -> None:
         """Does it, and checks the result."""
         raise NotImplementedError
+
+    def result(self) -> str:
+        """What all ranks must have alike in the end."""
+        return ""
 
     def end(self) -> None:
         """Leaves, after an error too."""
@@ -206,17 +221,50 @@ class Training(Action):
 
     def begin(self) -> None:
         self.model, self.optimizer = training.begin()
+        self.steps = 0
         self.once(0)
 
     def once(self, step: int) -> None:
-        training.make_step(self.model, self.optimizer, step)
+        training.make_step(self.model, self.optimizer, self.steps)
+        self.steps += 1
+
+    def result(self) -> str:
+        expected = training.plain("momentum", [self.size] * self.steps)
+        for ours, theirs in zip(self.model.parameters(), expected, strict=True):
+            check(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), "parameters of a training")
+        return training.digest(self.model, self.optimizer)
 
     def end(self) -> None:
         bagua.torch_api.destroy_process_group()
 
 
+class Rebuild(Training):
+    """A rank reports an exception, and all ranks, or those that are left, rebuild the group and go on training."""
+
+    #: After the loss of a part that may live on as well.
+    errors = ("PeerLostError", "GoesOn", "quorum")
+
+    def once(self, step: int) -> None:
+        if step > 0 and self.rank == step % self.size:
+            lifecycle.report(ValueError, ValueError("bad number"))
+        try:
+            super().once(step)
+            # Which ranks make the step that one of them reports an exception in is not said.
+            super().once(step)
+            check(step == 0, "no rank heard of the exception")
+        except (bagua.PeerRaisedError, bagua.PeerLostError):
+            rebuilt = bagua.torch_api.rebuild()
+            self.steps = rebuilt.steps["Model_0"]
+            if rebuilt.lost:
+                raise GoesOn(rebuilt.lost) from None
+
+
 class Init(Action):
     """Groups are joined and left, each by a file of its own."""
+
+    repeats = 1
+    timeout = 4.0
+    errors = ("PeerLostError", "BaguaTimeoutError")
 
     def once(self, step: int) -> None:
         group = bagua.init(init_method=f"file://{self.folder}/group{step}")
@@ -224,9 +272,32 @@ class Init(Action):
         bagua.shutdown()
 
 
+class InitProcessGroup(Action):
+    """The same with torch.distributed, over the store that rank 0 serves."""
+
+    repeats = 1
+    timeout = 4.0
+    errors = ("PeerLostError", "BaguaTimeoutError")
+
+    def begin(self) -> None:
+        self.once(0)
+
+    def once(self, step: int) -> None:
+        bagua.torch_api.init_process_group()
+        x = torch.full((48,), float(self.rank + step))
+        bagua.torch_api.allreduce_inplace(x, bagua.torch_api.ReduceOp.SUM)
+        check((x == sum(range(self.size)) + self.size * step).all(), "all_reduce")
+        bagua.torch_api.destroy_process_group()
+
+    def end(self) -> None:
+        bagua.torch_api.destroy_process_group()
+
+
 ACTIONS: dict[str, type[Action]] = {
     **{name: type(name, (Verb,), {"verb": name}) for name in VERBS},
     "training": Training,
     "new_group": NewGroup,
     "init": Init,
+    "init_process_group": InitProcessGroup,
+    "rebuild": Rebuild,
 }

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.actions import ACTIONS
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.network import Network
 from tests.world import RankFailed, Run, World
 
 #: Seconds; shorter than the default, because every frozen rank costs as much.
 HEARTBEAT_TIMEOUT = 1.5
-#: Seconds until an operation, or joining, gives up. No error may come as late as this.
-TIMEOUT = 10.0
 #: Seconds after which a cell hangs.
 LIMIT = 30.0
 
@@ -65,6 +64,8 @@ class Row:
     named: dict[int, list[int]] = field(default_factory=dict)
     #: The classes of the errors.
     kinds: set[str] = field(default_factory=set)
+    #: Seconds from the fault until the last rank was done.
+    took: float = 0.0
     #: What was left behind.
     left: list[str] = field(default_factory=list)
     #: What is wrong; empty when nothing is.
@@ -110,7 +111,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
     row = Row(cell)
     env = {
         "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
-        "BAGUA_TIMEOUT": str(TIMEOUT),
+        "BAGUA_TIMEOUT": str(ACTIONS[cell.action].timeout),
         # The name of this machine means nothing in a namespace, and gloo would look it up.
         "GLOO_SOCKET_IFNAME": "lo" if network is None else "line",
     }
@@ -149,7 +150,7 @@ def _play(stage: Stage, fault: Fault, row: Row) -> None:
             return
         at = fault.strike(stage)
         Path(stage.folder, "go").touch()
-        noticing = others if fault.kills or fault.heartbeats else everybody
+        noticing = others if fault.kills or fault.freezes else everybody
         if hung := stage.await_all("ended", noticing):
             row.wrong.append(f"ranks {hung} hung, or ended without a word")
     finally:
@@ -157,25 +158,34 @@ def _play(stage: Stage, fault: Fault, row: Row) -> None:
     living = others if fault.kills else everybody
     if hung := stage.await_all("left", living):
         row.wrong.append(f"ranks {hung} never left")
+    row.took = max((words["at"] for rank in living if (words := stage.said(rank, "ended"))), default=at) - at
     for rank in living:
         _judge(stage, fault, row, rank, at)
+    results = {words["text"] for rank in living if (words := stage.said(rank, "ended")) and not words["kind"]}
+    if len(results) > 1:
+        row.wrong.append(f"ranks have different results: {results}")
 
 
 def _judge(stage: Stage, fault: Fault, row: Row, rank: int, at: float) -> None:
+    cell = stage.cell
     if (left := stage.said(rank, "left")) and left["left"]:
         row.left += [f"rank {rank}: {what}" for what in left["left"]]
     ended = stage.said(rank, "ended")
     if ended is None:
         return
-    if not ended["kind"]:
+    kind, names = ended["kind"], set(ended["named"])
+    if not kind:
         if not fault.harmless:
             row.wrong.append(f"rank {rank} noticed nothing")
         return
-    row.kinds.add(ended["kind"])
-    row.latency[rank] = ended["at"] - at
+    row.kinds.add(kind)
     row.named[rank] = ended["named"]
-    allowed = fault.may_be_named(stage.cell, rank)
+    allowed = fault.may_be_named(cell, rank)
+    if not (fault.freezes and rank == cell.victim):
+        row.latency[rank] = ended["at"] - at
     if fault.harmless:
-        row.wrong.append(f"rank {rank} raised: {ended['text']}")
-    elif ended["kind"] != "PeerLostError" or not set(ended["named"]) <= allowed:
-        row.wrong.append(f"rank {rank} may name {sorted(allowed)}: {ended['kind']}: {ended['text']}")
+        row.wrong.append(f"rank {rank} raised: {kind}: {ended['text']}")
+    elif kind not in ACTIONS[cell.action].errors + fault.errors:
+        row.wrong.append(f"rank {rank} raised another error: {kind}: {ended['text']}")
+    elif not names <= allowed or (not names and kind not in ("quorum", *fault.errors)):
+        row.wrong.append(f"rank {rank} may name {sorted(allowed)}: {kind}: {ended['text']}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import re
 import signal
 import socket
+import stat
+import struct
 import time
 from typing import TYPE_CHECKING, ClassVar
+
+from tests.chaos.network import Rule
 
 if TYPE_CHECKING:
     from tests.chaos.cell import Cell, Stage
@@ -28,8 +30,10 @@ class Fault:
     on_the_network: ClassVar[bool] = False
     #: The rank that it hits does not live on.
     kills: ClassVar[bool] = False
-    #: Seconds of the heartbeat timeout that pass before it can be noticed.
-    heartbeats: ClassVar[int] = 0
+    #: The rank that it hits notices nothing before it ends.
+    freezes: ClassVar[bool] = False
+    #: Errors that it may cause, beside those of the action.
+    errors: ClassVar[tuple[str, ...]] = ()
 
     def strike(self, stage: Stage) -> float:
         """Makes it happen. The moment, in seconds of the monotonic clock."""
@@ -44,6 +48,8 @@ class Fault:
 
 
 class Kill(Fault):
+    """The process ends without a word."""
+
     name = "SIGKILL"
     kills = True
 
@@ -54,8 +60,10 @@ class Kill(Fault):
 
 
 class Freeze(Fault):
+    """The process stops, and goes on when the others have noticed."""
+
     name = "SIGSTOP, SIGCONT"
-    heartbeats = 1
+    freezes = True
 
     def strike(self, stage: Stage) -> float:
         at = time.monotonic()
@@ -66,4 +74,185 @@ class Freeze(Fault):
         os.kill(stage.run.ranks[stage.cell.victim].pid, signal.SIGCONT)
 
 
-FAULTS: dict[str, type[Fault]] = {fault.name: fault for fault in (Kill, Freeze)}
+class OnTheNetwork(Fault):
+    """A fault of lines."""
+
+    on_the_network = True
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        """What happens on which line."""
+        raise NotImplementedError
+
+    def strike(self, stage: Stage) -> float:
+        assert stage.network is not None
+        return stage.network.set(self.rules(stage.cell))
+
+    def end(self, stage: Stage) -> None:
+        assert stage.network is not None
+        stage.network.set({})
+
+
+def _next_host(cell: Cell) -> int:
+    return (cell.host_of(cell.victim) + 1) % len(cell.hosts)
+
+
+def _of_victim(cell: Cell, rule: Rule) -> dict[tuple[int, int], Rule]:
+    """The rule on all lines from and to the host of the rank that is hit."""
+    here = cell.host_of(cell.victim)
+    others = [host for host in range(len(cell.hosts)) if host != here]
+    return {line: rule for other in others for line in ((here, other), (other, here))}
+
+
+class LinkDown(OnTheNetwork):
+    """The host of a rank is cut off."""
+
+    name = "link down"
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        return _of_victim(cell, {"drop": True})
+
+    def may_be_named(self, cell: Cell, by: int) -> set[int]:
+        here = cell.host_of(cell.victim)
+        if cell.host_of(by) != here:
+            return set(cell.hosts[here])
+        return {rank for host, ranks in enumerate(cell.hosts) if host != here for rank in ranks}
+
+
+class OneLine(OnTheNetwork):
+    """A fault of one line in one direction, both ends of which may be named."""
+
+    def may_be_named(self, cell: Cell, by: int) -> set[int]:
+        return {*cell.hosts[cell.host_of(cell.victim)], *cell.hosts[_next_host(cell)]}
+
+
+class OneWayLoss(OneLine):
+    """What a host sends to one other host is lost; what comes from there arrives."""
+
+    name = "one-way loss"
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        return {(cell.host_of(cell.victim), _next_host(cell)): {"drop": True}}
+
+
+class CorruptByte(OneLine):
+    """One byte of a packet is changed. The checksum of TCP tells, and it is sent again."""
+
+    name = "a corrupt byte"
+    harmless = True
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        return {(cell.host_of(cell.victim), _next_host(cell)): {"corrupt": "byte"}}
+
+
+class CorruptHeader(OneLine):
+    """One byte of a message's header is changed, and the checksum of TCP with it, as by a faulty adapter."""
+
+    name = "a corrupt byte, checksum changed too"
+    errors = ("MismatchError", "BaguaError")
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        return {(cell.host_of(cell.victim), _next_host(cell)): {"corrupt": "header"}}
+
+
+class Delay(OnTheNetwork):
+    """All packets between hosts come later."""
+
+    name = "200 ms delay"
+    harmless = True
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        hosts = range(len(cell.hosts))
+        return {(source, target): {"delay": 0.2} for source in hosts for target in hosts if source != target}
+
+
+class SlowLine(OnTheNetwork):
+    """The host of a rank has 4 Mbit/s in each direction."""
+
+    name = "slow line"
+    harmless = True
+
+    def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
+        return _of_victim(cell, {"rate": 4e6 / 8})
+
+
+class CloseStream(Fault):
+    """A connection of a rank is closed under it, as by a middlebox that forgot it.
+
+    Between hosts that is the stream that was opened last. In shared memory there are no streams, only the Unix sockets
+    of the control connections: it is one of those.
+    """
+
+    name = "a stream closed"
+
+    def __init__(self) -> None:
+        self._ends: set[int] = set()
+
+    def strike(self, stage: Stage) -> float:
+        cell, pid = stage.cell, stage.run.ranks[stage.cell.victim].pid
+        # Sockets come and go while groups are made.
+        for _ in range(1000):
+            for number in sorted(map(int, os.listdir(f"/proc/{pid}/fd")), reverse=True):
+                stream = _duplicate(pid, number)
+                if stream is None:
+                    continue
+                with stream:
+                    other = _other_end(stage, stream)
+                    if other is not None:
+                        self._ends = {cell.victim, *other}
+                        at = time.monotonic()
+                        stream.shutdown(socket.SHUT_RDWR)
+                        return at
+            time.sleep(0.001)
+        raise RuntimeError(f"rank {cell.victim} has no stream to another rank")
+
+    def may_be_named(self, cell: Cell, by: int) -> set[int]:
+        return self._ends
+
+
+def _duplicate(pid: int, number: int) -> socket.socket | None:
+    """A descriptor of another process, if it is a socket."""
+    process = os.pidfd_open(pid)
+    try:
+        found = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, number, 0)
+    finally:
+        os.close(process)
+    if found < 0:
+        return None
+    if not stat.S_ISSOCK(os.fstat(found).st_mode):
+        os.close(found)
+        return None
+    return socket.socket(fileno=found)
+
+
+def _other_end(stage: Stage, stream: socket.socket) -> list[int] | None:
+    """The ranks that may be at the other end; None for a socket that is no connection between ranks on this transport."""
+    try:
+        peer = stream.getpeername()
+    except OSError:
+        return None
+    if stage.network is None and stream.family == socket.AF_UNIX:
+        pid, _, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        ranks = [rank for rank, process in enumerate(stage.run.ranks) if process.pid == pid]
+        return ranks if ranks and ranks != [stage.cell.victim] else None
+    if stage.network is not None and stream.family in (socket.AF_INET, socket.AF_INET6):
+        address = peer[0].removeprefix("::ffff:")
+        here = stage.cell.host_of(stage.cell.victim)
+        if address in stage.network.addresses and stage.network.addresses.index(address) != here:
+            return stage.cell.hosts[stage.network.addresses.index(address)]
+    return None
+
+
+FAULTS: dict[str, type[Fault]] = {
+    fault.name: fault
+    for fault in (
+        Kill,
+        Freeze,
+        LinkDown,
+        OneWayLoss,
+        CloseStream,
+        CorruptByte,
+        CorruptHeader,
+        Delay,
+        SlowLine,
+    )
+}

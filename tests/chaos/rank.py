@@ -8,14 +8,13 @@ import itertools
 import json
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import bagua
-from tests.chaos.actions import ACTIONS, Wrong
+from tests.chaos.actions import ACTIONS, GoesOn, Wrong
 
 #: Seconds for threads and descriptors to go after the group was left.
 GOES_WITHIN = 5.0
@@ -33,26 +32,32 @@ class Notes:
             file.write(json.dumps({"what": what, "at": time.monotonic(), **words}) + "\n")
 
 
-def held() -> Counter[str]:
-    """Threads by name, and open descriptors by what they lead to."""
-    found: Counter[str] = Counter()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            found["thread " + (task / "comm").read_text().strip()] += 1
+def held() -> set[str]:
+    """Threads, and what descriptors lead to."""
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        found.add(f"thread {task}")
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found["descriptor " + os.readlink(f"/proc/self/fd/{descriptor}").partition(":[")[0]] += 1
+            found.add("descriptor " + os.readlink(f"/proc/self/fd/{descriptor}"))
     return found
 
 
-def left_behind(before: Counter[str]) -> list[str]:
+def left_behind(before: set[str]) -> list[str]:
     """What there is beyond what there was, once no more goes."""
     until = time.monotonic() + GOES_WITHIN
     while True:
         more = held() - before
         if not more or time.monotonic() > until:
-            return sorted(f"{count} {name}" for name, count in more.items())
+            return sorted(map(_described, more))
         time.sleep(0.005)
+
+
+def _described(thing: str) -> str:
+    if thing.startswith("thread "):
+        with contextlib.suppress(OSError):
+            return "thread " + Path("/proc/self/task", thing.split()[1], "comm").read_text().strip()
+    return thing
 
 
 def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None:
@@ -74,9 +79,10 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
                 time.sleep(0.002)
         for step in range(1, doing.repeats + 1) if harmless else itertools.count(1):
             doing.once(step)
-        notes.say("ended", kind="", text="", named=[])
-    except (bagua.BaguaError, Wrong) as error:
-        notes.say("ended", kind=type(error).__name__, text=str(error), named=named(error))
+        notes.say("ended", kind="", text=doing.result(), named=[])
+    except (bagua.BaguaError, Wrong, GoesOn) as error:
+        kind = "quorum" if "quorum" in str(error) else type(error).__name__
+        notes.say("ended", kind=kind, text=str(error), named=named(error))
     finally:
         doing.end()
     del doing
@@ -88,6 +94,8 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
 
 def named(error: Exception) -> list[int]:
     """The ranks that an error blames."""
+    if isinstance(error, GoesOn):
+        return list(error.lost)
     if isinstance(error, bagua.BaguaTimeoutError):
         return list(error.missing)
     rank = getattr(error, "rank", -1)
