@@ -235,7 +235,7 @@ class Training(Action):
         return training.digest(self.model, self.optimizer)
 
     def end(self) -> None:
-        bagua.torch_api.destroy_process_group()
+        _leave_torch()
 
 
 class Rebuild(Training):
@@ -290,7 +290,13 @@ class InitProcessGroup(Action):
         bagua.torch_api.destroy_process_group()
 
     def end(self) -> None:
-        bagua.torch_api.destroy_process_group()
+        _leave_torch()
+
+
+def _leave_torch() -> None:
+    bagua.torch_api.destroy_process_group()
+    # A process keeps its store for the next group; this one makes none.
+    lifecycle.torch_state().stores.clear()
 
 
 ACTIONS: dict[str, type[Action]] = {
