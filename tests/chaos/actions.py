@@ -47,6 +47,10 @@ class Action:
     repeats: ClassVar[int] = 2
     #: Seconds until an operation, or joining, gives up.
     timeout: ClassVar[float] = 10.0
+    #: The ranks make and leave groups all the time: joining has no more than a timeout.
+    joins: ClassVar[bool] = False
+    #: The process keeps things of torch.distributed's.
+    uses_torch: ClassVar[bool] = False
     #: The errors of a rank that a fault leaves without a peer.
     errors: ClassVar[tuple[str, ...]] = ("PeerLostError",)
 
@@ -219,6 +223,8 @@ class NewGroup(Action):
 class Training(Action):
     """Steps of a model that `with_bagua` wraps with gradient_allreduce."""
 
+    uses_torch = True
+
     def begin(self) -> None:
         self.model, self.optimizer = training.begin()
         self.steps = 0
@@ -264,6 +270,7 @@ class Init(Action):
 
     repeats = 1
     timeout = 4.0
+    joins = True
     errors = ("PeerLostError", "BaguaTimeoutError")
 
     def once(self, step: int) -> None:
@@ -277,7 +284,10 @@ class InitProcessGroup(Action):
 
     repeats = 1
     timeout = 4.0
-    errors = ("PeerLostError", "BaguaTimeoutError")
+    joins = True
+    uses_torch = True
+    #: "store": torch's store, which rank 0 serves, does not answer.
+    errors = ("PeerLostError", "BaguaTimeoutError", "store")
 
     def begin(self) -> None:
         self.once(0)

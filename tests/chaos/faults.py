@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -32,6 +33,8 @@ class Fault:
     kills: ClassVar[bool] = False
     #: The rank that it hits notices nothing before it ends.
     freezes: ClassVar[bool] = False
+    #: Nothing comes of it where no operation needs what it breaks.
+    may_go_unnoticed: ClassVar[bool] = False
     #: Errors that it may cause, beside those of the action.
     errors: ClassVar[tuple[str, ...]] = ()
 
@@ -176,70 +179,73 @@ class SlowLine(OnTheNetwork):
 
 
 class CloseStream(Fault):
-    """A connection of a rank is closed under it, as by a middlebox that forgot it.
+    """A connection between two ranks is closed under them, as by a middlebox that forgot it.
 
-    Between hosts that is the stream that was opened last. In shared memory there are no streams, only the Unix sockets
-    of the control connections: it is one of those.
+    Between hosts that is the stream that was opened last between two first ranks of hosts. In shared memory there are no
+    streams, only the Unix sockets of the control connections: it is one of those.
     """
 
     name = "a stream closed"
+    may_go_unnoticed = True
 
     def __init__(self) -> None:
         self._ends: set[int] = set()
 
     def strike(self, stage: Stage) -> float:
-        cell, pid = stage.cell, stage.run.ranks[stage.cell.victim].pid
+        cell = stage.cell
+        first, second = cell.victim, (cell.victim + 1) % cell.ranks
+        if cell.transport == "hier":
+            first, second = (ranks[0] for ranks in cell.hosts)
+        self._ends = {first, second}
         # Sockets come and go while groups are made.
-        for _ in range(1000):
-            for number in sorted(map(int, os.listdir(f"/proc/{pid}/fd")), reverse=True):
-                stream = _duplicate(pid, number)
-                if stream is None:
-                    continue
-                with stream:
-                    other = _other_end(stage, stream)
-                    if other is not None:
-                        self._ends = {cell.victim, *other}
-                        at = time.monotonic()
-                        stream.shutdown(socket.SHUT_RDWR)
-                        return at
-            time.sleep(0.001)
-        raise RuntimeError(f"rank {cell.victim} has no stream to another rank")
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until:
+            for stream in _between(stage, first, second):
+                at = time.monotonic()
+                with stream, contextlib.suppress(OSError):
+                    stream.shutdown(socket.SHUT_RDWR)
+                    return at
+        raise RuntimeError(f"ranks {first} and {second} have no connection")
 
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
         return self._ends
 
 
-def _duplicate(pid: int, number: int) -> socket.socket | None:
-    """A descriptor of another process, if it is a socket."""
+def _between(stage: Stage, first: int, second: int) -> list[socket.socket]:
+    """A connection between two ranks, as a copy of the first rank's descriptor, if there is one."""
+    theirs = stage.run.ranks[second].pid
+    if stage.network is None:
+        return [
+            stream
+            for stream in _connections(stage.run.ranks[first].pid, socket.AF_UNIX)
+            if struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] == theirs
+        ][-1:]
+    names = {stream.getsockname()[:2] for stream in _connections(theirs, socket.AF_INET)}
+    ours = _connections(stage.run.ranks[first].pid, socket.AF_INET)
+    # torch's store and gloo opened theirs before the first operation opened a lane.
+    return [stream for stream in ours if stream.getpeername()[:2] in names][-1:]
+
+
+def _connections(pid: int, family: int) -> list[socket.socket]:
+    """Copies of all connected sockets of a process, in the order of their numbers."""
+    found = []
     process = os.pidfd_open(pid)
     try:
-        found = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, number, 0)
+        for number in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
+            copied = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, number, 0)
+            if copied < 0:
+                continue
+            if not stat.S_ISSOCK(os.fstat(copied).st_mode):
+                os.close(copied)
+                continue
+            stream = socket.socket(fileno=copied)
+            with contextlib.suppress(OSError):
+                stream.getpeername()
+                if stream.family == family and stream.type == socket.SOCK_STREAM:
+                    found.append(stream)
     finally:
         os.close(process)
-    if found < 0:
-        return None
-    if not stat.S_ISSOCK(os.fstat(found).st_mode):
-        os.close(found)
-        return None
-    return socket.socket(fileno=found)
-
-
-def _other_end(stage: Stage, stream: socket.socket) -> list[int] | None:
-    """The ranks that may be at the other end; None for a socket that is no connection between ranks on this transport."""
-    try:
-        peer = stream.getpeername()
-    except OSError:
-        return None
-    if stage.network is None and stream.family == socket.AF_UNIX:
-        pid, _, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        ranks = [rank for rank, process in enumerate(stage.run.ranks) if process.pid == pid]
-        return ranks if ranks and ranks != [stage.cell.victim] else None
-    if stage.network is not None and stream.family in (socket.AF_INET, socket.AF_INET6):
-        address = peer[0].removeprefix("::ffff:")
-        here = stage.cell.host_of(stage.cell.victim)
-        if address in stage.network.addresses and stage.network.addresses.index(address) != here:
-            return stage.cell.hosts[stage.network.addresses.index(address)]
-    return None
+    return found
 
 
 FAULTS: dict[str, type[Fault]] = {
