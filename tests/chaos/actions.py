@@ -317,3 +317,6 @@ ACTIONS: dict[str, type[Action]] = {
     "init_process_group": InitProcessGroup,
     "rebuild": Rebuild,
 }
+
+#: What `tests.chaos.averaging` does instead.
+ELASTIC = ("averaging", "join")

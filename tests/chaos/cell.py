@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.actions import ACTIONS
+from tests.chaos import averaging
+from tests.chaos.actions import ACTIONS, ELASTIC
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.network import Network
 from tests.world import RankFailed, Run, World
@@ -84,12 +85,12 @@ class Stage:
         self._until = time.monotonic() + LIMIT
         #: How often each rank had done its action a while after a fault that may go unnoticed.
         self.before: list[int] | None = None
+        #: The moment from which the fault may happen.
+        self.formed_at = 0.0
 
     def said(self, rank: int, what: str) -> dict[str, Any] | None:
         """The line in which a rank said that, if it has."""
-        path = self.folder / f"said{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return next((words for words in map(_parsed, lines) if words.get("what") == what), None)
+        return next(iter(self.all_said(rank, what)), None)
 
     def goes_on(self) -> bool:
         """Whether all ranks went on working after a fault that may go unnoticed."""
@@ -101,6 +102,21 @@ class Stage:
         """How often each rank has done its action."""
         paths = [self.folder / f"steps{rank}" for rank in range(self.cell.ranks)]
         return [int.from_bytes(path.read_bytes(), "little") if path.exists() else 0 for path in paths]
+
+    def all_said(self, rank: int, what: str) -> list[dict[str, Any]]:
+        """All such lines of a rank."""
+        path = self.folder / f"said{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [words for words in map(_parsed, lines) if words.get("what") == what]
+
+    def until(self, holds: Callable[[], bool], within: float = LIMIT) -> bool:
+        """Waits until that holds; whether it did in time."""
+        until = min(self._until, time.monotonic() + within)
+        while not holds():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.005)
+        return True
 
     def await_all(self, what: str, ranks: list[int], within: float = LIMIT) -> list[int]:
         """Waits until these ranks have said that. Those that have not when the time is over or they ended."""
@@ -129,7 +145,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
     row = Row(cell)
     env = {
         "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
-        "BAGUA_TIMEOUT": str(ACTIONS[cell.action].timeout),
+        "BAGUA_TIMEOUT": str(ACTIONS[cell.action].timeout if cell.action in ACTIONS else LIMIT),
         # The name of this machine means nothing in a namespace, and gloo would look it up.
         "GLOO_SOCKET_IFNAME": "lo" if network is None else "line",
     }
@@ -150,9 +166,12 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
         arguments = (cell.ranks, cell.action, folder, fault.harmless)
         with world.running(work, *arguments) as started:
             stage = Stage(cell, started, network, Path(folder))
-            _play(stage, fault, row)
+            if cell.action in ELASTIC:
+                averaging.play(stage, fault, row)
+            else:
+                _play(stage, fault, row)
             try:
-                if not row.unnoticed:
+                if cell.action in ELASTIC or not row.unnoticed:
                     started.results()
             except RankFailed as failure:
                 row.wrong.append(str(failure))

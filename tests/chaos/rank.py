@@ -18,7 +18,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import bagua
-from tests.chaos.actions import ACTIONS, GoesOn, Wrong
+from tests.chaos import averaging
+from tests.chaos.actions import ACTIONS, ELASTIC, Action, GoesOn, Wrong
 
 #: Seconds for threads and descriptors to go after the group was left.
 GOES_WITHIN = 5.0
@@ -29,11 +30,19 @@ class Notes:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"said{rank}"
+        self._steps = folder / f"steps{rank}"
 
     def say(self, what: str, **words: Any) -> None:
         """Adds a line, with the moment on the clock that all processes of the machine share."""
         with open(self._path, "a") as file:
             file.write(json.dumps({"what": what, "at": time.monotonic(), **words}) + "\n")
+
+
+    def count(self, steps: int) -> None:
+        """Says how often the action was done."""
+        descriptor = os.open(self._steps, os.O_CREAT | os.O_WRONLY)
+        os.pwrite(descriptor, steps.to_bytes(8, "little"), 0)
+        os.close(descriptor)
 
 
 def held() -> set[str]:
@@ -73,13 +82,16 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
     # What a process keeps from its first group on is no leak.
     bagua.init(0, 1)
     bagua.shutdown()
-    doing = ACTIONS[action](rank, size, Path(folder))
+    elastic = action in ELASTIC
+    doing = (Action if elastic else ACTIONS[action])(rank, size, Path(folder))
     if doing.uses_torch:
         # The first server leaves a pipe open, with or without Bagua.
         TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
     before = held()
-    progress = os.open(Path(folder, f"steps{rank}"), os.O_CREAT | os.O_WRONLY)
     try:
+        if elastic:
+            averaging.work(rank, Path(folder), notes)
+            return
         doing.begin()
         notes.say("ready")
         if harmless:
@@ -87,7 +99,7 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
                 time.sleep(0.002)
         for step in range(1, doing.repeats + 1) if harmless else itertools.count(1):
             doing.once(step)
-            os.pwrite(progress, step.to_bytes(8, "little"), 0)
+            notes.count(step)
         notes.say("ended", kind="", text=doing.result(), named=[])
     except Exception as error:
         if not isinstance(error, (bagua.BaguaError, Wrong, GoesOn)):
@@ -97,8 +109,10 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
         notes.say("ended", kind=kind, text=str(error), named=named(error))
     finally:
         doing.end()
-    os.close(progress)
-    del doing
+        _leave(notes, before)
+
+
+def _leave(notes: Notes, before: set[str]) -> None:
     gc.collect()
     notes.say("left", left=left_behind(before))
     # Without the interpreter's end, which takes seconds after torch was imported.
@@ -115,3 +129,8 @@ def named(error: Exception) -> list[int]:
         return sorted({int(rank) for rank in re.findall(r"\brank (\d+)", str(error))})
     rank = getattr(error, "rank", -1)
     return [rank] if rank >= 0 else []
+
+
+def nothing(rank: int) -> None:
+    """What the first world does, so that torch is imported before any time is taken."""
+    os._exit(0)
