@@ -91,6 +91,9 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         _goes_on(stage, fault, row, at)
     fault.end(stage)
     again = others if fault.kills else everybody
+    if fault.errors and not stage.await_all("left", again, 3.0):
+        _judge_errors(stage, fault, row, again, at)
+        return
     if not stage.until(lambda: all_in(stage, again, again), BACK_WITHIN):
         row.wrong.append(f"not all are in again: {[last(stage, rank) for rank in again]}")
     row.took = time.monotonic() - at
@@ -103,6 +106,21 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         ended = stage.said(rank, "ended")
         if ended and ended["kind"]:
             row.kinds.add(ended["kind"])
+            row.wrong.append(f"rank {rank} raised {ended['kind']}: {ended['text']}")
+
+
+def _judge_errors(stage: Stage, fault: Fault, row: Row, ranks: list[int], at: float) -> None:
+    """A message that cannot be understood ends the averaging on all ranks, with the error of the other actions."""
+    row.unnoticed = False
+    row.took = time.monotonic() - at
+    for rank in ranks:
+        ended, left = stage.said(rank, "ended"), stage.said(rank, "left")
+        row.left += [f"rank {rank}: {what}" for what in (left or {}).get("left", [])]
+        if ended is None:
+            continue
+        row.kinds.add(ended["kind"])
+        row.latency[rank], row.named[rank] = ended["at"] - at, ended["named"]
+        if ended["kind"] not in fault.errors or not set(ended["named"]) <= fault.may_be_named(stage.cell, rank):
             row.wrong.append(f"rank {rank} raised {ended['kind']}: {ended['text']}")
 
 
@@ -142,7 +160,8 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
         row.latency[rank] = words["at"] - at
         row.named[rank] = words["lost"]
         allowed = fault.may_be_named(cell, rank)
-        if not set(words["lost"]) <= allowed:
+        # A rank that the others leave behind loses all of them.
+        if not set(words["lost"]) <= allowed and rank not in allowed:
             row.wrong.append(f"rank {rank} may lose {sorted(allowed)}: {words}")
 
 

@@ -230,8 +230,11 @@ def _judge(stage: Stage, fault: Fault, row: Row, rank: int, at: float) -> None:
     if not (fault.freezes and rank == cell.victim):
         row.latency[rank] = ended["at"] - at
     if action.joins and kind == "BaguaTimeoutError":
-        # A rank also misses those that have given up before it; one that was frozen, or was cut off, misses any.
+        # A rank also misses those that have given up before it; one that was frozen misses any.
         right = bool(names & allowed) or rank == cell.victim
+    elif kind == "GoesOn" and fault.freezes and rank == cell.victim:
+        # The others had no quorum, or were away for so long.
+        right = bool(names)
     elif kind in ("quorum", "store"):
         right = not names
     else:

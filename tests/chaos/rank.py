@@ -104,8 +104,8 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
     except Exception as error:
         if not isinstance(error, (bagua.BaguaError, Wrong, GoesOn)):
             traceback.print_exc()
-        words = [word for word in ("quorum", "store") if type(error) is bagua.BaguaError and f" {word} " in str(error)]
-        kind = next(iter(words), type(error).__name__)
+        plain = re.search(r"\b(quorum|store)\b", str(error)) if type(error) is bagua.BaguaError else None
+        kind = plain[1] if plain else type(error).__name__
         notes.say("ended", kind=kind, text=str(error), named=named(error))
     finally:
         doing.end()

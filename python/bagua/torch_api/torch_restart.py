@@ -16,7 +16,8 @@ from .process_group import Communicator
 
 __all__ = ["restart"]
 
-#: The longest attempt to connect to the store.
+#: The longest first attempt to connect to the store. On a slow line it takes several round trips, so each is twice as
+#: long as the one before.
 _ATTEMPT = timedelta(seconds=1)
 
 
@@ -42,10 +43,12 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
 def _client(host: str, port: int, world: neutral.Group, limit: timedelta) -> TCPStore:
     """A client of the lowest rank's store, unless that is lost: a client alone would try to connect until the limit."""
     until = time.monotonic() + limit.total_seconds()
+    attempt = _ATTEMPT
     while True:
         try:
-            store = TCPStore(host, port, world.size, False, _ATTEMPT, wait_for_workers=False)
+            store = TCPStore(host, port, world.size, False, min(attempt, limit), wait_for_workers=False)
         except dist.DistError:
+            attempt *= 2
             world.communicator.cause()
             if time.monotonic() > until:
                 raise
