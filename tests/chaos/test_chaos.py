@@ -11,7 +11,8 @@ pytest.importorskip("torch", reason="torch is not installed: make setup")
 from tests.chaos import network
 from tests.chaos.cell import Cell, run
 from tests.chaos.network import Network
-from tests.chaos.rank import work
+from tests.chaos.rank import nothing, work
+from tests.world import World
 
 CELLS = [
     Cell("all_reduce", "SIGKILL", 4, "shm"),
@@ -31,6 +32,12 @@ CELLS = [
     Cell("averaging", "SIGKILL", 4, "tcp"),
     Cell("join", "SIGKILL", 2, "shm"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_is_imported() -> None:
+    """Before the time of the first cell begins."""
+    World(2, timeout=250.0).run(nothing)
 
 
 @pytest.fixture(scope="module")
