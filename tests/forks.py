@@ -92,9 +92,7 @@ def _parent(number: int) -> socket.socket:
     return here
 
 
-def start(
-    rank: int, call: Path, environment: dict[str, str], output: Path, namespace: str | None = None
-) -> Fork:
+def start(rank: int, call: Path, environment: dict[str, str], output: Path, namespace: str | None = None) -> Fork:
     """Starts `tests.world` for a rank, in a network namespace if it is given one; what it prints goes to `output`."""
     reading, writing = os.pipe()
     with open(output, "ab") as out:

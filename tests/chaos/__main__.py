@@ -105,7 +105,9 @@ def main() -> int:
             networks.put(lent)
         rows[cell] = words(row)
         shown = rows[cell]
-        print(f"{cell}: {shown['outcome']}", shown["named"], shown["median_seconds"], shown["worst_seconds"], flush=True)
+        print(
+            f"{cell}: {shown['outcome']}", shown["named"], shown["median_seconds"], shown["worst_seconds"], flush=True
+        )
         if row.left:
             print(f"    left behind: {shown['left_behind']}", flush=True)
         if args.verbose and row.wrong:

@@ -1,7 +1,7 @@
 """What a rank does while a fault happens. Adding an action is adding a class or a verb to a table here.
 
-An action checks its own results against what they must be. Sums of small whole numbers are exact in float32, so there is
-nothing to allow for.
+An action checks its own results against what they must be. Sums of small whole numbers are exact in float32, so there
+is nothing to allow for.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class SlowLine(OnTheNetwork):
 class CloseStream(Fault):
     """A connection between two ranks is closed under them, as by a middlebox that forgot it.
 
-    Between hosts that is the stream that was opened last between two first ranks of hosts. In shared memory there are no
-    streams, only the Unix sockets of the control connections: it is one of those.
+    Between hosts that is the stream that was opened last between two first ranks of hosts. In shared memory there are
+    no streams, only the Unix sockets of the control connections: it is one of those.
     """
 
     name = "a stream closed"

@@ -37,7 +37,6 @@ class Notes:
         with open(self._path, "a") as file:
             file.write(json.dumps({"what": what, "at": time.monotonic(), **words}) + "\n")
 
-
     def count(self, steps: int) -> None:
         """Says how often the action was done."""
         descriptor = os.open(self._steps, os.O_CREAT | os.O_WRONLY)
@@ -77,7 +76,7 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
     """A rank's main function."""
     torch.set_num_threads(1)
     notes = Notes(Path(folder), rank)
-    # What was imported stays. Looking through it would copy every page that ranks share with the process they come from.
+    # What was imported stays. Looking through it would copy every page that ranks share with their parent process.
     gc.freeze()
     # What a process keeps from its first group on is no leak.
     bagua.init(0, 1)

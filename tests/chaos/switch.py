@@ -35,6 +35,7 @@ MAGIC = b"BGW2"
 #: Longer than any single write to a TUN device can wait for.
 _FOREVER = 3600.0
 
+
 def _make_host(address: str) -> tuple[int, int]:
     """Descriptors of a new namespace and of its TUN device. Leaves the process in that namespace."""
     # os.unshare is new in Python 3.12.

@@ -50,9 +50,7 @@ def hosts() -> Iterator[Network]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_no_rank_hangs_or_names_a_healthy_rank_and_nothing_is_left(
-    cell: Cell, request: pytest.FixtureRequest
-) -> None:
+def test_no_rank_hangs_or_names_a_healthy_rank_and_nothing_is_left(cell: Cell, request: pytest.FixtureRequest) -> None:
     row = run(cell, None if cell.transport == "shm" else request.getfixturevalue("hosts"), work)
     assert not row.wrong, "\n".join(row.wrong)
     assert not row.left

@@ -13,7 +13,7 @@ import torch
 
 from bagua import config
 from bagua import group as neutral
-from bagua.errors import BaguaError, MismatchError, PeerLostError, PeerRaisedError
+from bagua.errors import MismatchError
 from bagua.lifecycle import torch_state
 
 from . import communication, torch_group, torch_restart
@@ -27,6 +27,7 @@ __all__ = ["Rebuilt", "rebuild"]
 
 _state = torch_state()
 _wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = _state.wrapped
+
 
 @dataclass(frozen=True)
 class Rebuilt:
