@@ -55,8 +55,8 @@ class World:
     `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
     pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
     killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
-    Ranks are new processes, or forks of one that has imported torch if the function's module has. `namespaces` gives each
-    rank, which must be a fork then, the path of a network namespace to live in; `hosts` are not pretended then.
+    Ranks are new processes, or forks of one that has imported torch if the function's module has. `namespaces` gives
+    each rank, which must be a fork then, the path of a network namespace to live in; `hosts` are not pretended then.
     """
 
     def __init__(

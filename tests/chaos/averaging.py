@@ -149,9 +149,8 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
         if not stage.until(lambda: all(stage.steps()[rank] >= before[rank] + ROUNDS for rank in others)):
             row.wrong.append(f"the others did not go on: {[last(stage, rank) for rank in others]}")
     else:
-        stage.until(
-            lambda: all(apart(rank) for rank in others), 2.0 if fault.may_go_unnoticed or fault.errors else 10.0
-        )
+        within = 2.0 if fault.may_go_unnoticed or fault.errors else 10.0
+        stage.until(lambda: all(apart(rank) for rank in others), within)
     for rank in others:
         words = apart(rank)
         if words is None:

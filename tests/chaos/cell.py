@@ -199,6 +199,7 @@ def _play(stage: Stage, fault: Fault, row: Row) -> None:
         if hung:
             row.wrong.append(f"ranks {hung} hung, or ended without a word")
     finally:
+        Path(stage.folder, "leave").touch()
         fault.end(stage)
     living = others if fault.kills else everybody
     if hung := stage.await_all("left", living):

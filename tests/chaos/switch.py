@@ -11,6 +11,7 @@ root.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -180,11 +181,9 @@ class Switch:
             self._write(target, packet)
 
     def _write(self, target: int, packet: bytes) -> None:
-        try:
+        # As on a full line: TCP sends it again.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._tuns[target], packet)
-        except BlockingIOError:
-            # As on a full line. TCP sends it again.
-            pass
 
 
 def main() -> None:
