@@ -214,16 +214,22 @@ class CloseStream(Fault):
 def _between(stage: Stage, first: int, second: int) -> list[socket.socket]:
     """A connection between two ranks, as a copy of the first rank's descriptor, if there is one."""
     theirs = stage.run.ranks[second].pid
-    if stage.network is None:
-        return [
-            stream
-            for stream in _connections(stage.run.ranks[first].pid, socket.AF_UNIX)
-            if struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] == theirs
-        ][-1:]
-    names = {stream.getsockname()[:2] for stream in _connections(theirs, socket.AF_INET)}
-    ours = _connections(stage.run.ranks[first].pid, socket.AF_INET)
+    family = socket.AF_UNIX if stage.network is None else socket.AF_INET
+    ours, others = _connections(stage.run.ranks[first].pid, family), _connections(theirs, family)
+    names = {stream.getsockname() for stream in others}
+
+    def leads_there(stream: socket.socket) -> bool:
+        if stage.network is not None:
+            return stream.getpeername() in names
+        pid, _, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return bool(pid == theirs)
+
     # torch's store and gloo opened theirs before the first operation opened a lane.
-    return [stream for stream in ours if stream.getpeername()[:2] in names][-1:]
+    found = [stream for stream in ours if leads_there(stream)][-1:]
+    for stream in (*ours, *others):
+        if stream not in found:
+            stream.close()
+    return found
 
 
 def _connections(pid: int, family: int) -> list[socket.socket]:
@@ -239,10 +245,15 @@ def _connections(pid: int, family: int) -> list[socket.socket]:
                 os.close(copied)
                 continue
             stream = socket.socket(fileno=copied)
-            with contextlib.suppress(OSError):
+            try:
                 stream.getpeername()
-                if stream.family == family and stream.type == socket.SOCK_STREAM:
-                    found.append(stream)
+            except OSError:
+                stream.close()
+                continue
+            if stream.family == family and stream.type == socket.SOCK_STREAM:
+                found.append(stream)
+            else:
+                stream.close()
     finally:
         os.close(process)
     return found
