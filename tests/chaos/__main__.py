@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import re
 import statistics
 import sys
 import time
@@ -48,9 +49,14 @@ def words(row: Row) -> dict[str, Any]:
     """The row of the table."""
     fault = FAULTS[row.cell.fault]
     latency = list(row.latency.values())
+    # Without what the ranks printed, and without where this machine keeps files.
+    wrong = [
+        re.sub(r"; flight record: \S+|(; )?rank \d+ was still running.*|\s*--- rank.*", "", " ".join(each.split()))
+        for each in row.wrong
+    ]
     outcome = "right result" if fault.harmless else "goes on" if row.unnoticed or not row.kinds else "error"
     return {
-        "outcome": "wrong: " + "; ".join(" ".join(each.split())[:300] for each in row.wrong) if row.wrong else outcome,
+        "outcome": "wrong: " + "; ".join(filter(None, wrong)) if row.wrong else outcome,
         "hit": row.cell.victim,
         "errors": " ".join(sorted(row.kinds)),
         "named": " ".join(f"{rank}:{'+'.join(map(str, names)) or '-'}" for rank, names in sorted(row.named.items())),

@@ -230,7 +230,7 @@ def _judge(stage: Stage, fault: Fault, row: Row, rank: int, at: float) -> None:
     action = ACTIONS[cell.action]
     if not (fault.freezes and rank == cell.victim):
         row.latency[rank] = ended["at"] - at
-    if action.joins and kind == "BaguaTimeoutError":
+    if action.joins and (kind == "BaguaTimeoutError" or (fault.freezes and rank == cell.victim)):
         # A rank also misses those that have given up before it; one that was frozen misses any.
         right = bool(names & allowed) or rank == cell.victim
     elif kind == "GoesOn" and fault.freezes and rank == cell.victim:

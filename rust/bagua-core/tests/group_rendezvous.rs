@@ -356,7 +356,7 @@ fn all_ranks_get_all_addresses_by_file_in_any_order_of_arrival_and_beside_files_
 
 #[test]
 fn a_rank_that_gives_up_by_file_before_rank_0_does_names_the_missing_rank_and_not_rank_0() {
-    let folder = Folder::new();
+    let folder = Folder::new("gives-up");
     let path = folder.path();
     std::thread::scope(|scope| {
         let root = scope.spawn(|| by_file(&path, 0, 4, "a", Duration::from_secs(3)));
