@@ -216,8 +216,8 @@ def test_a_frozen_rank_is_left_behind_and_comes_back_by_itself(job: Any, victim:
     assert mean == pytest.approx([5 / 3] * 4)
     for rank in ranks:
         rank.until(lambda state: state["weights"] == mean)
-    # Rank 0 begins the job anew where the others look for it while it looks for them.
-    assert ranks[2].ask("state")["joined"] >= 1
+    # Whoever looked for the others first: rank 0 comes back to them, or they to rank 0.
+    assert max(rank.ask("state")["joined"] for rank in ranks) >= 1
     assert ranks[victim].ask("train 0") == "trained"
 
 
