@@ -84,6 +84,12 @@ fuzz: ## Feeds the parsers of everything that other processes send with 10 milli
 	FUZZ_INPUTS=$${FUZZ_INPUTS:-10000000} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
 		cargo test --profile fuzz -p bagua-core --lib -- --nocapture group::tests::
 
+# Some of its cells are in make test. Network faults need root: sudo make chaos, or they are left out.
+.PHONY: chaos
+chaos: setup ## Kills, freezes and cuts off ranks in the middle of everything they do; the table goes to benchmarks/record
+	tools/system_packages test
+	$(BIN)/python -m tests.chaos --record
+
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.
 NOT_EMULATED := --skip every_page_is_there_before_it_is_touched --skip memory_is_all_there_at_once_and_given_back

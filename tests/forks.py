@@ -7,6 +7,7 @@ mistakes. So there are two such processes, and neighbouring ranks come from diff
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -91,14 +92,22 @@ def _parent(number: int) -> socket.socket:
     return here
 
 
-def start(rank: int, call: Path, environment: dict[str, str], output: Path) -> Fork:
-    """Starts `tests.world` for a rank; what it prints goes to `output`."""
+def start(rank: int, call: Path, environment: dict[str, str], output: Path, namespace: str | None = None) -> Fork:
+    """Starts `tests.world` for a rank, in a network namespace if it is given one; what it prints goes to `output`."""
     reading, writing = os.pipe()
-    with open(output, "wb") as out:
-        request = pickle.dumps((str(call), rank, environment))
+    with open(output, "ab") as out:
+        request = pickle.dumps((str(call), rank, environment, namespace))
         socket.send_fds(_parent(rank % 2), [request], [writing, out.fileno()])
     os.close(writing)
     return Fork(reading)
+
+
+def _enter(namespace: str) -> None:
+    """Moves this process, which has one thread yet, into a network namespace."""
+    with open(namespace, "rb") as file:
+        # os.setns is new in Python 3.12.
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
 def _serve(requests: socket.socket) -> tuple[str, int] | None:
@@ -129,7 +138,9 @@ def _serve(requests: socket.socket) -> tuple[str, int] | None:
                 os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
                 # Its number is among those that were closed.
                 requests.detach()
-                call, rank, environment = pickle.loads(request)
+                call, rank, environment, namespace = pickle.loads(request)
+                if namespace is not None:
+                    _enter(namespace)
                 os.environ.clear()
                 os.environ.update(environment)
                 return call, rank

@@ -55,7 +55,8 @@ class World:
     `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
     pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
     killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
-    Ranks are new processes, or forks of one that has imported torch if the function's module has.
+    Ranks are new processes, or forks of one that has imported torch if the function's module has. `namespaces` gives
+    each rank, which must be a fork then, the path of a network namespace to live in; `hosts` are not pretended then.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class World:
         expect_exit: Mapping[int, int] | None = None,
         timeout: float = DEADLINE,
         launcher_env: bool = True,
+        namespaces: Sequence[str] | None = None,
     ) -> None:
         self.size = size
         self.hosts = [list(range(size))] if hosts is None else [list(host) for host in hosts]
         if sorted(rank for host in self.hosts for rank in host) != list(range(size)):
             raise ValueError(f"hosts={hosts} does not hold each of {size} ranks once")
-        self._pretend = hosts is not None
+        self._pretend = hosts is not None and namespaces is None
+        self._namespaces = namespaces
         self._env = env
         self._expect_exit = dict(expect_exit or {})
         self._timeout = timeout
@@ -84,6 +87,12 @@ class World:
         """Runs `function(rank, *args)` on every rank, and returns the results by rank; None for a rank that
         left none.
         """
+        with self.running(function, *args) as run:
+            return run.results()
+
+    @contextlib.contextmanager
+    def running(self, function: Callable[..., Any], *args: Any) -> Iterator[Run]:
+        """As `run`, for a caller that does something to the ranks meanwhile. None is left when this ends."""
         with tempfile.TemporaryDirectory(prefix="bagua-world-") as folder, free_port() as port:
             call = Path(folder, "call")
             module = sys.modules[function.__module__]
@@ -91,17 +100,15 @@ class World:
             call.write_bytes(
                 pickle.dumps((module.__file__, function.__module__, function.__qualname__, pickle.dumps(args)))
             )
-            ranks: list[Rank] = []
+            run = Run(self, call, port, fork="torch" in vars(module))
             try:
                 for rank in range(self.size):
-                    ranks.append(self._start(rank, call, port, fork="torch" in vars(module)))
-                codes = self._wait(ranks)
-                self._check(folder, ranks, codes)
-                return [_result(Path(folder, f"result{rank}")) for rank in range(self.size)]
+                    run.start(rank)
+                yield run
             finally:
-                for rank in ranks:
-                    _kill(rank)
-                self.output = [_text(Path(folder, f"output{rank}")) for rank in range(self.size)]
+                for process in run.started:
+                    _kill(process)
+                self.output = run.output()
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         """The variables of one rank."""
@@ -134,7 +141,10 @@ class World:
         environment = {"BAGUA_TRACE_DIR": str(call.parent / "traces")} | self.environment(rank, port)
         path = call.with_name(f"output{rank}")
         if fork and not any(key.startswith(forks.LOADING) for key in self._more(rank)):
-            return forks.start(rank, call, environment, path)
+            namespace = None if self._namespaces is None else self._namespaces[rank]
+            return forks.start(rank, call, environment, path, namespace)
+        if self._namespaces is not None:
+            raise ValueError("only forks can be started in a network namespace")
         with open(path, "wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-u", "-m", "tests.world", str(call), str(rank)],
@@ -164,7 +174,7 @@ class World:
                 ]
         return codes
 
-    def _check(self, folder: str, ranks: list[Rank], codes: list[int | None]) -> None:
+    def _check(self, ranks: list[Rank], codes: list[int | None], output: Callable[[], list[str]]) -> None:
         wrong = []
         for number, (rank, code) in enumerate(zip(ranks, codes, strict=True)):
             expected = self._expect_exit.get(number, 0)
@@ -175,8 +185,36 @@ class World:
             if left := _living(rank.pid):
                 wrong.append(f"rank {number} left processes behind: {left}")
         if wrong:
-            shown = [f"--- rank {rank} ---\n{_text(Path(folder, f'output{rank}'))}" for rank in range(self.size)]
+            shown = [f"--- rank {rank} ---\n{text}" for rank, text in enumerate(output())]
             raise RankFailed("\n".join(["; ".join(wrong), *shown]))
+
+
+class Run:
+    """The ranks of one run, while they run."""
+
+    def __init__(self, world: World, call: Path, port: int, fork: bool) -> None:
+        self._world, self._call, self._port, self._fork = world, call, port, fork
+        #: The process of each rank.
+        self.ranks: list[Rank] = []
+        #: All processes, those that another one took the place of too.
+        self.started: list[Rank] = []
+
+    def start(self, rank: int) -> Rank:
+        """Starts a rank, the next one or one again."""
+        process = self._world._start(rank, self._call, self._port, self._fork)
+        self.started.append(process)
+        self.ranks[rank : rank + 1] = [process]
+        return process
+
+    def results(self) -> list[Any]:
+        """Waits until all ranks have ended as they should. What each returned, None for a rank that left nothing."""
+        codes = self._world._wait(self.ranks)
+        self._world._check(self.ranks, codes, self.output)
+        return [_result(self._call.with_name(f"result{rank}")) for rank in range(self._world.size)]
+
+    def output(self) -> list[str]:
+        """What each rank has printed."""
+        return [_text(self._call.with_name(f"output{rank}")) for rank in range(self._world.size)]
 
 
 def make_world(size: int, **options: Any) -> World:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import bagua.torch_api as bagua
 from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError, lifecycle
 from bagua import group as neutral
+from bagua.torch_api import torch_group
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 
@@ -261,7 +262,7 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
         elif place == "after_state":
             module.torch_restart.restart = lambda *args: die()
         elif place == "in_torch":
-            bagua.communication.begin_torch = lambda *args: die()
+            torch_group.begin_gloo = lambda *args: die()
         elif place == "wrap":
             wrapping.wrap = lambda *args: die()
         else:

@@ -141,7 +141,8 @@ def test_a_job_of_two_ranks_works(which: str, tmp_path: Path, port: str) -> None
     with program(f"bagua.distributed.{which}", "--nproc-per-node", "2", *where, write(tmp_path, SUMS)) as process:
         code, output, errors = finish(process)
     assert code == 0, errors
-    assert output == "[3.0, 3.0, 3.0]\n" * 2
+    # Two processes write, so what they write may be mixed.
+    assert output.count("[3.0, 3.0, 3.0]") == 2
 
 
 @pytest.mark.parametrize("which", ["launch", "run"])

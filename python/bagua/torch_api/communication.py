@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from bagua.errors import BaguaError
 from bagua.lifecycle import process, torch_state
 
 from . import elastic as elastic_job
-from . import env
+from . import env, torch_group
 from .data_parallel import backend
 from .data_parallel.backend import Backend
 from .environment_store import environment_store
@@ -77,9 +76,6 @@ __all__ = [
     "send",
     "to_bagua_process_group",
 ]
-
-#: torch.distributed's own default timeout.
-TORCH_TIMEOUT = timedelta(minutes=30)
 
 Comm = AnyCommunicator | ProcessGroup | None
 F = TypeVar("F", bound=Callable[..., Any])
@@ -506,15 +502,13 @@ def init_process_group(
         _state.initialised_torch_distributed = True
         try:
             # A prefix of its own for each group: torch uses the same keys for every group.
-            begin_torch(PrefixStore(f"bagua/{config.attempt()}/torch{number}", store), rank, world_size)
-        except BaseException:
+            torch_group.begin(PrefixStore(f"bagua/{config.attempt()}/torch{number}", store), _world().group)
+        except BaseException as failure:
+            cause = torch_group.cause_of_failure(_world().group) if isinstance(failure, Exception) else None
             neutral.shutdown()
+            if cause is not None:
+                raise cause from failure
             raise
-
-
-def begin_torch(store: Store, rank: int, world_size: int, limit: timedelta = TORCH_TIMEOUT) -> None:
-    """Initialises torch.distributed with gloo. ``limit`` is the timeout of this, and of its operations."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _consistent(what: str, given: int, torchs: int) -> int:

@@ -13,10 +13,10 @@ import torch
 
 from bagua import config
 from bagua import group as neutral
-from bagua.errors import BaguaError, MismatchError, PeerLostError, PeerRaisedError
+from bagua.errors import MismatchError
 from bagua.lifecycle import torch_state
 
-from . import communication, torch_restart
+from . import communication, torch_group, torch_restart
 from .algorithms.base import Algorithm
 from .data_parallel import backend
 from .data_parallel.consistency import broadcast_optimizer, broadcast_tensors, gather_any
@@ -27,9 +27,6 @@ __all__ = ["Rebuilt", "rebuild"]
 
 _state = torch_state()
 _wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = _state.wrapped
-
-#: How long a failure of torch.distributed waits for the report of a lost rank that may have caused it, in seconds.
-_CAUSE_GRACE = 0.5
 
 
 @dataclass(frozen=True)
@@ -78,22 +75,8 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
         try:
             return plan.carry_out(world)
         except Exception:
-            if not _has_lost(world):
+            if torch_group.cause_of_failure(world) is None:
                 raise
-
-
-def _has_lost(world: neutral.Group) -> bool:
-    """Whether the group lost a rank or a rank raised, so that it is to be rebuilt once more."""
-    until = time.monotonic() + _CAUSE_GRACE
-    while time.monotonic() < until:
-        try:
-            world.communicator.cause()
-        except (PeerLostError, PeerRaisedError):
-            return True
-        except BaguaError:
-            return False
-        time.sleep(0.01)
-    return False
 
 
 @dataclass

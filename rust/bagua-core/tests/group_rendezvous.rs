@@ -355,6 +355,31 @@ fn all_ranks_get_all_addresses_by_file_in_any_order_of_arrival_and_beside_files_
 }
 
 #[test]
+fn a_rank_that_gives_up_by_file_before_rank_0_does_names_the_missing_rank_and_not_rank_0() {
+    let folder = Folder::new("gives-up");
+    let path = folder.path();
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| by_file(&path, 0, 4, "a", Duration::from_secs(3)));
+        let others: Vec<_> = [1, 2]
+            .map(|rank| {
+                scope.spawn({
+                    let path = &path;
+                    move || by_file(path, rank, 4, "b", Duration::from_secs(1))
+                })
+            })
+            .into();
+        for (rank, error) in [1, 2].into_iter().zip(others.into_iter().map(|other| other.join().unwrap().unwrap_err()))
+        {
+            assert!(
+                matches!(&error, Error::Timeout { missing, noticed_by, .. } if missing == &[3] && *noticed_by == rank),
+                "{error:?}"
+            );
+        }
+        assert!(matches!(root.join().unwrap().unwrap_err(), Error::Timeout { missing, .. } if missing == [3]));
+    });
+}
+
+#[test]
 fn a_rank_that_is_missing_by_file_is_named() {
     let folder = Folder::new("missing");
     let error = by_file(&folder.path(), 0, 3, "a", Duration::from_millis(100)).unwrap_err();

@@ -10,7 +10,7 @@ use super::shared::Shared;
 use super::{Elastic, Model, Settings, State};
 use crate::collective::compressed::Workspace;
 use crate::error::{Error, Result, Source};
-use crate::group::{Asked, CompressedAllReduce, Options};
+use crate::group::{Asked, CompressedAllReduce, Door, Options};
 use crate::health::LEFT;
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
 use crate::reduce;
@@ -217,17 +217,36 @@ impl Rounds {
         Ok(())
     }
 
-    /// Comes back into the job that goes on without this rank, through the door of any other. Alone where nobody is there any more.
+    /// Comes back into the job that goes on without this rank. Alone where nobody is there any more.
     fn rejoin(&self, own: usize, cause: &Error) -> Result<Peers> {
         let Some(Elastic { door, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
+        // A rank that looks for the job itself lets nobody in.
+        door.close_to(&self.settings.name);
+        let found = self.find_job(door, *digest, own, cause)?;
+        door.welcome(&self.settings.name, *digest);
+        Ok(found)
+    }
+
+    /// Enters the job through the door of any other rank. Where others only look for it too, the lowest of them begins it anew: a rank
+    /// that thaws looks for the others while they leave their part because the door of a lower rank answers again.
+    fn find_job(&self, door: &Door, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
         let start = Instant::now();
         loop {
-            for (host, _) in door.doors().into_iter().filter(|(rank, _)| *rank != own) {
+            let mut looking = Vec::new();
+            let mut found = false;
+            for (host, at) in door.doors().into_iter().filter(|(rank, _)| *rank != own) {
                 if self.shared.lock().stopping {
                     return Err(cause.clone());
                 }
-                let asked =
-                    Asked { model: self.settings.name.clone(), digest: *digest, door: door.address(), returns: true };
+                match door.ask(host, at, GLANCE) {
+                    Ok(answer) if answer.in_job && !answer.models.contains(&self.settings.name) => {
+                        looking.push(host);
+                        continue;
+                    }
+                    Ok(_) => found = true,
+                    Err(_) => continue,
+                }
+                let asked = Asked { model: self.settings.name.clone(), digest, door: door.address(), returns: true };
                 match Peers::join(door, host, asked) {
                     Ok(peers) => {
                         self.shared.lock().stats.joined += 1;
@@ -237,7 +256,8 @@ impl Rounds {
                     Err(Refused::ForEver(reason)) => return Err(lost(own, reason)),
                 }
             }
-            if start.elapsed() > ALONE {
+            let begins = !found && looking.first().is_some_and(|lowest| own < *lowest);
+            if begins || start.elapsed() > ALONE {
                 let group = door.bind(self.view + 1, 0, 1, &self.settings.name)?;
                 let address = group.address().to_vec();
                 return Peers::new(group.connect(&[address])?, vec![own]);

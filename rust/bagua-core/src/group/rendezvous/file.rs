@@ -186,6 +186,20 @@ impl FileExchange<'_> {
                 break;
             }
         }
-        Err(mismatch.map_or_else(|| self.timed_out(vec![0]), Error::Mismatch))
+        match mismatch {
+            Some(mismatch) => Err(Error::Mismatch(mismatch)),
+            None => Err(self.timed_out(self.missing(answered)?)),
+        }
+    }
+
+    /// The ranks that have not come to the exchange of this number: rank 0 when nobody else is missing, or without a number.
+    fn missing(&self, number: Option<[u8; 16]>) -> Result<Vec<usize>> {
+        let mut missing = Vec::new();
+        for rank in (1..self.world_size).filter(|rank| *rank != self.rank && number.is_some()) {
+            if self.read(&rank.to_string())?.is_none_or(|content| Some(content.number) != number) {
+                missing.push(rank);
+            }
+        }
+        Ok(if missing.is_empty() { vec![0] } else { missing })
     }
 }

@@ -1,0 +1,106 @@
+"""Initialising torch.distributed beside a group of ours, which says so when a rank is lost meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from bagua import group as neutral
+from bagua.errors import PeerLostError, PeerRaisedError
+
+__all__ = ["begin", "begin_gloo", "cause_of_failure"]
+
+#: The timeout of torch.distributed's operations, as torch's own default.
+_TIMEOUT = timedelta(minutes=30)
+
+#: Seconds between two looks for a key of another rank.
+_PAUSE = 0.005
+
+#: How long a failure of torch.distributed waits for the report of a lost rank that may have caused it, in seconds.
+_CAUSE_GRACE = 0.5
+
+
+class _Watched(Store):
+    """A store whose waits end with the error of a group that has failed: who is waited for may be gone."""
+
+    def __init__(self, inner: Store, world: neutral.Group, limit: timedelta) -> None:
+        super().__init__()
+        self._inner = inner
+        self._world = world
+        self._limit = limit
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a key."""
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for a key and returns its value."""
+        self.wait([key])
+        return self._inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter."""
+        return self._inner.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets a key if it has the expected value, and returns the value that it then has."""
+        return self._inner.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key; whether it was there."""
+        return self._inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return self._inner.num_keys()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return self._inner.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are set."""
+        limit = self._limit if timeout is None else timeout
+        until = time.monotonic() + limit.total_seconds()
+        while not self.check(keys):
+            self._world.communicator.cause()
+            if time.monotonic() > until:
+                raise TimeoutError(f"no value for {list(keys)} after {limit.total_seconds():.1f} s")
+            time.sleep(_PAUSE)
+
+
+def begin(store: Store, world: neutral.Group) -> None:
+    """Initialises torch.distributed with gloo for the ranks of ``world``, within its timeout.
+
+    An error of any kind when a rank is lost meanwhile: see :func:`cause_of_failure`.
+    """
+    limit = timedelta(seconds=world.timeout)
+    begin_gloo(_Watched(store, world, limit), world.rank, world.size, limit)
+    core = dist.distributed_c10d
+    # Its name before torch 2.9.
+    set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
+    set_timeout(_TIMEOUT)
+
+
+def begin_gloo(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
+    """Initialises torch.distributed. ``limit`` is the timeout of this, and of its operations."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def cause_of_failure(world: neutral.Group) -> PeerLostError | PeerRaisedError | None:
+    """Why something that the ranks of ``world`` did together has failed, if a rank was lost or raised."""
+    until = time.monotonic() + _CAUSE_GRACE
+    while time.monotonic() < until:
+        try:
+            world.communicator.cause()
+        except (PeerLostError, PeerRaisedError) as cause:
+            return cause
+        except RuntimeError:
+            return None
+        time.sleep(0.01)
+    return None

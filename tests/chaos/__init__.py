@@ -1,0 +1,1 @@
+"""Real processes, real faults: every action of the library while every fault happens. ``python -m tests.chaos``."""
