@@ -69,6 +69,12 @@ class TensorReader:
 def read_array(x: object) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None: ...
 
 @final
+class Tls:
+    def __new__(
+        cls, certificate: bytes | None = None, key: bytes | None = None, ca: bytes | None = None
+    ) -> Tls: ...
+
+@final
 class Bootstrap:
     def __new__(
         cls,
@@ -87,6 +93,7 @@ class Bootstrap:
         transport: str,
         streams_per_peer: int,
         algorithm: str,
+        tls: Tls | None = None,
     ) -> Bootstrap: ...
     def address(self) -> bytes: ...
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
@@ -111,6 +118,7 @@ class Door:
         transport: str,
         streams_per_peer: int,
         algorithm: str,
+        tls: Tls | None = None,
     ) -> Door: ...
     @property
     def address(self) -> str: ...
@@ -137,7 +145,9 @@ class Door:
 class RendezvousServer:
     def __new__(cls, host: str, port: int) -> RendezvousServer: ...
     def address(self) -> tuple[str, int]: ...
-    def serve(self, world_size: int, address: bytes, secret: bytes, timeout: float) -> list[bytes]: ...
+    def serve(
+        self, world_size: int, address: bytes, secret: bytes, timeout: float, tls: Tls | None = None
+    ) -> list[bytes]: ...
 
 @final
 class Handle:
@@ -362,10 +372,24 @@ class Engine:
     ) -> Handle | None: ...
 
 def rendezvous_tcp(
-    host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    address: bytes,
+    secret: bytes,
+    timeout: float,
+    tls: Tls | None = None,
 ) -> list[bytes]: ...
 def rendezvous_at(
-    host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    address: bytes,
+    secret: bytes,
+    timeout: float,
+    tls: Tls | None = None,
 ) -> list[bytes]: ...
 def rendezvous_file(
     path: str | PathLike[str], rank: int, world_size: int, address: bytes, timeout: float

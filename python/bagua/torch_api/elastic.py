@@ -200,6 +200,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         transport=chosen.transport,
         streams_per_peer=chosen.streams_per_peer,
         algorithm=chosen.algorithm,
+        tls=chosen.tls,
     )
     other = _ask(door, rank, book.read(f"rank-{rank}"))
     if other is not None:
@@ -221,8 +222,8 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
 
             def spread(address: bytes, server: Any = server, place: Any = place, left: float = left) -> list[bytes]:
                 if server is not None:
-                    return list(server.serve(world_size, address, secret, left))
-                return engine.rendezvous_at(place[0], place[1], rank, world_size, address, secret, left)
+                    return list(server.serve(world_size, address, secret, left, chosen.tls))
+                return engine.rendezvous_at(place[0], place[1], rank, world_size, address, secret, left, chosen.tls)
 
             group = (
                 alone()

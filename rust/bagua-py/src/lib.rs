@@ -14,6 +14,7 @@
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
+//! | [`tls`] | `Tls`: encrypted connections |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
 //! | [`call_user`] | calling a user's function on a thread that Python did not start |
@@ -41,6 +42,7 @@ mod rendezvous;
 mod request;
 mod tensor;
 mod tensor_reader;
+mod tls;
 
 /// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
 #[pyo3::pymodule]
@@ -69,6 +71,8 @@ mod _bagua {
     };
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
+    #[pymodule_export]
+    use crate::tls::Tls;
 
     use bagua_core::collective::Algorithm;
     use bagua_core::collective::gossip::PeerSelection;

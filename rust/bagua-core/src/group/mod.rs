@@ -10,6 +10,7 @@
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
@@ -35,6 +36,7 @@ mod membership;
 mod rendezvous;
 #[cfg(all(test, not(model)))]
 mod tests;
+mod tls;
 mod views;
 mod wire;
 
@@ -47,4 +49,5 @@ pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use tls::{Access, Tls};
 pub use views::{Quorum, View};

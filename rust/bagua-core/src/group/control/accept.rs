@@ -85,8 +85,22 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
 }
 
 /// Authenticates one connection and hands it over.
-async fn serve(plane: Arc<Plane>, mut conn: ControlConn) {
+async fn serve(plane: Arc<Plane>, conn: ControlConn) {
+    let mut conn = match conn.accept(plane.tls.as_ref()).await {
+        Ok(conn) => conn,
+        Err(refused) => {
+            plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
+            plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
+            if refused.text.is_some() {
+                lock(&plane.connecting).last_refusal = refused.text;
+            }
+            return;
+        }
+    };
     let outcome = authenticate(&plane, &mut conn).await;
+    if let Err(why @ (Refusal::Secret | Refusal::NoTls)) = outcome {
+        lock(&plane.connecting).last_refusal = Some(why.to_string());
+    }
     plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
     let outcome = match outcome {
         Ok(hello) => match handshake::accept(&mut conn.socket).await {

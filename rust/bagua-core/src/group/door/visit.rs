@@ -8,6 +8,7 @@ use super::super::connection::{ControlConn, DataConn, Socket};
 use super::super::fork::ForkFd;
 use super::super::handshake::{self, Failed, Hello, Key};
 use super::super::rendezvous::runtime;
+use super::super::tls::Ends;
 use super::message::DoorMessage;
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -17,7 +18,7 @@ const FRAME_LIMIT: usize = 8 << 20;
 
 /// Either end of a conversation; closed in forked children.
 pub(crate) struct Visit {
-    stream: TcpStream,
+    socket: Socket,
     _fork_fd: ForkFd,
     /// The other end, for error texts.
     whom: String,
@@ -26,20 +27,22 @@ pub(crate) struct Visit {
 impl Visit {
     pub(super) fn over(conn: DataConn, whom: String) -> Result<Visit> {
         let DataConn { fork_fd, socket } = conn;
-        let Socket::Tcp(stream) = socket else {
-            return Err(Error::other("a visit that is not a TCP connection"));
-        };
-        Ok(Visit { stream, _fork_fd: fork_fd, whom })
+        Ok(Visit { socket, _fork_fd: fork_fd, whom })
     }
 
     /// Connects to the door at an address, and authenticates.
     ///
     /// # Errors
     /// `System` when nobody answers there within `limit`, or the door refuses.
-    pub(super) fn to(at: SocketAddr, hello: &Hello, key: &Key, limit: Duration) -> Result<Visit> {
+    pub(super) fn to(
+        at: SocketAddr,
+        hello: &Hello,
+        (key, tls): (&Key, Option<&Ends>),
+        limit: Duration,
+    ) -> Result<Visit> {
         let whom = format!("the door at {at}");
         let connecting = async {
-            let mut conn = ControlConn::tcp(tokio::net::TcpStream::connect(at).await?)?;
+            let mut conn = ControlConn::connect(tokio::net::TcpStream::connect(at).await?, tls).await?;
             handshake::connect(&mut conn.socket, hello, key).await?;
             Ok::<_, Failed>(conn.into_data()?)
         };
@@ -51,6 +54,10 @@ impl Visit {
         }
     }
 
+    fn tcp(&self) -> Result<&TcpStream> {
+        self.socket.tcp().ok_or_else(|| Error::other("a visit that is not a TCP connection"))
+    }
+
     /// Sends a message.
     ///
     /// # Errors
@@ -60,8 +67,8 @@ impl Visit {
         let len = u32::try_from(body.len()).map_err(|_| Error::other("a message beyond its limit"))?;
         let frame = [&len.to_le_bytes()[..], &body].concat();
         let failed = |e| Error::system(&format!("sending to {}", self.whom), e);
-        self.stream.set_write_timeout(Some(handshake::STEP_TIMEOUT)).map_err(failed)?;
-        self.stream.write_all(&frame).map_err(failed)
+        self.tcp()?.set_write_timeout(Some(handshake::STEP_TIMEOUT)).map_err(failed)?;
+        self.socket.write_all(&frame).map_err(failed)
     }
 
     /// Receives a message within `limit`.
@@ -93,8 +100,8 @@ impl Visit {
                     deadline.limit().as_secs_f64()
                 )));
             }
-            self.stream.set_read_timeout(Some(left)).map_err(failed)?;
-            match self.stream.read(&mut into[filled..]) {
+            self.tcp()?.set_read_timeout(Some(left)).map_err(failed)?;
+            match self.socket.read(&mut into[filled..]) {
                 Ok(0) => return Err(Error::other(format!("{} has closed the connection", self.whom))),
                 Ok(read) => filled += read,
                 Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {}
