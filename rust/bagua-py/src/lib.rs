@@ -10,6 +10,7 @@
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`config`] | the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
+//! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
 //! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
@@ -26,6 +27,7 @@
 
 mod arena;
 mod average;
+mod book;
 mod bootstrap;
 mod call_user;
 mod codec;
@@ -51,6 +53,8 @@ mod _bagua {
     use crate::arena::Arena;
     #[pymodule_export]
     use crate::average::{Averager, WeightLock};
+    #[pymodule_export]
+    use crate::book::{Book, BookServer};
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]

@@ -118,6 +118,8 @@ pub(super) enum Purpose {
     Rendezvous = 4,
     /// A visit at the door of an elastic job.
     Door = 5,
+    /// Requests to the server of an address book.
+    Book = 6,
 }
 
 /// The first message of a connection: the identity of the client and the purpose of the connection.
@@ -168,6 +170,7 @@ impl Hello {
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
             5 => Purpose::Door,
+            6 => Purpose::Book,
             _ => return Err(Malformed("an unknown purpose")),
         };
         let (group, channel, index, job) = (from.u64()?, from.u32()?, from.u32()?, from.array()?);

@@ -325,7 +325,7 @@ impl Session {
         body: &[u8],
         mut send: impl FnMut(&[u8]) -> io::Result<usize>,
     ) -> io::Result<usize> {
-        if !self.flush(&mut send)? {
+        if !self.flush(&mut send)? || head.len() + body.len() == 0 {
             return Ok(0);
         }
         let mut sent = usize::from(std::mem::take(&mut self.held));

@@ -141,7 +141,7 @@ async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Res
     match purpose {
         Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
         Purpose::Stream | Purpose::Segment if !plane.pending.has_room() => Err(Refusal::Busy),
-        Purpose::Rendezvous | Purpose::Door => Err(Refusal::Purpose),
+        Purpose::Rendezvous | Purpose::Door | Purpose::Book => Err(Refusal::Purpose),
         Purpose::Control | Purpose::Stream | Purpose::Segment => Ok(received.hello),
     }
 }

@@ -316,10 +316,7 @@ fn keep(shared: &Shared, from: usize, asked: Asked, conn: ControlConn) -> Option
     if let Some(why) = why {
         return Some((why, conn));
     }
-    let visit = conn
-        .into_data()
-        .map_err(|e| Error::system("a visit", e))
-        .and_then(|conn| Visit::over(conn, format!("rank {from}, which asks to be let in,")));
+    let visit = conn.into_data().map(|conn| Visit::over(conn, format!("rank {from}, which asks to be let in,")));
     if let (Ok(visit), Some(model)) = (visit, state.models.get_mut(&asked.model)) {
         // A second visit of a rank replaces the first, which it has abandoned.
         model.visitors.retain(|(rank, ..)| *rank != from);

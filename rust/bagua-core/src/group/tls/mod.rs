@@ -13,6 +13,8 @@
 mod credentials;
 mod socket;
 
+use std::io::{self, Read, Write};
+use std::net::TcpStream as StdStream;
 use std::sync::Arc;
 
 use rustls::crypto::ring;
@@ -25,6 +27,7 @@ pub(super) use socket::TlsSocket;
 
 use super::handshake::{self, Failed, Refusal, STEP_TIMEOUT};
 use crate::error::{Error, Result};
+use crate::transport;
 use crate::transport::tls::{Session, TlsFault};
 use credentials::Credentials;
 
@@ -105,6 +108,29 @@ impl Ends {
                 Err(Refused { why: Refusal::Protocol, text: TlsFault::of(&error) })
             }
             Err(_) => Err(Refused::quietly()),
+        }
+    }
+}
+
+/// Both ends of a TLS connection over two connected sockets, for tests and benchmarks.
+///
+/// # Errors
+/// `InvalidArgument` without a secret or certificates, `System` when the handshake fails.
+pub fn tls_pair(access: &Access<'_>, sockets: (StdStream, StdStream)) -> Result<(transport::Tls, transport::Tls)> {
+    let failed = |e: io::Error| Error::system("a TLS connection within this process", e);
+    let ends = Ends::of(access)?.ok_or_else(|| Error::InvalidArgument("no TLS".to_owned()))?;
+    let (client, server) = sockets;
+    let mut sessions = (Session::client(&ends.client).map_err(failed)?, Session::server(&ends.server).map_err(failed)?);
+    client.set_nonblocking(true).map_err(failed)?;
+    server.set_nonblocking(true).map_err(failed)?;
+    loop {
+        let step = |session: &mut Session, mut read: &StdStream, mut write: &StdStream| {
+            session.handshake(|into| read.read(into), |from| write.write(from)).map_err(failed)
+        };
+        let first = step(&mut sessions.0, &client, &client)?;
+        if step(&mut sessions.1, &server, &server)?.or(first).is_none() {
+            let client = transport::Tls::new(client, sessions.0).map_err(failed)?;
+            return Ok((client, transport::Tls::new(server, sessions.1).map_err(failed)?));
         }
     }
 }
