@@ -114,6 +114,12 @@ def test_element_types_are_timed_on_ordinary_tensors_and_in_an_arena(tmp_path: P
     assert all(0 < float(row["min"]) <= float(row["p50"]) for row in rows)
 
 
+def test_tls_is_timed_against_plain_tcp(tmp_path: Path) -> None:
+    _, rows = quick("tls.py", tmp_path, "--sizes", "1KiB", "256KiB")
+    assert [row["bytes"] for row in rows] == ["1024", "262144"]
+    assert all(float(row["ratio"]) > 0 for row in rows)
+
+
 def test_the_flight_recorder_is_timed_against_none(tmp_path: Path) -> None:
     _, rows = quick("recorder.py", tmp_path, *RANKS)
     assert [row["bytes"] for row in rows] == ["1024"]

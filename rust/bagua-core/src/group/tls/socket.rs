@@ -1,5 +1,6 @@
 //! A TCP connection with a TLS session, asynchronous.
 
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -23,14 +24,19 @@ impl TlsSocket {
         TlsSocket { stream, session: Box::new(session), ended: false }
     }
 
-    /// Runs the handshake.
+    /// Runs the handshake. When it fails, the other end has been told why, as far as TLS can tell it.
     pub(super) async fn handshake(&mut self) -> io::Result<()> {
-        let TlsSocket { stream, session, .. } = self;
         loop {
-            match session.handshake(|into| stream.try_read(into), |from| stream.try_write(from))? {
-                None => return Ok(()),
-                Some(Blocked::Receiving) => stream.readable().await?,
-                Some(Blocked::Sending) => stream.writable().await?,
+            let TlsSocket { stream, session, .. } = self;
+            match session.handshake(|into| stream.try_read(into), |from| stream.try_write(from)) {
+                Ok(None) => return Ok(()),
+                Ok(Some(Blocked::Receiving)) => stream.readable().await?,
+                Ok(Some(Blocked::Sending)) => stream.writable().await?,
+                Err(error) => {
+                    // The alert may wait: tokio does not try to write before it knows that the socket has room.
+                    let _ = poll_fn(|cx| self.poll_sent(cx)).await;
+                    return Err(error);
+                }
             }
         }
     }
