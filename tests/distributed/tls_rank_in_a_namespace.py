@@ -22,8 +22,8 @@ def main() -> None:
         group.all_gather(x, out=gathered)
         assert (gathered == payload[:size]).all()
     part = group.new_group([0, 1])
-    assert part is not None
-    part.all_reduce(payload.copy(), "max")
+    if part is not None:
+        part.all_reduce(payload.copy(), "max")
     print(" ".join(group.transports), flush=True)
     bagua.shutdown()
 

@@ -245,8 +245,8 @@ impl Session {
         loop {
             let advanced = self.advance(&mut [], Wish::Nothing);
             if let Err(error) = advanced {
-                // The alert that tells the other end; best effort.
-                let _ = self.advance(&mut [], Wish::Nothing);
+                // What waits, and the alert that tells the other end; best effort.
+                while matches!(self.advance(&mut [], Wish::Nothing), Ok((Next::Again, _))) {}
                 let _ = self.flush(&mut send);
                 return Err(error);
             }
