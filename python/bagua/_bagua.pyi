@@ -20,6 +20,8 @@ __all__ = [
     "Arena",
     "AsyncModelAverage",
     "Averager",
+    "Book",
+    "BookServer",
     "Bootstrap",
     "Bucket",
     "Codec",
@@ -29,6 +31,7 @@ __all__ = [
     "Handle",
     "RendezvousServer",
     "TensorReader",
+    "Tls",
     "WeightLock",
     "check_peer_selection",
     "flight_recorder",
@@ -70,9 +73,7 @@ def read_array(x: object) -> tuple[int, int, int, tuple[int, ...] | None, bool] 
 
 @final
 class Tls:
-    def __new__(
-        cls, certificate: bytes | None = None, key: bytes | None = None, ca: bytes | None = None
-    ) -> Tls: ...
+    def __new__(cls, certificate: bytes | None = None, key: bytes | None = None, ca: bytes | None = None) -> Tls: ...
 
 @final
 class Bootstrap:

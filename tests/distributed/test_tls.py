@@ -15,7 +15,7 @@ import pytest
 
 import bagua
 from tests.certificates import Authority
-from tests.distributed.test_neutral_failures import killed_in_a_loop
+from tests.distributed.test_neutral_failures import for_ever, killed_in_a_loop
 from tests.distributed.test_neutral_verbs import everything
 from tests.world import World
 
@@ -58,8 +58,7 @@ def frozen(rank: int, folder: str) -> tuple[int, str] | None:
         pid.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(bagua.PeerLostError) as raised:
-        while True:
-            group.all_reduce(x, "max")
+        for_ever(lambda: group.all_reduce(x, "max"))
     if rank == 0:
         os.kill(int(pid.read_text()), signal.SIGKILL)
     bagua.shutdown()

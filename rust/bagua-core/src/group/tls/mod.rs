@@ -17,7 +17,6 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream as StdStream;
 use std::sync::Arc;
 
-use rustls::crypto::ring;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, ServerConfig};
 use tokio::net::TcpStream;
@@ -147,14 +146,4 @@ impl Refused {
     fn quietly() -> Refused {
         Refused { why: Refusal::Protocol, text: None }
     }
-}
-
-/// TLS with exactly what the ranks of a job need: three cipher suites, the fastest first where the processor has AES, and one key exchange.
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    use ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
-    Arc::new(rustls::crypto::CryptoProvider {
-        cipher_suites: vec![TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256],
-        kx_groups: vec![ring::kx_group::X25519],
-        ..ring::default_provider()
-    })
 }
