@@ -20,7 +20,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_anything_a_process_is_alone() -> None:
     assert config.place() == config.Place(0, 1, None, None)
-    assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "")
+    assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "", None)
 
 
 def test_the_launcher_says_where_a_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
