@@ -185,6 +185,8 @@ pub struct Session {
     closed: bool,
     /// A first record from the peer has been seen.
     speaks_tls: bool,
+    /// What went wrong: rustls is not called any more, because it would process the same bytes again.
+    failed: Option<Fault>,
 }
 
 impl std::fmt::Debug for Session {
@@ -228,6 +230,7 @@ impl Session {
             held: false,
             closed: false,
             speaks_tls: false,
+            failed: None,
         }
     }
 
@@ -245,8 +248,7 @@ impl Session {
         loop {
             let advanced = self.advance(&mut [], Wish::Nothing);
             if let Err(error) = advanced {
-                // What waits, and the alert that tells the other end; best effort.
-                while matches!(self.advance(&mut [], Wish::Nothing), Ok((Next::Again, _))) {}
+                // The alert that tells the other end; best effort.
                 let _ = self.flush(&mut send);
                 return Err(error);
             }
@@ -410,10 +412,31 @@ impl Session {
 
     /// Processes received records until something comes of it; what to do next, and the bytes that were decrypted into `into`.
     fn advance(&mut self, into: &mut [u8], wish: Wish<'_>) -> io::Result<(Next, usize)> {
+        if let Some(failed) = &self.failed {
+            return Err(fault(failed.clone()));
+        }
+        let advanced = self.process(into, wish);
+        if let Err(failed) = &advanced {
+            self.failed = Some(failed.clone());
+            // Messages that wait to be encoded, of which the last is the alert, come before any processing.
+            while self.wants_write() && self.process(&mut [], Wish::Nothing).is_ok() {}
+        }
+        advanced.map_err(fault)
+    }
+
+    /// True when rustls has messages of its own to send.
+    fn wants_write(&self) -> bool {
+        match &self.end {
+            End::Client(end) => end.wants_write(),
+            End::Server(end) => end.wants_write(),
+        }
+    }
+
+    fn process(&mut self, into: &mut [u8], wish: Wish<'_>) -> Result<(Next, usize), Fault> {
         if !self.speaks_tls {
             match self.incoming.filled().first() {
                 Some(first) if !CONTENT_TYPES.contains(first) => {
-                    return Err(fault(InvalidMessage::InvalidContentType.into()));
+                    return Err(InvalidMessage::InvalidContentType.into());
                 }
                 Some(_) => self.speaks_tls = true,
                 None => {}
@@ -427,7 +450,7 @@ impl Session {
         };
         let filled = sink.filled;
         self.incoming.consume(discard);
-        let next = next.map_err(fault)?;
+        let next = next?;
         self.closed |= next == Next::Closed;
         Ok((next, filled))
     }
