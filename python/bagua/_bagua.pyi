@@ -20,6 +20,8 @@ __all__ = [
     "Arena",
     "AsyncModelAverage",
     "Averager",
+    "Book",
+    "BookServer",
     "Bootstrap",
     "Bucket",
     "Codec",
@@ -29,6 +31,7 @@ __all__ = [
     "Handle",
     "RendezvousServer",
     "TensorReader",
+    "Tls",
     "WeightLock",
     "check_peer_selection",
     "flight_recorder",
@@ -69,6 +72,10 @@ class TensorReader:
 def read_array(x: object) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None: ...
 
 @final
+class Tls:
+    def __new__(cls, certificate: bytes | None = None, key: bytes | None = None, ca: bytes | None = None) -> Tls: ...
+
+@final
 class Bootstrap:
     def __new__(
         cls,
@@ -87,6 +94,7 @@ class Bootstrap:
         transport: str,
         streams_per_peer: int,
         algorithm: str,
+        tls: Tls | None = None,
     ) -> Bootstrap: ...
     def address(self) -> bytes: ...
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
@@ -111,6 +119,7 @@ class Door:
         transport: str,
         streams_per_peer: int,
         algorithm: str,
+        tls: Tls | None = None,
     ) -> Door: ...
     @property
     def address(self) -> str: ...
@@ -134,10 +143,26 @@ class Door:
     ) -> Averager: ...
 
 @final
+class BookServer:
+    def __new__(cls, host: str, port: int, secret: bytes, tls: Tls | None = None) -> BookServer: ...
+    @property
+    def port(self) -> int: ...
+    def stop(self) -> None: ...
+
+@final
+class Book:
+    def __new__(cls, host: str, port: int, secret: bytes, timeout: float, tls: Tls | None = None) -> Book: ...
+    def read(self, name: str) -> bytes | None: ...
+    def write(self, name: str, entry: bytes) -> None: ...
+    def claim(self, name: str, entry: bytes) -> bytes: ...
+
+@final
 class RendezvousServer:
     def __new__(cls, host: str, port: int) -> RendezvousServer: ...
     def address(self) -> tuple[str, int]: ...
-    def serve(self, world_size: int, address: bytes, secret: bytes, timeout: float) -> list[bytes]: ...
+    def serve(
+        self, world_size: int, address: bytes, secret: bytes, timeout: float, tls: Tls | None = None
+    ) -> list[bytes]: ...
 
 @final
 class Handle:
@@ -364,10 +389,24 @@ class Engine:
     ) -> Handle | None: ...
 
 def rendezvous_tcp(
-    host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    address: bytes,
+    secret: bytes,
+    timeout: float,
+    tls: Tls | None = None,
 ) -> list[bytes]: ...
 def rendezvous_at(
-    host: str, port: int, rank: int, world_size: int, address: bytes, secret: bytes, timeout: float
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    address: bytes,
+    secret: bytes,
+    timeout: float,
+    tls: Tls | None = None,
 ) -> list[bytes]: ...
 def rendezvous_file(
     path: str | PathLike[str], rank: int, world_size: int, address: bytes, timeout: float

@@ -6,8 +6,9 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from bagua.engine import ALGORITHMS, MAX_STREAMS
+from bagua.engine import ALGORITHMS, MAX_STREAMS, Tls
 
 __all__ = [
     "Settings",
@@ -91,6 +92,37 @@ class Settings:
     secret: bytes
     #: Ranks share memory only if this is equal; "" asks the system.
     host_id: str
+    #: How TCP connections are encrypted; None: not at all.
+    tls: Tls | None
+
+
+_TLS_FILES = ("BAGUA_TLS_CERT", "BAGUA_TLS_KEY", "BAGUA_TLS_CA")
+
+
+def _tls(has_secret: bool) -> Tls | None:
+    """What BAGUA_TLS and the files say. ValueError for a part of them, and for files that cannot be used."""
+    paths = {name: path for name in _TLS_FILES if (path := text(name)) is not None}
+    if paths and text("BAGUA_TLS") is None:
+        raise ValueError(f"{', '.join(paths)} set without BAGUA_TLS: set BAGUA_TLS=1 to encrypt, or BAGUA_TLS=0")
+    if not flag("BAGUA_TLS"):
+        return None
+    if not paths:
+        if not has_secret:
+            raise ValueError("BAGUA_TLS=1 needs BAGUA_JOB_SECRET, or BAGUA_TLS_CERT, BAGUA_TLS_KEY and BAGUA_TLS_CA")
+        return Tls()
+    if missing := [name for name in _TLS_FILES if name not in paths]:
+        raise ValueError(f"{', '.join(paths)} needs {' and '.join(missing)} beside it")
+    contents = []
+    for name, path in paths.items():
+        try:
+            contents.append(Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{name}={path!r} cannot be read: {error.strerror}") from error
+    try:
+        return Tls(*contents)
+    except ValueError as error:
+        files = ", ".join(f"{name}={path!r}" for name, path in paths.items())
+        raise ValueError(f"{files}: {error}") from error
 
 
 def settings(*, timeout: float | None = None, secret: str | bytes | None = None) -> Settings:
@@ -116,6 +148,7 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
         algorithm=algorithm,
         secret=secret.encode() if isinstance(secret, str) else bytes(secret),
         host_id=text("BAGUA_HOST_ID") or "",
+        tls=_tls(bool(secret)),
     )
 
 

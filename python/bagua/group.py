@@ -230,6 +230,7 @@ def join(
         transport=chosen.transport,
         streams_per_peer=chosen.streams_per_peer,
         algorithm=chosen.algorithm,
+        tls=chosen.tls,
     )
     addresses = [bytes(address) for address in spread(bootstrap.address())]
     return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)

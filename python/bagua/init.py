@@ -103,7 +103,9 @@ def _rendezvous(
         host, port = cast(str, parts.hostname), cast(int, parts.port)
 
     def by_tcp(address: bytes) -> list[bytes]:
-        return engine.rendezvous_tcp(host, port, place.rank, place.world_size, address, chosen.secret, chosen.timeout)
+        return engine.rendezvous_tcp(
+            host, port, place.rank, place.world_size, address, chosen.secret, chosen.timeout, chosen.tls
+        )
 
     return by_tcp, (host, port)
 

@@ -68,6 +68,7 @@ def join(
             timeout=timeout,
         )
 
+    tls = config.settings(secret=secret).tls
     board = _Board(store, what, timeout)
     if world_size == 1:
         return build(towards, "", lambda address, _: [address]), board.count(1)
@@ -78,7 +79,7 @@ def join(
         number = board.announce(place)
 
         def serve(address: bytes, both: bytes) -> list[bytes]:
-            return server.serve(world_size, address, both, timeout)
+            return server.serve(world_size, address, both, timeout, tls)
 
         return build(towards, place.token, serve), number
 
@@ -88,7 +89,7 @@ def join(
         def fetch(address: bytes, both: bytes, place: _Place = place) -> list[bytes]:
             left = max(board.left(), 0.0)
             try:
-                return engine.rendezvous_at(place.host, place.port, rank, world_size, address, both, left)
+                return engine.rendezvous_at(place.host, place.port, rank, world_size, address, both, left, tls)
             except PeerLostError as lost:
                 raise _Gone(str(lost)) from lost
 

@@ -121,6 +121,12 @@ def test_messages_are_timed_against_gloo(tmp_path: Path) -> None:
     assert all(float(row["ratio"]) > 0 for row in rows)
 
 
+def test_tls_is_timed_against_plain_tcp(tmp_path: Path) -> None:
+    _, rows = quick("tls.py", tmp_path, "--sizes", "1KiB", "256KiB")
+    assert [row["bytes"] for row in rows] == ["1024", "262144"]
+    assert all(float(row["ratio"]) > 0 for row in rows)
+
+
 def test_the_flight_recorder_is_timed_against_none(tmp_path: Path) -> None:
     _, rows = quick("recorder.py", tmp_path, *RANKS)
     assert [row["bytes"] for row in rows] == ["1024"]

@@ -14,7 +14,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "")
+    assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "", None)
 
 
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from bagua import engine
 from bagua.distributed import end_with_parent, run, store
+from bagua.errors import BaguaError
 
 DEADLINE_S = 60.0
 
-# On node 1 the runner serves no address book, so that it needs no torch.
+# On node 1 the runner serves no address book.
 NODE_1 = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "9"]
 
 # Names its process to the test, and lives until something ends it.
@@ -103,12 +105,6 @@ def write(folder: Path, code: str) -> str:
     path = folder / "script.py"
     path.write_text(code)
     return str(path)
-
-
-@pytest.fixture
-def book() -> None:
-    """For tests whose runner serves the address book."""
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
 
 
 TELLS = """
@@ -233,7 +229,7 @@ def test_a_signal_between_two_starts_of_a_rank_ends_the_runner(tmp_path: Path) -
     assert not (tmp_path / "1.1").exists()
 
 
-def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path, book: None) -> None:
+def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path) -> None:
     with runner("--nproc-per-node", "2", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
         pids = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
         children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -242,7 +238,7 @@ def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path, book: None) -> 
         until(lambda: not any(is_running(pid) for pid in children), "children outlived the runner")
 
 
-def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_path: Path, book: None) -> None:
+def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_path: Path) -> None:
     with runner("--nproc-per-node", "1", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         until(lambda: bool(children.read_text()), "the runner started nothing")
@@ -268,7 +264,7 @@ def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> N
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
 
 
-def test_ranks_run_on_when_the_book_has_ended(tmp_path: Path, book: None) -> None:
+def test_ranks_run_on_when_the_book_has_ended(tmp_path: Path) -> None:
     code = "while not (here / 'end').exists(): time.sleep(0.02)"
     script = write(tmp_path, LIVES + "import time\nsay(f'{rank}.0')\n" + code)
     with runner("--nproc-per-node", "1", script, str(tmp_path)) as process:
@@ -284,27 +280,26 @@ def test_ranks_run_on_when_the_book_has_ended(tmp_path: Path, book: None) -> Non
 
 
 BOOK = """
-import datetime, os
-from torch.distributed import TCPStore
+import os, time
+from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=60))
+book = engine.Book(host, int(port), b"", 60.0)
 rank = int(os.environ["RANK"])
-book.set(f"door {rank}", f"of {rank}")
-print(book.get(f"door {1 - rank}").decode())
-# A client's writes are there when it has read something, so neither ends before the other has read.
-book.set(f"read {rank}", "")
-book.get(f"read {1 - rank}")
+book.write(f"door {rank}", f"of {rank}".encode())
+while (found := book.read(f"door {1 - rank}")) is None:
+    time.sleep(0.01)
+print(found.decode())
 """
 
 
-def test_the_ranks_of_one_node_share_a_book_at_any_free_port(tmp_path: Path, book: None) -> None:
+def test_the_ranks_of_one_node_share_a_book_at_any_free_port(tmp_path: Path) -> None:
     with runner("--nproc-per-node", "2", write(tmp_path, BOOK)) as process:
         code, output, errors = finish(process)
     assert code == 0, errors
     assert sorted(output.splitlines()) == ["of 0", "of 1"]
 
 
-def test_a_port_of_the_book_that_is_taken_ends_the_runner_before_a_rank_starts(tmp_path: Path, book: None) -> None:
+def test_a_port_of_the_book_that_is_taken_ends_the_runner_before_a_rank_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         arguments = [
@@ -360,23 +355,44 @@ def test_a_script_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("listen", "host"), [("127.0.0.1:0", "127.0.0.1"), (":0", socket.gethostname())])
 def test_the_store_prints_where_it_serves_until_a_signal(
-    listen: str, host: str, number: signal.Signals, code: int, book: None
+    listen: str, host: str, number: signal.Signals, code: int
 ) -> None:
-    from torch.distributed import TCPStore
-
     with program("bagua.distributed.store", "--listen", listen) as process:
         assert process.stdout is not None
         line = process.stdout.readline().strip()
         prefix, _, port = line.rpartition(":")
         assert prefix == f"tcp://{host}"
-        one, other = (TCPStore("127.0.0.1", int(port), is_master=False) for _ in range(2))
-        one.set("key", "value")
-        assert other.get("key") == b"value"
+        one, other = (engine.Book("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
+        one.write("key", b"value")
+        assert other.read("key") == b"value"
         process.send_signal(number)
         assert finish(process)[:2] == (code, "")
 
 
-def test_a_store_on_one_address_is_not_reached_by_another(book: None) -> None:
+def test_a_store_with_a_secret_refuses_who_has_another() -> None:
+    env = {"BAGUA_JOB_SECRET": "one", "BAGUA_TLS": "1"}
+    with program("bagua.distributed.store", "--listen", "127.0.0.1:0", env=env) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with pytest.raises(BaguaError, match="secret"):
+            engine.Book("127.0.0.1", port, b"another", DEADLINE_S, engine.Tls())
+        with pytest.raises(BaguaError, match="TLS"):
+            engine.Book("127.0.0.1", port, b"one", DEADLINE_S)
+        assert engine.Book("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).read("key") is None
+
+
+def test_a_store_with_tls_and_no_secret_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BAGUA_TLS", "1")
+    monkeypatch.delenv("BAGUA_JOB_SECRET", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        store.main(["--listen", "127.0.0.1:0"])
+    assert ended.value.code == 2
+    assert "BAGUA_JOB_SECRET" in capsys.readouterr().err
+
+
+def test_a_store_on_one_address_is_not_reached_by_another() -> None:
     with program("bagua.distributed.store", "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         port = int(process.stdout.readline().rpartition(":")[2])

@@ -69,6 +69,11 @@ def _book(name: str) -> None:
         raise ValueError(f"{name}={value!r} is neither tcp://host:port nor file:///directory")
 
 
+def _tls(name: str) -> None:
+    """The four variables make sense together only."""
+    config.settings()
+
+
 VARIABLES: dict[str, Variable] = {
     "BAGUA_ALGORITHM": Variable("auto", _one_of(*ALGORITHMS)),
     "BAGUA_AUTOTUNE": Variable("0", _integer()),
@@ -92,6 +97,10 @@ VARIABLES: dict[str, Variable] = {
     "BAGUA_SSH_PORT": Variable(None, _integer(1, 65535)),
     "BAGUA_STREAMS_PER_PEER": Variable("2", _integer(1, MAX_STREAMS)),
     "BAGUA_TIMEOUT": Variable("300", _seconds),
+    "BAGUA_TLS": Variable("0", _tls),
+    "BAGUA_TLS_CA": Variable(None, _tls),
+    "BAGUA_TLS_CERT": Variable(None, _tls),
+    "BAGUA_TLS_KEY": Variable(None, _tls),
     "BAGUA_TRACE_DIR": Variable(config.default_trace_dir(), _any),
     "BAGUA_TRANSPORT": Variable("auto", _one_of("auto", "tcp")),
 }

@@ -1,25 +1,23 @@
 """Serves the address book of elastic jobs: `python -m bagua.distributed.store --listen HOST:PORT`.
 
-The server is torch's TCPStore, which has no password: let it listen where only the job's hosts can connect, and set
-BAGUA_JOB_SECRET, without which a token in the book admits to the job.
+Only who has the job's secret (BAGUA_JOB_SECRET) can read and write the book. Without a secret everybody can who reaches
+the server, and a token in the book admits to the job: then let it listen where only the job's hosts can connect. With
+BAGUA_TLS=1 its connections are encrypted.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+from bagua import config, engine
 from bagua.distributed.signals import Signals
+from bagua.errors import BaguaError
 
-__all__ = ["listen", "main", "parse", "serve", "url"]
-
-# Connections that may wait to be accepted: the ranks of a job start at once.
-_BACKLOG = 4096
+__all__ = ["main", "parse", "url"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,28 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         host, port = parse(parser.parse_args(arguments).listen)
+        chosen = config.settings()
     except ValueError as error:
         parser.error(str(error))
     with Signals(signal.SIGINT, signal.SIGTERM) as signals:
         try:
-            listener = listen(host, port)
-        except OSError as error:
-            print(f"{parser.prog}: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+            server = engine.BookServer(host, port, chosen.secret, chosen.tls)
+        except BaguaError as error:
+            cause = error.__cause__
+            why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error
+            print(f"{parser.prog}: cannot listen on {host}:{port}: {why}", file=sys.stderr)
             return 1
         # The port as the kernel chose it, if it was 0.
-        where = url(host or socket.gethostname(), listener.getsockname()[1])
-        try:
-            server = serve(listener)
-        except ImportError as error:
-            print(f'{parser.prog}: needs torch, pip install "bagua[torch]": {error}', file=sys.stderr)
-            return 1
-        # Who has ended it while torch was imported does not read any more.
-        arrived = signals.wait(0)
-        if not arrived:
-            print(where, flush=True)
-            arrived = signals.wait()
-        # The server lives as long as this name.
-        del server
+        print(url(host or socket.gethostname(), server.port), flush=True)
+        arrived = signals.wait()
+        server.stop()
     return 130 if arrived[0] is signal.SIGINT else 0
 
 
@@ -76,33 +67,6 @@ def parse(address: str) -> tuple[str, int]:
 def url(host: str, port: int) -> str:
     """The book's name for BAGUA_ELASTIC."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on that address only, or on all addresses for "". OSError says why it cannot."""
-    if host:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(where[0]), port), family=family, backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-        except OSError as error:
-            # IPv6 may be switched off for all interfaces although the kernel has it; any other reason holds for IPv4.
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    return socket.create_server(("", port), backlog=_BACKLOG)
-
-
-def serve(listener: socket.socket) -> Any:
-    """A TCPStore that serves on the socket, which is its own from here on. It ends with the last reference to it."""
-    import torch.distributed
-
-    address, port = listener.getsockname()[:2]
-    # The server connects to itself.
-    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined, unused-ignore]
-        own, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 if __name__ == "__main__":

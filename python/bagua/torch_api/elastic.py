@@ -15,13 +15,9 @@ import secrets
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
-
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
 from bagua import config, engine
 from bagua import group as neutral
@@ -33,12 +29,12 @@ from .process_group.collectives import Collectives
 
 _state = torch_state()
 
-# Seconds: for an answer at a door, between two looks at the book, and for one request to a book's server.
-_ANSWER, _PAUSE, _REQUEST = 2.0, 0.1, 10.0
+# Seconds: for an answer at a door, and between two looks at the book.
+_ANSWER, _PAUSE = 2.0, 0.1
 
 
 class _Book(Protocol):
-    """An address book: named entries. Errors are OSError or DistError."""
+    """An address book: named entries. Errors are OSError or BaguaError."""
 
     @property
     def towards(self) -> tuple[str, int] | None:
@@ -95,27 +91,26 @@ class _FileBook:
         return path
 
 
-class _StoreBook:
-    """What ``python -m bagua.distributed.store`` or a runner serves."""
+class _ServedBook:
+    """What ``python -m bagua.distributed.store`` or a runner serves (``rust/bagua-core/src/group/book``)."""
 
     def __init__(self, host: str, port: int) -> None:
         self.towards: tuple[str, int] | None = (host, port)
-        limit = timedelta(seconds=min(config.settings().timeout, 60.0))
-        self._store = TCPStore(host, port, None, False, limit, wait_for_workers=False)
-        self._store.set_timeout(timedelta(seconds=_REQUEST))
+        chosen = config.settings()
+        self._book = engine.Book(host, port, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """See :class:`_Book`."""
-        key = f"bagua/elastic/{name}"
-        return _entry(self._store.get(key)) if self._store.check([key]) else None
+        found = self._book.read(name)
+        return None if found is None else _entry(found)
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
         """See :class:`_Book`."""
-        self._store.set(f"bagua/elastic/{name}", json.dumps(entry))
+        self._book.write(name, json.dumps(entry).encode())
 
     def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
         """See :class:`_Book`."""
-        found = _entry(self._store.compare_set(f"bagua/elastic/{name}", "", json.dumps(entry)))
+        found = _entry(self._book.claim(name, json.dumps(entry).encode()))
         if found is None:
             raise BaguaError(f"the address book at {self.towards} has garbage as {name!r}")
         return found
@@ -141,8 +136,8 @@ def _open_book(url: str) -> _Book:
     if parsed.scheme != "tcp" or place[0] is None or place[1] is None or parsed.path:
         raise ValueError(f"an address book is file:///directory or tcp://host:port, not {url!r}")
     try:
-        return _StoreBook(place[0], place[1])
-    except DistError as failure:
+        return _ServedBook(place[0], place[1])
+    except BaguaTimeoutError as failure:
         limit = config.settings().timeout
         text = f"init_process_group: nobody serves the address book {url}: {failure}"
         raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
@@ -200,6 +195,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         transport=chosen.transport,
         streams_per_peer=chosen.streams_per_peer,
         algorithm=chosen.algorithm,
+        tls=chosen.tls,
     )
     other = _ask(door, rank, book.read(f"rank-{rank}"))
     if other is not None:
@@ -221,8 +217,8 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
 
             def spread(address: bytes, server: Any = server, place: Any = place, left: float = left) -> list[bytes]:
                 if server is not None:
-                    return list(server.serve(world_size, address, secret, left))
-                return engine.rendezvous_at(place[0], place[1], rank, world_size, address, secret, left)
+                    return list(server.serve(world_size, address, secret, left, chosen.tls))
+                return engine.rendezvous_at(place[0], place[1], rank, world_size, address, secret, left, chosen.tls)
 
             group = (
                 alone()
@@ -275,7 +271,7 @@ def _look(book: _Book, door: engine.Door, own: int, world_size: int) -> dict[int
             continue
         try:
             entry = book.read(f"rank-{rank}")
-        except (OSError, DistError):
+        except (OSError, BaguaError):
             continue
         answer = _ask(door, rank, entry)
         if answer is not None and entry is not None:

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use bagua_core::collective::Algorithm;
 use bagua_core::error::Error;
-use bagua_core::group::{Config, TransportChoice};
+use bagua_core::group::{Config, Tls, TransportChoice};
 use pyo3::prelude::*;
 
 use crate::errors::{self, seconds};
@@ -24,6 +24,7 @@ pub fn config_of(
     transport: &str,
     streams_per_peer: usize,
     algorithm: &str,
+    tls: Option<Tls>,
 ) -> PyResult<Config> {
     let [timeout, connect_timeout, heartbeat_timeout] = seconds_of;
     let raise = |error| errors::raise(py, error);
@@ -50,6 +51,7 @@ pub fn config_of(
         host_id,
         host_name,
         secret,
+        tls,
         listen: SocketAddr::new(listen_host, listen_port),
         timeout: seconds("timeout", timeout)?,
         connect_timeout: seconds("connect_timeout", connect_timeout)?,

@@ -16,6 +16,7 @@ use crate::config::config_of;
 use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
+use crate::tls::{Tls, tls_of};
 
 /// The door of one rank of an elastic job: it listens, lets in who knows the secret and the token, and visits other doors.
 ///
@@ -41,7 +42,7 @@ fn address(py: Python<'_>, text: &str) -> PyResult<SocketAddr> {
 impl Door {
     #[new]
     #[pyo3(signature = (rank, world_size, token, *, name, host_id, host_name, secret, listen_host, listen_port, timeout,
-        connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm))]
+        connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm, tls=None))]
     #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and they are keywords there")]
     fn new(
         py: Python<'_>,
@@ -60,6 +61,7 @@ impl Door {
         transport: &str,
         streams_per_peer: usize,
         algorithm: &str,
+        tls: Option<Bound<'_, Tls>>,
     ) -> PyResult<Door> {
         let config = config_of(
             py,
@@ -74,6 +76,7 @@ impl Door {
             transport,
             streams_per_peer,
             algorithm,
+            tls_of(tls.as_ref()),
         )?;
         let core = py.detach(|| group::Door::open(config, &token)).map_err(|e| errors::raise(py, e))?;
         Ok(Door { core: DropWithoutGil::new(Arc::new(core)) })

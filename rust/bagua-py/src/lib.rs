@@ -10,10 +10,12 @@
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`config`] | the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
+//! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
 //! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; what this machine offers |
+//! | [`tls`] | `Tls`: encrypted connections |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
 //! | [`call_user`] | calling a user's function on a thread that Python did not start |
@@ -25,6 +27,7 @@
 
 mod arena;
 mod average;
+mod book;
 mod bootstrap;
 mod call_user;
 mod codec;
@@ -41,6 +44,7 @@ mod rendezvous;
 mod request;
 mod tensor;
 mod tensor_reader;
+mod tls;
 
 /// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
 #[pyo3::pymodule]
@@ -49,6 +53,8 @@ mod _bagua {
     use crate::arena::Arena;
     #[pymodule_export]
     use crate::average::{Averager, WeightLock};
+    #[pymodule_export]
+    use crate::book::{Book, BookServer};
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
@@ -69,6 +75,8 @@ mod _bagua {
     };
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
+    #[pymodule_export]
+    use crate::tls::Tls;
 
     use bagua_core::collective::Algorithm;
     use bagua_core::collective::gossip::PeerSelection;

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use bagua_core::error::Error;
-use bagua_core::group;
+use bagua_core::group::{self, Access};
 use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors;
 use crate::interrupt;
+use crate::tls::{Tls, tls_of};
 
 fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
     addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect()
@@ -22,7 +23,7 @@ fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
 /// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks, by rank.
 /// Raises BaguaTimeoutError naming the missing ranks, or another BaguaError.
 #[pyfunction]
-#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout))]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
 pub fn rendezvous_tcp(
     py: Python<'_>,
@@ -33,10 +34,12 @@ pub fn rendezvous_tcp(
     address: Vec<u8>,
     secret: Vec<u8>,
     timeout: f64,
+    tls: Option<Bound<'_, Tls>>,
 ) -> PyResult<Vec<Py<PyBytes>>> {
-    let timeout = errors::seconds("timeout", timeout)?;
+    let (timeout, tls) = (errors::seconds("timeout", timeout)?, tls_of(tls.as_ref()));
     let addresses = interrupt::run_on_thread(py, move || {
-        group::rendezvous_tcp((&host, port), rank, world_size, &address, &secret, timeout)
+        let access = Access { secret: &secret, tls: tls.as_ref() };
+        group::rendezvous_tcp((&host, port), rank, world_size, &address, access, timeout)
     })?;
     Ok(blobs(py, addresses))
 }
@@ -74,6 +77,7 @@ impl RendezvousServer {
     /// Exchanges the addresses of all ranks; `address` is rank 0's blob, `timeout` is in seconds. May be called once.
     ///
     /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError naming the missing ranks.
+    #[pyo3(signature = (world_size, address, secret, timeout, tls=None))]
     fn serve(
         &self,
         py: Python<'_>,
@@ -81,12 +85,16 @@ impl RendezvousServer {
         address: Vec<u8>,
         secret: Vec<u8>,
         timeout: f64,
+        tls: Option<Bound<'_, Tls>>,
     ) -> PyResult<Vec<Py<PyBytes>>> {
-        let timeout = errors::seconds("timeout", timeout)?;
+        let (timeout, tls) = (errors::seconds("timeout", timeout)?, tls_of(tls.as_ref()));
         let server = lock(&self.server).take();
         let called_twice = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(called_twice)?;
-        let addresses = interrupt::run_on_thread(py, move || server.serve(world_size, &address, &secret, timeout))?;
+        let addresses = interrupt::run_on_thread(py, move || {
+            let access = Access { secret: &secret, tls: tls.as_ref() };
+            server.serve(world_size, &address, access, timeout)
+        })?;
         Ok(blobs(py, addresses))
     }
 }
@@ -95,7 +103,7 @@ impl RendezvousServer {
 ///
 /// Raises PeerLostError when the connection to the server fails or breaks.
 #[pyfunction]
-#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout))]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
 pub fn rendezvous_at(
     py: Python<'_>,
@@ -106,10 +114,13 @@ pub fn rendezvous_at(
     address: Vec<u8>,
     secret: Vec<u8>,
     timeout: f64,
+    tls: Option<Bound<'_, Tls>>,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (server, timeout) = (socket_address(py, host, port)?, errors::seconds("timeout", timeout)?);
+    let tls = tls_of(tls.as_ref());
     let addresses = interrupt::run_on_thread(py, move || {
-        group::rendezvous_at(server, rank, world_size, &address, &secret, timeout)
+        let access = Access { secret: &secret, tls: tls.as_ref() };
+        group::rendezvous_at(server, rank, world_size, &address, access, timeout)
     })?;
     Ok(blobs(py, addresses))
 }

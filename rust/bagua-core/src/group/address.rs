@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 
 use super::config::Config;
+use super::tls::Tls;
 use super::wire::{Malformed, Reader, VERSION, Writer};
 use crate::collective::Algorithm;
 use crate::error::{self, Error};
@@ -35,6 +36,8 @@ pub(super) struct Address {
     pub(super) streams: u8,
     /// Code of the all_reduce algorithm between hosts, from its configuration.
     pub(super) algorithm: u8,
+    /// Code of the kind of TLS, from its configuration.
+    pub(super) tls: u8,
     /// Random; tells two groups of the same ranks apart, and stale blobs from current ones.
     pub(super) nonce: [u8; 16],
 }
@@ -45,7 +48,7 @@ impl Address {
         let mut out = Writer::default();
         out.fixed(&MAGIC).u16(VERSION).rank(self.rank).rank(self.world_size).u32(self.pid).fixed(&self.nonce);
         out.text(&self.tcp.map(|tcp| tcp.to_string()).unwrap_or_default()).bytes(&self.unix);
-        out.text(&self.host_id).text(&self.host_name).u8(self.streams).u8(self.algorithm);
+        out.text(&self.host_id).text(&self.host_name).u8(self.streams).u8(self.algorithm).u8(self.tls);
         out.0
     }
 
@@ -77,9 +80,9 @@ impl Address {
         };
         let unix = from.bytes()?.to_vec();
         let (host_id, host_name) = (from.text()?, from.text()?);
-        let (streams, algorithm) = (from.u8()?, from.u8()?);
+        let (streams, algorithm, tls) = (from.u8()?, from.u8()?, from.u8()?);
         from.end()?;
-        Ok(Address { rank, world_size, pid, tcp, unix, host_id, host_name, streams, algorithm, nonce })
+        Ok(Address { rank, world_size, pid, tcp, unix, host_id, host_name, streams, algorithm, tls, nonce })
     }
 
     /// Parses the blobs of all ranks, in rank order, and checks them against each other and against this rank's own blob.
@@ -118,6 +121,15 @@ impl Address {
                     name(address.algorithm),
                     config.rank,
                     name(algorithm),
+                )));
+            }
+            let tls = Tls::code(config.tls.as_ref());
+            if address.tls != tls {
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} uses {}, rank {} uses {} (BAGUA_TLS)",
+                    Tls::describe(address.tls),
+                    config.rank,
+                    Tls::describe(tls),
                 )));
             }
             if let Some(twin) = nonces.insert(address.nonce, rank) {
@@ -177,6 +189,7 @@ mod tests {
             host_name: "b".to_owned(),
             streams: 2,
             algorithm: 0,
+            tls: 0,
             nonce: [u8::try_from(rank).unwrap(); 16],
         }
     }
@@ -207,6 +220,10 @@ mod tests {
         let ring = Address { algorithm: Algorithm::Ring as u8, ..address(1, 2) }.encode();
         assert!(
             matches!(refusal(&[good(0), ring], 0), Error::Mismatch(text) if text.contains("rank 1") && text.contains("ring"))
+        );
+        let encrypted = Address { tls: Tls::code(Some(&Tls::Secret)), ..address(1, 2) }.encode();
+        assert!(
+            matches!(refusal(&[good(0), encrypted], 0), Error::Mismatch(text) if text.contains("rank 1 uses TLS by the secret") && text.contains("rank 0 uses no TLS"))
         );
         let twin = Address { nonce: [0; 16], ..address(1, 2) }.encode();
         assert!(matches!(refusal(&[good(0), twin], 0), Error::InvalidArgument(text) if text.contains("same address")));

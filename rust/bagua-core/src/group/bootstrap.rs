@@ -12,6 +12,7 @@ use super::descriptors::{self, Need};
 use super::fork::OwnerProcess;
 use super::handshake;
 use super::membership::Group;
+use super::tls::{Ends, Tls};
 use super::wire::Message;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
@@ -52,6 +53,7 @@ impl Bootstrap {
         if world_size > 1 {
             descriptors::provide(descriptors::open(), Need::of_world(&config), || describe(&config))?;
         }
+        let tls = Ends::of(&config.access())?;
         let mut config = config;
         if config.host_id.is_empty() {
             config.host_id = address::host_id()?;
@@ -71,9 +73,10 @@ impl Bootstrap {
             host_name: config.host_name.clone(),
             streams: config.streams_per_peer as u8,
             algorithm: config.algorithm as u8,
+            tls: Tls::code(config.tls.as_ref()),
             nonce: handshake::random()?,
         };
-        let plane = Plane::new(config, owner);
+        let plane = Plane::new(config, owner, tls);
         let control = match listeners {
             Some(listeners) => Control::start(plane, listeners)?,
             None => Control::without_thread(plane),
@@ -186,7 +189,8 @@ impl Connecting<'_> {
             let failure = state.last_failures.get(rank).map(|how| format!(": {how}")).unwrap_or_default();
             format!("{}{failure}", self.world.addresses[*rank].describe())
         });
-        let what = format!("connecting to {}", each.collect::<Vec<_>>().join("; "));
+        let refusal = state.last_refusal.iter().map(|why| format!("; a connection was refused: {why}"));
+        let what = format!("connecting to {}{}", each.collect::<Vec<_>>().join("; "), refusal.collect::<String>());
         let progress = Progress { what, label: String::new(), done: 0, total: 0 };
         let (after, noticed_by) = (self.deadline.limit(), self.plane.config.rank);
         Error::Timeout { after, missing, noticed_by, progress: Some(Box::new(progress)) }

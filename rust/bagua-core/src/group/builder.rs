@@ -7,7 +7,6 @@
 use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -28,7 +27,7 @@ use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
-use crate::transport::{Mesh, Tcp, Transport};
+use crate::transport::{Mesh, Transport};
 use crate::wait::{Deadline, SLICE};
 
 /// `index` of the streams between all ranks.
@@ -273,15 +272,15 @@ impl LaneBuilder<'_> {
         }
         let connected = self.connect(wanted, fork_fds)?;
         let mut streams = Streams::new();
-        for (peer, stream) in connected {
-            let stream = Tcp::new(stream).map_err(|e| Error::system("preparing a data stream", e))?;
-            streams.entry(peer).or_default().push(Box::new(stream));
+        for (peer, socket) in connected {
+            let stream = socket.into_transport().map_err(|e| Error::system("preparing a data stream", e))?;
+            streams.entry(peer).or_default().push(stream);
         }
         Ok(streams)
     }
 
     /// Opens one TCP connection for each group rank and index, and returns them in the same order.
-    fn connect(&self, wanted: Vec<(usize, u32)>, fork_fds: &mut Vec<ForkFd>) -> Result<Vec<(usize, TcpStream)>> {
+    fn connect(&self, wanted: Vec<(usize, u32)>, fork_fds: &mut Vec<ForkFd>) -> Result<Vec<(usize, Socket)>> {
         let rank = self.health.rank();
         // Starts all connections before it waits for the first.
         let dialling: Vec<_> = wanted
@@ -294,11 +293,8 @@ impl LaneBuilder<'_> {
                 Some(outcome) => self.dialled(peer, &outcome)?,
                 None => self.accepted(peer, Purpose::Stream, index)?,
             };
-            let Socket::Tcp(stream) = socket else {
-                return Err(Error::other("a data stream that is not a TCP connection"));
-            };
             fork_fds.push(fork_fd);
-            connected.push((peer, stream));
+            connected.push((peer, socket));
         }
         Ok(connected)
     }

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
 
 /// Default number of streams to a peer.
@@ -37,6 +38,8 @@ pub struct Config {
     pub host_name: String,
     /// Secret of the job, with which the two ends of a connection authenticate each other.
     pub secret: Vec<u8>,
+    /// Whether TCP connections are encrypted, and how their ends prove themselves; the same on all ranks.
+    pub tls: Option<Tls>,
     /// Address to listen on (port 0: any free port), as [`local_address_towards`](super::local_address_towards) returns it.
     pub listen: SocketAddr,
     /// Default deadline of an operation.
@@ -58,6 +61,11 @@ pub struct Config {
 }
 
 impl Config {
+    /// How this rank proves that it belongs to the job.
+    pub(super) fn access(&self) -> Access<'_> {
+        Access { secret: &self.secret, tls: self.tls.as_ref() }
+    }
+
     /// A configuration with the defaults: operations 300 s, connecting 60 s, heartbeat 5 s, loopback, automatic transports and
     /// algorithms, two streams per peer.
     pub fn new(rank: usize, world_size: usize) -> Config {
@@ -68,6 +76,7 @@ impl Config {
             host_id: String::new(),
             host_name: String::new(),
             secret: Vec::new(),
+            tls: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             timeout: Duration::from_secs(300),
             connect_timeout: Duration::from_secs(60),

@@ -10,8 +10,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::config::MAX_STREAMS;
 use super::fork::ForkFd;
-use super::handshake::{Hello, Purpose, Refusal};
+use super::handshake::{Failed, Hello, Purpose, Refusal};
+use super::tls::{Ends, Refused, TlsSocket};
 use crate::health::GroupHealth;
+use crate::transport::tls::Session;
+use crate::transport::{Tcp, Tls, Transport};
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
 /// The most pending connections in small worlds.
@@ -26,13 +29,48 @@ fn pending_limit(world_size: usize) -> usize {
 #[derive(Debug)]
 pub(super) enum AsyncSocket {
     Tcp(tokio::net::TcpStream),
+    Tls(TlsSocket),
     Unix(tokio::net::UnixStream),
+}
+
+impl AsyncSocket {
+    /// The client's end of a TCP connection.
+    pub(super) async fn connect(
+        stream: tokio::net::TcpStream,
+        ends: Option<&Ends>,
+    ) -> std::result::Result<AsyncSocket, Failed> {
+        Ok(match ends {
+            None => AsyncSocket::Tcp(stream),
+            Some(ends) => AsyncSocket::Tls(ends.connect(stream).await?),
+        })
+    }
+
+    /// The server's end of a TCP connection.
+    pub(super) async fn accept(
+        stream: tokio::net::TcpStream,
+        ends: Option<&Ends>,
+    ) -> std::result::Result<AsyncSocket, Refused> {
+        Ok(match ends {
+            None => AsyncSocket::Tcp(stream),
+            Some(ends) => AsyncSocket::Tls(ends.accept(stream).await?),
+        })
+    }
+
+    /// The local address of a TCP connection.
+    pub(super) fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
+        match self {
+            AsyncSocket::Tcp(stream) => stream.local_addr(),
+            AsyncSocket::Tls(socket) => socket.stream().local_addr(),
+            AsyncSocket::Unix(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
 }
 
 impl AsyncRead for AsyncSocket {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match &mut *self {
             AsyncSocket::Tcp(stream) => Pin::new(stream).poll_read(cx, into),
+            AsyncSocket::Tls(socket) => Pin::new(socket).poll_read(cx, into),
             AsyncSocket::Unix(stream) => Pin::new(stream).poll_read(cx, into),
         }
     }
@@ -42,6 +80,7 @@ impl AsyncWrite for AsyncSocket {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
         match &mut *self {
             AsyncSocket::Tcp(stream) => Pin::new(stream).poll_write(cx, from),
+            AsyncSocket::Tls(socket) => Pin::new(socket).poll_write(cx, from),
             AsyncSocket::Unix(stream) => Pin::new(stream).poll_write(cx, from),
         }
     }
@@ -49,6 +88,7 @@ impl AsyncWrite for AsyncSocket {
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut *self {
             AsyncSocket::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            AsyncSocket::Tls(socket) => Pin::new(socket).poll_flush(cx),
             AsyncSocket::Unix(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
@@ -56,6 +96,7 @@ impl AsyncWrite for AsyncSocket {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut *self {
             AsyncSocket::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            AsyncSocket::Tls(socket) => Pin::new(socket).poll_shutdown(cx),
             AsyncSocket::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }
@@ -74,6 +115,26 @@ impl ControlConn {
         Ok(ControlConn { fork_fd: ForkFd::new(&stream), socket: AsyncSocket::Tcp(stream) })
     }
 
+    /// The client's end after the handshake of TLS, if there is TLS.
+    pub(super) async fn connect(
+        stream: tokio::net::TcpStream,
+        ends: Option<&Ends>,
+    ) -> std::result::Result<ControlConn, Failed> {
+        stream.set_nodelay(true)?;
+        let fork_fd = ForkFd::new(&stream);
+        Ok(ControlConn { fork_fd, socket: AsyncSocket::connect(stream, ends).await? })
+    }
+
+    /// The server's end after the handshake of TLS, if there is TLS and the connection is by TCP.
+    pub(super) async fn accept(self, ends: Option<&Ends>) -> std::result::Result<ControlConn, Refused> {
+        let ControlConn { fork_fd, socket } = self;
+        let socket = match socket {
+            AsyncSocket::Tcp(stream) => AsyncSocket::accept(stream, ends).await?,
+            other => other,
+        };
+        Ok(ControlConn { fork_fd, socket })
+    }
+
     pub(super) fn unix(stream: tokio::net::UnixStream) -> ControlConn {
         ControlConn { fork_fd: ForkFd::new(&stream), socket: AsyncSocket::Unix(stream) }
     }
@@ -90,6 +151,12 @@ impl ControlConn {
                 stream.set_nonblocking(false)?;
                 Socket::Tcp(stream)
             }
+            AsyncSocket::Tls(socket) => {
+                let (stream, session) = socket.into_parts();
+                let stream = stream.into_std()?;
+                stream.set_nonblocking(false)?;
+                Socket::Tls(stream, session)
+            }
             AsyncSocket::Unix(stream) => {
                 let stream = stream.into_std()?;
                 stream.set_nonblocking(false)?;
@@ -104,7 +171,55 @@ impl ControlConn {
 #[derive(Debug)]
 pub(super) enum Socket {
     Tcp(std::net::TcpStream),
+    Tls(std::net::TcpStream, Box<Session>),
     Unix(std::os::unix::net::UnixStream),
+}
+
+impl Socket {
+    /// The TCP connection.
+    pub(super) fn tcp(&self) -> Option<&std::net::TcpStream> {
+        match self {
+            Socket::Tcp(stream) | Socket::Tls(stream, _) => Some(stream),
+            Socket::Unix(_) => None,
+        }
+    }
+
+    /// The stream of a lane, or of messages.
+    pub(super) fn into_transport(self) -> io::Result<Box<dyn Transport>> {
+        Ok(match self {
+            Socket::Tcp(stream) => Box::new(Tcp::new(stream)?),
+            Socket::Tls(stream, session) => Box::new(Tls::new(stream, *session)?),
+            Socket::Unix(_) => return Err(io::Error::other("it is not a TCP connection")),
+        })
+    }
+}
+
+impl io::Read for Socket {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Socket::Tcp(stream) => stream.read(into),
+            Socket::Tls(stream, session) => session.read(into, |bytes| stream.read(bytes)),
+            Socket::Unix(stream) => stream.read(into),
+        }
+    }
+}
+
+impl io::Write for Socket {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match self {
+            Socket::Tcp(stream) => stream.write(from),
+            Socket::Tls(stream, session) => match session.write(from, &[], |bytes| stream.write(bytes))? {
+                0 if !from.is_empty() => Err(io::ErrorKind::WouldBlock.into()),
+                count => Ok(count),
+            },
+            Socket::Unix(stream) => stream.write(from),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        // A write that returned has left nothing behind that a later one would not send.
+        Ok(())
+    }
 }
 
 /// A blocking connection, closed in forked children.

@@ -148,6 +148,7 @@ mod tests {
             host_name: (*host).to_owned(),
             streams,
             algorithm: 0,
+            tls: 0,
             nonce: [0; 16],
         };
         hosts.iter().enumerate().map(address).collect()

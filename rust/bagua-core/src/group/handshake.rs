@@ -20,6 +20,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::wire::{Malformed, Reader, VERSION, Writer};
 use crate::error::{self, Error, Source};
+use crate::transport::tls::TlsFault;
 
 /// Time limit of one step; a peer needs far less.
 pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -27,8 +28,14 @@ pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// First bytes of every connection.
 const MAGIC: [u8; 8] = *b"BGhello\n";
 
+/// First bytes of a TLS connection: a handshake record, of which version 3.1 or later.
+const TLS_HANDSHAKE: [u8; 2] = [22, 3];
+
 /// Length of a hello.
 pub(super) const HELLO_LEN: usize = 8 + 2 + 4 + 4 + 4 + 1 + 8 + 4 + 4 + 8 + 32;
+
+/// The most bytes that are read from a client that is sent away.
+const DISMISSED: u64 = 64 << 10;
 
 /// Accepts the previous step.
 const ACCEPTED: u8 = 0;
@@ -69,6 +76,16 @@ impl Key {
         Key::new(secret, b"rendezvous")
     }
 
+    /// The key of the TLS connections of a job with this secret.
+    pub(super) fn of_tls(secret: &[u8]) -> Key {
+        Key::new(secret, b"tls ed25519")
+    }
+
+    /// The bytes of the key, from which another one is made.
+    pub(super) fn into_seed(self) -> [u8; 32] {
+        self.0
+    }
+
     /// A number derived from the key, which does not reveal it.
     pub(super) fn number(&self, label: &[u8]) -> u64 {
         let bytes: [u8; 32] = hmac(&self.0, &[label]).finalize().into_bytes().into();
@@ -101,8 +118,10 @@ pub(super) enum Purpose {
     Rendezvous = 4,
     /// A visit at the door of an elastic job.
     Door = 5,
+    /// Requests to the server of an address book.
+    Book = 6,
     /// Messages of one direction.
-    Messages = 6,
+    Messages = 7,
 }
 
 /// The first message of a connection: the identity of the client and the purpose of the connection.
@@ -135,7 +154,7 @@ impl Hello {
     pub(super) fn parse(bytes: &[u8; HELLO_LEN]) -> Result<Hello, Refusal> {
         let mut from = Reader(bytes);
         if from.array() != Ok(MAGIC) {
-            return Err(Refusal::Protocol);
+            return Err(if bytes.starts_with(&TLS_HANDSHAKE) { Refusal::NoTls } else { Refusal::Protocol });
         }
         match from.u16() {
             Ok(VERSION) => {}
@@ -153,7 +172,8 @@ impl Hello {
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
             5 => Purpose::Door,
-            6 => Purpose::Messages,
+            6 => Purpose::Book,
+            7 => Purpose::Messages,
             _ => return Err(Malformed("an unknown purpose")),
         };
         let (group, channel, index, job) = (from.u64()?, from.u32()?, from.u32()?, from.array()?);
@@ -175,11 +195,15 @@ pub(super) enum Refusal {
     Purpose,
     Busy,
     Duplicate,
+    /// The server uses TLS and the client does not.
+    NeedsTls,
+    /// The client uses TLS and the server does not.
+    NoTls,
 }
 
 impl Refusal {
     /// All refusals; the index of one is its code.
-    const ALL: [Refusal; 9] = [
+    const ALL: [Refusal; 11] = [
         Refusal::Protocol,
         Refusal::Version(VERSION),
         Refusal::WorldSize,
@@ -189,6 +213,8 @@ impl Refusal {
         Refusal::Purpose,
         Refusal::Busy,
         Refusal::Duplicate,
+        Refusal::NeedsTls,
+        Refusal::NoTls,
     ];
 
     /// The number that tells a refusal to the client.
@@ -203,6 +229,8 @@ impl Refusal {
             Refusal::Purpose => 6,
             Refusal::Busy => 7,
             Refusal::Duplicate => 8,
+            Refusal::NeedsTls => 9,
+            Refusal::NoTls => 10,
         }
     }
 }
@@ -221,6 +249,8 @@ impl std::fmt::Display for Refusal {
             Refusal::Purpose => "refused: a connection for an unknown purpose",
             Refusal::Busy => "refused: too many connections",
             Refusal::Duplicate => "refused: this rank is already connected",
+            Refusal::NeedsTls => "refused: the accepting rank uses TLS (BAGUA_TLS), the connecting one does not",
+            Refusal::NoTls => "refused: the connecting rank uses TLS (BAGUA_TLS), the accepting one does not",
         })
     }
 }
@@ -237,6 +267,8 @@ pub(super) enum Failed {
     },
     /// The server refused; it would refuse every further attempt.
     Refused(Refusal),
+    /// TLS failed: another secret, no TLS or a certificate that does not count. Every further attempt would fail as well.
+    Tls(String),
 }
 
 impl Failed {
@@ -251,12 +283,16 @@ impl std::fmt::Display for Failed {
         match self {
             Failed::Broken { how, .. } => f.write_str(how),
             Failed::Refused(why) => why.fmt(f),
+            Failed::Tls(why) => f.write_str(why),
         }
     }
 }
 
 impl From<std::io::Error> for Failed {
     fn from(error: std::io::Error) -> Failed {
+        if let Some(why) = TlsFault::of(&error) {
+            return Failed::Tls(why);
+        }
         Failed::Broken { how: error.to_string(), source: error.into() }
     }
 }
@@ -306,8 +342,23 @@ pub(super) async fn accept(stream: &mut (impl AsyncWrite + Unpin)) -> std::io::R
     stream.write_all(&[ACCEPTED]).await
 }
 
+/// True when a connection without TLS begins so.
+pub(super) fn is_hello(received: &[u8]) -> bool {
+    received.starts_with(&MAGIC)
+}
+
+/// Server: closes a connection so that the client can read why. Closing it while bytes of the client are unread would reset it, and what
+/// the client has not read yet may be lost. Best effort, within [`STEP_TIMEOUT`].
+pub(super) async fn dismiss(stream: &mut (impl AsyncRead + AsyncWrite + Unpin)) {
+    let _ = tokio::time::timeout(STEP_TIMEOUT, async {
+        stream.shutdown().await?;
+        tokio::io::copy(&mut stream.take(DISMISSED), &mut tokio::io::sink()).await
+    })
+    .await;
+}
+
 /// Server, last step: refuses the connection with a reason. Best effort, within [`STEP_TIMEOUT`].
-pub(super) async fn refuse(stream: &mut (impl AsyncWrite + Unpin), why: Refusal) {
+pub(super) async fn refuse(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), why: Refusal) {
     if why != Refusal::Protocol {
         let _ = tokio::time::timeout(STEP_TIMEOUT, async {
             let mut answer = vec![REFUSED, why.code()];
@@ -318,6 +369,9 @@ pub(super) async fn refuse(stream: &mut (impl AsyncWrite + Unpin), why: Refusal)
             stream.shutdown().await
         })
         .await;
+    }
+    if matches!(why, Refusal::NeedsTls | Refusal::NoTls) {
+        dismiss(stream).await;
     }
 }
 

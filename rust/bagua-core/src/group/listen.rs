@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsFd;
 
 /// Connections that may wait to be accepted.
-const BACKLOG: i32 = 4096;
+pub(super) const BACKLOG: i32 = 4096;
 
 /// Raises the backlog of a listening TCP socket above the 128 connections of the standard library: all ranks connect at the same time,
 /// and a connection that finds the backlog full is retried after a second at the earliest. The system's limit

@@ -6,14 +6,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::connection::{ConnKey, DataConn, Socket};
+use super::connection::{ConnKey, DataConn};
 use super::control::{Control, Dial};
 use super::descriptors::{self, Need};
 use super::fork::ForkFd;
 use super::handshake::Purpose;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::transport::{Broken, Readiness, Tcp, Transport};
+use crate::transport::{Broken, Readiness, Transport};
 
 /// Opens and accepts the streams of one group's messages.
 pub(crate) struct MessageStreams {
@@ -29,7 +29,7 @@ pub(crate) struct MessageStreams {
 pub(crate) struct MessageStream {
     /// Unregistered before the descriptors are closed.
     _fork_fds: [ForkFd; 2],
-    stream: Tcp,
+    stream: Box<dyn Transport>,
 }
 
 impl MessageStream {
@@ -37,12 +37,13 @@ impl MessageStream {
     fn new(conn: DataConn) -> Result<(MessageStream, OwnedFd)> {
         let failed = |e| Error::system("preparing a stream of messages", e);
         let DataConn { fork_fd, socket } = conn;
-        let Socket::Tcp(stream) = socket else {
+        let Some(stream) = socket.tcp() else {
             return Err(Error::other("a stream of messages that is not a TCP connection"));
         };
         let second = stream.as_fd().try_clone_to_owned().map_err(failed)?;
         let fork_fds = [fork_fd, ForkFd::new(&second)];
-        Ok((MessageStream { _fork_fds: fork_fds, stream: Tcp::new(stream).map_err(failed)? }, second))
+        let stream = socket.into_transport().map_err(failed)?;
+        Ok((MessageStream { _fork_fds: fork_fds, stream }, second))
     }
 }
 

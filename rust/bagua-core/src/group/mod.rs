@@ -7,9 +7,12 @@
 //! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
 //! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
 //! | `door` | where a running elastic job lets processes in |
+//! | `book` | the address book by which the processes of an elastic job find each other |
+//! | `frames` | frames over one connection, for threads that wait: doors, address books |
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
 //! | `messages` | the streams of a group's messages |
@@ -19,6 +22,7 @@
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
 mod address;
+mod book;
 mod bootstrap;
 mod builder;
 mod config;
@@ -28,6 +32,7 @@ mod descriptors;
 mod door;
 mod duplicate;
 mod fork;
+mod frames;
 mod handshake;
 mod lane;
 mod lanes;
@@ -37,9 +42,11 @@ mod messages;
 mod rendezvous;
 #[cfg(all(test, not(model)))]
 mod tests;
+mod tls;
 mod views;
 mod wire;
 
+pub use book::{Book, BookServer};
 pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
 pub use door::{Answer, Asked, Door};
@@ -50,4 +57,5 @@ pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;
 pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use tls::{Access, Tls, tls_pair};
 pub use views::{Quorum, View};

@@ -9,6 +9,7 @@ mod local;
 mod mesh;
 pub mod shm;
 mod tcp;
+pub mod tls;
 
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
@@ -18,6 +19,7 @@ pub(crate) use mesh::Plan;
 pub(crate) use mesh::{CHUNK_LEN, Chunk};
 pub use mesh::{Mesh, Step};
 pub use tcp::Tcp;
+pub use tls::Tls;
 
 use std::os::fd::BorrowedFd;
 
@@ -54,10 +56,11 @@ pub enum Readiness<'a> {
 /// Contract: bytes arrive once, in order, unchanged; neither call blocks; bytes that were sent before the peer closed its end can still
 /// be received, and after them `recv` returns `Broken`.
 pub trait Transport: Send {
-    /// Short name for statistics: "tcp", "shm", "local".
+    /// Short name for statistics: "tcp", "tls", "shm", "local".
     fn name(&self) -> &'static str;
 
-    /// Sends a prefix of `head` followed by `body` and returns its length; 0 when there is no room now.
+    /// Sends a prefix of `head` followed by `body` and returns its length; 0 when there is no room now. The next call must begin with the
+    /// bytes that were not sent; after a 0, a call with more than one byte may begin with others.
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken>;
 
     /// Receives into a prefix of `into` and returns its length; 0 when no bytes are there now. `into` is not empty.

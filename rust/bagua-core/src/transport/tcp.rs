@@ -28,13 +28,18 @@ impl Tcp {
     /// # Errors
     /// When a socket option cannot be set.
     pub fn new(stream: TcpStream) -> io::Result<Tcp> {
-        stream.set_nonblocking(true)?;
-        // Every send passes all bytes that are ready, so Nagle's algorithm would only delay them.
-        stream.set_nodelay(true)?;
-        sockopt::set_tcp_user_timeout(&stream, u32::try_from(USER_TIMEOUT.as_millis()).unwrap_or(u32::MAX))?;
-        socket2::SockRef::from(&stream).set_tcp_notsent_lowat(UNSENT)?;
+        prepare(&stream)?;
         Ok(Tcp { stream })
     }
+}
+
+/// Sets the options of a connection that carries data.
+pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    // Every send passes all bytes that are ready, so Nagle's algorithm would only delay them.
+    stream.set_nodelay(true)?;
+    sockopt::set_tcp_user_timeout(stream, u32::try_from(USER_TIMEOUT.as_millis()).unwrap_or(u32::MAX))?;
+    socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT)
 }
 
 impl Transport for Tcp {
@@ -65,7 +70,7 @@ impl Transport for Tcp {
 }
 
 /// Repeats a system call after a signal, and maps its outcome: bytes moved, 0 when it would block, or `Broken`.
-fn retry(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, Broken> {
+pub(super) fn retry(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, Broken> {
     loop {
         match call() {
             Ok(count) => return Ok(count),

@@ -7,7 +7,7 @@ use bagua_core::types::{DType, Kind, ReduceOp};
 use crate::oracle::{assert_combined, input, noise};
 use crate::toy::{toy_hier, toy_local, toy_shm};
 use crate::world::{
-    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, solo, tcp, world,
+    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, solo, tcp, tls, world,
 };
 
 macro_rules! contract {
@@ -51,6 +51,7 @@ macro_rules! contract {
 
 contract!(net_local, local, [1, 2, 3, 4, 5, 8, 9, 16, 33]);
 contract!(net_tcp, tcp, [1, 2, 3, 4, 9]);
+contract!(net_tls, tls, [2, 3, 5]);
 contract!(net_mixed, mixed, [3, 4, 5]);
 contract!(net_bundled, bundled, [2, 3, 5]);
 contract!(net_direct, direct, [20]);

@@ -15,10 +15,10 @@ use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
 
 use crate::world::{
-    Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, world,
+    Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, tls, tls_ends, world,
 };
 
-const EVERY: [Ranks; 4] = [local, tcp, mixed, bundled];
+const EVERY: [Ranks; 5] = [local, tcp, tls, mixed, bundled];
 const SOON: Duration = Duration::from_secs(1);
 
 fn all_reduce(rank: &mut Rank, say: Say) -> Result<()> {
@@ -80,7 +80,7 @@ fn receive(rank: &mut Rank, into: &mut [u8]) -> Result<()> {
 
 #[test]
 fn a_peer_that_goes_in_the_middle_of_a_message_is_lost_and_the_error_says_how_far_it_came() {
-    for ends in [local_ends, tcp_ends] as [Ends; 2] {
+    for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
         send_all(peer.as_mut(), &header(Kind::Send, 100, 100).encode());
         send_all(peer.as_mut(), &[7; 60]);
@@ -96,7 +96,7 @@ fn a_peer_that_goes_in_the_middle_of_a_message_is_lost_and_the_error_says_how_fa
 
 #[test]
 fn a_peer_that_sent_its_part_and_left_is_not_blamed() {
-    for ends in [local_ends, tcp_ends] as [Ends; 2] {
+    for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
         send_all(peer.as_mut(), &header(Kind::Send, 3, 3).encode());
         send_all(peer.as_mut(), &[7, 8, 9]);
@@ -112,7 +112,7 @@ fn a_peer_that_sent_its_part_and_left_is_not_blamed() {
 
 #[test]
 fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_stands() {
-    for ends in [local_ends, tcp_ends] as [Ends; 2] {
+    for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
         let (mut rank, _peer) = rank_and_raw_peer(ends);
         let health = rank.health.clone();
         std::thread::scope(|scope| {
@@ -126,7 +126,7 @@ fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_stands() {
 
 #[test]
 fn garbage_on_a_stream_is_an_error_that_names_the_peer() {
-    for ends in [local_ends, tcp_ends] as [Ends; 2] {
+    for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
         send_all(
             peer.as_mut(),

@@ -7,7 +7,7 @@ use bagua_core::wait::Doorbell;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::oracle::noise;
-use crate::world::{Ends, late_ends, local_ends, shm_ends, tcp_ends};
+use crate::world::{Ends, late_ends, local_ends, shm_ends, tcp_ends, tls_ends};
 
 macro_rules! contract {
     ($name:ident, $ends:expr) => {
@@ -40,6 +40,7 @@ macro_rules! contract {
 contract!(local, local_ends);
 contract!(shm, shm_ends);
 contract!(tcp, tcp_ends);
+contract!(tls, tls_ends);
 contract!(late, late_ends);
 
 /// Sleeps as the transport says, for a moment.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use bagua_core::collective::shm::{Shm, segment_len};
 use bagua_core::collective::{Algorithm, Collective, Hier, Net, OpContext, Solo};
 use bagua_core::error::Result;
+use bagua_core::group::{self, Access, tls_pair};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
@@ -110,6 +111,11 @@ pub fn tcp(size: usize) -> Vec<Box<dyn Collective>> {
     mixed_mesh(size, |_, _| false)
 }
 
+/// `net` over TLS on the loopback interface, two connections per pair.
+pub fn tls(size: usize) -> Vec<Box<dyn Collective>> {
+    bundles_of(size, Algorithm::Auto, 2, tls_links)
+}
+
 /// `net` over TCP between odd and even ranks and over streams between threads otherwise.
 pub fn mixed(size: usize) -> Vec<Box<dyn Collective>> {
     mixed_mesh(size, |a, b| a % 2 == b % 2)
@@ -137,13 +143,25 @@ pub fn direct(size: usize) -> Vec<Box<dyn Collective>> {
 }
 
 fn bundles(size: usize, algorithm: Algorithm, streams: usize) -> Vec<Box<dyn Collective>> {
+    bundles_of(size, algorithm, streams, || {
+        let (left, right) = sockets();
+        [left, right].map(|end| Box::new(Tcp::new(end).unwrap()) as Box<dyn Transport>)
+    })
+}
+
+fn bundles_of(
+    size: usize,
+    algorithm: Algorithm,
+    streams: usize,
+    pair: impl Fn() -> [Box<dyn Transport>; 2],
+) -> Vec<Box<dyn Collective>> {
     let mut links: Vec<Vec<Vec<Box<dyn Transport>>>> =
         (0..size).map(|_| (0..size).map(|_| Vec::new()).collect()).collect();
     let pairs = (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b)));
     for (a, b) in pairs.flat_map(|pair| std::iter::repeat_n(pair, streams)) {
-        let (left, right) = sockets();
-        links[a][b].push(Box::new(Tcp::new(left).unwrap()));
-        links[b][a].push(Box::new(Tcp::new(right).unwrap()));
+        let [left, right] = pair();
+        links[a][b].push(left);
+        links[b][a].push(right);
     }
     let mesh = |(rank, links)| Mesh::bundled(rank, (0..size).collect(), links, None);
     let net = |rank| Box::new(Net::new(mesh(rank)).with(algorithm)) as Box<dyn Collective>;
@@ -190,6 +208,17 @@ pub fn local_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
 pub fn tcp_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
     let (left, right) = sockets();
     [left, right].map(|end| (Box::new(Tcp::new(end).unwrap()) as Box<dyn Transport>, Doorbell::local()))
+}
+
+fn tls_links() -> [Box<dyn Transport>; 2] {
+    let access = Access { secret: b"secret", tls: Some(&group::Tls::Secret) };
+    let (left, right) = tls_pair(&access, sockets()).unwrap();
+    [Box::new(left), Box::new(right)]
+}
+
+/// The ends of a TLS connection.
+pub fn tls_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
+    tls_links().map(|end| (end, Doorbell::local()))
 }
 
 /// The ends of a stream between threads on which everything is a little late.

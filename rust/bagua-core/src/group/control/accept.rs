@@ -85,8 +85,22 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
 }
 
 /// Authenticates one connection and hands it over.
-async fn serve(plane: Arc<Plane>, mut conn: ControlConn) {
+async fn serve(plane: Arc<Plane>, conn: ControlConn) {
+    let mut conn = match conn.accept(plane.tls.as_ref()).await {
+        Ok(conn) => conn,
+        Err(refused) => {
+            plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
+            plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
+            if refused.text.is_some() {
+                lock(&plane.connecting).last_refusal = refused.text;
+            }
+            return;
+        }
+    };
     let outcome = authenticate(&plane, &mut conn).await;
+    if let Err(why @ (Refusal::Secret | Refusal::NoTls)) = outcome {
+        lock(&plane.connecting).last_refusal = Some(why.to_string());
+    }
     plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
     let outcome = match outcome {
         Ok(hello) => match handshake::accept(&mut conn.socket).await {
@@ -128,7 +142,7 @@ async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Res
     match purpose {
         Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
         Purpose::Stream | Purpose::Segment | Purpose::Messages if !plane.pending.has_room() => Err(Refusal::Busy),
-        Purpose::Rendezvous | Purpose::Door => Err(Refusal::Purpose),
+        Purpose::Rendezvous | Purpose::Door | Purpose::Book => Err(Refusal::Purpose),
         Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
     }
 }

@@ -64,7 +64,8 @@ impl Plane {
             }
             (SocketKind::Tcp, Some(tcp)) => {
                 let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(tcp)).await;
-                ControlConn::tcp(connecting.map_err(|_| Failed::broken("no answer"))??)?
+                let stream = connecting.map_err(|_| Failed::broken("no answer"))??;
+                ControlConn::connect(stream, self.tls.as_ref()).await?
             }
             (SocketKind::Tcp, None) => return Err(Failed::broken("it has no TCP address")),
         };
@@ -73,21 +74,23 @@ impl Plane {
         Ok(conn)
     }
 
-    /// Tries to connect until an attempt succeeds or is refused. Calls `failed` with the reason of every other failure. The caller
+    /// Tries to connect until an attempt succeeds or every further one would fail. Calls `failed` with the reason of every other failure. The caller
     /// limits the time.
     async fn dial(
         &self,
         dial: &Dial,
         mut kind: SocketKind,
         mut failed: impl FnMut(String),
-    ) -> std::result::Result<ControlConn, Refusal> {
-        let (Ok(hello), Ok(world)) = (self.hello(dial), self.world()) else { return Err(Refusal::Job) };
+    ) -> std::result::Result<ControlConn, Failed> {
+        let (Ok(hello), Ok(world)) = (self.hello(dial), self.world()) else {
+            return Err(Failed::Refused(Refusal::Job));
+        };
         let address = &world.addresses[dial.to];
         let mut pause = Duration::from_millis(5);
         loop {
             match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
-                Err(Failed::Refused(why)) => return Err(why),
+                Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
                 Err(Failed::Broken { how, .. }) => {
                     failed(how);
                     // The peer listened before it published its name: a name that does not exist here is in another namespace.
@@ -132,13 +135,23 @@ impl Control {
                 Ok(Err(why)) => {
                     let text = format!("{peer}: {why}");
                     let error = match why {
-                        Refusal::Version(_) | Refusal::WorldSize | Refusal::Job => Error::Mismatch(text),
-                        Refusal::Protocol
-                        | Refusal::Rank
-                        | Refusal::Secret
-                        | Refusal::Purpose
-                        | Refusal::Busy
-                        | Refusal::Duplicate => Error::other(text),
+                        Failed::Refused(
+                            Refusal::Version(_)
+                            | Refusal::WorldSize
+                            | Refusal::Job
+                            | Refusal::NeedsTls
+                            | Refusal::NoTls,
+                        ) => Error::Mismatch(text),
+                        Failed::Refused(
+                            Refusal::Protocol
+                            | Refusal::Rank
+                            | Refusal::Secret
+                            | Refusal::Purpose
+                            | Refusal::Busy
+                            | Refusal::Duplicate,
+                        )
+                        | Failed::Tls(_)
+                        | Failed::Broken { .. } => Error::other(text),
                     };
                     let _ = health.fail(error);
                 }

@@ -12,6 +12,7 @@ use super::super::config::Config;
 use super::super::connection::{ControlConn, PendingConns};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
+use super::super::tls::Ends;
 use super::super::views::{Inbox, ViewMessage};
 use super::super::wire::Message;
 use crate::error::{Error, Result, Source};
@@ -121,6 +122,8 @@ pub(in super::super) struct ConnectState {
     pub(in super::super) host_connected: HashMap<usize, bool>,
     /// By world rank: why the last attempt to connect to it failed.
     pub(in super::super) last_failures: HashMap<usize, String>,
+    /// Why the last connection was refused, if that may explain why a rank is missing: another secret, or TLS.
+    pub(in super::super) last_refusal: Option<String>,
 }
 
 /// The state that the control thread shares with the other threads of a rank.
@@ -133,6 +136,8 @@ pub(in super::super) struct Plane {
     pub(in super::super) connecting: Mutex<ConnectState>,
     /// Notified when `connecting` or the health of a group changes.
     pub(in super::super) connect_changed: Condvar,
+    /// The ends of its TLS connections; `None` without TLS.
+    pub(super) tls: Option<Ends>,
     world: OnceLock<World>,
     /// Turns true when `world` is set: handshakes wait for it.
     pub(super) world_known: tokio::sync::watch::Sender<bool>,
@@ -150,7 +155,7 @@ pub(in super::super) struct Plane {
 }
 
 impl Plane {
-    pub(in super::super) fn new(config: Config, owner: OwnerProcess) -> Plane {
+    pub(in super::super) fn new(config: Config, owner: OwnerProcess, tls: Option<Ends>) -> Plane {
         let pending = PendingConns::new(config.world_size);
         Plane {
             config,
@@ -159,6 +164,7 @@ impl Plane {
             pending,
             connecting: Mutex::default(),
             connect_changed: Condvar::new(),
+            tls,
             world: OnceLock::new(),
             world_known: tokio::sync::watch::Sender::new(false),
             peers: OnceLock::new(),

@@ -17,6 +17,7 @@ use super::super::connection::ControlConn;
 use super::super::fork::{ForkFd, OwnerProcess};
 use super::super::handshake::{self, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::listen::raise_backlog;
+use super::super::tls::Ends;
 use super::super::wire::read_frame;
 use super::message::{Answer, Asked, DoorMessage};
 use super::visit::Visit;
@@ -45,6 +46,8 @@ struct Shared {
     config: Config,
     owner: OwnerProcess,
     key: Key,
+    /// The ends of its TLS connections; `None` without TLS.
+    tls: Option<Ends>,
     /// Public name of the job.
     job: [u8; 8],
     incarnation: u64,
@@ -83,6 +86,7 @@ impl Door {
         if config.host_name.is_empty() {
             config.host_name = address::host_name();
         }
+        let tls = Ends::of(&config.access())?;
         let owner = OwnerProcess::install()?;
         let failed = |e| Error::system(&format!("listening on {} for newcomers", config.listen), e);
         let listener = std::net::TcpListener::bind(config.listen).map_err(failed)?;
@@ -97,6 +101,7 @@ impl Door {
             config,
             owner,
             key,
+            tls,
             job,
             incarnation,
             refused: AtomicU64::new(0),
@@ -176,7 +181,7 @@ impl Door {
     /// Connects to the door of another rank.
     pub(crate) fn visit(&self, rank: usize, at: SocketAddr, limit: Duration) -> Result<Visit> {
         self.shared.owner.check()?;
-        let Shared { config, job, key, .. } = &*self.shared;
+        let Shared { config, job, key, tls, .. } = &*self.shared;
         let hello = Hello {
             world_size: config.world_size,
             from: config.rank,
@@ -187,7 +192,7 @@ impl Door {
             index: 0,
             job: *job,
         };
-        Visit::to(at, &hello, key, limit)
+        Visit::to(at, &hello, (key, tls.as_ref()), limit)
     }
 
     /// Binds as rank `place` of a group of these ranks of the job.
@@ -260,7 +265,8 @@ async fn serve(shared: Arc<Shared>, conn: ControlConn) {
     shared.guests.fetch_sub(1, Ordering::Relaxed);
 }
 
-async fn receive(shared: &Shared, mut conn: ControlConn) -> std::result::Result<(), Refusal> {
+async fn receive(shared: &Shared, conn: ControlConn) -> std::result::Result<(), Refusal> {
+    let mut conn = conn.accept(shared.tls.as_ref()).await.map_err(|refused| refused.why)?;
     let from = match authenticate(shared, &mut conn).await {
         Ok(from) => from,
         Err(why) => {
@@ -310,10 +316,7 @@ fn keep(shared: &Shared, from: usize, asked: Asked, conn: ControlConn) -> Option
     if let Some(why) = why {
         return Some((why, conn));
     }
-    let visit = conn
-        .into_data()
-        .map_err(|e| Error::system("a visit", e))
-        .and_then(|conn| Visit::over(conn, format!("rank {from}, which asks to be let in,")));
+    let visit = conn.into_data().map(|conn| Visit::over(conn, format!("rank {from}, which asks to be let in,")));
     if let (Ok(visit), Some(model)) = (visit, state.models.get_mut(&asked.model)) {
         // A second visit of a rank replaces the first, which it has abandoned.
         model.visitors.retain(|(rank, ..)| *rank != from);

@@ -1,54 +1,36 @@
 //! A conversation between a visitor and a door, on an authenticated connection.
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use super::super::connection::{ControlConn, DataConn, Socket};
-use super::super::fork::ForkFd;
-use super::super::handshake::{self, Failed, Hello, Key};
-use super::super::rendezvous::runtime;
+use super::super::connection::DataConn;
+use super::super::frames::Frames;
+use super::super::handshake::{Hello, Key};
+use super::super::tls::Ends;
 use super::message::DoorMessage;
 use crate::error::{Error, Result};
-use crate::wait::Deadline;
 
 /// The longest frame: the addresses of the largest membership that is sent.
 const FRAME_LIMIT: usize = 8 << 20;
 
 /// Either end of a conversation; closed in forked children.
 pub(crate) struct Visit {
-    stream: TcpStream,
-    _fork_fd: ForkFd,
-    /// The other end, for error texts.
-    whom: String,
+    frames: Frames,
 }
 
 impl Visit {
-    pub(super) fn over(conn: DataConn, whom: String) -> Result<Visit> {
-        let DataConn { fork_fd, socket } = conn;
-        let Socket::Tcp(stream) = socket else {
-            return Err(Error::other("a visit that is not a TCP connection"));
-        };
-        Ok(Visit { stream, _fork_fd: fork_fd, whom })
+    pub(super) fn over(conn: DataConn, whom: String) -> Visit {
+        Visit { frames: Frames::over(conn, whom) }
     }
 
     /// Connects to the door at an address, and authenticates.
     ///
     /// # Errors
     /// `System` when nobody answers there within `limit`, or the door refuses.
-    pub(super) fn to(at: SocketAddr, hello: &Hello, key: &Key, limit: Duration) -> Result<Visit> {
+    pub(super) fn to(at: SocketAddr, hello: &Hello, proofs: (&Key, Option<&Ends>), limit: Duration) -> Result<Visit> {
         let whom = format!("the door at {at}");
-        let connecting = async {
-            let mut conn = ControlConn::tcp(tokio::net::TcpStream::connect(at).await?)?;
-            handshake::connect(&mut conn.socket, hello, key).await?;
-            Ok::<_, Failed>(conn.into_data()?)
-        };
-        let outcome = runtime()?.block_on(async { tokio::time::timeout(limit, connecting).await });
-        match outcome {
-            Ok(Ok(conn)) => Visit::over(conn, whom),
-            Ok(Err(failed)) => Err(Error::other(format!("{whom}: {failed}"))),
-            Err(_) => Err(Error::other(format!("{whom}: no answer within {:.1} s", limit.as_secs_f64()))),
-        }
+        let failed = |why| Error::other(format!("the door at {at}: {why}"));
+        Frames::connect(at, hello, proofs, whom, limit)?.map(|frames| Visit { frames }).map_err(failed)
     }
 
     /// Sends a message.
@@ -56,12 +38,7 @@ impl Visit {
     /// # Errors
     /// `System` when the connection is broken, or the other end does not read.
     pub(crate) fn send(&mut self, message: &DoorMessage) -> Result<()> {
-        let body = message.encode();
-        let len = u32::try_from(body.len()).map_err(|_| Error::other("a message beyond its limit"))?;
-        let frame = [&len.to_le_bytes()[..], &body].concat();
-        let failed = |e| Error::system(&format!("sending to {}", self.whom), e);
-        self.stream.set_write_timeout(Some(handshake::STEP_TIMEOUT)).map_err(failed)?;
-        self.stream.write_all(&frame).map_err(failed)
+        self.frames.send(&message.encode())
     }
 
     /// Receives a message within `limit`.
@@ -69,38 +46,7 @@ impl Visit {
     /// # Errors
     /// `System` when the connection ends, the time passes, or what comes is no message.
     pub(crate) fn receive(&mut self, limit: Duration) -> Result<DoorMessage> {
-        let deadline = Deadline::after(limit);
-        let mut len = [0; 4];
-        self.read(&mut len, &deadline)?;
-        let len = u32::from_le_bytes(len) as usize;
-        if len > FRAME_LIMIT {
-            return Err(Error::other(format!("{} sends a frame of {len} bytes", self.whom)));
-        }
-        let mut body = vec![0; len];
-        self.read(&mut body, &deadline)?;
-        DoorMessage::parse(&body).map_err(|why| Error::other(format!("{} sends no message: {why}", self.whom)))
-    }
-
-    fn read(&mut self, into: &mut [u8], deadline: &Deadline) -> Result<()> {
-        let failed = |e| Error::system(&format!("receiving from {}", self.whom), e);
-        let mut filled = 0;
-        while filled < into.len() {
-            let left = deadline.left();
-            if left.is_zero() {
-                return Err(Error::other(format!(
-                    "{} says nothing for {:.1} s",
-                    self.whom,
-                    deadline.limit().as_secs_f64()
-                )));
-            }
-            self.stream.set_read_timeout(Some(left)).map_err(failed)?;
-            match self.stream.read(&mut into[filled..]) {
-                Ok(0) => return Err(Error::other(format!("{} has closed the connection", self.whom))),
-                Ok(read) => filled += read,
-                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {}
-                Err(e) => return Err(failed(e)),
-            }
-        }
-        Ok(())
+        let body = self.frames.receive(FRAME_LIMIT, limit)?;
+        DoorMessage::parse(&body).map_err(|why| Error::other(format!("{} sends no message: {why}", self.frames.whom())))
     }
 }

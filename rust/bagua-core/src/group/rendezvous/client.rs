@@ -8,10 +8,11 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, timeout_at};
 
-use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
+use super::super::handshake::{Failed, Hello, Purpose, Refusal};
+use super::super::tls::Access;
 use super::exchange::{RETRY_PAUSE, check_arguments, runtime, timed_out};
 use super::server::{Registration, RendezvousServer};
-use super::tree::{self, Answer, Relay};
+use super::tree::{self, Answer, Proofs, Relay};
 use crate::error::{Error, Result};
 
 /// How much longer than its deadline a rank waits for rank 0 to answer which ranks are missing. The deadline of rank 0 may be later,
@@ -26,15 +27,16 @@ const WHICH_ARE_MISSING: u8 = b'?';
 /// # Errors
 /// `Timeout` naming the missing ranks; `System` for a wrong secret or when the server cannot listen; `Mismatch` when world sizes differ
 /// or two processes have the same rank (the second gets the error); `InvalidArgument` for an invalid rank, address or port.
-pub fn rendezvous_tcp(
+pub fn rendezvous_tcp<'a>(
     server: (&str, u16),
     rank: usize,
     world_size: usize,
     address: &[u8],
-    secret: &[u8],
+    access: impl Into<Access<'a>>,
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
+    let access = access.into();
     if world_size == 1 {
         return Ok(vec![address.to_vec()]);
     }
@@ -43,7 +45,7 @@ pub fn rendezvous_tcp(
         return Err(Error::InvalidArgument("the other ranks cannot connect to port 0".to_owned()));
     }
     if rank > 0 {
-        return exchange_addresses(server, false, rank, world_size, address, secret, timeout);
+        return exchange_addresses(server, false, rank, world_size, address, &access, timeout);
     }
     let listener = match TcpListener::bind(server) {
         // The name resolves to the address of a proxy or load balancer, which forwards to this host.
@@ -51,7 +53,7 @@ pub fn rendezvous_tcp(
         other => other,
     };
     let listener = listener.map_err(|e| Error::system(&format!("listening on {host}:{port} for the rendezvous"), e))?;
-    RendezvousServer::on(listener, format!("{host}:{port}"))?.serve(world_size, address, secret, timeout)
+    RendezvousServer::on(listener, format!("{host}:{port}"))?.serve(world_size, address, access, timeout)
 }
 
 /// As [`rendezvous_tcp`] on ranks other than 0, through a [`RendezvousServer`], which listens before its address is published: a failed
@@ -59,19 +61,27 @@ pub fn rendezvous_tcp(
 ///
 /// # Errors
 /// As [`rendezvous_tcp`], and `PeerLost` when the connection to rank 0 fails or breaks.
-pub fn rendezvous_at(
+pub fn rendezvous_at<'a>(
     server: SocketAddr,
     rank: usize,
     world_size: usize,
     address: &[u8],
-    secret: &[u8],
+    access: impl Into<Access<'a>>,
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
     if rank == 0 {
         return Err(Error::InvalidArgument("rank 0 serves the rendezvous".to_owned()));
     }
-    exchange_addresses((&server.ip().to_string(), server.port()), true, rank, world_size, address, secret, timeout)
+    exchange_addresses(
+        (&server.ip().to_string(), server.port()),
+        true,
+        rank,
+        world_size,
+        address,
+        &access.into(),
+        timeout,
+    )
 }
 
 /// The exchange on a rank other than 0. `must_listen`: the server listens already, so that a failed connection means that it is lost.
@@ -81,12 +91,13 @@ fn exchange_addresses(
     rank: usize,
     world_size: usize,
     address: &[u8],
-    secret: &[u8],
+    access: &Access<'_>,
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     let runtime = runtime()?;
-    let key = Key::of_rendezvous(secret);
-    let outcome = runtime.block_on(register_and_fetch(server, must_listen, rank, world_size, address, key, timeout));
+    let proofs = Proofs::of(access)?;
+    let exchange = register_and_fetch(server, must_listen, rank, world_size, address, proofs, timeout);
+    let outcome = runtime.block_on(exchange);
     // A name lookup that is still running must not delay the return.
     runtime.shutdown_background();
     outcome
@@ -98,7 +109,7 @@ async fn register_and_fetch(
     rank: usize,
     world_size: usize,
     address: &[u8],
-    key: Key,
+    proofs: Proofs,
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     let (host, port) = server;
@@ -118,9 +129,10 @@ async fn register_and_fetch(
     let mut last_failure = "no answer".to_owned();
     let attempts = async {
         let (answer, relay) = loop {
-            match register(server, &hello, &key, address, deadline).await {
+            match register(server, &hello, &proofs, address, deadline).await {
                 Ok(answer) => break answer,
                 Err(Failed::Refused(why)) => return Err(refusal(why, rank, world_size, &rendezvous)),
+                Err(Failed::Tls(why)) => return Err(Error::other(format!("{rendezvous}: {why}"))),
                 Err(Failed::Broken { how, source }) if must_listen => {
                     let reason = format!("it no longer serves {rendezvous} ({how})");
                     let host = host.to_owned();
@@ -139,7 +151,7 @@ async fn register_and_fetch(
         last_failure = format!("rank {awaited_rank} at {parent}: no answer");
         loop {
             // Rank 0 has accepted this rank, so a process that refuses it now is not of this job: keep trying.
-            match tree::fetch(parent, &Hello { to: awaited_rank, ..hello }, &key).await {
+            match tree::fetch(parent, &Hello { to: awaited_rank, ..hello }, &proofs).await {
                 Ok(all) => return Ok((all, relay)),
                 Err(how) => last_failure = format!("rank {awaited_rank} at {parent}: {how}"),
             }
@@ -166,7 +178,7 @@ fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Er
             Error::Mismatch(format!("rank {rank} has world size {world_size}, rank 0 has another ({rendezvous})"))
         }
         Refusal::Duplicate => Error::Mismatch(format!("two processes have rank {rank} ({rendezvous})")),
-        Refusal::Version(_) => Error::Mismatch(format!("{rendezvous}: {why}")),
+        Refusal::Version(_) | Refusal::NeedsTls | Refusal::NoTls => Error::Mismatch(format!("{rendezvous}: {why}")),
         Refusal::Protocol | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
             Error::other(format!("{rendezvous}: {why}"))
         }
@@ -178,16 +190,15 @@ fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Er
 pub(super) async fn register(
     server: (&str, u16),
     hello: &Hello,
-    key: &Key,
+    proofs: &Proofs,
     address: &[u8],
     deadline: Instant,
 ) -> std::result::Result<(Answer, Option<Relay>), Failed> {
-    let mut stream = tree::connect(server).await?;
-    handshake::connect(&mut stream, hello, key).await?;
-    let relay = Relay::listen(&stream, hello, key).await;
+    let mut stream = tree::connect(server, hello, proofs).await?;
+    let relay = Relay::listen(&stream, hello, proofs).await;
     let registration = Registration { address: address.to_vec(), relay: relay.as_ref().map(|relay| relay.address) };
     stream.write_all(&registration.frame()).await?;
-    let (mut from, mut to) = stream.split();
+    let (mut from, mut to) = tokio::io::split(stream);
     let mut answer = std::pin::pin!(Answer::read(&mut from));
     let answer = tokio::select! {
         answer = &mut answer => answer?,

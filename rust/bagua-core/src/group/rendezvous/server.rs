@@ -12,11 +12,13 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
-use super::super::handshake::{self, Hello, Key, Purpose, Refusal};
+use super::super::connection::AsyncSocket;
+use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::listen::raise_backlog;
+use super::super::tls::Access;
 use super::super::wire::{FRAME_LIMIT, Malformed, Reader, Writer, read_frame};
 use super::exchange::{RETRY_PAUSE, check_arguments, runtime};
-use super::tree::{self, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks};
+use super::tree::{self, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -68,9 +70,16 @@ impl RendezvousServer {
     ///
     /// # Errors
     /// As [`rendezvous_tcp`](super::rendezvous_tcp) on rank 0.
-    pub fn serve(self, world_size: usize, address: &[u8], secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+    pub fn serve<'a>(
+        self,
+        world_size: usize,
+        address: &[u8],
+        access: impl Into<Access<'a>>,
+        timeout: Duration,
+    ) -> Result<Vec<Vec<u8>>> {
         check_arguments(0, world_size, address)?;
-        runtime()?.block_on(serve(self, world_size, address, Key::of_rendezvous(secret), timeout))
+        let proofs = Proofs::of(&access.into())?;
+        runtime()?.block_on(serve(self, world_size, address, proofs, timeout))
     }
 }
 
@@ -166,7 +175,7 @@ enum Outcome {
 }
 
 impl Outcome {
-    async fn send(&self, rank: usize, stream: &mut TcpStream) -> io::Result<()> {
+    async fn send(&self, rank: usize, stream: &mut AsyncSocket) -> io::Result<()> {
         match self {
             Outcome::Complete { list, relays } => match relays.get(&tree::parent(rank)) {
                 Some(relay) => stream.write_all(&tree::fetch_frame(*relay)).await?,
@@ -181,10 +190,12 @@ impl Outcome {
 /// The state of the server, shared by its connections.
 struct State {
     world_size: usize,
-    key: Key,
+    proofs: Proofs,
     ranks: Mutex<Ranks>,
     /// By rank: why the last process with this rank was refused.
     refused: Mutex<BTreeMap<usize, &'static str>>,
+    /// Why the last process was refused that did not get as far as to say its rank.
+    stranger: Mutex<Option<String>>,
     /// Notified after every registration.
     registered: Notify,
 }
@@ -217,7 +228,8 @@ impl State {
             (_, Some(why)) => Some(format!("; a process with rank {rank} was refused: {why}")),
             _ => None,
         };
-        missing.iter().filter_map(detail).collect()
+        let stranger = lock(&self.stranger).as_ref().map(|why| format!("; a process was refused: {why}"));
+        missing.iter().filter_map(detail).chain(stranger).collect()
     }
 
     /// All addresses, and the addresses of the relays.
@@ -238,7 +250,7 @@ async fn serve(
     server: RendezvousServer,
     world_size: usize,
     address: &[u8],
-    key: Key,
+    proofs: Proofs,
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     let deadline = Instant::now() + timeout;
@@ -247,7 +259,14 @@ async fn serve(
     let mut ranks = Ranks::default();
     ranks.register(0, Registration { address: address.to_vec(), relay: None });
     let (ranks, registered) = (Mutex::new(ranks), Notify::new());
-    let state = Arc::new(State { world_size, key, ranks, refused: Mutex::default(), registered });
+    let state = Arc::new(State {
+        world_size,
+        proofs,
+        ranks,
+        refused: Mutex::default(),
+        stranger: Mutex::default(),
+        registered,
+    });
     let (publish, published) = watch::channel(None::<Arc<Outcome>>);
     let mut connections = JoinSet::new();
     let all_registered = async {
@@ -288,11 +307,16 @@ async fn serve(
 }
 
 /// Serves one connection, from the handshake to the outcome.
-async fn serve_connection(
-    state: Arc<State>,
-    mut stream: TcpStream,
-    mut published: watch::Receiver<Option<Arc<Outcome>>>,
-) {
+async fn serve_connection(state: Arc<State>, stream: TcpStream, mut published: watch::Receiver<Option<Arc<Outcome>>>) {
+    let mut stream = match AsyncSocket::accept(stream, state.proofs.tls.as_ref()).await {
+        Ok(stream) => stream,
+        Err(refused) => {
+            if refused.text.is_some() {
+                *lock(&state.stranger) = refused.text;
+            }
+            return;
+        }
+    };
     let rank = match register(&state, &mut stream).await {
         Ok(rank) => rank,
         Err(why) => return handshake::refuse(&mut stream, why).await,
@@ -320,8 +344,12 @@ async fn serve_connection(
 }
 
 /// Authenticates a client and registers its rank.
-async fn register(state: &State, stream: &mut TcpStream) -> std::result::Result<usize, Refusal> {
-    let received = handshake::read_hello(stream).await?;
+async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Result<usize, Refusal> {
+    let received = handshake::read_hello(stream).await.inspect_err(|why| {
+        if *why == Refusal::NoTls {
+            *lock(&state.stranger) = Some(why.to_string());
+        }
+    })?;
     let Hello { world_size, from, to, purpose, .. } = received.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
@@ -332,7 +360,7 @@ async fn register(state: &State, stream: &mut TcpStream) -> std::result::Result<
             lock(&state.refused).insert(from, why);
         }
     };
-    if let Err(why) = handshake::authenticate(stream, &received, &state.key).await {
+    if let Err(why) = handshake::authenticate(stream, &received, &state.proofs.key).await {
         // A client with another secret closes the connection after the proof of this rank.
         note_refusal("it does not have this rank's secret");
         return Err(why);

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal};
+use super::super::handshake::{self, Failed, Hello, Purpose, Refusal};
 use super::super::wire::RANKS_LIMIT;
 use super::client::{register, rendezvous_tcp};
 use super::server::Registration;
-use super::tree::{Answer, FANOUT, MissingRanks, children, fetch, fetch_frame, list_frame, parent};
+use super::tree::{Answer, FANOUT, MissingRanks, Proofs, children, fetch, fetch_frame, list_frame, parent};
 use crate::error::{Error, Result};
 
 /// The longest that a test waits for one event.
@@ -44,8 +44,8 @@ fn join<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration) -
     scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address(rank), b"s", limit))
 }
 
-fn key(secret: &[u8]) -> Key {
-    Key::of_rendezvous(secret)
+fn key(secret: &[u8]) -> Proofs {
+    Proofs::of(&secret.into()).unwrap()
 }
 
 fn hello(from: usize, to: usize) -> Hello {
@@ -65,7 +65,7 @@ async fn register_as(port: u16, rank: usize) -> Answer {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
-            Err(Failed::Refused(why)) => panic!("rank {rank}: {why}"),
+            Err(why) => panic!("rank {rank}: {why}"),
         }
     }
 }
@@ -207,7 +207,7 @@ fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_rank_0() {
                         Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
                     }
                 };
-                handshake::connect(&mut stream, &hello(1, 0), &key(b"s")).await.unwrap();
+                handshake::connect(&mut stream, &hello(1, 0), &key(b"s").key).await.unwrap();
                 let frame = Registration { address: address(1), relay: None }.frame();
                 tokio::io::AsyncWriteExt::write_all(&mut stream, &frame).await.unwrap();
                 Answer::read(&mut stream).await.unwrap()

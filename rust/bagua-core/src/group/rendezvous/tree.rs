@@ -15,7 +15,9 @@ use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
+use super::super::tls::{Access, Ends};
 use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, read_frame};
 use super::exchange::timed_out;
 use crate::error::Error;
@@ -153,7 +155,7 @@ pub(super) enum Event<T> {
 
 /// Waits for the outcome, or for the client.
 pub(super) async fn next_event<T: Clone>(
-    stream: &mut TcpStream,
+    stream: &mut AsyncSocket,
     published: &mut watch::Receiver<Option<T>>,
 ) -> Event<T> {
     tokio::select! {
@@ -164,16 +166,34 @@ pub(super) async fn next_event<T: Clone>(
     }
 }
 
-/// Connects, once, within [`STEP_TIMEOUT`]: the operating system would try for minutes to reach a host that is down.
-pub(super) async fn connect(to: impl ToSocketAddrs) -> Result<TcpStream, Failed> {
+/// How the ranks of a rendezvous prove themselves.
+#[derive(Clone)]
+pub(super) struct Proofs {
+    /// Of the handshake.
+    pub(super) key: Key,
+    /// Of TLS, if there is TLS.
+    pub(super) tls: Option<Ends>,
+}
+
+impl Proofs {
+    pub(super) fn of(access: &Access<'_>) -> crate::error::Result<Proofs> {
+        Ok(Proofs { key: Key::of_rendezvous(access.secret), tls: Ends::of(access)? })
+    }
+}
+
+/// Connects, once, within [`STEP_TIMEOUT`]: the operating system would try for minutes to reach a host that is down. Runs the handshake,
+/// in which the server may take its time.
+pub(super) async fn connect(to: impl ToSocketAddrs, hello: &Hello, proofs: &Proofs) -> Result<AsyncSocket, Failed> {
     let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(to)).await;
-    Ok(connecting.map_err(|_| Failed::broken("no answer"))??)
+    let stream = connecting.map_err(|_| Failed::broken("no answer"))??;
+    let mut socket = AsyncSocket::connect(stream, proofs.tls.as_ref()).await?;
+    handshake::connect(&mut socket, hello, &proofs.key).await?;
+    Ok(socket)
 }
 
 /// Fetches the list from a parent, once.
-pub(super) async fn fetch(from: SocketAddr, hello: &Hello, key: &Key) -> Result<Vec<Vec<u8>>, Failed> {
-    let mut stream = connect(from).await?;
-    handshake::connect(&mut stream, hello, key).await?;
+pub(super) async fn fetch(from: SocketAddr, hello: &Hello, proofs: &Proofs) -> Result<Vec<Vec<u8>>, Failed> {
+    let mut stream = connect(from, hello, proofs).await?;
     match Answer::read(&mut stream).await? {
         Answer::Complete(all) => Ok(all),
         Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::broken("it sent no list of addresses")),
@@ -192,7 +212,7 @@ pub(super) struct Relay {
 impl Relay {
     /// Listens for the children of the rank that sent `hello` to rank 0, on its local address of that connection. `None` for a rank
     /// without children, and for a rank that cannot listen, whose children get the list from rank 0.
-    pub(super) async fn listen(to_root: &TcpStream, hello: &Hello, key: &Key) -> Option<Relay> {
+    pub(super) async fn listen(to_root: &AsyncSocket, hello: &Hello, proofs: &Proofs) -> Option<Relay> {
         let Hello { world_size, from: rank, .. } = *hello;
         if children(rank, world_size).is_empty() {
             return None;
@@ -203,7 +223,7 @@ impl Relay {
         let address = listener.local_addr().ok()?;
         let (list, published) = watch::channel(None);
         let mut serving = JoinSet::new();
-        serving.spawn(serve(listener, Parent { rank, world_size, key: key.clone() }, published));
+        serving.spawn(serve(listener, Parent { rank, world_size, proofs: proofs.clone() }, published));
         Some(Relay { address, list, serving })
     }
 
@@ -220,7 +240,7 @@ impl Relay {
 struct Parent {
     rank: usize,
     world_size: usize,
-    key: Key,
+    proofs: Proofs,
 }
 
 /// Serves the list until all children have it.
@@ -249,9 +269,10 @@ async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver
 /// Serves one connection; the child that now has the list, if it was one.
 async fn serve_connection(
     parent: Parent,
-    mut stream: TcpStream,
+    stream: TcpStream,
     mut published: watch::Receiver<Option<Arc<Vec<u8>>>>,
 ) -> Option<usize> {
+    let mut stream = AsyncSocket::accept(stream, parent.proofs.tls.as_ref()).await.ok()?;
     let child = match authenticate(&parent, &mut stream).await {
         Ok(child) => child,
         Err(why) => {
@@ -267,13 +288,13 @@ async fn serve_connection(
 }
 
 /// The rank of an authenticated child.
-async fn authenticate(parent: &Parent, stream: &mut TcpStream) -> Result<usize, Refusal> {
+async fn authenticate(parent: &Parent, stream: &mut AsyncSocket) -> Result<usize, Refusal> {
     let received = handshake::read_hello(stream).await?;
     let Hello { world_size, from, to, purpose, .. } = received.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
     }
-    handshake::authenticate(stream, &received, &parent.key).await?;
+    handshake::authenticate(stream, &received, &parent.proofs.key).await?;
     if world_size != parent.world_size {
         return Err(Refusal::WorldSize);
     }

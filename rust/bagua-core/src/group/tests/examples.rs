@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::super::address::Address;
+use super::super::book::{Reply, Request};
 use super::super::door::{Answer as DoorAnswer, Asked, DoorMessage};
 use super::super::handshake::{Hello, Purpose};
 use super::super::rendezvous::{Content, MissingRanks, Registration, fetch_frame, list_frame};
@@ -46,6 +47,7 @@ pub(super) fn address(rank: u8) -> Address {
         host_name: "node-é".to_owned(),
         streams: 2,
         algorithm: 0,
+        tls: 0,
         nonce: [rank; 16],
     }
 }
@@ -198,7 +200,8 @@ fn headers() -> Vec<Vec<u8>> {
 
 /// What the encoders write, by kind.
 fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
-    let purposes = [Purpose::Control, Purpose::Stream, Purpose::Segment, Purpose::Rendezvous, Purpose::Door];
+    let purposes =
+        [Purpose::Control, Purpose::Stream, Purpose::Segment, Purpose::Rendezvous, Purpose::Door, Purpose::Book];
     let hello = |purpose| {
         let hello = Hello { world_size: 4, from: 2, to: 1, purpose, group: 9, channel: 5, index: 1, job: [3; 8] };
         hello.encode(&[0x5a; 32]).to_vec()
@@ -213,6 +216,13 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let missing = MissingRanks::new((1..3000).step_by(40).collect());
     let answers = [list_frame(&addresses()), missing.frame(), fetch_frame(v4()), fetch_frame(v6())].map(body);
     let file = Content { number: [9; 16], world_size: 3, addresses: addresses() };
+    let (name, entry) = ("rank-3".to_owned(), br#"{"door": "192.168.10.7:40123"}"#.to_vec());
+    let requests = [
+        Request::Read(name.clone()),
+        Request::Write(name, entry.clone()),
+        Request::Claim("token".to_owned(), Vec::new()),
+    ];
+    let replies = [Reply::Nothing, Reply::Entry(entry), Reply::Full];
     vec![
         ("control", frames.iter().cloned().map(body).collect()),
         ("frame", frames),
@@ -225,6 +235,8 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
         ("header", headers()),
         ("registration", registrations.to_vec()),
         ("answer", answers.to_vec()),
+        ("request", requests.iter().map(Request::encode).collect()),
+        ("reply", replies.iter().map(Reply::encode).collect()),
         ("file", vec![file.encode()]),
     ]
 }
@@ -257,4 +269,6 @@ fn messages_in_the_corpus_are_of_every_kind() {
     assert_eq!(kinds("view"), (1..=7).collect());
     assert_eq!(kinds("door"), (0..=7).collect());
     assert_eq!(kinds("answer"), (0..=2).collect());
+    assert_eq!(kinds("request"), (0..=2).collect());
+    assert_eq!(kinds("reply"), (0..=2).collect());
 }

@@ -9,6 +9,7 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
 use super::super::address::{Address, LIMIT};
+use super::super::book::{Reply, Request};
 use super::super::config::Config;
 use super::super::door::DoorMessage;
 use super::super::handshake::{HELLO_LEN, Hello};
@@ -45,7 +46,7 @@ pub(super) struct Target {
 }
 
 /// All kinds.
-pub(super) const TARGETS: [Target; 12] = [
+pub(super) const TARGETS: [Target; 14] = [
     Target { name: "frame", check: check_frame },
     Target { name: "control", check: |bytes| check_parser(bytes, Wire::Exact, Message::parse, |it| body(it.frame())) },
     Target {
@@ -91,6 +92,8 @@ pub(super) const TARGETS: [Target; 12] = [
             check_parser(bytes, Wire::SeveralTexts, Answer::parse, encode)
         },
     },
+    Target { name: "request", check: |bytes| check_parser(bytes, Wire::Exact, Request::parse, Request::encode) },
+    Target { name: "reply", check: |bytes| check_parser(bytes, Wire::Exact, Reply::parse, Reply::encode) },
     Target { name: "file", check: |bytes| check_parser(bytes, Wire::Exact, Content::parse, Content::encode) },
 ];
 

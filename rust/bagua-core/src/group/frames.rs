@@ -1,0 +1,116 @@
+//! Frames over one authenticated connection, sent and received by a thread that waits for them.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use tokio::net::ToSocketAddrs;
+
+use super::connection::{ControlConn, DataConn, Socket};
+use super::fork::ForkFd;
+use super::handshake::{self, Failed, Hello, Key};
+use super::rendezvous::runtime;
+use super::tls::Ends;
+use crate::error::{Error, Result};
+use crate::wait::Deadline;
+
+/// A connection whose messages are frames; closed in forked children.
+pub(super) struct Frames {
+    socket: Socket,
+    _fork_fd: ForkFd,
+    /// The other end, for error texts.
+    whom: String,
+}
+
+impl Frames {
+    pub(super) fn over(conn: DataConn, whom: String) -> Frames {
+        let DataConn { fork_fd, socket } = conn;
+        Frames { socket, _fork_fd: fork_fd, whom }
+    }
+
+    /// Connects, and authenticates, within `limit`. The inner error is that of the attempt.
+    ///
+    /// # Errors
+    /// `System` when the process cannot try.
+    pub(super) fn connect(
+        at: impl ToSocketAddrs,
+        hello: &Hello,
+        (key, tls): (&Key, Option<&Ends>),
+        whom: String,
+        limit: Duration,
+    ) -> Result<std::result::Result<Frames, Failed>> {
+        let connecting = async {
+            let mut conn = ControlConn::connect(tokio::net::TcpStream::connect(at).await?, tls).await?;
+            handshake::connect(&mut conn.socket, hello, key).await?;
+            Ok::<_, Failed>(conn.into_data()?)
+        };
+        let runtime = runtime()?;
+        let outcome = runtime.block_on(async { tokio::time::timeout(limit, connecting).await });
+        // A name lookup that is still running must not delay the return.
+        runtime.shutdown_background();
+        let outcome =
+            outcome.unwrap_or_else(|_| Err(Failed::broken(format!("no answer within {:.1} s", limit.as_secs_f64()))));
+        Ok(outcome.map(|conn| Frames::over(conn, whom)))
+    }
+
+    /// Who is at the other end, for error texts.
+    pub(super) fn whom(&self) -> &str {
+        &self.whom
+    }
+
+    fn tcp(&self) -> Result<&TcpStream> {
+        self.socket.tcp().ok_or_else(|| Error::other("frames over a connection that is not by TCP"))
+    }
+
+    /// Sends a frame.
+    ///
+    /// # Errors
+    /// `System` when the connection is broken, or the other end does not read.
+    pub(super) fn send(&mut self, body: &[u8]) -> Result<()> {
+        let len = u32::try_from(body.len()).map_err(|_| Error::other("a message beyond its limit"))?;
+        let frame = [&len.to_le_bytes()[..], body].concat();
+        let failed = |e| Error::system(&format!("sending to {}", self.whom), e);
+        self.tcp()?.set_write_timeout(Some(handshake::STEP_TIMEOUT)).map_err(failed)?;
+        self.socket.write_all(&frame).map_err(failed)
+    }
+
+    /// Receives a frame of at most `longest` bytes within `limit`.
+    ///
+    /// # Errors
+    /// `System` when the connection ends, the time passes, or the frame is longer.
+    pub(super) fn receive(&mut self, longest: usize, limit: Duration) -> Result<Vec<u8>> {
+        let deadline = Deadline::after(limit);
+        let mut len = [0; 4];
+        self.read(&mut len, &deadline)?;
+        let len = u32::from_le_bytes(len) as usize;
+        if len > longest {
+            return Err(Error::other(format!("{} sends a frame of {len} bytes", self.whom)));
+        }
+        let mut body = vec![0; len];
+        self.read(&mut body, &deadline)?;
+        Ok(body)
+    }
+
+    fn read(&mut self, into: &mut [u8], deadline: &Deadline) -> Result<()> {
+        let failed = |e| Error::system(&format!("receiving from {}", self.whom), e);
+        let mut filled = 0;
+        while filled < into.len() {
+            let left = deadline.left();
+            if left.is_zero() {
+                return Err(Error::other(format!(
+                    "{} says nothing for {:.1} s",
+                    self.whom,
+                    deadline.limit().as_secs_f64()
+                )));
+            }
+            self.tcp()?.set_read_timeout(Some(left)).map_err(failed)?;
+            match self.socket.read(&mut into[filled..]) {
+                Ok(0) => return Err(Error::other(format!("{} has closed the connection", self.whom))),
+                Ok(read) => filled += read,
+                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {}
+                Err(e) => return Err(failed(e)),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,43 @@
+//! `Tls`: whether a job's TCP connections are encrypted, and how their ends prove themselves.
+
+use bagua_core::error::Error;
+use bagua_core::group;
+use pyo3::prelude::*;
+
+use crate::errors;
+
+/// TLS 1.3: without arguments by a key pair that is derived from the job's secret; with the PEM texts of this rank's certificate, its
+/// private key and the CA by certificates, which the CA has signed for all ranks.
+///
+/// Raises ValueError that says which of them cannot be used, and why.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Tls {
+    core: group::Tls,
+}
+
+impl Tls {
+    pub fn core(&self) -> group::Tls {
+        self.core.clone()
+    }
+}
+
+#[pymethods]
+impl Tls {
+    #[new]
+    #[pyo3(signature = (certificate=None, key=None, ca=None))]
+    fn new(py: Python<'_>, certificate: Option<Vec<u8>>, key: Option<Vec<u8>>, ca: Option<Vec<u8>>) -> PyResult<Tls> {
+        let core = match (certificate, key, ca) {
+            (None, None, None) => Ok(group::Tls::Secret),
+            (Some(certificate), Some(key), Some(ca)) => group::Tls::by_certificates(&certificate, &key, &ca),
+            _ => {
+                Err(Error::InvalidArgument("TLS needs the certificate, the key and the CA, or none of them".to_owned()))
+            }
+        };
+        core.map(|core| Tls { core }).map_err(|e| errors::raise(py, e))
+    }
+}
+
+/// The core's TLS of an argument.
+pub fn tls_of(tls: Option<&Bound<'_, Tls>>) -> Option<group::Tls> {
+    tls.map(|tls| tls.get().core())
+}

@@ -1,0 +1,146 @@
+"""TLS between ranks: the same results, failures named as over TCP, and clear errors where ranks disagree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.certificates import Authority
+from tests.distributed.test_neutral_failures import for_ever, killed_in_a_loop
+from tests.distributed.test_neutral_verbs import everything
+from tests.world import World
+
+TCP = {"BAGUA_TRANSPORT": "tcp"}
+TLS = TCP | {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": "a secret of this test"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_verb_over_tls_equals_the_same_without(world: Callable[..., Any], size: int) -> None:
+    plain = world(size, env=TCP).run(everything)
+    results = world(size, env=TLS).run(everything)
+    assert {result["digest"] for result in results} == {plain[0]["digest"]}
+    for rank, result in enumerate(results):
+        others = [name for to, name in result["stats"]["transports"].items() if to != rank]
+        assert others == ["tls"] * (size - 1)
+        assert result["stats"]["ops"]["all_reduce"]["wire_bytes_sent"] > 0
+
+
+def test_hosts_of_two_ranks_use_tls_between_them_and_memory_inside(world: Callable[..., Any]) -> None:
+    results = world(4, hosts=[[0, 1], [2, 3]], env={**TLS, "BAGUA_TRANSPORT": "auto"}).run(everything)
+    assert {result["stats"]["collective"] for result in results} == {"hier"}
+    assert results[0]["stats"]["transports"] == {0: "self", 1: "shm", 2: "tls", 3: "tls"}
+
+
+def test_a_killed_rank_is_named_over_tls(world: World, tmp_path: Path) -> None:
+    results = world(3, expect_exit={1: -signal.SIGKILL}, env=TLS).run(killed_in_a_loop, 1, str(tmp_path))
+    for rank in (0, 2):
+        after, lost, _noticed_by, total = results[rank]
+        assert lost == 1
+        assert after < 1.0
+        assert total == 2.0
+
+
+def frozen(rank: int, folder: str) -> tuple[int, str] | None:
+    group = bagua.init(timeout=60)
+    x = np.ones(1 << 18, np.float32)
+    group.all_reduce(x)
+    pid = Path(folder, "pid")
+    if rank == 1:
+        pid.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(bagua.PeerLostError) as raised:
+        for_ever(lambda: group.all_reduce(x, "max"))
+    if rank == 0:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    bagua.shutdown()
+    return raised.value.rank, str(raised.value)
+
+
+def test_a_frozen_rank_is_named_over_tls(world: World, tmp_path: Path) -> None:
+    env = TLS | {"BAGUA_HEARTBEAT_TIMEOUT": "2"}
+    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(frozen, str(tmp_path))
+    for lost, text in (results[0], results[2]):
+        assert lost == 1
+        assert "no heartbeat for 2.0 s" in text
+
+
+def sum_over_tls(rank: int) -> tuple[float, list[str]]:
+    group = bagua.init(timeout=30)
+    x = np.full(100_000, rank + 1.0)
+    group.all_reduce(x)
+    found = float(x[-1]), group.transports
+    bagua.shutdown()
+    return found
+
+
+def test_ranks_with_certificates_of_one_authority_need_no_secret(world: World, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    files = [TCP | authority.issue(f"rank{rank}") for rank in range(2)]
+    assert world(2, env=lambda rank: files[rank]).run(sum_over_tls) == [
+        (3.0, ["self", "tls"]),
+        (3.0, ["tls", "self"]),
+    ]
+
+
+def refused(rank: int, limit: float) -> tuple[str, float]:
+    begun = time.monotonic()
+    with pytest.raises(bagua.BaguaError) as raised:
+        bagua.init(timeout=limit)
+    return str(raised.value), time.monotonic() - begun
+
+
+#: Seconds: the two processes start within a few of them.
+LIMIT = 12.0
+
+
+def both_say(world: Callable[..., Any], env: Callable[[int], dict[str, str]], words: str) -> None:
+    for rank, (text, after) in enumerate(world(2, env=env).run(refused, LIMIT)):
+        assert any(word in text for word in words.split()), f"rank {rank}: {text}"
+        assert after < LIMIT + 8, f"rank {rank} after {after:.1f} s: {text}"
+
+
+@pytest.mark.parametrize("with_tls", [0, 1])
+def test_both_ranks_hear_that_only_one_uses_tls(world: World, with_tls: int) -> None:
+    plain = {name: value for name, value in TLS.items() if name != "BAGUA_TLS"}
+    both_say(world, lambda rank: TLS if rank == with_tls else plain, "TLS")
+
+
+def test_both_ranks_hear_of_another_secret(world: World) -> None:
+    both_say(world, lambda rank: TLS | {"BAGUA_JOB_SECRET": f"secret {rank}"}, "secret")
+
+
+def test_both_ranks_hear_of_a_certificate_of_another_authority(world: World, tmp_path: Path) -> None:
+    files = [TCP | Authority(tmp_path / f"ca{rank}").issue("rank") for rank in range(2)]
+    both_say(world, lambda rank: files[rank], "TLS")
+
+
+@pytest.mark.parametrize("with_certificates", [0, 1])
+def test_both_ranks_hear_that_one_has_a_certificate_and_the_other_the_secret(
+    world: World, tmp_path: Path, with_certificates: int
+) -> None:
+    certificates = TLS | Authority(tmp_path / "ca").issue("rank")
+    both_say(world, lambda rank: certificates if rank == with_certificates else TLS, "TLS")
+
+
+def test_an_expired_certificate_is_refused_before_anything_is_sent(world: World, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    try:
+        files = authority.issue("old", days=-1)
+    except subprocess.CalledProcessError:
+        pytest.skip("this openssl issues no certificate that has expired")
+    assert "expired" in world(1, env=files).run(invalid)[0]
+
+
+def invalid(rank: int) -> str:
+    with pytest.raises(ValueError, match="the certificate: the other ranks would refuse it") as raised:
+        bagua.init(timeout=30)
+    return str(raised.value)
