@@ -57,17 +57,18 @@ fn a_killed_rank_is_lost_on_every_other_in_under_a_second() {
 
 #[test]
 fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_gets_the_cause_when_it_continues() {
-    let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
+    let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(2));
     processes[0].signal(Signal::STOP);
     let took = until("all ranks have failed", || groups.iter().all(|group| group.health().cause().is_some()));
-    assert!(took > Duration::from_millis(500) && took < Duration::from_secs(3), "{took:?}");
+    assert!(took > Duration::from_secs(1) && took < Duration::from_secs(6), "{took:?}");
     for group in &groups {
         let Error::PeerLost { rank, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
-        assert_eq!((rank, reason.as_str()), (1, "no heartbeat for 1.0 s"));
+        assert_eq!((rank, reason.as_str()), (1, "no heartbeat for 2.0 s"));
     }
     processes[0].signal(Signal::CONT);
     processes[0].write("cause");
-    assert!(processes[0].read_after("CAUSE ").contains("lost rank 1"));
+    let heard = processes[0].read_after("CAUSE ");
+    assert!(heard.contains("lost rank 1"), "{heard}");
 }
 
 #[test]
