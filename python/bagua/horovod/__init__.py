@@ -1,6 +1,7 @@
 """Horovod's API for torch, over Bagua.
 
-Scripts write ``import bagua.horovod.torch as hvd`` in place of ``import horovod.torch as hvd``. Names and meaning are those of Horovod's documented API. Operations match by their order, not by their names.
+Scripts write ``import bagua.horovod.torch as hvd`` in place of ``import horovod.torch as hvd``.
+Names and meaning are those of Horovod's documented API. Operations match by their order, not by their names.
 """
 
 from bagua.errors import BaguaError as HorovodInternalError

@@ -77,7 +77,7 @@ class Exchange:
             raise ValueError(f"named_parameters lacks {nameless} of the optimizer's parameters")
 
     def watch(self, param_groups: list[dict[str, Any]]) -> None:
-        """Divides the parameters of an optimizer into units, and watches their gradients. ValueError for wrong groups."""
+        """Divides the parameters of an optimizer into units, and watches their gradients. ValueError for bad groups."""
         if not self.how.process_set.included():
             return
         self.forget()

@@ -146,4 +146,4 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     lengths = [row[0] for row in everybody(process_set.communicator(), data.numel())]
     whole: torch.Tensor = allgather_async(data, process_set=process_set).wait()
     # Unpickling runs code of the sender: every member of the group has proved that it knows the job's secret.
-    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths)]
+    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(whole, lengths)]

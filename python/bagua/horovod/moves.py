@@ -53,8 +53,8 @@ def _agree(digests: Sequence[int], rank: int, what: str, tensor: torch.Tensor) -
     others = [other for other, value in enumerate(digests) if value != digests[rank]]
     if others:
         raise MismatchError(
-            f"{what}: rank {rank} has {tensor.dtype} with rows of shape {list(tensor.shape[1:])}, and the dtype or rows "
-            f"of ranks {others} are others"
+            f"{what}: rank {rank} has {tensor.dtype} with rows of shape {list(tensor.shape[1:])}, and the dtype or "
+            f"rows of ranks {others} are others"
         )
 
 

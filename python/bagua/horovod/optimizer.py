@@ -44,7 +44,7 @@ class _Distributed(torch.optim.Optimizer):
         """Changes how many backward passes each step has, from the next step on. ValueError below 1."""
         self._bagua_exchange.set_passes(passes)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The step of the user's class, with reduced gradients. Those of a closure are reduced after each call."""
         exchange = self._bagua_exchange
         if closure is not None:
@@ -64,7 +64,7 @@ class _Distributed(torch.optim.Optimizer):
                 )
             exchange.synchronize()
         exchange.synchronized = False
-        result = super().step(closure)  # type: ignore[arg-type]
+        result = super().step(closure)
         exchange.synchronized = False
         return result
 
@@ -128,7 +128,7 @@ def DistributedOptimizer(
     if named_parameters is not None:
         exchange.name(named_parameters, optimizer.param_groups)
     exchange.watch(optimizer.param_groups)
-    cls = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
+    cls: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     made: Optimizer = cls.__new__(cls)
     # A scheduler's wrapper of the other object's step stays there.
     made.__dict__.update((key, value) for key, value in optimizer.__dict__.items() if key != "step")

@@ -1,7 +1,7 @@
 """Operations that combine the ranks' tensors: allreduce and reducescatter, with gradients.
 
-``average`` is the older word for ``op``; ``name`` is accepted for the scripts' sake, as operations match by their order.
-Averages of whole numbers, and whole numbers times a factor, are cut towards zero.
+``average`` is the older word for ``op``; ``name`` is accepted for the scripts' sake, as operations match by
+their order. Averages of whole numbers, and whole numbers times a factor, are cut towards zero.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequenc
     def finish() -> list[torch.Tensor]:
         results = list(tensors)
         for members, flat in flats:
-            pieces = how.end(flat).view(-1).split([compressed[number].numel() for number in members])
+            sizes = [compressed[number].numel() for number in members]
+            pieces = torch.split(how.end(flat).view(-1), sizes)
             for number, piece in zip(members, pieces, strict=True):
                 value = how.compression.decompress(piece.view(compressed[number].shape), contexts[number])
                 results[number] = value if outputs is None else outputs[number].copy_(value)
@@ -410,8 +411,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """This rank's rows of the reduction of all ranks' tensors, which have one shape.
 
-    Rows are shared out in the order of the ranks; where they cannot be equally, the first ranks get one more. ValueError
-    for a tensor without dimensions.
+    Rows are shared out in the order of the ranks; where they cannot be equally, the first ranks get one more.
+    ValueError for a tensor without dimensions.
     """
     how = reduction(None, op, prescale_factor, postscale_factor, compression, process_set)
     result: torch.Tensor = _ReduceScatter.apply(how, tensor)
