@@ -518,16 +518,12 @@ CASES: list[Case] = [
 ]
 
 
+def begin(rank: int) -> None:
+    hvd.init()
+
+
 def run(rank: int) -> dict[str, str]:
-    def started(case: Case) -> Case:
-        def begun(number: int) -> None:
-            hvd.init()
-            case(number)
-
-        begun.__name__ = case.__name__
-        return begun
-
-    return run_cases(rank, [started(case) for case in CASES])
+    return run_cases(rank, [begin, *CASES])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

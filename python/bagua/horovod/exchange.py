@@ -39,7 +39,6 @@ class Exchange:
         self.sparse_as_dense = False
         # Backward passes per step.
         self._passes = 1
-        self.set_passes(passes)
         self._groups = groups
         _check_groups(groups)
         self._names: dict[torch.Tensor, str] = {}
@@ -52,6 +51,7 @@ class Exchange:
         self._waiting: list[int] = []
         self._sent: list[tuple[list[torch.Tensor], Handle]] = []
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self.set_passes(passes)
 
     def set_passes(self, passes: int) -> None:
         """Sets the number of backward passes per step. AssertionError while gradients are on their way."""
