@@ -11,7 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import matplotlib
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -20,9 +19,6 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 import bagua.horovod.torch as hvd
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -62,6 +58,11 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 def draw(losses: list[float], path: Path) -> None:
     """The loss of each step as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(losses)
     axes.set(xlabel="step", ylabel="cross entropy, mean of the ranks", yscale="log", title="Handwritten digits")

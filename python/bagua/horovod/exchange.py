@@ -85,7 +85,7 @@ class Exchange:
         for param in params:
             what = f"the gradient of {self._called(param)}"
             check_on_cpu(param, what)
-            self.how.core_op(self.how.compression.compress(param.detach()[..., :0])[0] if param.dim() else param, what)
+            self.how.core_op(param, what)
         self._units = _units(params, self._groups)
         self._params = params
         self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit}
