@@ -61,12 +61,14 @@ class TorchState:
         self.rebuilding: Any = None
         # The Job of an elastic job.
         self.elastic: Any = None
+        # Between bagua.horovod.init and shutdown: its Job.
+        self.horovod: Any = None
         # Numbers models in the order of their wrapping, which is the same on all ranks.
         self.wrapped_count = 0
 
     def forget_groups(self) -> None:
         """After the world's end, and in a forked child: there is no default group, and no group belongs to one."""
-        self.default_group = self.world = self.elastic = None
+        self.default_group = self.world = self.elastic = self.horovod = None
         self.group_ranks.clear()
         self.torch_groups.clear()
 

@@ -61,3 +61,13 @@ def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None
         assert World(2, timeout=240.0).run(run_example, "checkpoint.py", arguments) == [0, 0]
         reached.append(int(tracker.read_text(encoding="utf-8")))
     assert reached[1] > reached[0] > 0
+
+
+def test_the_horovod_example_draws_its_loss(tmp_path: Path) -> None:
+    for package in ("matplotlib", "sklearn", "tqdm"):
+        pytest.importorskip(package, reason=f"{package} is not installed: make setup")
+    picture = tmp_path / "loss.png"
+    world = World(2, timeout=240.0)
+    assert world.run(run_example, "horovod_digits.py", ["--png", str(picture)]) == [0, 0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "weights        equal on all ranks" in world.output[0]

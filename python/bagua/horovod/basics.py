@@ -1,0 +1,93 @@
+"""Joining and leaving the job, and this process's place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bagua.torch_api import communication
+
+from . import job
+from .process_sets import ProcessSet, add_process_set
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Joins the job, as ``bagua.torch_api.init_process_group`` does, or adopts the default process group that there is.
+
+    Called again, it has no effect. ``process_sets`` are registered; "dynamic" registers none, as more can always be
+    added. NotImplementedError for ``comm``, ValueError for other words.
+    """
+    if comm is not None:
+        raise NotImplementedError("hvd.init takes no comm: name the ranks of a part of the job by hvd.ProcessSet")
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(f'process_sets is a list of hvd.ProcessSet or "dynamic", not {process_sets!r}')
+    if job.is_begun():
+        return
+    joined = not communication.is_initialized()
+    if joined:
+        communication.init_process_group()
+    job.begin(joined)
+    if process_sets is not None and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leaves the job if :func:`init` joined it. May be called twice."""
+    job.end()
+
+
+def is_initialized() -> bool:
+    """True between :func:`init` and :func:`shutdown`."""
+    return job.is_begun()
+
+
+def rank() -> int:
+    """This process's rank in the job. ValueError before :func:`init`, here and below."""
+    return job.world().rank()
+
+
+def size() -> int:
+    """The number of ranks in the job."""
+    return job.world().nranks()
+
+
+def local_rank() -> int:
+    """This process's rank on its host."""
+    return job.world().group.local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return job.world().group.local_world_size
+
+
+def _across() -> list[int]:
+    """The hosts that have a rank of this local rank."""
+    local = local_rank()
+    return [number for number, host in enumerate(job.world().raw.hosts) if len(host) > local]
+
+
+def cross_rank() -> int:
+    """This host's place among those that have a rank of the same local rank."""
+    mine = next(number for number, host in enumerate(job.world().raw.hosts) if rank() in host)
+    return _across().index(mine)
+
+
+def cross_size() -> int:
+    """How many hosts have a rank of the same local rank."""
+    return len(_across())
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many ranks."""
+    return len({len(host) for host in job.world().raw.hosts}) == 1
+
+
+def _false() -> bool:
+    """False: communication is Bagua's own, and uses none of these libraries."""
+    return False
+
+
+mpi_built = mpi_enabled = mpi_threads_supported = gloo_built = gloo_enabled = _false
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _false

@@ -1,0 +1,149 @@
+"""Parameters, optimizer state and objects for all ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua.errors import MismatchError
+from bagua.torch_api import env
+from bagua.torch_api.data_parallel.bucketing import split
+from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
+
+from .moves import allgather_async, broadcast_, digest, everybody
+from .process_sets import ProcessSet, global_process_set
+
+
+def _broadcast_all(tensors: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    """The root's values for tensors of the same shapes and dtypes on all ranks, in place; several in one message."""
+    communicator, root = process_set.communicator(), process_set.root(root_rank)
+    plain = [tensor.detach() for tensor in tensors]
+    for bucket in split([tensor for tensor in plain if tensor.dtype in DTYPES], env.get_default_bucket_size()):
+        communicator.broadcast_coalesced(bucket, root)
+    for tensor in plain:
+        if tensor.dtype not in DTYPES:
+            broadcast_(tensor, root_rank, process_set=process_set)
+
+
+def _check_equal(communicator: Communicator, what: str, value: object) -> None:
+    """MismatchError on every rank where a value differs between them."""
+    digests = [row[0] for row in everybody(communicator, digest(value))]
+    others = [rank for rank, other in enumerate(digests) if other != digests[communicator.rank()]]
+    if others:
+        raise MismatchError(
+            f"{what} of rank {communicator.rank()} and of ranks {others} differ in names, shapes or dtypes"
+        )
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives parameters and buffers the values of ``root_rank``, a rank of the job, in place.
+
+    ``params`` is ``model.state_dict()`` or ``model.named_parameters()``. TypeError for others, MismatchError on every
+    rank where names, shapes or dtypes differ.
+    """
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"broadcast_parameters takes a state_dict or named_parameters, not {type(params).__name__}")
+    named: list[tuple[str, torch.Tensor]] = []
+    for pair in params.items() if isinstance(params, Mapping) else params:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(f"broadcast_parameters takes pairs of a name and a tensor, not {type(pair).__name__}")
+        name, tensor = pair
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"parameter {name!r} is a {type(tensor).__name__}, not a tensor")
+        check_on_cpu(tensor, f"parameter {name!r}")
+        named.append((name, tensor))
+    process_set.root(root_rank)
+    signature = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
+    _check_equal(process_set.communicator(), "the parameters", signature)
+    _broadcast_all([tensor for _, tensor in named], root_rank, process_set)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor in an optimizer's state."""
+
+    #: Which of the tensors.
+    number: int
+    #: Its shape.
+    shape: tuple[int, ...]
+    #: Its dtype.
+    dtype: torch.dtype
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of nested dicts, lists and tuples with a :class:`_Place` for each tensor, which is appended."""
+    if isinstance(value, torch.Tensor):
+        check_on_cpu(value, "a tensor of the optimizer's state")
+        tensors.append(value.detach())
+        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(item, tensors) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """The inverse of :func:`_without_tensors`."""
+    if isinstance(value, _Place):
+        return tensors[value.number]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value
+
+
+def _places(value: Any) -> Iterable[_Place]:
+    if isinstance(value, _Place):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _places(item)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Gives an optimizer the state and the options of ``root_rank``'s. Its state may be empty on any rank."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"broadcast_optimizer_state takes an optimizer, not {type(optimizer).__name__}")
+    communicator = process_set.communicator()
+    is_root = communicator.rank() == process_set.root(root_rank)
+    shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
+    _check_equal(communicator, "the optimizer's parameters", shapes)
+    mine: list[torch.Tensor] = []
+    form = _without_tensors(optimizer.state_dict(), mine) if is_root else None
+    form = broadcast_object(form, root_rank, process_set=process_set)
+    if is_root:
+        _broadcast_all(mine, root_rank, process_set)
+        return
+    theirs = {place.number: torch.empty(place.shape, dtype=place.dtype) for place in _places(form)}
+    _broadcast_all([theirs[number] for number in sorted(theirs)], root_rank, process_set)
+    optimizer.load_state_dict(_with_tensors(form, theirs))
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of ``root_rank``, a rank of the job, by pickle; the other ranks' is ignored."""
+    return process_set.communicator().broadcast_object(obj, process_set.root(root_rank))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object in the order of the ranks, by pickle."""
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    lengths = [row[0] for row in everybody(process_set.communicator(), data.numel())]
+    whole: torch.Tensor = allgather_async(data, process_set=process_set).wait()
+    # Unpickling runs code of the sender: every member of the group has proved that it knows the job's secret.
+    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(whole, lengths)]

@@ -1,0 +1,137 @@
+"""DistributedOptimizer: an optimizer whose gradients are reduced over the ranks before its step."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .compression import Compression
+from .exchange import Exchange
+from .process_sets import ProcessSet, global_process_set
+from .reductions import Average, ReduceOp, Reduction
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What DistributedOptimizer puts before the methods of the user's class."""
+
+    _bagua_exchange: Exchange
+
+    def synchronize(self) -> None:
+        """Waits until the gradients of this step are reduced, and puts them into ``.grad``. Collective.
+
+        For what reads gradients before :meth:`step`, such as clipping; step() follows in :meth:`skip_synchronize`.
+        """
+        self._bagua_exchange.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, :meth:`step` does not reduce gradients: :meth:`synchronize` has done so."""
+        exchange = self._bagua_exchange
+        before, exchange.step_synchronizes = exchange.step_synchronizes, False
+        try:
+            yield
+        finally:
+            exchange.step_synchronizes = before
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes how many backward passes each step has, from the next step on. ValueError below 1."""
+        self._bagua_exchange.set_passes(passes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The step of the user's class, with reduced gradients. Those of a closure are reduced after each call."""
+        exchange = self._bagua_exchange
+        if closure is not None:
+            inner = closure
+
+            def closure() -> Any:
+                loss = inner()
+                exchange.synchronize()
+                return loss
+
+        elif exchange.step_synchronizes:
+            if exchange.synchronized:
+                warnings.warn(
+                    "optimizer.step() after optimizer.synchronize() reduces the gradients again: call it in "
+                    "`with optimizer.skip_synchronize():`",
+                    stacklevel=2,
+                )
+            exchange.synchronize()
+        exchange.synchronized = False
+        result = super().step(closure)
+        exchange.synchronized = False
+        return result
+
+    # torch wraps step() of a class that lacks this to call its hooks; the step inside this one calls them.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's. AssertionError between a backward and its step, where gradients are on their way."""
+        self._bagua_exchange.forget()
+        super().zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the gradients of the new parameters are reduced too."""
+        super().add_param_group(param_group)
+        self._bagua_exchange.watch(self.param_groups)
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Optimizer:
+    """An optimizer of a subclass of ``optimizer``'s class, with its parameters, options and state.
+
+    Gradients are reduced by ``op`` while backward runs, in an order that is equal on all ranks, and waited for in
+    ``step()``. A parameter without a gradient on a rank counts as zeros there. On a rank outside ``process_set``
+    nothing is reduced.
+
+    - ``named_parameters``: names for errors; all of the optimizer's parameters have one then.
+    - ``compression``: ``hvd.Compression.fp16`` sends half of the bytes of float32.
+    - ``backward_passes_per_step``: gradients of as many backward passes add up before they are reduced. They are not
+      divided by that number.
+    - ``gradient_predivide_factor``: with Average, gradients are divided by it before they are added, and by
+      size / factor afterwards.
+    - ``groups`` (or the older ``num_groups``): into how many messages gradients are put, or the parameters of each.
+    - ``sparse_as_dense``: sparse gradients are made dense; without, they are a NotImplementedError in backward.
+
+    Raises ValueError or TypeError for arguments that cannot be used, before any communication.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor is for op=hvd.Average")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, which is not positive")
+    if num_groups and groups is not None:
+        raise ValueError("num_groups is the older form of groups: give one of them")
+    factor = float(gradient_predivide_factor)
+    how = Reduction(op, 1.0 / factor, factor, compression, process_set)
+    exchange = Exchange(how, backward_passes_per_step, groups if groups is not None else num_groups or None)
+    exchange.sparse_as_dense = sparse_as_dense
+    if named_parameters is not None:
+        exchange.name(named_parameters, optimizer.param_groups)
+    exchange.watch(optimizer.param_groups)
+    cls: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
+    made: Optimizer = cls.__new__(cls)
+    # A scheduler's wrapper of the other object's step stays there.
+    made.__dict__.update((key, value) for key, value in optimizer.__dict__.items() if key != "step")
+    made._bagua_exchange = exchange  # type: ignore[attr-defined]
+    weakref.finalize(made, exchange.close)
+    return made
