@@ -61,6 +61,11 @@ class TorchState:
         self.rebuilding: Any = None
         # The Job of an elastic job.
         self.elastic: Any = None
+        # Groups of torch.distributed's backend "bagua" until they are destroyed; the one of its world; and the first of
+        # them with its sub-groups.
+        self.c10d_groups: list[Any] = []
+        self.c10d_world: Any = None
+        self.c10d_tree: Any = None
         # Numbers models in the order of their wrapping, which is the same on all ranks.
         self.wrapped_count = 0
 
@@ -72,6 +77,9 @@ class TorchState:
 
     def after_fork_in_child(self) -> None:
         """The groups, and torch.distributed, belong to the parent."""
+        # Collecting them would close the parent's connections.
+        process.inherited.extend(self.c10d_groups)
+        self.c10d_groups, self.c10d_world, self.c10d_tree = [], None, None
         self.forget_groups()
         self.initialised_torch_distributed = False
 
