@@ -20,7 +20,7 @@ from typing import Any
 
 from bagua import engine
 
-__all__ = ["CacheState", "TorchState", "cache_state", "install", "process", "report", "torch_state"]
+__all__ = ["CacheState", "TorchState", "cache_state", "install", "process", "report", "torch_state", "torchs_world"]
 
 _log = logging.getLogger(__name__)
 
@@ -197,6 +197,12 @@ def cache_state() -> CacheState:
     if process.cache is None:
         process.cache = CacheState()
     return process.cache
+
+
+def torchs_world() -> Any:
+    """The bagua.Group of torch.distributed's world where its backend is "bagua", else None."""
+    world = None if process.torch is None else process.torch.c10d_world
+    return None if world is None else world.bagua_group
 
 
 def install(shutdown: Callable[[], None]) -> None:

@@ -84,6 +84,7 @@ def open_group(store: Any, ranks: list[int], rank: int, timeout: timedelta) -> B
         tree = own
     assert tree is not None, "a sub-group has a tree"
     tree.used.append(group)
+    group.used_by_torch = True
     member = tree
 
     def ended(opened: BaguaProcessGroup) -> None:

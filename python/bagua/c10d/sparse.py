@@ -26,7 +26,7 @@ def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout:
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
     counts = torch.empty(raw.size, dtype=torch.int64)
-    all_gather(raw, counts, torch.tensor([indices.shape[1]]), ).begin(False, timeout)
+    all_gather(raw, counts, torch.tensor([indices.shape[1]])).begin(False, timeout)
     rows = counts.tolist()
     total = torch.zeros_like(mine)
     gathered_indices = _gather_rows(raw, indices.t().contiguous(), rows, timeout)
@@ -37,7 +37,8 @@ def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout:
         total = total + torch.sparse_coo_tensor(gathered_indices[part].t(), gathered_values[part], tensor.shape)
         start += count
     with torch.no_grad():
-        tensor.detach().copy_(total.coalesce())
+        # Not into tensor.detach(), which would keep the number of rows it has now.
+        tensor.copy_(total.coalesce())
     return Work(None, [tensor])
 
 
