@@ -34,7 +34,9 @@ def init(
     `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining,
     and the default of every operation.
 
-    Under a torch.distributed whose default backend is "bagua" its group is taken, and nobody joins. Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
+    Under a torch.distributed whose default backend is "bagua" its group is taken, and nobody joins.
+
+    Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
     Raises ValueError for arguments that cannot be used, BaguaTimeoutError naming the ranks that did not come,
     BaguaError when there is a default group already, or when the process may not open as many file descriptors as the
@@ -42,7 +44,7 @@ def init(
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
-    adopted = lifecycle.torchs_world()
+    adopted: group.Group | None = lifecycle.torchs_world()
     if adopted is not None:
         for what, given, has in (("rank", rank, adopted.rank), ("world_size", world_size, adopted.size)):
             if given not in (None, has):

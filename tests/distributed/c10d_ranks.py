@@ -1,4 +1,4 @@
-"""Many cases in one world of torch.distributed's backend "bagua", because every rank that starts imports torch for seconds.
+"""Many cases in one world of the backend "bagua", because every rank that starts imports torch for seconds.
 
 A case is a function of a `Pair`: two groups of the same ranks, of "bagua" and of gloo, which is the oracle.
 """
@@ -56,7 +56,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
 
 
 def run_cases(rank: int, cases: Sequence[Case], members: Sequence[int] | None = None) -> dict[str, str]:

@@ -17,7 +17,16 @@ from bagua.errors import BaguaTimeoutError
 from tests.distributed.c10d_ranks import Case, Pair, check, run_cases, same
 
 # Those that gloo adds up too.
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
 WHOLE = (torch.uint8, torch.int8, torch.int32, torch.int64)
 ORDERED = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -100,7 +109,7 @@ def what_cannot_be_added_is_refused_and_the_group_stays_usable(pair: Pair) -> No
     for dtype in (torch.int16, torch.float8_e4m3fn):
         with pytest.raises(TypeError, match="not defined"):
             dist.all_reduce(torch.zeros(3).to(dtype), group=pair.ours)
-    with pytest.raises((NotImplementedError, TypeError), match="PREMUL|premul"):
+    with pytest.raises((NotImplementedError, TypeError), match="PREMUL"):
         dist.all_reduce(torch.zeros(3), dist._make_nccl_premul_sum(2.0), group=pair.ours)
     with pytest.raises(TypeError):
         dist.all_reduce(torch.zeros(3), ReduceOp.BOR, group=pair.ours)

@@ -23,8 +23,8 @@ from bagua.errors import AbortedError, BaguaTimeoutError, PeerLostError, PeerRai
 from tests.world import World, make_world
 
 LIMIT = timedelta(seconds=30)
-#: Seconds until a death is named; the goal is 1, on a machine that has other things to do.
-NAMED = 3.0
+#: Seconds until a death is named.
+NAMED = 1.0
 
 
 def begin(**options: Any) -> None:
@@ -44,9 +44,9 @@ def survive(rank: int, folder: str) -> tuple[int, float, float, float] | None:
     if rank == 2:
         Path(folder, "died").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
+    # The one that waits for it.
     with pytest.raises(PeerLostError) as caught:
-        for _ in range(10_000_000):
-            dist.all_reduce(torch.ones(1000))
+        dist.all_reduce(torch.ones(1000))
     took = time.time() - float(Path(folder, "died").read_text())
     # What was poisoned says so again.
     with pytest.raises(PeerLostError):
@@ -63,6 +63,7 @@ def survive(rank: int, folder: str) -> tuple[int, float, float, float] | None:
 def test_a_killed_rank_is_named_and_the_survivors_form_a_new_group(tmp_path: Path) -> None:
     found = World(3, expect_exit={2: -signal.SIGKILL}).run(survive, str(tmp_path))
     for named, took, ended, sum_of_survivors in found[:2]:
+        print(f"named after {took:.3f} s, left after {ended:.3f} s")
         assert named == 2
         assert took < NAMED
         assert ended < 5.0

@@ -61,3 +61,11 @@ def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None
         assert World(2, timeout=240.0).run(run_example, "checkpoint.py", arguments) == [0, 0]
         reached.append(int(tracker.read_text(encoding="utf-8")))
     assert reached[1] > reached[0] > 0
+
+
+def test_the_example_of_the_backend_draws_its_loss(tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    world = World(2, timeout=240.0)
+    assert world.run(run_example, "ddp_backend.py", ["--png", str(picture)]) == [0, 0]
+    assert "2 ranks on bagua" in world.output[0]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -19,7 +19,7 @@ from bagua.lifecycle import torch_state
 
 from .process_group import BaguaProcessGroup
 
-__all__ = ["create", "open_group", "under"]
+__all__ = ["create", "open_group"]
 
 _state = torch_state()
 
@@ -47,14 +47,24 @@ class _Tree:
             return None
         return self.root.new_group(places)
 
-    def leave(self, group: Group) -> None:
-        """Leaves a group, the first one after all others."""
-        if group in self.used:
-            self.used.remove(group)
-        if group is not self.root:
-            group.leave()
+    def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
+        """See :func:`open_group`."""
+        return open_group(store, ranks, rank, timeout)
+
+    def ended(self, group: BaguaProcessGroup) -> None:
+        """Leaves a group; the first one when all others have been left."""
+        if group in _state.c10d_groups:
+            _state.c10d_groups.remove(group)
+        if _state.c10d_world is group:
+            _state.c10d_world = None
+        if group.bagua_group in self.used:
+            self.used.remove(group.bagua_group)
+        if group.bagua_group is not self.root:
+            group.bagua_group.leave()
         if not self.used:
             self.root.leave()
+            if _state.c10d_tree is self:
+                _state.c10d_tree = None
 
 
 def create(options: Any, _: Any = None) -> BaguaProcessGroup:
@@ -85,18 +95,7 @@ def open_group(store: Any, ranks: list[int], rank: int, timeout: timedelta) -> B
     assert tree is not None, "a sub-group has a tree"
     tree.used.append(group)
     group.used_by_torch = True
-    member = tree
-
-    def ended(opened: BaguaProcessGroup) -> None:
-        if opened in _state.c10d_groups:
-            _state.c10d_groups.remove(opened)
-        if _state.c10d_world is opened:
-            _state.c10d_world = None
-        member.leave(opened.bagua_group)
-        if not member.used and _state.c10d_tree is member:
-            _state.c10d_tree = None
-
-    opened = BaguaProcessGroup(group, ranks, store, timeout, ended)
+    opened = BaguaProcessGroup(group, ranks, store, timeout, tree)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch may keep the C++ half alone.
     _state.c10d_groups.append(opened)
     return opened
@@ -126,11 +125,6 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
     )
     metrics.begin(group.local_rank)
     return group
-
-
-def under(store: Any, name: str) -> Any:
-    """A part of a store for one group."""
-    return PrefixStore(f"{name}/", store)
 
 
 def _host(store: Any) -> tuple[str, int] | None:

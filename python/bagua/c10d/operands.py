@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._distributed_c10d import ReduceOp
 
 from bagua import engine
+
+from .torch_c10d import c10d
 
 __all__ = ["Operand", "Reduction", "gathered", "inout", "reduction", "source", "target", "whole"]
 
@@ -24,7 +25,7 @@ class Operand(NamedTuple):
 
     address: int
     #: Elements; bytes where the core has no code for the dtype.
-    count: int
+    numel: int
     code: int
     #: Owns the memory: the tensor itself, or a contiguous copy.
     memory: torch.Tensor
@@ -33,9 +34,9 @@ class Operand(NamedTuple):
 
     def chunk(self, parts: int, what: str) -> int:
         """Elements of one of `parts` equal parts. ValueError when they do not divide."""
-        if self.count % parts:
+        if self.numel % parts:
             raise ValueError(f"{what} has {self.memory.numel()} elements, which {parts} ranks cannot divide evenly")
-        return self.count // parts
+        return self.numel // parts
 
 
 def _check(tensor: Any, what: str) -> torch.Tensor:
@@ -150,14 +151,14 @@ class Reduction(NamedTuple):
 
 
 _NAMES = {
-    ReduceOp.RedOpType.SUM: "sum",
-    ReduceOp.RedOpType.AVG: "avg",
-    ReduceOp.RedOpType.PRODUCT: "product",
-    ReduceOp.RedOpType.MIN: "min",
-    ReduceOp.RedOpType.MAX: "max",
-    ReduceOp.RedOpType.BAND: "band",
-    ReduceOp.RedOpType.BOR: "bor",
-    ReduceOp.RedOpType.BXOR: "bxor",
+    c10d.ReduceOp.RedOpType.SUM: "sum",
+    c10d.ReduceOp.RedOpType.AVG: "avg",
+    c10d.ReduceOp.RedOpType.PRODUCT: "product",
+    c10d.ReduceOp.RedOpType.MIN: "min",
+    c10d.ReduceOp.RedOpType.MAX: "max",
+    c10d.ReduceOp.RedOpType.BAND: "band",
+    c10d.ReduceOp.RedOpType.BOR: "bor",
+    c10d.ReduceOp.RedOpType.BXOR: "bxor",
 }
 
 

@@ -95,7 +95,7 @@ def all_reduce(raw: engine.Communicator, tensor: Any, op: Any) -> Operation:
     """Every rank gets the reduction of all, in place."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     mine = inout(tensor, "the tensor")
-    begin = _run(raw, engine.ALL_REDUCE, None, mine.address, mine.count, mine.code, op=how.code, keep=mine)
+    begin = _run(raw, engine.ALL_REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, keep=mine)
     finish = _divide(mine.memory, raw.size, mine.finish) if how.divides else mine.finish
     return Operation(begin, [tensor], finish)
 
@@ -105,7 +105,7 @@ def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operati
     how, root = reduction(op, getattr(tensor, "dtype", None) or torch.uint8), _root(raw, root)
     here = raw.rank == root
     mine = inout(tensor, "the tensor") if here else source(tensor, "the tensor")
-    begin = _run(raw, engine.REDUCE, None, mine.address, mine.count, mine.code, op=how.code, root=root, keep=mine)
+    begin = _run(raw, engine.REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, root=root, keep=mine)
     finish = _divide(mine.memory, raw.size, mine.finish) if how.divides and here else mine.finish
     return Operation(begin, [tensor], finish)
 
@@ -114,16 +114,16 @@ def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
     """Every rank gets the root's values, in place."""
     root = _root(raw, root)
     mine = source(tensor, "the tensor") if raw.rank == root else target(tensor, "the tensor")
-    begin = _run(raw, engine.BROADCAST, None, mine.address, mine.count, mine.code, root=root, keep=mine)
+    begin = _run(raw, engine.BROADCAST, None, mine.address, mine.numel, mine.code, root=root, keep=mine)
     return Operation(begin, [tensor], mine.finish)
 
 
 def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: list[torch.Tensor]) -> Operation:
     # The input may be the output's own part: the core takes that as in place.
-    size = 1 if mine.count == 0 else mine.memory.numel() * mine.memory.element_size() // mine.count
-    inside = mine.count > 0 and mine.address == room.address + raw.rank * mine.count * size
+    size = 1 if mine.numel == 0 else mine.memory.numel() * mine.memory.element_size() // mine.numel
+    inside = mine.numel > 0 and mine.address == room.address + raw.rank * mine.numel * size
     src = None if inside else mine.address
-    begin = _run(raw, engine.ALL_GATHER, src, room.address, mine.count, mine.code, keep=(mine, room))
+    begin = _run(raw, engine.ALL_GATHER, src, room.address, mine.numel, mine.code, keep=(mine, room))
     return Operation(begin, result, room.finish)
 
 
@@ -165,7 +165,7 @@ def _gather(
     raw: engine.Communicator, mine: Operand, room: Operand | None, root: int, result: list[torch.Tensor | Any]
 ) -> Operation:
     whole_at = None if room is None else room.address
-    begin = _run(raw, engine.GATHER, mine.address, whole_at, mine.count, mine.code, root=root, keep=(mine, room))
+    begin = _run(raw, engine.GATHER, mine.address, whole_at, mine.numel, mine.code, root=root, keep=(mine, room))
     return Operation(begin, result, None if room is None else room.finish)
 
 
@@ -178,7 +178,7 @@ def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root:
         held = whole(tensors, output, raw.size, "the input")
         address = held.address
     mine = target(output, "the output")
-    begin = _run(raw, engine.SCATTER, address, mine.address, mine.count, mine.code, root=root, keep=(mine, held))
+    begin = _run(raw, engine.SCATTER, address, mine.address, mine.numel, mine.code, root=root, keep=(mine, held))
     return Operation(begin, [output], mine.finish)
 
 
@@ -202,7 +202,7 @@ def _reduce_scatter(raw: engine.Communicator, room: Operand, output: Any, op: in
     mine = target(output, "the output")
     # NCCL defines in place by the same rule.
     src, dst = (None, room.address) if inside and mine.finish is None else (room.address, mine.address)
-    begin = _run(raw, engine.REDUCE_SCATTER, src, dst, mine.count, mine.code, op=op, keep=(mine, room))
+    begin = _run(raw, engine.REDUCE_SCATTER, src, dst, mine.numel, mine.code, op=op, keep=(mine, room))
     finish = _divide(mine.memory, raw.size, mine.finish) if divides else mine.finish
     return Operation(begin, [output], finish)
 
@@ -215,7 +215,7 @@ def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: i
     sizes = [int(size) for size in splits]
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
         raise ValueError(f"{what} has {rows} rows: the splits {sizes} do not divide them among {ranks} ranks")
-    row = room.count // rows if rows else 0
+    row = room.numel // rows if rows else 0
     return [size * row for size in sizes]
 
 
@@ -242,9 +242,9 @@ def all_to_all_list(raw: engine.Communicator, outputs: Sequence[Any], tensors: S
     room = gathered(outputs, None, raw.size, "the output")
     _same_dtype(tensors[0], outputs[0])
     # Bytes where the core has no code.
-    unit = 1 if mine.memory.numel() == 0 else mine.count // mine.memory.numel()
+    unit = 1 if mine.memory.numel() == 0 else mine.numel // mine.memory.numel()
     sends = [tensor.numel() * unit for tensor in tensors]
-    unit = 1 if room.memory.numel() == 0 else room.count // room.memory.numel()
+    unit = 1 if room.memory.numel() == 0 else room.numel // room.memory.numel()
     recvs = [tensor.numel() * unit for tensor in outputs]
     return _all_to_all_v(raw, mine, sends, room, recvs, list(outputs))
 
@@ -262,9 +262,9 @@ def _all_to_all_v(
     def begin(async_op: bool, timeout: float) -> engine.Handle | None:
         return raw.all_to_all_v(
             mine.address,
-            mine.count,
+            mine.numel,
             room.address,
-            room.count,
+            room.numel,
             mine.code,
             sends,
             starts[0],

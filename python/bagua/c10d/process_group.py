@@ -11,22 +11,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import Backend as TorchBackend
-from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
-from torch._C._distributed_c10d import ReduceOp
 
 from bagua.group import Group
 
 from . import operations, sparse
 from .operands import source, target
 from .operations import Operation
+from .torch_c10d import c10d
 from .uncompiled import uncompiled
 from .work import Handle, Together, Work, WorkHandle, seconds
 
-__all__ = ["BaguaProcessGroup"]
+__all__ = ["BaguaProcessGroup", "Life"]
 
 
 @dataclass
@@ -48,8 +46,18 @@ def _one(tensors: Any, what: str) -> Any:
     return tensors[0]
 
 
+class Life(Protocol):
+    """How groups begin and end."""
+
+    def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
+        """The group of these world ranks, of which this process is the `rank`-th."""
+
+    def ended(self, group: BaguaProcessGroup) -> None:
+        """Leaves a group. Idempotent."""
+
+
 @uncompiled
-class BaguaProcessGroup(TorchProcessGroup):
+class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """The ranks of one group of torch.distributed. `ranks` are ranks of torch's world, by rank in the group."""
 
     def __init__(
@@ -58,7 +66,7 @@ class BaguaProcessGroup(TorchProcessGroup):
         ranks: Sequence[int],
         store: Any,
         timeout: timedelta,
-        ended: Callable[[BaguaProcessGroup], None],
+        life: Life,
     ) -> None:
         try:
             super().__init__(store, group.rank, group.size)
@@ -71,7 +79,7 @@ class BaguaProcessGroup(TorchProcessGroup):
         self._raw = group.communicator
         self._store = store
         self._timeout = timeout
-        self._ended = ended
+        self._life = life
         self._sequence = 0
         # Works that were started since _start_coalescing.
         self._coalescing: list[Work] | None = None
@@ -200,6 +208,7 @@ class BaguaProcessGroup(TorchProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Returns when every rank has called it. BaguaTimeoutError names all ranks that have not; it ends the group."""
+        self._require_backend("monitored_barrier")
         begin = operations.barrier(self._raw).begin
         begin(False, self._limit(timeout))
 
@@ -209,7 +218,7 @@ class BaguaProcessGroup(TorchProcessGroup):
         """Sends a tensor to a rank, beside the collectives."""
         peer, held = self._peer(dst), source(_one(tensors, "send"), "the tensor")
         handle = self._raw.send(
-            held.address, held.count, held.code, peer, tag=_tag(tag), timeout=self._limit(), async_op=True, keep=held
+            held.address, held.numel, held.code, peer, tag=_tag(tag), timeout=self._limit(), async_op=True, keep=held
         )
         return self._remember(Work(handle, [held.memory]))
 
@@ -224,7 +233,7 @@ class BaguaProcessGroup(TorchProcessGroup):
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
         number, room = _tag(tag), target(tensor, "the tensor")
         handle = self._raw.recv(
-            room.address, room.count, room.code, src, tag=number, timeout=self._limit(), async_op=True, keep=room
+            room.address, room.numel, room.code, src, tag=number, timeout=self._limit(), async_op=True, keep=room
         )
         return self._remember(Work(handle, [tensor], room.finish))
 
@@ -239,6 +248,7 @@ class BaguaProcessGroup(TorchProcessGroup):
 
     def _start_coalescing(self, device_type: Any = None) -> None:
         """The operations until :meth:`_end_coalescing` become one Work. They begin at once."""
+        self._require_backend("coalescing by device")
         if self._coalescing is not None:
             raise RuntimeError("coalescing has begun already")
         self._coalescing = []
@@ -265,14 +275,11 @@ class BaguaProcessGroup(TorchProcessGroup):
         """The group of some ranks of this one, in their order; None on a rank that is not among them."""
         if self.rank() not in ranks:
             return None
-        if self._backend is None:
-            raise NotImplementedError("split_group needs a torch whose Backend can be subclassed: 2.10 or newer")
-        from . import membership
-
+        self._require_backend("split_group")
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         name = group_name or f"{self.group_name}/{','.join(map(str, ranks))}"
-        store = membership.under(self._store, name)
-        child = membership.open_group(store, world_ranks, ranks.index(self.rank()), timeout or self._timeout)
+        store = c10d.PrefixStore(f"{name}/", self._store)
+        child = self._life.open_group(store, world_ranks, ranks.index(self.rank()), timeout or self._timeout)
         child._set_group_name(name)
         child._set_group_desc(group_desc or "undefined")
         return child
@@ -287,12 +294,12 @@ class BaguaProcessGroup(TorchProcessGroup):
 
     def shutdown(self) -> None:
         """Leaves the group. Operations that still run fail with AbortedError."""
-        self._ended(self)
+        self._life.ended(self)
 
     def abort(self) -> None:
         """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
         self.bagua_group.abort("torch.distributed aborted the group")
-        self._ended(self)
+        self._life.ended(self)
 
     def name(self) -> str:
         """ "bagua"."""
@@ -310,6 +317,10 @@ class BaguaProcessGroup(TorchProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: every group counts from zero."""
 
+    def _require_backend(self, what: str) -> None:
+        if self._backend is None:
+            raise NotImplementedError(f"{what} needs a torch whose Backend Python can subclass, such as 2.15")
+
     # --- how an operation starts --------------------------------------------------------------------------------------
 
     def _limit(self, timeout: Any = None) -> float:
@@ -318,14 +329,14 @@ class BaguaProcessGroup(TorchProcessGroup):
 
     def _call(self, opts: Any, *, op: Any = None, root: int | None = None, timeout: Any = None) -> _Call:
         """From options, or from the arguments of torch's short forms, whose first one may stand in their place."""
-        if isinstance(opts, ReduceOp | ReduceOp.RedOpType):
+        if isinstance(opts, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
             op, opts = opts, None
         elif isinstance(opts, timedelta):
             timeout, opts = opts, None
         elif isinstance(opts, int):
             root, opts = opts, None
         return _Call(
-            op=getattr(opts, "reduceOp", ReduceOp.RedOpType.SUM) if op is None else op,
+            op=getattr(opts, "reduceOp", c10d.ReduceOp.RedOpType.SUM) if op is None else op,
             root=getattr(opts, "rootRank", 0) if root is None else root,
             timeout=self._limit(getattr(opts, "timeout", None) if timeout is None else timeout),
             async_op=getattr(opts, "asyncOp", True),
@@ -349,8 +360,8 @@ class BaguaProcessGroup(TorchProcessGroup):
         if not call.async_op or not parts:
             finish()
             return self._remember(Work(None, result))
-        handle = handles[0] if len(handles) == 1 else Together(handles)
-        return self._remember(Work(handle, result, finish if finishes else None))
+        pending = handles[0] if len(handles) == 1 else Together(handles)
+        return self._remember(Work(pending, result, finish if finishes else None))
 
     def _remember(self, work: Work) -> Work:
         if self._coalescing is not None:
@@ -415,7 +426,7 @@ _FORWARDED = (
 )
 
 
-class _Backend(TorchBackend):
+class _Backend(c10d.Backend):  # type: ignore[misc]
     """The half that torch's C++ code knows: it hands every verb to the process group."""
 
     def __init__(self, group: BaguaProcessGroup) -> None:
@@ -465,12 +476,10 @@ uncompiled(_Backend)
 
 def _register(group: BaguaProcessGroup) -> _Backend | None:
     """Registers the half for C++ where torch has a Backend that can be subclassed."""
-    if "__init__" not in vars(TorchBackend):
+    if "__init__" not in vars(c10d.Backend):
         return None
     backend = _Backend(group)
-    kind = TorchProcessGroup.BackendType.CUSTOM
+    kind = c10d.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
     return backend
-
-

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ReduceOp
 
 from bagua import engine
 
 from .operations import all_gather, all_to_all
+from .torch_c10d import c10d
 from .work import Work
 
 __all__ = ["all_reduce"]
@@ -21,7 +21,7 @@ __all__ = ["all_reduce"]
 
 def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout: float) -> Work:
     """Every rank gets the sum, in place. NotImplementedError for another reduction."""
-    if getattr(op, "op", op) != ReduceOp.RedOpType.SUM:
+    if getattr(op, "op", op) != c10d.ReduceOp.RedOpType.SUM:
         raise NotImplementedError(f"a sparse tensor is reduced by SUM alone, not by {op}")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()

@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
+
+from .torch_c10d import c10d
 
 __all__ = ["Handle", "Together", "Work", "WorkHandle", "seconds"]
 
@@ -49,7 +50,7 @@ def seconds(limit: timedelta | float | None) -> float | None:
     return found if found > 0 else None
 
 
-class Work(TorchWork):
+class Work(c10d.Work):  # type: ignore[misc]
     """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them."""
 
     def __init__(
@@ -71,7 +72,7 @@ class Work(TorchWork):
     # --- what torch calls ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until it is done. Raises its error, or BaguaTimeoutError when `timeout` passes, after which it goes on."""
+        """Waits until it is done, or raises its error. BaguaTimeoutError when `timeout` passes: the operation goes on."""
         if self._handle is not None:
             self._handle.wait(seconds(timeout))
         self._copy_results()
