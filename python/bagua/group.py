@@ -128,6 +128,10 @@ class Group(Verbs):
     def _shrink(self, timeout: float | None, quorum: str) -> Group:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout} s; it must be positive")
+        if self.used_by_torch:
+            raise BaguaError(
+                "this group is that of torch.distributed: call its destroy_process_group and init_process_group instead"
+            )
         communicator, former = self._communicator.shrink(timeout, quorum=quorum)
         was_default = process.default_group is self
         self.leave()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua
 import bagua.c10d  # registers the backend
 import bagua.torch_api
-from bagua.errors import AbortedError, BaguaTimeoutError, PeerLostError, PeerRaisedError
-from tests.world import World, make_world
+from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
+from tests.world import ROOT, World, make_world
 
 LIMIT = timedelta(seconds=30)
 #: Seconds until a death is named.
@@ -51,6 +53,9 @@ def survive(rank: int, folder: str) -> tuple[int, float, float, float] | None:
     # What was poisoned says so again.
     with pytest.raises(PeerLostError):
         dist.all_reduce(torch.ones(3))
+    # In the world that has failed, and after it.
+    pair = dist.new_group([0, 1])
+    assert total(rank + 1, pair) == 3.0
     before = time.monotonic()
     dist.destroy_process_group()
     ended = time.monotonic() - before
@@ -149,6 +154,8 @@ def live_several_lives(rank: int, folder: str) -> list[Any]:
     group = bagua.init()
     assert group is dist.group.WORLD.bagua_group
     assert (group.rank, group.size) == (rank, 3)
+    with pytest.raises(BaguaError, match=r"torch\.distributed"):
+        group.shrink()
     bagua.shutdown()
     with pytest.raises(ValueError, match="world_size"):
         bagua.init(world_size=7)
@@ -245,3 +252,12 @@ def test_a_world_of_one_needs_neither_a_launcher_nor_the_compiler(detail: bool) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_entry_point_leads_to_what_registers_the_backend() -> None:
+    lines = Path(ROOT, "pyproject.toml").read_text(encoding="utf-8")
+    (value,) = re.findall(r'\[project\.entry-points\."torch\.distributed\.backends"\]\nbagua = "(.*)"', lines)
+    register = EntryPoint("bagua", value, "torch.distributed.backends").load()
+    register()
+    assert "bagua" in dist.Backend.backend_list
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"

@@ -15,6 +15,7 @@ import torch
 from torch.futures import Future
 
 from .torch_c10d import c10d
+from .uncompiled import uncompiled
 
 __all__ = ["Handle", "Together", "Work", "WorkHandle", "seconds"]
 
@@ -50,6 +51,7 @@ def seconds(limit: timedelta | float | None) -> float | None:
     return found if found > 0 else None
 
 
+@uncompiled
 class Work(c10d.Work):  # type: ignore[misc]
     """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them."""
 
@@ -72,7 +74,7 @@ class Work(c10d.Work):  # type: ignore[misc]
     # --- what torch calls ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until it is done, or raises its error. BaguaTimeoutError when `timeout` passes: the operation goes on."""
+        """Waits until it is done, or raises its error. After `timeout` BaguaTimeoutError, and the operation goes on."""
         if self._handle is not None:
             self._handle.wait(seconds(timeout))
         self._copy_results()
