@@ -1,7 +1,7 @@
-"""`Work`: what a verb returns to torch. It is done by itself, and its future with it, whether or not somebody waits.
+"""`Work`: what a verb returns to torch. It is done by itself, and its future too, whether or not somebody waits.
 
-A future that fails is one whose `then` raised: `Future.set_exception` would hand C++ a Python object as the value, which
-DDP's reducer takes for the reduced tensor.
+A future that fails is one whose `then` raised: `Future.set_exception` would hand C++ a Python object as the value,
+which DDP's reducer takes for the reduced tensor.
 """
 
 from __future__ import annotations
