@@ -29,6 +29,8 @@ class Group(Verbs):
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._former_ranks: list[int] | None = None
+        #: A process group of torch.distributed uses this group: destroying that one leaves it, `shutdown()` does not.
+        self.used_by_torch = False
         # How often a set of ranks became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group of one name (two worlds in one process) gets a number in `stats()`.
@@ -126,6 +128,10 @@ class Group(Verbs):
     def _shrink(self, timeout: float | None, quorum: str) -> Group:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout} s; it must be positive")
+        if self.used_by_torch:
+            raise BaguaError(
+                "this group is that of torch.distributed: call its destroy_process_group and init_process_group instead"
+            )
         communicator, former = self._communicator.shrink(timeout, quorum=quorum)
         was_default = process.default_group is self
         self.leave()
@@ -214,7 +220,7 @@ def join(
     job.
     """
     chosen = config.settings(timeout=timeout, secret=secret)
-    lifecycle.install(shutdown)
+    lifecycle.install(_leave_all)
     bootstrap = engine.Bootstrap(
         rank,
         world_size,
@@ -263,7 +269,14 @@ def stats() -> dict[str, Any]:
 
 
 def shutdown() -> None:
-    """Leaves every group, also after a failure. Operations that are still running end with AbortedError. Idempotent."""
+    """Leaves every group, also after a failure. Operations that are still running end with AbortedError. Idempotent.
+
+    Groups of torch.distributed's backend "bagua" go on until torch destroys them.
+    """
+    _leave_all(torchs=False)
+
+
+def _leave_all(torchs: bool = True) -> None:
     first: BaseException | None = None
     for hook in list(process.shutdown_hooks):
         try:
@@ -272,7 +285,8 @@ def shutdown() -> None:
             first = first or error
     # The world last: leaving it leaves its sub-groups.
     for group in sorted(process.groups.values(), key=lambda group: group.size):
-        group.leave()
+        if torchs or not group.used_by_torch:
+            group.leave()
     process.default_group = None
     if first is not None:
         raise first

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from bagua import config, engine, group, launcher, metrics, torch_store
+from bagua import config, engine, group, launcher, lifecycle, metrics, torch_store
 from bagua.errors import BaguaError
 
 __all__ = ["init"]
@@ -34,6 +34,8 @@ def init(
     `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining,
     and the default of every operation.
 
+    Under a torch.distributed whose default backend is "bagua" its group is taken, and nobody joins.
+
     Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
     Raises ValueError for arguments that cannot be used, BaguaTimeoutError naming the ranks that did not come,
@@ -42,6 +44,13 @@ def init(
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
+    adopted: group.Group | None = lifecycle.torchs_world()
+    if adopted is not None:
+        for what, given, has in (("rank", rank, adopted.rank), ("world_size", world_size, adopted.size)):
+            if given not in (None, has):
+                raise ValueError(f"{what} {given} was given, but torch.distributed is initialised with {has}")
+        group.set_default(adopted)
+        return adopted
     place = launcher.place(rank, world_size, local_rank, local_world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
     metrics.check()

@@ -20,7 +20,7 @@ from typing import Any
 
 from bagua import engine
 
-__all__ = ["CacheState", "TorchState", "cache_state", "install", "process", "report", "torch_state"]
+__all__ = ["CacheState", "TorchState", "cache_state", "install", "process", "report", "torch_state", "torchs_world"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ class TorchState:
         self.elastic: Any = None
         # Between bagua.horovod.init and shutdown: its Job.
         self.horovod: Any = None
+        # Groups of torch.distributed's backend "bagua" until they are destroyed; the one of its world; and the first of
+        # them with its sub-groups.
+        self.c10d_groups: list[Any] = []
+        self.c10d_world: Any = None
+        self.c10d_tree: Any = None
         # Numbers models in the order of their wrapping, which is the same on all ranks.
         self.wrapped_count = 0
 
@@ -74,6 +79,9 @@ class TorchState:
 
     def after_fork_in_child(self) -> None:
         """The groups, and torch.distributed, belong to the parent."""
+        # Collecting them would close the parent's connections.
+        process.inherited.extend(self.c10d_groups)
+        self.c10d_groups, self.c10d_world, self.c10d_tree = [], None, None
         self.forget_groups()
         self.initialised_torch_distributed = False
 
@@ -191,6 +199,12 @@ def cache_state() -> CacheState:
     if process.cache is None:
         process.cache = CacheState()
     return process.cache
+
+
+def torchs_world() -> Any:
+    """The bagua.Group of torch.distributed's world where its backend is "bagua", else None."""
+    world = None if process.torch is None else process.torch.c10d_world
+    return None if world is None else world.bagua_group
 
 
 def install(shutdown: Callable[[], None]) -> None:

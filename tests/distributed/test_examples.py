@@ -71,3 +71,11 @@ def test_the_horovod_example_draws_its_loss(tmp_path: Path) -> None:
     assert world.run(run_example, "horovod_digits.py", ["--png", str(picture)]) == [0, 0]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "weights        equal on all ranks" in world.output[0]
+
+
+def test_the_example_of_the_backend_draws_its_loss(tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    world = World(2, timeout=240.0)
+    assert world.run(run_example, "ddp_backend.py", ["--png", str(picture)]) == [0, 0]
+    assert "2 ranks on bagua" in world.output[0]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from bagua import config, launcher, metrics, torch_store
 from bagua import group as neutral
 from bagua.errors import BaguaError
-from bagua.lifecycle import process, torch_state
+from bagua.lifecycle import process, torch_state, torchs_world
 
 from . import elastic as elastic_job
 from . import env, torch_group
@@ -453,7 +453,7 @@ def init_process_group(
     Rank and world size come from the launcher (docs/launchers.md); arguments win, and RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE are written back to the environment.
     With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with
-    gloo unless it is initialised already.
+    gloo unless it is initialised already; where its backend is "bagua", takes its group.
 
     ``elastic``, else ``BAGUA_ELASTIC``, makes the job an elastic one: the address book ``file:///directory`` that all
     ranks see, or ``tcp://host:port``, by which the ranks find each other. With ``store`` it is a ValueError.
@@ -493,6 +493,10 @@ def init_process_group(
     if book is not None:
         config.announce(LOCAL_RANK=str(local_rank or 0), LOCAL_WORLD_SIZE=str(local_size or 1))
         _adopt(elastic_job.enter(book, rank, world_size, local_rank or 0, local_size or 1))
+        return
+    if store is None and (adopted := torchs_world()) is not None:
+        config.announce(LOCAL_RANK=str(adopted.local_rank), LOCAL_WORLD_SIZE=str(adopted.local_world_size))
+        _adopt(adopted)
         return
     if store is None:
         store = dist.distributed_c10d._get_default_store() if foreign else environment_store(rank, world_size)

@@ -1,0 +1,16 @@
+"""The backend "bagua" of torch.distributed, on CPU tensors.
+
+    import bagua.c10d  # where torch does not find backends by their entry points (before 2.15)
+
+    torch.distributed.init_process_group("bagua")
+
+Rank, world size and store come from torch alone. docs/torch_distributed.md has what works, and what differs from gloo.
+"""
+
+from .process_group import BaguaProcessGroup
+from .registration import register
+from .work import Work
+
+__all__ = ["BaguaProcessGroup", "Work", "register"]
+
+register()

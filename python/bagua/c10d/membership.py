@@ -1,0 +1,135 @@
+"""How the ranks of a torch process group become a Bagua group.
+
+The first group joins through its store. A later one whose members all belong to it is a sub-group, without rendezvous,
+unless the first one has failed: then its survivors meet in the store again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from bagua import config, metrics, torch_store
+from bagua.errors import BaguaError
+from bagua.group import Group
+from bagua.lifecycle import torch_state
+
+from .process_group import BaguaProcessGroup
+
+__all__ = ["create", "open_group"]
+
+_state = torch_state()
+
+
+class _Tree:
+    """The first group and its sub-groups."""
+
+    def __init__(self, root: Group, ranks: Sequence[int]) -> None:
+        self.root = root
+        #: World ranks, by rank in the first group.
+        self.ranks = list(ranks)
+        #: Groups of torch that are in use: leaving the first group would end the others.
+        self.used: list[Group] = []
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """The sub-group of these world ranks, None where this tree has none for them."""
+        if not set(ranks) <= set(self.ranks):
+            return None
+        places = [self.ranks.index(rank) for rank in ranks]
+        if places != sorted(places):
+            return None
+        try:
+            self.root.communicator.cause()
+        except BaguaError:
+            return None
+        return self.root.new_group(places)
+
+    def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
+        """See :func:`open_group`."""
+        return open_group(store, ranks, rank, timeout)
+
+    def ended(self, group: BaguaProcessGroup) -> None:
+        """Leaves a group; the first one when all others have been left."""
+        if group in _state.c10d_groups:
+            _state.c10d_groups.remove(group)
+        if _state.c10d_world is group:
+            _state.c10d_world = None
+        if group.bagua_group in self.used:
+            self.used.remove(group.bagua_group)
+        if group.bagua_group is not self.root:
+            group.bagua_group.leave()
+        if not self.used:
+            self.root.leave()
+            if _state.c10d_tree is self:
+                _state.c10d_tree = None
+
+
+def create(options: Any, _: Any = None) -> BaguaProcessGroup:
+    """What torch.distributed calls for a new group, on its members."""
+    ranks = list(options.global_ranks_in_group)
+    world = not ranks
+    opened = open_group(
+        options.store,
+        ranks or list(range(options.group_size)),
+        options.group_rank,
+        options.timeout,
+    )
+    if world:
+        _state.c10d_world = opened
+    return opened
+
+
+def open_group(store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
+    """The group of these world ranks, of which this process is the `rank`-th."""
+    tree: _Tree | None = _state.c10d_tree
+    group = None if tree is None else tree.group(ranks)
+    if group is None:
+        group = _join(store, rank, len(ranks), timeout)
+        own = _Tree(group, ranks)
+        if tree is None or not tree.used or _has_failed(tree.root):
+            _state.c10d_tree = own
+        tree = own
+    assert tree is not None, "a sub-group has a tree"
+    tree.used.append(group)
+    group.used_by_torch = True
+    opened = BaguaProcessGroup(group, ranks, store, timeout, tree)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch may keep the C++ half alone.
+    _state.c10d_groups.append(opened)
+    return opened
+
+
+def _has_failed(group: Group) -> bool:
+    try:
+        group.communicator.cause()
+    except BaguaError:
+        return True
+    return False
+
+
+def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
+    chosen = config.settings(timeout=timeout.total_seconds())
+    metrics.check()
+    group, _ = torch_store.join(
+        store,
+        rank,
+        size,
+        what="init_process_group",
+        towards=_host(store),
+        local_rank=None,
+        local_world_size=None,
+        secret=chosen.secret,
+        timeout=chosen.timeout,
+    )
+    metrics.begin(group.local_rank)
+    return group
+
+
+def _host(store: Any) -> tuple[str, int] | None:
+    """Where the TCPStore at the bottom is served; None for a store without an address."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if not host or not port else (str(host), int(port))

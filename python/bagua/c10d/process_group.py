@@ -1,0 +1,485 @@
+"""The process group that torch.distributed calls, and the half of it that torch's C++ code knows.
+
+torch's holder around the Work of a Python Backend hands on `wait` and `get_future` alone, while the methods of a
+ProcessGroup's subclass return our Work itself. So the subclass has the verbs; the Backend, registered on it, brings
+device types, the group's name and calls from C++.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from bagua.group import Group
+
+from . import operations, sparse
+from .operands import source, target
+from .operations import Operation
+from .torch_c10d import c10d
+from .uncompiled import uncompiled
+from .work import Handle, Together, Work, WorkHandle, seconds
+
+__all__ = ["BaguaProcessGroup", "Life"]
+
+
+@dataclass
+class _Call:
+    """What the options of a verb say."""
+
+    op: Any
+    root: int
+    timeout: float
+    async_op: bool
+
+
+def _one(tensors: Any, what: str) -> Any:
+    """The only tensor of a list, or the tensor itself."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{what} takes one tensor for each rank, not {len(tensors)}")
+    return tensors[0]
+
+
+class Life(Protocol):
+    """How groups begin and end."""
+
+    def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
+        """The group of these world ranks, of which this process is the `rank`-th."""
+
+    def ended(self, group: BaguaProcessGroup) -> None:
+        """Leaves a group. Idempotent."""
+
+
+@uncompiled
+class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
+    """The ranks of one group of torch.distributed. `ranks` are ranks of torch's world, by rank in the group."""
+
+    def __init__(
+        self,
+        group: Group,
+        ranks: Sequence[int],
+        store: Any,
+        timeout: timedelta,
+        life: Life,
+    ) -> None:
+        try:
+            super().__init__(store, group.rank, group.size)
+        except TypeError:  # torch before 2.6
+            super().__init__(group.rank, group.size)
+        #: The same ranks in Bagua's own API.
+        self.bagua_group = group
+        #: Ranks of torch's world.
+        self.world_ranks = list(ranks)
+        self._raw = group.communicator
+        self._store = store
+        self._timeout = timeout
+        self._life = life
+        self._sequence = 0
+        # Works that were started since _start_coalescing.
+        self._coalescing: list[Work] | None = None
+        # The Python half of the Backend, which torch's C++ code may not keep.
+        self._backend = _register(self)
+
+    # --- every rank combines ------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
+        """Every rank gets the reduction of all tensors, in place; a sparse one by SUM."""
+        call = self._call(opts, op=op, timeout=timeout)
+        tensor = _one(tensors, "all_reduce")
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
+            return self._remember(sparse.all_reduce(self._raw, tensor, call.op, call.timeout))
+        return self._start(call, operations.all_reduce(self._raw, tensor, call.op))
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Work:
+        """As :meth:`allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
+        """As :meth:`allreduce` of each tensor."""
+        call = self._call(opts)
+        return self._start(call, *(operations.all_reduce(self._raw, tensor, call.op) for tensor in tensors))
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        """The root gets the reduction of all tensors, in place."""
+        call = self._call(opts, op=op, root=root, timeout=timeout)
+        return self._start(call, operations.reduce(self._raw, _one(tensors, "reduce"), call.op, call.root))
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, *, op: Any = None, timeout: Any = None
+    ) -> Work:
+        """Rank r gets the reduction of every rank's r-th tensor."""
+        call = self._call(opts, op=op, timeout=timeout)
+        lists = inputs if isinstance(outputs, torch.Tensor) else _one(inputs, "reduce_scatter")
+        output = _one(outputs, "reduce_scatter")
+        return self._start(call, operations.reduce_scatter_list(self._raw, output, lists, call.op))
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
+        """Rank r gets the reduction of every rank's r-th part."""
+        call = self._call(opts)
+        return self._start(call, operations.reduce_scatter(self._raw, output, tensor, call.op))
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """As :meth:`reduce_scatter_single` of each pair."""
+        call = self._call(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start(call, *(operations.reduce_scatter(self._raw, out, x, call.op) for out, x in pairs))
+
+    # --- tensors move -------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
+        """Every rank gets the root's tensor, in place."""
+        call = self._call(opts, root=root, timeout=timeout)
+        return self._start(call, operations.broadcast(self._raw, _one(tensors, "broadcast"), call.root))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Every rank gets every rank's tensor, in a list by rank."""
+        call = self._call(opts, timeout=timeout)
+        lists = outputs if isinstance(inputs, torch.Tensor) else _one(outputs, "all_gather")
+        return self._start(call, operations.all_gather_list(self._raw, lists, _one(inputs, "all_gather")))
+
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
+        """Every rank gets every rank's tensor, one after the other."""
+        return self._start(self._call(opts), operations.all_gather(self._raw, output, tensor))
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """As :meth:`allgather` of each input; `outputs` has a list for each rank."""
+        if any(len(of_rank) != len(inputs) for of_rank in outputs):
+            raise ValueError(f"each of the output lists needs {len(inputs)} tensors, one for each input")
+        by_input = [[of_rank[i] for of_rank in outputs] for i in range(len(inputs))]
+        pairs = zip(by_input, inputs, strict=True)
+        return self._start(self._call(opts), *(operations.all_gather_list(self._raw, out, x) for out, x in pairs))
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """As :meth:`all_gather_single` of each pair."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start(self._call(opts), *(operations.all_gather(self._raw, out, x) for out, x in pairs))
+
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        """The root gets every rank's tensor, in a list by rank."""
+        call = self._call(opts, root=root, timeout=timeout)
+        nested = not isinstance(inputs, torch.Tensor)
+        lists: Sequence[Any] = (outputs[0] if outputs else []) if nested else outputs
+        return self._start(call, operations.gather_list(self._raw, lists, _one(inputs, "gather"), call.root))
+
+    def gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
+        """The root gets every rank's tensor, one after the other."""
+        call = self._call(opts)
+        return self._start(call, operations.gather(self._raw, output, tensor, call.root))
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        """Rank r gets the root's r-th tensor."""
+        call = self._call(opts, root=root, timeout=timeout)
+        nested = not isinstance(outputs, torch.Tensor)
+        lists: Sequence[Any] = (inputs[0] if inputs else []) if nested else inputs
+        return self._start(call, operations.scatter(self._raw, _one(outputs, "scatter"), lists, call.root))
+
+    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """Rank r gets every rank's r-th tensor, in a list by rank."""
+        return self._start(self._call(opts), operations.all_to_all_list(self._raw, outputs, inputs))
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Work:
+        """Rank r gets the r-th part of every rank's tensor."""
+        call = self._call(opts, timeout=timeout)
+        return self._start(call, operations.all_to_all(self._raw, output, tensor, output_splits, input_splits))
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        """Done when every rank has called it."""
+        return self._start(self._call(opts, timeout=timeout), operations.barrier(self._raw))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Returns when every rank has called it. BaguaTimeoutError names all ranks that have not; it ends the group."""
+        self._require_backend("monitored_barrier")
+        begin = operations.barrier(self._raw).begin
+        begin(False, self._limit(timeout))
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
+        """Sends a tensor to a rank, beside the collectives."""
+        peer, held = self._peer(dst), source(_one(tensors, "send"), "the tensor")
+        handle = self._raw.send(
+            held.address, held.numel, held.code, peer, tag=_tag(tag), timeout=self._limit(), async_op=True, keep=held
+        )
+        return self._remember(Work(handle, [held.memory]))
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
+        """Receives a rank's next message with this tag."""
+        return self._receive(_one(tensors, "recv"), self._peer(src), tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """Receives the next message with this tag, whoever sent it; the Work's `source_rank` says who."""
+        return self._receive(_one(tensors, "recv"), None, tag)
+
+    def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
+        number, room = _tag(tag), target(tensor, "the tensor")
+        handle = self._raw.recv(
+            room.address, room.numel, room.code, src, tag=number, timeout=self._limit(), async_op=True, keep=room
+        )
+        return self._remember(Work(handle, [tensor], room.finish))
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self._raw.size:
+            raise ValueError(f"rank {rank} is not in a group of {self._raw.size}")
+        if rank == self._raw.rank:
+            raise ValueError(f"rank {rank} is this rank itself")
+        return int(rank)
+
+    # --- coalescing ---------------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device_type: Any = None) -> None:
+        """The operations until :meth:`_end_coalescing` become one Work. They begin at once."""
+        self._require_backend("coalescing by device")
+        if self._coalescing is not None:
+            raise RuntimeError("coalescing has begun already")
+        self._coalescing = []
+
+    def _end_coalescing(self, device_type: Any = None) -> Work:
+        """The Work of all operations since :meth:`_start_coalescing`."""
+        works, self._coalescing = self._coalescing, None
+        if works is None:
+            raise RuntimeError("coalescing has not begun")
+        tensors = [tensor for work in works for tensor in work.result()]
+        return Work(Together([WorkHandle(work) for work in works]), tensors)
+
+    # --- the group ----------------------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> BaguaProcessGroup | None:
+        """The group of some ranks of this one, in their order; None on a rank that is not among them."""
+        if self.rank() not in ranks:
+            return None
+        self._require_backend("split_group")
+        world_ranks = [self.world_ranks[rank] for rank in ranks]
+        name = group_name or f"{self.group_name}/{','.join(map(str, ranks))}"
+        store = c10d.PrefixStore(f"{name}/", self._store)
+        child = self._life.open_group(store, world_ranks, ranks.index(self.rank()), timeout or self._timeout)
+        child._set_group_name(name)
+        child._set_group_desc(group_desc or "undefined")
+        return child
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+        """NotImplementedError: ranks join by `init_process_group`."""
+        raise NotImplementedError("the backend 'bagua' merges no groups: ranks join by init_process_group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of later operations."""
+        self._timeout = timeout
+
+    def shutdown(self) -> None:
+        """Leaves the group. Operations that still run fail with AbortedError."""
+        self._life.ended(self)
+
+    def abort(self) -> None:
+        """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
+        self.bagua_group.abort("torch.distributed aborted the group")
+        self._life.ended(self)
+
+    def name(self) -> str:
+        """ "bagua"."""
+        return "bagua"
+
+    getBackendName = name
+
+    def _wait_for_pending_works(self) -> None:
+        """Nothing: no hook runs when a Work ends."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations this rank has started."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: every group counts from zero."""
+
+    def _require_backend(self, what: str) -> None:
+        if self._backend is None:
+            raise NotImplementedError(f"{what} needs a torch whose Backend Python can subclass, such as 2.15")
+
+    # --- how an operation starts --------------------------------------------------------------------------------------
+
+    def _limit(self, timeout: Any = None) -> float:
+        own = seconds(timeout)
+        return self._timeout.total_seconds() if own is None else own
+
+    def _call(self, opts: Any, *, op: Any = None, root: int | None = None, timeout: Any = None) -> _Call:
+        """From options, or from the arguments of torch's short forms, whose first one may stand in their place."""
+        if isinstance(opts, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
+            op, opts = opts, None
+        elif isinstance(opts, timedelta):
+            timeout, opts = opts, None
+        elif isinstance(opts, int):
+            root, opts = opts, None
+        return _Call(
+            op=getattr(opts, "reduceOp", c10d.ReduceOp.RedOpType.SUM) if op is None else op,
+            root=getattr(opts, "rootRank", 0) if root is None else root,
+            timeout=self._limit(getattr(opts, "timeout", None) if timeout is None else timeout),
+            async_op=getattr(opts, "asyncOp", True),
+        )
+
+    def _start(self, call: _Call, *parts: Operation) -> Work:
+        """Begins operations whose arguments have all been checked."""
+        result = [tensor for part in parts for tensor in part.result]
+        finishes = [part.finish for part in parts if part.finish is not None]
+
+        def finish() -> None:
+            for one in finishes:
+                one()
+
+        self._sequence += 1
+        handles: list[Handle] = []
+        for part in parts:
+            handle = part.begin(call.async_op, call.timeout)
+            if handle is not None:
+                handles.append(handle)
+        if not call.async_op or not parts:
+            finish()
+            return self._remember(Work(None, result))
+        pending = handles[0] if len(handles) == 1 else Together(handles)
+        return self._remember(Work(pending, result, finish if finishes else None))
+
+    def _remember(self, work: Work) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    # torch's names before 2.12, which its C++ code calls too.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    gather_into_tensor = gather_single
+    alltoall_base = all_to_all_single
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+
+def _tag(tag: int) -> int:
+    if not 0 <= tag < 2**32:
+        raise ValueError(f"tag={tag} is not between 0 and 2**32 - 1")
+    return int(tag)
+
+
+#: What the C++ half calls.
+_FORWARDED = (
+    "allreduce",
+    "allreduce_sparse",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "broadcast",
+    "allgather",
+    "all_gather_single",
+    "_allgather_base",
+    "allgather_coalesced",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "gather_single",
+    "scatter",
+    "alltoall",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+    "monitored_barrier",
+    "send",
+    "recv",
+    "recv_anysource",
+    "start_coalescing",
+    "end_coalescing",
+    "_start_coalescing",
+    "_end_coalescing",
+    "set_timeout",
+    "shutdown",
+    "abort",
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+    "_wait_for_pending_works",
+)
+
+
+class _Backend(c10d.Backend):  # type: ignore[misc]
+    """The half that torch's C++ code knows: it hands every verb to the process group."""
+
+    def __init__(self, group: BaguaProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        # Weak: the group owns this object, by way of C++, where no collector sees the circle.
+        self._group = weakref.ref(group)
+
+    def getBackendName(self) -> str:
+        """ "bagua"."""
+        return "bagua"
+
+    name = getBackendName
+
+    @property
+    def supports_splitting(self) -> bool:
+        """True: see :meth:`BaguaProcessGroup.split_group`."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """False: batch_isend_irecv starts each message by itself, and returns a Work for each."""
+        return False
+
+    def comm_split_count(self) -> int:
+        """Number of operations, by which torch names a split group that has no description."""
+        return self._of()._get_sequence_number_for_group()
+
+    def _of(self) -> BaguaProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this backend has been destroyed")
+        return group
+
+
+def _forward(verb: str) -> Callable[..., Any]:
+    def call(self: _Backend, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._of(), verb)(*args, **kwargs)
+
+    call.__name__ = verb
+    return call
+
+
+for _verb in _FORWARDED:
+    setattr(_Backend, _verb, _forward(_verb))
+uncompiled(_Backend)
+
+
+def _register(group: BaguaProcessGroup) -> _Backend | None:
+    """Registers the half for C++ where torch has a Backend that can be subclassed."""
+    if "__init__" not in vars(c10d.Backend):
+        return None
+    backend = _Backend(group)
+    kind = c10d.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+    return backend

@@ -1,0 +1,418 @@
+"""Every collective of torch.distributed on the backend "bagua" beside gloo's, in the world and in a sub-group."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from bagua.errors import BaguaTimeoutError
+from tests.distributed.c10d_ranks import Case, Pair, check, run_cases, same
+
+# Those that gloo adds up too.
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
+WHOLE = (torch.uint8, torch.int8, torch.int32, torch.int64)
+ORDERED = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+BIG = 8 << 20
+
+
+def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank contributes: small whole numbers, so that no type has to round."""
+    generator = torch.Generator().manual_seed(31 * rank + sum(shape))
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def kinds() -> Iterator[tuple[torch.dtype, Any]]:
+    yield from itertools.product(DTYPES, ORDERED)
+    yield from itertools.product((torch.int32, torch.int64, torch.uint8, torch.int8), BITWISE)
+
+
+def all_reduce_equals_gloo_for_every_type_and_operation(pair: Pair) -> None:
+    for (dtype, op), async_op in itertools.product(kinds(), (False, True)):
+
+        def verb(group: dist.ProcessGroup, dtype: Any = dtype, op: Any = op, async_op: bool = async_op) -> Any:
+            tensor = data(pair.rank, 5, 3, dtype=dtype)
+            work = dist.all_reduce(tensor, op, group=group, async_op=async_op)
+            if async_op:
+                work.wait()
+            return tensor
+
+        pair.both(verb)
+
+
+def all_reduce_takes_tensors_that_are_not_contiguous(pair: Pair) -> None:
+    tensor = data(pair.rank, 4, 6).t()
+    expected = sum(data(rank, 4, 6).t() for rank in range(pair.size))
+    dist.all_reduce(tensor, group=pair.ours)
+    assert torch.equal(tensor, expected)
+    assert not tensor.is_contiguous()
+    work = dist.all_reduce(tensor, group=pair.ours, async_op=True)
+    work.wait()
+    assert torch.equal(tensor, expected * pair.size)
+
+
+def avg_divides_once_and_cuts_integers_towards_zero(pair: Pair) -> None:
+    whole = torch.tensor([-1, -5, 5, 7 * pair.rank], dtype=torch.int64)
+    total = sum(torch.tensor([-1, -5, 5, 7 * rank]) for rank in range(pair.size))
+    for async_op in (False, True):
+        mine = whole.clone()
+        work = dist.all_reduce(mine, ReduceOp.AVG, group=pair.ours, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert torch.equal(mine, torch.div(total, pair.size, rounding_mode="trunc"))
+    part = torch.zeros(1, dtype=torch.int32)
+    pieces = torch.full((pair.size,), -(pair.rank + 1), dtype=torch.int32)
+    dist.reduce_scatter_tensor(part, pieces, ReduceOp.AVG, group=pair.ours)
+    assert part.item() == -((pair.size + 1) // 2)
+    for dtype in (torch.float32, torch.complex64):
+        tensor = data(pair.rank, 6, dtype=dtype)
+        dist.all_reduce(tensor, ReduceOp.AVG, group=pair.ours)
+        torch.testing.assert_close(tensor, sum(data(rank, 6, dtype=dtype) for rank in range(pair.size)) / pair.size)
+
+
+def complex_tensors_are_summed(pair: Pair) -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        tensor = torch.complex(data(pair.rank, 4), data(pair.rank + 9, 4)).to(dtype)
+        dist.all_reduce(tensor, group=pair.ours)
+        parts = [torch.complex(data(rank, 4), data(rank + 9, 4)) for rank in range(pair.size)]
+        assert torch.equal(tensor, sum(parts).to(dtype))
+
+
+def sparse_tensors_are_summed_as_gloo_does(pair: Pair) -> None:
+    def verb(group: dist.ProcessGroup) -> torch.Tensor:
+        rows = torch.tensor([[pair.rank, pair.rank + 1, 4][: pair.rank + 1]])
+        tensor = torch.sparse_coo_tensor(rows, data(pair.rank, pair.rank + 1, 2), (5, 2))
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    pair.both(verb)
+
+
+def what_cannot_be_added_is_refused_and_the_group_stays_usable(pair: Pair) -> None:
+    for dtype in (torch.int16, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match="not defined"):
+            dist.all_reduce(torch.zeros(3).to(dtype), group=pair.ours)
+    with pytest.raises((NotImplementedError, TypeError), match="PREMUL"):
+        dist.all_reduce(torch.zeros(3), dist._make_nccl_premul_sum(2.0), group=pair.ours)
+    with pytest.raises(TypeError):
+        dist.all_reduce(torch.zeros(3), ReduceOp.BOR, group=pair.ours)
+    with pytest.raises(NotImplementedError, match="SUM alone"):
+        dist.all_reduce(torch.zeros(3).to_sparse(), ReduceOp.MAX, group=pair.ours)
+    with pytest.raises(ValueError, match="elements"):
+        dist.all_gather([torch.zeros(2) for _ in range(pair.size)], torch.zeros(3), group=pair.ours)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=pair.ours)
+    assert torch.equal(tensor, torch.full((3,), float(pair.size)))
+
+
+def what_only_moves_takes_every_type(pair: Pair) -> None:
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16, *DTYPES):
+        tensors = [data(rank, 3, dtype=torch.float32).to(dtype) for rank in range(pair.size)]
+        outputs = [torch.zeros(3).to(dtype) for _ in range(pair.size)]
+        dist.all_gather(outputs, tensors[pair.rank], group=pair.ours)
+        # Comparison of bytes: float8 has no equality.
+        assert [t.view(torch.uint8).tolist() for t in outputs] == [t.view(torch.uint8).tolist() for t in tensors]
+        mine = tensors[pair.rank].clone()
+        dist.broadcast(mine, pair.world_rank(1), group=pair.ours)
+        assert mine.view(torch.uint8).tolist() == tensors[1].view(torch.uint8).tolist()
+
+
+def reduce_and_broadcast_equal_gloo(pair: Pair) -> None:
+    for root in range(pair.size):
+
+        def reduced(group: dist.ProcessGroup, root: int = root) -> Any:
+            tensor = data(pair.rank, 7)
+            dist.reduce(tensor, pair.world_rank(root), group=group)
+            return tensor if pair.rank == root else None
+
+        def sent(group: dist.ProcessGroup, root: int = root) -> Any:
+            tensor = data(pair.rank, 7)
+            dist.broadcast(tensor, pair.world_rank(root), group=group)
+            return tensor
+
+        pair.both(reduced)
+        pair.both(sent)
+        tensor = data(pair.rank, 7)
+        dist.reduce(tensor, pair.world_rank(root), group=pair.ours)
+        assert pair.rank == root or torch.equal(tensor, data(pair.rank, 7))
+
+
+def gathering_equals_gloo(pair: Pair) -> None:
+    def all_gather(group: dist.ProcessGroup) -> Any:
+        outputs = [torch.zeros(2, 3) for _ in range(pair.size)]
+        dist.all_gather(outputs, data(pair.rank, 2, 3), group=group)
+        return outputs
+
+    def into_tensor(group: dist.ProcessGroup) -> Any:
+        output = torch.zeros(2 * pair.size, 3)
+        dist.all_gather_into_tensor(output, data(pair.rank, 2, 3), group=group)
+        return output
+
+    def coalesced(group: dist.ProcessGroup) -> Any:
+        inputs = [data(pair.rank, 2), data(pair.rank, 3)]
+        outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(pair.size)]
+        dist.all_gather_coalesced(outputs, inputs, group=group)
+        return outputs
+
+    def gather(group: dist.ProcessGroup) -> Any:
+        outputs = [torch.zeros(4) for _ in range(pair.size)] if pair.rank == 1 else None
+        dist.gather(data(pair.rank, 4), outputs, pair.world_rank(1), group=group)
+        return outputs
+
+    def in_place(group: dist.ProcessGroup) -> Any:
+        output = torch.zeros(pair.size, 3)
+        mine = output[pair.rank : pair.rank + 1]
+        mine.copy_(data(pair.rank, 1, 3))
+        dist.all_gather_into_tensor(output, mine, group=group)
+        return output
+
+    for verb in (all_gather, into_tensor, coalesced, gather, in_place):
+        pair.both(verb)
+
+
+def scattering_equals_gloo(pair: Pair) -> None:
+    def scatter(group: dist.ProcessGroup) -> Any:
+        output = torch.zeros(4)
+        inputs = [data(rank + 50, 4) for rank in range(pair.size)] if pair.rank == 1 else None
+        dist.scatter(output, inputs, pair.world_rank(1), group=group)
+        return output
+
+    pair.both(scatter)
+    total = [sum(data(10 * rank + part, 4) for rank in range(pair.size)) for part in range(pair.size)]
+    inputs = [data(10 * pair.rank + part, 4) for part in range(pair.size)]
+    output = torch.zeros(4)
+    dist.reduce_scatter(output, inputs, group=pair.ours)
+    assert torch.equal(output, total[pair.rank])
+    output = torch.zeros(4)
+    dist.reduce_scatter_tensor(output, torch.cat(inputs), group=pair.ours)
+    assert torch.equal(output, total[pair.rank])
+
+
+def all_to_all_equals_gloo(pair: Pair) -> None:
+    def lists(group: dist.ProcessGroup) -> Any:
+        outputs = [torch.zeros(2) for _ in range(pair.size)]
+        dist.all_to_all(outputs, [data(pair.rank + part, 2) for part in range(pair.size)], group=group)
+        return outputs
+
+    def equal(group: dist.ProcessGroup) -> Any:
+        output = torch.zeros(2 * pair.size, 3)
+        dist.all_to_all_single(output, data(pair.rank, 2 * pair.size, 3), group=group)
+        return output
+
+    def splits(group: dist.ProcessGroup) -> Any:
+        # Rank r sends r + part rows to each part.
+        sends = [pair.rank + part for part in range(pair.size)]
+        recvs = [rank + pair.rank for rank in range(pair.size)]
+        output = torch.zeros(sum(recvs), 2)
+        dist.all_to_all_single(output, data(pair.rank, sum(sends), 2), recvs, sends, group=group)
+        return output
+
+    for verb in (lists, equal, splits):
+        pair.both(verb)
+    # gloo takes no lists of different sizes.
+    outputs = [torch.zeros(pair.rank + 1) for _ in range(pair.size)]
+    dist.all_to_all(outputs, [data(pair.rank, part + 1) for part in range(pair.size)], group=pair.ours)
+    assert same(outputs, [data(rank, pair.rank + 1) for rank in range(pair.size)])
+
+
+def coalesced_forms_equal_their_single_ones(pair: Pair) -> None:
+    for device in (None, torch.device("cpu")):
+        tensors = [data(pair.rank, 3), data(pair.rank, 5)]
+        with dist._coalescing_manager(group=pair.ours, device=device, async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=pair.ours)
+        manager.wait()
+        for tensor, count in zip(tensors, (3, 5), strict=True):
+            assert torch.equal(tensor, sum(data(rank, count) for rank in range(pair.size)))
+        outputs = [torch.zeros(pair.size * count) for count in (3, 5)]
+        with dist._coalescing_manager(group=pair.ours, device=device):
+            for output, count in zip(outputs, (3, 5), strict=True):
+                dist.all_gather_into_tensor(output, data(pair.rank, count), group=pair.ours)
+        for output, count in zip(outputs, (3, 5), strict=True):
+            assert torch.equal(output, torch.cat([data(rank, count) for rank in range(pair.size)]))
+        parts = [torch.zeros(count) for count in (3, 5)]
+        with dist._coalescing_manager(group=pair.ours, device=device):
+            for part, count in zip(parts, (3, 5), strict=True):
+                dist.reduce_scatter_tensor(part, torch.ones(pair.size * count), group=pair.ours)
+        assert all(torch.equal(part, torch.full_like(part, pair.size)) for part in parts)
+
+
+def objects_reach_every_rank(pair: Pair) -> None:
+    found: list[Any] = [None] * pair.size
+    dist.all_gather_object(found, {"rank": pair.rank}, group=pair.ours)
+    assert found == [{"rank": rank} for rank in range(pair.size)]
+    objects = [f"from {pair.rank}", pair.rank]
+    dist.broadcast_object_list(objects, pair.world_rank(1), group=pair.ours)
+    assert objects == ["from 1", 1]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [f"to {rank}" for rank in range(pair.size)], pair.world_rank(0), group=pair.ours)
+    assert mine == [f"to {pair.rank}"]
+    gathered: list[Any] | None = [None] * pair.size if pair.rank == 0 else None
+    dist.gather_object(pair.rank, gathered, pair.world_rank(0), group=pair.ours)
+    assert gathered == (list(range(pair.size)) if pair.rank == 0 else None)
+
+
+def large_messages_that_cross_arrive(pair: Pair) -> None:
+    following, before = (pair.rank + 1) % pair.size, (pair.rank - 1) % pair.size
+    mine, theirs = torch.full((BIG // 4,), float(pair.rank)), torch.zeros(BIG // 4)
+    sent = dist.isend(mine, pair.world_rank(following), group=pair.ours)
+    received = dist.irecv(theirs, pair.world_rank(before), group=pair.ours)
+    sent.wait()
+    received.wait()
+    assert torch.equal(theirs, torch.full_like(theirs, before))
+    operations = [
+        dist.P2POp(dist.isend, mine, pair.world_rank(following), pair.ours),
+        dist.P2POp(dist.irecv, theirs.zero_(), pair.world_rank(before), pair.ours),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(theirs, torch.full_like(theirs, before))
+
+
+def messages_are_matched_by_tag_and_not_by_order(pair: Pair) -> None:
+    if pair.rank == 0:
+        for tag in (3, 1, 2):
+            dist.send(torch.full((2,), float(tag)), pair.world_rank(1), group=pair.ours, tag=tag)
+    if pair.rank == 1:
+        for tag in (1, 2, 3):
+            tensor = torch.zeros(2)
+            assert dist.recv(tensor, pair.world_rank(0), group=pair.ours, tag=tag) == pair.world_rank(0)
+            assert tensor.tolist() == [tag, tag]
+
+
+def a_receive_from_anybody_names_its_sender(pair: Pair) -> None:
+    if pair.rank == 0:
+        senders = set()
+        for _ in range(pair.size - 1):
+            tensor = torch.zeros(1, dtype=torch.int16)
+            sender = dist.recv(tensor, group=pair.ours, tag=5)
+            assert tensor.item() == sender
+            senders.add(sender)
+        assert senders == {pair.world_rank(rank) for rank in range(1, pair.size)}
+    else:
+        mine = torch.tensor([dist.get_rank()], dtype=torch.int16)
+        dist.send(mine, pair.world_rank(0), group=pair.ours, tag=5)
+
+
+def a_message_may_be_open_during_a_collective(pair: Pair) -> None:
+    tensor, received = torch.zeros(4), None
+    if pair.rank == 0:
+        received = dist.irecv(tensor, pair.world_rank(1), group=pair.ours)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=pair.ours)
+    assert torch.equal(total, torch.full((3,), float(pair.size)))
+    if pair.rank == 1:
+        dist.send(torch.ones(4), pair.world_rank(0), group=pair.ours)
+    if received is not None:
+        assert not received.is_completed() or torch.equal(tensor, torch.ones(4))
+        received.wait()
+        assert torch.equal(tensor, torch.ones(4))
+
+
+def futures_finish_although_nobody_waits(pair: Pair) -> None:
+    # One that copies its results, and one that does not.
+    for tensor in (torch.ones(4), torch.ones(4, 2).t()):
+        called = threading.Event()
+        work = dist.all_reduce(tensor, group=pair.ours, async_op=True)
+        future = work.get_future()
+        after = future.then(lambda done, called=called: (called.set(), done.value()[0] * 2)[1])
+        assert called.wait(20.0)
+        assert torch.equal(after.wait(), torch.full(tensor.shape, 2.0 * pair.size))
+        assert work.is_completed()
+        assert work.is_success()
+        assert torch.equal(tensor, torch.full(tensor.shape, float(pair.size)))
+
+
+def a_continuation_may_wait_for_another_future(pair: Pair) -> None:
+    def again(done: torch.futures.Future[Any]) -> Any:
+        work = dist.all_reduce(done.value()[0], group=pair.ours, async_op=True)
+        return work.get_future().wait()[0]
+
+    first = dist.all_reduce(torch.ones(3), group=pair.ours, async_op=True)
+    assert torch.equal(first.get_future().then(again).wait(), torch.full((3,), float(pair.size**2)))
+
+
+def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:
+    if pair.rank == 0:
+        tensor = torch.zeros(2)
+        work = dist.irecv(tensor, pair.world_rank(1), group=pair.ours, tag=8)
+        with pytest.raises(BaguaTimeoutError):
+            work.wait(timedelta(seconds=0.05))
+        assert not work.is_completed()
+        dist.send(torch.ones(1), pair.world_rank(1), group=pair.ours, tag=9)
+        work.wait()
+        assert torch.equal(tensor, torch.ones(2))
+    elif pair.rank == 1:
+        dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
+        dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=8)
+
+
+def functional_collectives_work(pair: Pair) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    total = functional.all_reduce(data(pair.rank, 4), "sum", pair.ours)
+    assert torch.equal(total, sum(data(rank, 4) for rank in range(pair.size)))
+    gathered = functional.all_gather_tensor(data(pair.rank, 2), 0, pair.ours)
+    assert torch.equal(gathered, torch.cat([data(rank, 2) for rank in range(pair.size)]))
+    part = functional.reduce_scatter_tensor(torch.ones(pair.size), "sum", 0, pair.ours)
+    assert part.item() == pair.size
+
+
+CASES: list[Case] = [
+    all_reduce_equals_gloo_for_every_type_and_operation,
+    all_reduce_takes_tensors_that_are_not_contiguous,
+    avg_divides_once_and_cuts_integers_towards_zero,
+    complex_tensors_are_summed,
+    sparse_tensors_are_summed_as_gloo_does,
+    what_cannot_be_added_is_refused_and_the_group_stays_usable,
+    what_only_moves_takes_every_type,
+    reduce_and_broadcast_equal_gloo,
+    gathering_equals_gloo,
+    scattering_equals_gloo,
+    all_to_all_equals_gloo,
+    coalesced_forms_equal_their_single_ones,
+    objects_reach_every_rank,
+    large_messages_that_cross_arrive,
+    messages_are_matched_by_tag_and_not_by_order,
+    a_receive_from_anybody_names_its_sender,
+    a_message_may_be_open_during_a_collective,
+    futures_finish_although_nobody_waits,
+    a_continuation_may_wait_for_another_future,
+    a_wait_whose_time_passes_leaves_the_operation_running,
+    functional_collectives_work,
+]
+
+
+def in_the_world(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+def in_a_sub_group(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES, [0, 2])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_in_the_world(case: Case) -> None:
+    check(in_the_world, 3, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_in_a_sub_group(case: Case) -> None:
+    check(in_a_sub_group, 3, case)

@@ -1,0 +1,263 @@
+"""Groups of the backend "bagua": failures, later groups, several lives in one process, and groups that are adopted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua
+import bagua.c10d  # registers the backend
+import bagua.torch_api
+from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
+from tests.world import ROOT, World, make_world
+
+LIMIT = timedelta(seconds=30)
+#: Seconds until a death is named.
+NAMED = 1.0
+
+
+def begin(**options: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("bagua", timeout=LIMIT, **options)
+
+
+def total(value: float, group: Any = None) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, group=group)
+    return float(tensor.item())
+
+
+def survive(rank: int, folder: str) -> tuple[int, float, float, float] | None:
+    begin()
+    dist.barrier()
+    if rank == 2:
+        Path(folder, "died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The one that waits for it.
+    with pytest.raises(PeerLostError) as caught:
+        dist.all_reduce(torch.ones(1000))
+    took = time.time() - float(Path(folder, "died").read_text())
+    # What was poisoned says so again.
+    with pytest.raises(PeerLostError):
+        dist.all_reduce(torch.ones(3))
+    # In the world that has failed, and after it.
+    pair = dist.new_group([0, 1])
+    assert total(rank + 1, pair) == 3.0
+    before = time.monotonic()
+    dist.destroy_process_group()
+    ended = time.monotonic() - before
+    begin(store=dist.FileStore(str(Path(folder, "store"))), rank=rank, world_size=2)
+    found = total(rank + 1)
+    dist.destroy_process_group()
+    return caught.value.rank, took, ended, found
+
+
+def test_a_killed_rank_is_named_and_the_survivors_form_a_new_group(tmp_path: Path) -> None:
+    found = World(3, expect_exit={2: -signal.SIGKILL}).run(survive, str(tmp_path))
+    for named, took, ended, sum_of_survivors in found[:2]:
+        print(f"named after {took:.3f} s, left after {ended:.3f} s")
+        assert named == 2
+        assert took < NAMED
+        assert ended < 5.0
+        assert sum_of_survivors == 3.0
+
+
+def hear_of_an_exception(rank: int) -> str:
+    begin()
+    dist.barrier()
+    if rank == 1:
+        raise KeyError("a sample is missing")
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    with pytest.raises(RuntimeError, match=r"(?s)PeerRaisedError.*a sample is missing"):
+        future.wait()
+    with pytest.raises(PeerRaisedError) as caught:
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    return caught.value.kind
+
+
+def test_a_rank_that_raises_ends_the_others() -> None:
+    assert World(2, expect_exit={1: 1}).run(hear_of_an_exception) == ["KeyError", None]
+
+
+class _Dies(torch.autograd.Function):
+    """Ends the process in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return grad
+
+
+def lose_a_rank_in_backward(rank: int) -> str:
+    begin()
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    outputs = model(torch.ones(2, 4))
+    if rank == 1:
+        outputs = _Dies.apply(outputs)
+    try:
+        outputs.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_backward_of_ddp_says_whom_it_lost() -> None:
+    (text, _) = World(2, expect_exit={1: -signal.SIGKILL}).run(lose_a_rank_in_backward)
+    assert "PeerLostError" in text
+    assert "lost rank 1" in text
+
+
+def live_several_lives(rank: int, folder: str) -> list[Any]:
+    found: list[Any] = []
+    # A store that outlives the groups, as torchrun's.
+    store = dist.FileStore(str(Path(folder, "store")))
+    for life in range(3):
+        begin(store=store, rank=rank, world_size=3)
+        found.append(total(life))
+        dist.destroy_process_group()
+    begin()
+    # Sub-groups, of all and of some.
+    everybody = dist.new_group()
+    found.append(total(1, everybody))
+    pair = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else None
+    if pair is not None:
+        assert len(bagua.stats()["groups"]) >= 3
+        found.append(total(rank, pair))
+        dist.destroy_process_group(pair)
+    # In the order that is given.
+    split = dist.split_group(split_ranks=[[2, 0], [1]])
+    assert dist.get_rank(split) == {2: 0, 0: 1, 1: 0}[rank]
+    assert dist.get_process_group_ranks(split) == ([1] if rank == 1 else [2, 0])
+    tensor = torch.tensor([rank])
+    outputs = [torch.zeros(1, dtype=torch.int64) for _ in range(split.size())]
+    dist.all_gather(outputs, tensor, group=split)
+    found.append([int(output) for output in outputs])
+    # Adopted by both APIs of Bagua.
+    group = bagua.init()
+    assert group is dist.group.WORLD.bagua_group
+    assert (group.rank, group.size) == (rank, 3)
+    with pytest.raises(BaguaError, match=r"torch\.distributed"):
+        group.shrink()
+    bagua.shutdown()
+    with pytest.raises(ValueError, match="world_size"):
+        bagua.init(world_size=7)
+    found.append(total(1))
+    bagua.torch_api.init_process_group()
+    assert bagua.torch_api.communication._get_default_group().get_global_communicator().group is group
+    tensor = torch.ones(2)
+    bagua.torch_api.allreduce_inplace(tensor)
+    found.append(float(tensor[0]))
+    bagua.torch_api.destroy_process_group()
+    found.append(total(1))
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_process_has_several_groups_one_after_another_and_beside_each_other(tmp_path: Path) -> None:
+    found = make_world(3).run(live_several_lives, str(tmp_path))
+    for rank, values in enumerate(found):
+        pair = [] if rank == 1 else [2.0]
+        assert values == [0.0, 3.0, 6.0, 3.0, *pair, [1] if rank == 1 else [2, 0], 3.0, 3.0, 3.0]
+
+
+def groups_of_a_gloo_world(rank: int) -> list[float]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    # None of the first one's members is in the second; the third has members of both.
+    first = dist.new_group([0, 1], backend="bagua")
+    third = dist.new_group([1, 2], backend="bagua")
+    found = [total(1, first)] if rank in (0, 1) else []
+    found += [total(10, third)] if rank in (1, 2) else []
+    if rank in (0, 1):
+        dist.destroy_process_group(first)
+    found += [total(100, third)] if rank in (1, 2) else []
+    dist.destroy_process_group()
+    return found
+
+
+def test_groups_of_bagua_in_a_world_of_gloo() -> None:
+    assert make_world(3).run(groups_of_a_gloo_world) == [[2.0], [2.0, 20.0, 200.0], [20.0, 200.0]]
+
+
+def end_groups(rank: int) -> list[Any]:
+    begin()
+    found: list[Any] = []
+    watched, aborted = dist.new_group(), dist.new_group()
+    # Prove that both work.
+    found += [total(1, watched), total(1, aborted)]
+    if rank != 2:
+        with pytest.raises(BaguaTimeoutError) as caught:
+            dist.monitored_barrier(watched, timedelta(seconds=0.5), wait_all_ranks=True)
+        found.append(tuple(caught.value.missing))
+    # That group alone has ended.
+    found.append(total(1))
+    if rank == 0:
+        dist.distributed_c10d._abort_process_group(aborted)
+    else:
+        with pytest.raises(AbortedError):
+            dist.all_reduce(torch.ones(2), group=aborted)
+    found.append(total(1))
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_monitored_barrier_and_an_abort_end_one_group_alone() -> None:
+    found = make_world(3).run(end_groups)
+    assert found[:2] == [[3.0, 3.0, (2,), 3.0, 3.0]] * 2
+    assert found[2] == [3.0, 3.0, 3.0, 3.0]
+
+
+CODE = """
+import sys, torch, torch.distributed as dist
+import bagua.c10d
+dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+dist.all_reduce(x, async_op=True).wait()
+assert x.tolist() == [1, 1, 1]
+dist.barrier()
+assert "torch._dynamo" not in sys.modules
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("detail", [False, True])
+def test_a_world_of_one_needs_neither_a_launcher_nor_the_compiler(detail: bool) -> None:
+    # RANK would mislead a backend that read it.
+    changes = {"RANK": "5", "LOCAL_RANK": "5", **({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if detail else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_entry_point_leads_to_what_registers_the_backend() -> None:
+    lines = Path(ROOT, "pyproject.toml").read_text(encoding="utf-8")
+    (value,) = re.findall(r'\[project\.entry-points\."torch\.distributed\.backends"\]\nbagua = "(.*)"', lines)
+    register = EntryPoint("bagua", value, "torch.distributed.backends").load()
+    register()
+    assert "bagua" in dist.Backend.backend_list
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
