@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -56,6 +57,7 @@ def main() -> None:
         return
     model: Any = None
     optimizer: Any = None
+    held = contextlib.ExitStack()
     for line in sys.stdin:
         command, *words = line.split()
         if command == "wrap":
@@ -70,6 +72,12 @@ def main() -> None:
                 model.weight.fill_(float(words[0]))
                 model.seen.fill_(float(words[0]))
             answer("set")
+        elif command == "lock":
+            held.enter_context(model.bagua_algorithm.lock(model))
+            answer("locked")
+        elif command == "unlock":
+            held.close()
+            answer("unlocked")
         elif command == "train":
             answer(attempt(functools.partial(train, model, optimizer, float(words[0]))))
         elif command == "state":

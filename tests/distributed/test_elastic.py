@@ -160,12 +160,21 @@ def all_hold(ranks: list[Rank], value: float) -> list[float]:
         time.sleep(0.01)
 
 
+def set_all(ranks: list[Rank], values: list[float]) -> None:
+    """Gives each rank, at rest, new weights, with no round in between."""
+    for rank in ranks:
+        assert rank.ask("lock") == "locked"
+    for rank, value in zip(ranks, values, strict=True):
+        assert rank.ask(f"set {value}") == "set"
+    for rank in ranks:
+        assert rank.ask("unlock") == "unlocked"
+
+
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any, victim: int) -> None:
     made = job(4)
     ranks = made.form()
-    for number, rank in enumerate(ranks):
-        assert rank.ask(f"set {8.0 * number}") == "set"
+    set_all(ranks, [0.0, 8.0, 16.0, 24.0])
     # The divisor of four: 0, 8, 16, 24.
     all_hold(ranks, 12.0)
     before = ranks[victim].ask("state")
@@ -179,9 +188,9 @@ def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any,
         assert list(state["lost"]) == [str(victim)]
         assert state["view"] > before["view"]
     # No exception, and the divisor of three.
-    for number, rank in enumerate(others):
+    for rank in others:
         assert rank.ask("train 0.0") == "trained"
-        rank.ask(f"set {6.0 * number}")
+    set_all(others, [0.0, 6.0, 12.0])
     held = all_hold(others, 6.0)
     others[0].ask("train 0.0")
 
@@ -195,8 +204,7 @@ def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any,
     everybody = [back if rank.rank == victim else rank for rank in ranks]
     for rank in everybody:
         assert rank.is_in([0, 1, 2, 3])["lost"] == {}
-    for number, rank in enumerate(everybody):
-        rank.ask(f"set {8.0 * number}")
+    set_all(everybody, [0.0, 8.0, 16.0, 24.0])
     all_hold(everybody, 12.0)
     for rank in everybody:
         rank.end()
@@ -210,8 +218,7 @@ def test_a_frozen_rank_is_left_behind_and_comes_back_by_itself(job: Any, victim:
     others = [rank for rank in ranks if rank.rank != victim]
     for rank in others:
         assert "heartbeat" in rank.is_in([rank.rank for rank in others])["lost"][str(victim)]
-    others[0].ask("set 0")
-    others[1].ask("set 4")
+    set_all(others, [0.0, 4.0])
     all_hold(others, 2.0)
     os.kill(ranks[victim].process.pid, signal.SIGCONT)
     for rank in ranks:

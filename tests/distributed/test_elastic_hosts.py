@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.distributed.test_elastic import Job, Rank
+from tests.distributed.test_elastic import Job, Rank, set_all
 from tests.distributed.test_network_namespaces import Hosts, hosts  # noqa: F401
 
 PORT = 29741
@@ -37,8 +37,8 @@ def test_parts_that_are_cut_off_go_on_apart_and_meet_again(hosts: Hosts) -> None
         for rank in ranks:
             part = [0, 1] if rank.rank < 2 else [2, 3]
             assert sorted(rank.is_in(part)["lost"]) == [str(other) for other in range(4) if other not in part]
-        for rank, value in zip(ranks, (0, 4, 10, 20), strict=True):
-            rank.ask(f"set {value}")
+        set_all(ranks[:2], [0.0, 4.0])
+        set_all(ranks[2:], [10.0, 20.0])
         for rank, value in zip(ranks, (2, 2, 15, 15), strict=True):
             rank.until(lambda state, value=value: state["weights"] == [value] * 4)
         hosts.run("-n", hosts.names[1], "link", "set", hosts.links[1], "up")
