@@ -46,6 +46,8 @@ class TorchState:
         # (host, port) of the master -> the store served there. Kept after the group ends: a second group must not wait
         # for a port that the first one's store still holds, nor reach the store of a peer that is slower to end.
         self.stores: dict[tuple[str, int], Any] = {}
+        # The store by which torch.distributed's own group began, which its C++ half may still ask.
+        self.gloo_store: Any = None
         # Tensor -> its name, model and closures.
         self.registrations: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
         # Model name -> its Backend; and every Backend that has not been collected.

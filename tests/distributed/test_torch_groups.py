@@ -341,3 +341,21 @@ def joins_twice_by_the_environment(rank: int) -> list[float]:
 
 def test_the_environment_can_be_joined_by_again() -> None:
     assert run(2, joins_twice_by_the_environment) == [[3.0] * 3] * 2
+
+
+def groups_of_torch(rank: int) -> list[float]:
+    found = []
+    bagua.init_process_group()
+    for backend in ("gloo", None):
+        pair = dist.new_group([0, 2], backend=backend)
+        ones = torch.ones(1)
+        if rank != 1:
+            dist.all_reduce(ones, group=pair)
+        found.append(ones.item())
+    dist.barrier()
+    bagua.destroy_process_group()
+    return found
+
+
+def test_groups_of_torch_can_be_made_beside_ours() -> None:
+    assert run(3, groups_of_torch) == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]

@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
+from bagua.lifecycle import torch_state
 
 __all__ = ["begin", "begin_gloo", "cause_of_failure"]
 
@@ -80,8 +81,14 @@ def begin(store: Store, world: neutral.Group) -> None:
     An error of any kind when a rank is lost meanwhile: see :func:`cause_of_failure`.
     """
     limit = timedelta(seconds=world.timeout)
-    begin_gloo(_Watched(store, world, limit), world.rank, world.size, limit)
+    watched = _Watched(store, world, limit)
+    begin_gloo(watched, world.rank, world.size, limit)
     core = dist.distributed_c10d
+    # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
+    default: Any = core._get_default_group()
+    backend, _ = core._world.pg_map[default]
+    core._world.pg_map[default] = (backend, PrefixStore("later", store))
+    torch_state().gloo_store = watched
     # Its name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
     set_timeout(_TIMEOUT)
