@@ -339,6 +339,8 @@ def test_top_runs_until_ctrl_c() -> None:
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # A shell starts what runs in its background with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             assert process.stdout is not None
