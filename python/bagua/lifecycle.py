@@ -75,7 +75,7 @@ class TorchState:
 
     def forget_groups(self) -> None:
         """After the world's end, and in a forked child: there is no default group, and no group belongs to one."""
-        self.default_group = self.world = self.elastic = self.horovod = None
+        self.default_group = self.world = self.elastic = self.horovod = self.gloo_store = None
         self.group_ranks.clear()
         self.torch_groups.clear()
 

@@ -32,8 +32,12 @@ class _Watched(Store):
     def __init__(self, inner: Store, world: neutral.Group, limit: timedelta) -> None:
         super().__init__()
         self._inner = inner
-        self._world = world
+        self._world: neutral.Group | None = world
         self._limit = limit
+
+    def let_go(self) -> None:
+        """Waits no longer look at the group, which ends when its owners leave it."""
+        self._world = None
 
     def set(self, key: str, value: Any) -> None:
         """Sets a key."""
@@ -69,7 +73,8 @@ class _Watched(Store):
         limit = self._limit if timeout is None else timeout
         until = time.monotonic() + limit.total_seconds()
         while not self.check(keys):
-            self._world.communicator.cause()
+            if self._world is not None:
+                self._world.communicator.cause()
             if time.monotonic() > until:
                 raise TimeoutError(f"no value for {list(keys)} after {limit.total_seconds():.1f} s")
             time.sleep(_PAUSE)
@@ -88,6 +93,7 @@ def begin(store: Store, world: neutral.Group) -> None:
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
     core._world.pg_map[default] = (backend, PrefixStore("later", store))
+    watched.let_go()
     torch_state().gloo_store = watched
     # Its name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
