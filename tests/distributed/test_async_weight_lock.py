@@ -139,16 +139,16 @@ def training_holds_the_lock_in_forward_backward_and_step(rank: int) -> None:
     model = Watched()
     optimizer = WatchedSGD(model.parameters(), lr=2**-6)
     model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
-    changed = 0
+    changed, last = 0, raw(model)[0]
 
     def trains_until_rounds_passed() -> bool:
-        nonlocal changed
-        before = raw(model)
+        nonlocal changed, last
         model.eval()
         model(1.0)
         model.train()
         step(model, optimizer, float(rank + 1))
-        changed += not torch.equal(raw(model)[0], before[0] - (rank + 1) * 2**-6)
+        own, last = last - (rank + 1) * 2**-6, raw(model)[0]
+        changed += not torch.equal(last, own)
         return rounds(model) >= 8 and changed >= 2
 
     until("rounds that change the weights of a rank that trains", trains_until_rounds_passed)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -32,6 +33,14 @@ NAMED = 1.0
 def begin(**options: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("bagua", timeout=LIMIT, **options)
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Returns when it is so; AssertionError after a minute."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def total(value: float, group: Any = None) -> float:
@@ -75,12 +84,15 @@ def test_a_killed_rank_is_named_and_the_survivors_form_a_new_group(tmp_path: Pat
         assert sum_of_survivors == 3.0
 
 
-def hear_of_an_exception(rank: int) -> str:
+def hear_of_an_exception(rank: int, folder: str) -> str:
     begin()
     dist.barrier()
+    submitted = Path(folder, "submitted")
     if rank == 1:
+        until(submitted.exists)
         raise KeyError("a sample is missing")
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    submitted.touch()
     with pytest.raises(RuntimeError, match=r"(?s)PeerRaisedError.*a sample is missing"):
         future.wait()
     with pytest.raises(PeerRaisedError) as caught:
@@ -89,8 +101,8 @@ def hear_of_an_exception(rank: int) -> str:
     return caught.value.kind
 
 
-def test_a_rank_that_raises_ends_the_others() -> None:
-    assert World(2, expect_exit={1: 1}).run(hear_of_an_exception) == ["KeyError", None]
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    assert World(2, expect_exit={1: 1}).run(hear_of_an_exception, str(tmp_path)) == ["KeyError", None]
 
 
 class _Dies(torch.autograd.Function):
