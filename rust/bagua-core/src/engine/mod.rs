@@ -17,6 +17,7 @@
 
 mod completion;
 mod handle;
+mod jobs;
 mod messages;
 mod queue;
 mod shared;

@@ -1,7 +1,7 @@
 //! One strictly ordered queue of buckets.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -15,6 +15,7 @@ use crate::memory::Region;
 use crate::op::Op;
 use crate::recorder::{Announced, What};
 use crate::schedule::Schedule;
+use crate::sync::AtomicBool;
 use crate::wait::{Waited, lock, wait_in_slices, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.

@@ -1,20 +1,21 @@
 //! A lane with a queue of jobs and a communication thread that starts with the first of them.
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::completion::{CompletionThread, WorkerRegistration};
 use super::handle::{Handle, forked};
+use super::jobs::Jobs;
 use crate::error::{Error, Result};
 use crate::group::{Lanes, OwnerProcess};
 use crate::health::GroupHealth;
 use crate::recorder::{Announced, LaneRecorder, Ticket};
-use crate::wait::{blocking_wait, lock, wait_on, wait_on_for};
+use crate::sync;
+use crate::wait::{blocking_wait, lock};
 
 /// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
 const GRACE: Duration = Duration::from_secs(1);
@@ -29,8 +30,6 @@ pub type Job = Box<dyn FnOnce(&mut Lanes) -> Result<()> + Send + 'static>;
 /// See the module.
 pub struct LaneWorker {
     shared: Arc<Shared>,
-    /// The thread, from the first `submit` to `shutdown`.
-    thread: Mutex<Option<JoinHandle<()>>>,
     /// Keeps the completion thread until `shutdown`.
     registration: Mutex<Option<WorkerRegistration>>,
 }
@@ -45,30 +44,12 @@ struct Shared {
     recorder: Option<LaneRecorder>,
     /// Held for one job at a time, by the thread or by `run`.
     lanes: Mutex<Lanes>,
-    /// Jobs submitted and not finished; changed under `queue`, read without it on `run`'s fast path.
-    pending: AtomicUsize,
-    /// Mirror of `!queue.failed.is_empty()`, for the same reason.
-    failures: AtomicBool,
-    /// Set by `shutdown`; a bucket job looks at it between its operations.
-    stopping: Arc<AtomicBool>,
-    queue: Mutex<Queue>,
-    /// Wakes the thread.
-    work: Condvar,
-    /// Wakes those who wait for jobs to finish.
-    settled: Condvar,
-}
-
-#[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Entry>,
-    /// Jobs submitted so far.
-    submitted: u64,
-    /// Jobs finished so far; they finish in the order of submission.
-    finished: u64,
-    /// The job that the thread runs.
-    running: Option<String>,
+    /// What the thread runs, and the thread from the first `submit` to `shutdown`.
+    jobs: Jobs<Entry, JoinHandle<()>>,
     /// Handles of failed jobs whose result was not read.
-    failed: Vec<Handle>,
+    failed: Mutex<Vec<Handle>>,
+    /// Mirror of `!failed.is_empty()`, for calls that need no lock while nothing has failed.
+    failures: AtomicBool,
 }
 
 struct Entry {
@@ -92,14 +73,10 @@ impl LaneWorker {
                 health,
                 recorder: lanes.global.recorder(),
                 lanes: Mutex::new(lanes),
-                pending: AtomicUsize::new(0),
+                jobs: Jobs::new(),
+                failed: Mutex::default(),
                 failures: AtomicBool::new(false),
-                stopping: Arc::new(AtomicBool::new(false)),
-                queue: Mutex::new(Queue::default()),
-                work: Condvar::new(),
-                settled: Condvar::new(),
             }),
-            thread: Mutex::new(None),
             registration: Mutex::new(Some(CompletionThread::of_process().add_worker())),
         }
     }
@@ -119,15 +96,15 @@ impl LaneWorker {
         self.shared.health.world_rank(self.shared.health.rank())
     }
 
-    pub(super) fn stopping(&self) -> Arc<AtomicBool> {
-        self.shared.stopping.clone()
+    pub(super) fn stopping(&self) -> sync::Arc<sync::AtomicBool> {
+        self.shared.jobs.stopping()
     }
 
     /// Ok, or why no further call can succeed. Takes no lock.
     pub fn check(&self) -> Result<()> {
         self.check_process()?;
         self.shared.health.check()?;
-        if self.shared.stopping.load(Ordering::Acquire) {
+        if self.shared.jobs.is_stopping() {
             return Err(self.shared.aborted());
         }
         Ok(())
@@ -139,18 +116,12 @@ impl LaneWorker {
     /// because its handle is gone, is returned here instead, and the job does not run.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lanes) -> Result<T>) -> Result<T> {
         self.check()?;
-        if self.shared.pending.load(Ordering::Acquire) > 0 {
-            let ticket = self.shared.queue().submitted;
-            blocking_wait(|| {
-                let mut queue = self.shared.queue();
-                while queue.finished < ticket {
-                    queue = wait_on(&self.shared.settled, queue);
-                }
-            });
-            self.shared.take_lost_error(&mut self.shared.queue())?;
+        if self.shared.jobs.is_busy() {
+            blocking_wait(|| self.shared.jobs.wait_for_submitted());
+            self.shared.take_lost_error()?;
             self.check()?;
-        } else if self.shared.failures.load(Ordering::Acquire) {
-            self.shared.take_lost_error(&mut self.shared.queue())?;
+        } else {
+            self.shared.take_lost_error()?;
         }
         let mut lanes = self.shared.free_lanes();
         self.shared.guarded(false, || job(&mut lanes))
@@ -174,32 +145,23 @@ impl LaneWorker {
     fn enqueue(&self, what: &str, op: &Announced<'_>, fatal: bool, job: Job) -> Result<Handle> {
         self.check()?;
         self.start()?;
-        let mut queue = self.shared.queue();
-        self.shared.take_lost_error(&mut queue)?;
-        // Again, now under the lock: `shutdown` empties the queue once.
-        if self.shared.stopping.load(Ordering::Acquire) {
-            return Err(self.shared.aborted());
-        }
+        self.shared.take_lost_error()?;
         let handle = Handle::pending(self.world_rank());
-        let ticket = self.shared.recorder.as_ref().and_then(|recorder| recorder.queue(op));
-        queue.jobs.push_back(Entry { what: what.to_owned(), fatal, job, handle: handle.clone(), ticket });
-        queue.submitted += 1;
-        self.shared.pending.fetch_add(1, Ordering::Release);
-        drop(queue);
-        self.shared.work.notify_one();
-        Ok(handle)
+        let entry = || {
+            let ticket = self.shared.recorder.as_ref().and_then(|recorder| recorder.queue(op));
+            Entry { what: what.to_owned(), fatal, job, handle: handle.clone(), ticket }
+        };
+        if self.shared.jobs.push(entry) { Ok(handle) } else { Err(self.shared.aborted()) }
     }
 
     /// Starts the thread if it does not run yet.
     pub(super) fn start(&self) -> Result<()> {
-        let mut thread = lock(&self.thread);
-        if thread.is_none() && !self.shared.stopping.load(Ordering::Acquire) {
+        self.shared.jobs.start(|| {
             let shared = self.shared.clone();
             let name = format!("bagua-{}", self.shared.name.replace('\0', ""));
             let spawned = std::thread::Builder::new().name(name).spawn(move || shared.work());
-            *thread = Some(spawned.map_err(|error| Error::system("cannot start a communication thread", error))?);
-        }
-        Ok(())
+            spawned.map_err(|error| Error::system("cannot start a communication thread", error))
+        })
     }
 
     /// Ends the thread: what is queued fails with `Aborted`. What is running may end by itself for a second; then the group is
@@ -208,39 +170,29 @@ impl LaneWorker {
     pub fn shutdown(&self) {
         if self.is_foreign() {
             // The thread is the parent's; so are the streams that dropping the lane would close.
-            if let Ok(mut thread) = self.thread.try_lock() {
-                std::mem::forget(thread.take());
-            }
+            self.shared.jobs.forget_thread();
             return;
         }
-        let mut queue = self.shared.queue();
-        self.shared.stopping.store(true, Ordering::Release);
-        let dropped: Vec<Entry> = queue.jobs.drain(..).collect();
-        drop(queue);
-        self.shared.work.notify_all();
-        for entry in dropped {
+        for entry in self.shared.jobs.stop() {
             let Entry { job, handle, ticket, .. } = entry;
             // First the job, so that the memory it holds is back when the waiter wakes.
             drop(job);
             let error = self.shared.health.cause().unwrap_or_else(|| self.shared.aborted());
             self.shared.record_end(ticket, &Err(error.clone()));
             handle.finish(Err(error));
-            let mut queue = self.shared.queue();
-            queue.finished += 1;
-            self.shared.pending.fetch_sub(1, Ordering::Release);
+            self.shared.jobs.settle_dropped();
         }
-        self.shared.settled.notify_all();
         drop(lock(&self.registration).take());
-        let Some(thread) = lock(&self.thread).take() else { return };
+        let Some(thread) = self.shared.jobs.take_thread() else { return };
         if thread.thread().id() == std::thread::current().id() {
             // A job ended its own worker; the thread ends when the job returns.
             return;
         }
-        if let Some(what) = self.shared.still_running(GRACE) {
+        if let Some(what) = self.shared.jobs.still_running(GRACE) {
             let text = format!("{} was shut down while {what} was running", self.shared.name);
             // The waiter of that job gets the cause from the lane.
             let _ = self.shared.health.fail(Error::Aborted(text));
-            if self.shared.still_running(PATIENCE).is_some() {
+            if self.shared.jobs.still_running(PATIENCE).is_some() {
                 return;
             }
         }
@@ -268,11 +220,6 @@ impl Drop for LaneWorker {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        // No code that can panic runs under this lock.
-        lock(&self.queue)
-    }
-
     fn lanes(&self) -> MutexGuard<'_, Lanes> {
         // A job's panic poisons the group, which says more than a poisoned lock.
         lock(&self.lanes)
@@ -296,17 +243,9 @@ impl Shared {
 
     /// The thread.
     fn work(&self) {
-        let mut queue = self.queue();
-        loop {
-            let Some(Entry { what, fatal, job, handle, ticket }) = queue.jobs.pop_front() else {
-                if self.stopping.load(Ordering::Acquire) {
-                    return;
-                }
-                queue = wait_on(&self.work, queue);
-                continue;
-            };
-            queue.running = Some(what);
-            drop(queue);
+        while let Some(Entry { fatal, job, handle, ticket, .. }) =
+            self.jobs.next(|entry| std::mem::take(&mut entry.what))
+        {
             let result = {
                 let mut lanes = self.lanes();
                 let checked = self.health.check();
@@ -321,16 +260,14 @@ impl Shared {
             };
             let failed = result.is_err();
             handle.finish(result);
-            queue = self.queue();
-            queue.running = None;
-            queue.finished += 1;
-            queue.failed.retain(|handle| !handle.was_seen());
+            let mut unread = lock(&self.failed);
+            unread.retain(|handle| !handle.was_seen());
             if failed {
-                queue.failed.push(handle);
+                unread.push(handle);
             }
-            self.failures.store(!queue.failed.is_empty(), Ordering::Release);
-            self.pending.fetch_sub(1, Ordering::Release);
-            self.settled.notify_all();
+            self.failures.store(!unread.is_empty(), Ordering::Release);
+            drop(unread);
+            self.jobs.settle();
         }
     }
 
@@ -374,34 +311,21 @@ impl Shared {
     }
 
     /// Returns, as an error, the first failure whose handle is gone unseen.
-    fn take_lost_error(&self, queue: &mut Queue) -> Result<()> {
-        if queue.failed.is_empty() {
+    fn take_lost_error(&self) -> Result<()> {
+        if !self.failures.load(Ordering::Acquire) {
             return Ok(());
         }
+        let mut failed = lock(&self.failed);
         let mut lost = None;
-        queue.failed.retain(|handle| match handle.lost_error() {
+        failed.retain(|handle| match handle.lost_error() {
             Some(error) => {
                 lost.get_or_insert(error);
                 false
             }
             None => !handle.was_seen(),
         });
-        self.failures.store(!queue.failed.is_empty(), Ordering::Release);
+        self.failures.store(!failed.is_empty(), Ordering::Release);
         lost.map_or(Ok(()), Err)
-    }
-
-    /// Waits until the thread is idle, at most `limit`; what it is doing, if it is not.
-    fn still_running(&self, limit: Duration) -> Option<String> {
-        let start = Instant::now();
-        let mut queue = self.queue();
-        while queue.running.is_some() {
-            let left = limit.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                break;
-            }
-            queue = wait_on_for(&self.settled, queue, left);
-        }
-        queue.running.clone()
     }
 }
 
