@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from bagua import config, engine, group
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
 from bagua.lifecycle import process
+from bagua.store_requests import StoreRequests
 
 __all__ = ["join"]
 
@@ -31,6 +32,9 @@ _Spread = Callable[[bytes, bytes], list[bytes]]
 
 # Seconds between two attempts at a place that does not answer: at first, and at most.
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+
+# Seconds that the answer to a wait may take beyond the wait itself.
+_GRACE = 0.5
 
 
 def join(
@@ -123,6 +127,7 @@ class _Board:
 
     def __init__(self, store: Any, what: str, limit: float) -> None:
         self._store, self._what = store, what
+        self._requests = StoreRequests()
         # Counters of one attempt of the launcher are none of the next one's.
         self._prefix = f"bagua/{config.attempt()}"
         self._until = time.monotonic() + limit
@@ -163,7 +168,10 @@ class _Board:
         patience = max(patience, 0.001)
         began = time.monotonic()
         try:
-            self._store.wait([self._key(number)], timedelta(seconds=patience))
+            key, limit = [self._key(number)], timedelta(seconds=patience)
+            self._requests.ask(lambda: self._store.wait(key, limit), patience + _GRACE)
+        except TimeoutError:
+            return None
         except Exception as failure:
             # Whatever the class: a store that has gone says so at once.
             if time.monotonic() - began < patience / 2:
@@ -173,7 +181,7 @@ class _Board:
 
     def _ask(self, request: Callable[[], _T]) -> _T:
         try:
-            return request()
+            return self._requests.ask(request, max(self.left(), 0.0))
         except Exception as failure:
             raise self._silent(failure) from failure
 

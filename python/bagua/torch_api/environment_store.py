@@ -11,6 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 from bagua import config, launcher
 from bagua.errors import BaguaTimeoutError
 from bagua.lifecycle import torch_state
+from bagua.store_requests import StoreRequests
 
 _state = torch_state()
 
@@ -32,13 +33,17 @@ def _open_store(host: str, port: int, rank: int, world_size: int) -> Store:
     if config.agent_serves_store():
         found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
         return found
-    try:
+
+    def open_store() -> Store:
         # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
         # the addresses are exchanged.
         return TCPStore(
             host, port, world_size, rank == 0, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
-    except DistError as failure:
+
+    try:
+        return StoreRequests().ask(open_store, limit)
+    except (DistError, TimeoutError) as failure:
         if rank == 0:
             raise
         text = f"init_process_group: rank 0 does not serve {host}:{port} after {limit:.1f} s"

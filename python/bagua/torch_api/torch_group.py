@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -13,71 +13,71 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
 from bagua.lifecycle import torch_state
+from bagua.store_requests import StoreRequests
 
 __all__ = ["begin", "begin_gloo", "cause_of_failure"]
+
+_T = TypeVar("_T")
 
 #: The timeout of torch.distributed's operations, as torch's own default.
 _TIMEOUT = timedelta(minutes=30)
 
-#: Seconds between two looks for a key of another rank.
-_PAUSE = 0.005
+#: Seconds that the answer to a wait may take beyond the wait itself.
+_ANSWER = 0.5
 
 #: How long a failure of torch.distributed waits for the report of a lost rank that may have caused it, in seconds.
 _CAUSE_GRACE = 0.5
 
 
 class _Watched(Store):
-    """A store whose waits end with the error of a group that has failed: who is waited for may be gone."""
+    """A store whose requests end with the error of a group that has failed: who is waited for may be gone."""
 
     def __init__(self, inner: Store, world: neutral.Group, limit: timedelta) -> None:
         super().__init__()
         self._inner = inner
-        self._world: neutral.Group | None = world
         self._limit = limit
+        self._requests = StoreRequests(lambda: world.communicator.cause())
 
     def let_go(self) -> None:
-        """Waits no longer look at the group, which ends when its owners leave it."""
-        self._world = None
+        """Requests no longer look at the group, which ends when its owners leave it."""
+        self._requests.let_go()
+
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        return self._requests.ask(request, self._limit.total_seconds())
 
     def set(self, key: str, value: Any) -> None:
         """Sets a key."""
-        self._inner.set(key, value)
+        self._ask(lambda: self._inner.set(key, value))
 
     def get(self, key: str) -> bytes:
         """Waits for a key and returns its value."""
         self.wait([key])
-        return self._inner.get(key)
+        return self._ask(lambda: self._inner.get(key))
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter."""
-        return self._inner.add(key, amount)
+        return self._ask(lambda: self._inner.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets a key if it has the expected value, and returns the value that it then has."""
-        return self._inner.compare_set(key, expected, desired)
+        return self._ask(lambda: self._inner.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
         """Deletes a key; whether it was there."""
-        return self._inner.delete_key(key)
+        return self._ask(lambda: self._inner.delete_key(key))
 
     def num_keys(self) -> int:
         """How many keys there are."""
-        return self._inner.num_keys()
+        return self._ask(self._inner.num_keys)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
-        return self._inner.check(list(keys))
+        return self._ask(lambda: self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys are set."""
         limit = self._limit if timeout is None else timeout
-        until = time.monotonic() + limit.total_seconds()
-        while not self.check(keys):
-            if self._world is not None:
-                self._world.communicator.cause()
-            if time.monotonic() > until:
-                raise TimeoutError(f"no value for {list(keys)} after {limit.total_seconds():.1f} s")
-            time.sleep(_PAUSE)
+        self._requests.ask(lambda: self._inner.wait(list(keys), limit), limit.total_seconds() + _ANSWER)
 
 
 def begin(store: Store, world: neutral.Group) -> None:

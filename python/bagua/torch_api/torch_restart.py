@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from bagua import group as neutral
 from bagua.lifecycle import torch_state
+from bagua.store_requests import StoreRequests
 
 from . import torch_group
 from .process_group import Communicator
@@ -43,15 +45,20 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
 def _client(host: str, port: int, world: neutral.Group, limit: timedelta) -> TCPStore:
     """A client of the lowest rank's store, unless that is lost: a client alone would try to connect until the limit."""
     until = time.monotonic() + limit.total_seconds()
+    requests = StoreRequests(lambda: world.communicator.cause())
     attempt = _ATTEMPT
     while True:
+        longest = min(attempt, limit)
         try:
-            store = TCPStore(host, port, world.size, False, min(attempt, limit), wait_for_workers=False)
+            store = requests.ask(partial(_connect, host, port, world.size, longest), max(until - time.monotonic(), 0.0))
         except dist.DistError:
             attempt *= 2
-            world.communicator.cause()
             if time.monotonic() > until:
                 raise
         else:
             store.set_timeout(limit)
             return store
+
+
+def _connect(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
+    return TCPStore(host, port, size, False, limit, wait_for_workers=False)
