@@ -22,6 +22,10 @@ _T = TypeVar("_T")
 #: The timeout of torch.distributed's operations, as torch's own default.
 _TIMEOUT = timedelta(minutes=30)
 
+#: All ranks begin together, and gloo does not hear of it when one of them gives up: seconds that a rank then waits for
+#: its connection, and one more for every rank, whose addresses are asked for one after the other.
+_LONGEST_START = 20.0
+
 #: Seconds that the answer to a wait may take beyond the wait itself.
 _ANSWER = 0.5
 
@@ -51,7 +55,6 @@ class _Watched(Store):
 
     def get(self, key: str) -> bytes:
         """Waits for a key and returns its value."""
-        self.wait([key])
         return self._ask(lambda: self._inner.get(key))
 
     def add(self, key: str, amount: int) -> int:
@@ -81,19 +84,21 @@ class _Watched(Store):
 
 
 def begin(store: Store, world: neutral.Group) -> None:
-    """Initialises torch.distributed with gloo for the ranks of ``world``, within its timeout.
+    """Initialises torch.distributed with gloo for the ranks of ``world``, within its timeout or less.
 
     An error of any kind when a rank is lost meanwhile: see :func:`cause_of_failure`.
     """
-    limit = timedelta(seconds=world.timeout)
+    limit = timedelta(seconds=min(world.timeout, _LONGEST_START + world.size))
     watched = _Watched(store, world, limit)
-    begin_gloo(watched, world.rank, world.size, limit)
+    try:
+        begin_gloo(watched, world.rank, world.size, limit)
+    finally:
+        watched.let_go()
     core = dist.distributed_c10d
     # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
     core._world.pg_map[default] = (backend, PrefixStore("later", store))
-    watched.let_go()
     torch_state().gloo_store = watched
     # Its name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
