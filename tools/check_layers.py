@@ -49,6 +49,7 @@ UNSAFE = (
     f"{CORE}/codec/*/simd*.rs",
     f"{CORE}/collective/shm*",
     f"{CORE}/transport/shm*",
+    f"{CORE}/transport/unsent.rs",
     f"{CORE}/group/fork.rs",
     f"{CORE}/sync/ticks.rs",
     "rust/bagua-cuda/src/*",

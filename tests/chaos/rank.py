@@ -107,10 +107,6 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
         kind = plain[1] if plain else type(error).__name__
         notes.say("ended", kind=kind, text=str(error), named=named(error))
     finally:
-        if harmless and not elastic:
-            # Who leaves ends the operations of those that still wait for its last bytes on a slow line.
-            while not Path(folder, "leave").exists():
-                time.sleep(0.002)
         doing.end()
         # What it holds goes with it.
         del doing

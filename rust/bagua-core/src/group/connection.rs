@@ -184,11 +184,19 @@ impl Socket {
         }
     }
 
-    /// The stream of a lane, or of messages.
-    pub(super) fn into_transport(self) -> io::Result<Box<dyn Transport>> {
+    /// The stream of a lane, or of messages. `opened` gets the connection, which lives as long as the stream does.
+    pub(super) fn into_transport(
+        self,
+        opened: impl FnOnce(&Arc<std::net::TcpStream>),
+    ) -> io::Result<Box<dyn Transport>> {
+        let shared = |stream| {
+            let stream = Arc::new(stream);
+            opened(&stream);
+            stream
+        };
         Ok(match self {
-            Socket::Tcp(stream) => Box::new(Tcp::new(stream)?),
-            Socket::Tls(stream, session) => Box::new(Tls::new(stream, *session)?),
+            Socket::Tcp(stream) => Box::new(Tcp::new(shared(stream))?),
+            Socket::Tls(stream, session) => Box::new(Tls::new(shared(stream), *session)?),
             Socket::Unix(_) => return Err(io::Error::other("it is not a TCP connection")),
         })
     }

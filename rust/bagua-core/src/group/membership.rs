@@ -331,6 +331,7 @@ impl Membership {
             return;
         }
         if self.parent.is_none() {
+            self.control.plane.flush(|| self.health.check().is_ok());
             self.control.leave(LEFT);
             return;
         }

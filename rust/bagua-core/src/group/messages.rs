@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::connection::{ConnKey, DataConn};
-use super::control::{Control, Dial};
+use super::control::{Control, Dial, Plane};
 use super::descriptors::{self, Need};
 use super::fork::ForkFd;
 use super::handshake::Purpose;
@@ -34,7 +34,7 @@ pub(crate) struct MessageStream {
 
 impl MessageStream {
     /// The stream, and a second descriptor of it to wait on.
-    fn new(conn: DataConn) -> Result<(MessageStream, OwnedFd)> {
+    fn new(conn: DataConn, plane: &Plane) -> Result<(MessageStream, OwnedFd)> {
         let failed = |e| Error::system("preparing a stream of messages", e);
         let DataConn { fork_fd, socket } = conn;
         let Some(stream) = socket.tcp() else {
@@ -42,7 +42,7 @@ impl MessageStream {
         };
         let second = stream.as_fd().try_clone_to_owned().map_err(failed)?;
         let fork_fds = [fork_fd, ForkFd::new(&second)];
-        let stream = socket.into_transport().map_err(failed)?;
+        let stream = socket.into_transport(|stream| plane.flushes(stream)).map_err(failed)?;
         Ok((MessageStream { _fork_fds: fork_fds, stream }, second))
     }
 }
@@ -100,9 +100,10 @@ impl MessageStreams {
             &[peer],
             crate::error::Progress { what: "opening a stream of messages".to_owned(), ..Default::default() },
         );
+        let plane = Arc::clone(&self.control.plane);
         self.control.dial_messages(dial, Instant::now() + self.limit, move |outcome| {
             done(match outcome {
-                Some(Ok(conn)) => MessageStream::new(conn),
+                Some(Ok(conn)) => MessageStream::new(conn, &plane),
                 Some(Err(how)) => Err(Error::other(format!("connecting a stream of messages to rank {rank}: {how}"))),
                 None => Err(timed_out),
             });
@@ -112,9 +113,10 @@ impl MessageStreams {
 
     /// The streams that peers have opened since the last call, with their group ranks.
     pub(crate) fn arrived(&self) -> Vec<(usize, Result<(MessageStream, OwnedFd)>)> {
-        let found = self.control.plane.pending.take_messages(self.group);
+        let plane = &self.control.plane;
+        let found = plane.pending.take_messages(self.group);
         let rank_of = |key: &ConnKey| self.health.world_ranks().iter().position(|rank| *rank == key.from);
-        found.into_iter().filter_map(|(key, conn)| Some((rank_of(&key)?, MessageStream::new(conn)))).collect()
+        found.into_iter().filter_map(|(key, conn)| Some((rank_of(&key)?, MessageStream::new(conn, plane)))).collect()
     }
 
     /// Calls `wake` whenever a peer has opened a stream, until [`MessageStreams::unwatch`].

@@ -10,6 +10,7 @@ mod mesh;
 pub mod shm;
 mod tcp;
 pub mod tls;
+mod unsent;
 
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
@@ -20,6 +21,7 @@ pub(crate) use mesh::{CHUNK_LEN, Chunk};
 pub use mesh::{Mesh, Step};
 pub use tcp::Tcp;
 pub use tls::Tls;
+pub(crate) use unsent::unsent;
 
 use std::os::fd::BorrowedFd;
 

@@ -3,6 +3,7 @@
 use std::io::{self, IoSlice, Read};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
@@ -19,7 +20,7 @@ const UNSENT: u32 = 128 << 10;
 
 /// One TCP connection to a peer.
 pub struct Tcp {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
 }
 
 impl Tcp {
@@ -27,7 +28,8 @@ impl Tcp {
     ///
     /// # Errors
     /// When a socket option cannot be set.
-    pub fn new(stream: TcpStream) -> io::Result<Tcp> {
+    pub fn new(stream: impl Into<Arc<TcpStream>>) -> io::Result<Tcp> {
+        let stream = stream.into();
         prepare(&stream)?;
         Ok(Tcp { stream })
     }
@@ -54,7 +56,7 @@ impl Transport for Tcp {
     }
 
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
-        retry(|| match self.stream.read(into) {
+        retry(|| match (&*self.stream).read(into) {
             Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "connection closed")),
             other => other,
         })

@@ -536,7 +536,7 @@ fn grant<Data>(mut traffic: WriteTraffic<'_, Data>, outgoing: &mut Buffer, wish:
 
 /// One TLS connection to a peer.
 pub struct Tls {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
     session: Session,
 }
 
@@ -545,7 +545,8 @@ impl Tls {
     ///
     /// # Errors
     /// When a socket option cannot be set.
-    pub fn new(stream: TcpStream, session: Session) -> io::Result<Tls> {
+    pub fn new(stream: impl Into<Arc<TcpStream>>, session: Session) -> io::Result<Tls> {
+        let stream = stream.into();
         prepare(&stream)?;
         Ok(Tls { stream, session })
     }
@@ -559,12 +560,12 @@ impl Transport for Tls {
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         let Tls { stream, session } = self;
         // NOSIGNAL: as in `Tcp`.
-        retry(|| session.write(head, body, |bytes| Ok(send(&*stream, bytes, SendFlags::NOSIGNAL)?)))
+        retry(|| session.write(head, body, |bytes| Ok(send(&**stream, bytes, SendFlags::NOSIGNAL)?)))
     }
 
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
         let Tls { stream, session } = self;
-        retry(|| match session.read(into, |bytes| stream.read(bytes)) {
+        retry(|| match session.read(into, |bytes| (&**stream).read(bytes)) {
             Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "connection closed")),
             other => other,
         })

@@ -1,6 +1,7 @@
 //! The state that the control thread shares with the other threads of a rank: peers, groups, and the handling of failures.
 
 use std::collections::{HashMap, HashSet};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -18,10 +19,14 @@ use super::super::wire::Message;
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
+use crate::transport::unsent;
 use crate::wait::lock;
 
 /// How long a leaving rank waits for acknowledgements.
 pub(super) const LINGER: Duration = Duration::from_millis(200);
+
+/// How long a leaving rank waits for its last bytes to be acknowledged while none is.
+const STANDS: Duration = Duration::from_secs(1);
 
 /// The most messages that are kept for groups that this rank has not built yet.
 const MAX_EARLY: usize = 4096;
@@ -152,6 +157,8 @@ pub(in super::super) struct Plane {
     pub(in super::super) views: Inbox,
     /// This rank leaves: later events of peers are ignored.
     leaving: AtomicBool,
+    /// The connections of lanes and messages.
+    streams: Mutex<Vec<Weak<TcpStream>>>,
 }
 
 impl Plane {
@@ -173,6 +180,7 @@ impl Plane {
             settled: Notify::new(),
             views: Inbox::default(),
             leaving: AtomicBool::new(false),
+            streams: Mutex::default(),
         }
     }
 
@@ -254,6 +262,30 @@ impl Plane {
         for peer in ranks.iter().filter_map(|rank| self.peer(*rank)) {
             // The channel is closed when the connection has ended.
             let _ = peer.outbox.send(frame.clone());
+        }
+    }
+
+    /// From now on [`Plane::flush`] waits for the bytes of this connection, while it is open.
+    pub(in super::super) fn flushes(&self, stream: &Arc<TcpStream>) {
+        let mut streams = lock(&self.streams);
+        streams.retain(|stream| stream.strong_count() > 0);
+        streams.push(Arc::downgrade(stream));
+    }
+
+    /// Waits until the peers' kernels have what was sent to them, as long as bytes arrive and `goes_on`. Otherwise the message that this
+    /// rank leaves, on a connection of its own, comes before them on a slow line.
+    pub(in super::super) fn flush(&self, goes_on: impl Fn() -> bool) {
+        let streams = std::mem::take(&mut *lock(&self.streams));
+        let (mut least, mut moved) = (usize::MAX, Instant::now());
+        while goes_on() && moved.elapsed() < STANDS {
+            let left = streams.iter().filter_map(Weak::upgrade).map(|stream| unsent(&stream)).sum();
+            if left == 0 {
+                return;
+            }
+            if left < least {
+                (least, moved) = (left, Instant::now());
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 

@@ -24,6 +24,10 @@ use super::visit::Visit;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
+/// How long connecting the next view may take at least, however short the heartbeat timeout is: several round trips, on a line with
+/// hundreds of milliseconds of delay too. Rounds wait for it.
+const CONNECT: Duration = Duration::from_secs(5);
+
 /// The most connections at a time that wait for their handshake or their first message.
 const GUESTS: usize = 64;
 
@@ -198,7 +202,7 @@ impl Door {
     /// Binds as rank `place` of a group of these ranks of the job.
     pub(crate) fn bind(&self, view: u64, place: usize, size: usize, name: &str) -> Result<Bootstrap> {
         let base = self.shared.config.clone();
-        let connect_timeout = base.connect_timeout.min(base.heartbeat_timeout);
+        let connect_timeout = base.connect_timeout.min(base.heartbeat_timeout.max(CONNECT));
         Bootstrap::bind(Config { rank: place, world_size: size, view, name: name.to_owned(), connect_timeout, ..base })
     }
 
