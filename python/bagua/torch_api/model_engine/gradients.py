@@ -156,8 +156,8 @@ class GradientExchange(Exchange):
             raise self._backend.reported(
                 NotImplementedError(
                     f"the gradient of {slot.name!r} of model {self._module_name!r} is {grad.layout} on rank "
-                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules that had sparse=True at "
-                    "with_bagua can have sparse gradients"
+                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules with "
+                    "sparse=True when the model was wrapped can have sparse gradients"
                 )
             )
         slot.sent = True
@@ -253,8 +253,8 @@ class GradientExchange(Exchange):
         return self._backend.reported(
             BaguaError(
                 f"no gradient for {names} of model {self._module_name!r} in this backward on rank "
-                f"{self._backend.rank}: the loss does not depend on them; pass find_unused_parameters=True to "
-                "with_bagua if that is meant"
+                f"{self._backend.rank}: the loss does not depend on them; pass "
+                "find_unused_parameters=True if that is meant"
             )
         )
 
