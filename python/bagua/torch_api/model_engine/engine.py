@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +158,8 @@ class ModelEngine:
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
+        #: The rank whose buffers all ranks get.
+        self.root = 0
         #: At the end of the last completed step.
         self.progress = Progress()
         self.algorithm = algorithm
@@ -271,14 +273,10 @@ class ModelEngine:
         self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
 
     def _broadcast_state(self) -> None:
-        rank = self.backend.rank
-        broadcast_tensors(self._broadcast, rank, [tensor for _, _, tensor in self._state(self.module)])
+        self.broadcast([tensor for _, _, tensor in self._state(self.module)])
         own = [param for name, param in self.module.named_parameters() if name in self.parameters_to_ignore]
         for optimizer in self.bagua_optimizers:
-            broadcast_optimizer(self._communicator, self._broadcast, optimizer, own)
-
-    def _broadcast(self, room: torch.Tensor) -> None:
-        self.backend.broadcast(room, 0)
+            broadcast_optimizer(self._communicator, lambda room: self.backend.broadcast(room, 0), optimizer, own)
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
@@ -315,7 +313,7 @@ class ModelEngine:
             return
         if not self._in_step:
             self.bagua_algorithm.before_step(self)
-        if not module.training:
+        if not self._trains(module):
             self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
         if self._in_backward:
@@ -328,16 +326,31 @@ class ModelEngine:
         if begins:
             self.step += 1
             self._in_step = True
+        self._forward_is_announced()
         if self.bagua_algorithm.need_reset():
             self._init_algorithm()
-        # With gradients before each forward, as torch's DDP does.
-        due = self.require_backward_grad_sync and self.bagua_algorithm.buffers_due(self.step)
-        if due and (begins or self.exchange.needs_gradients):
+        if self.bagua_algorithm.buffers_due(self.step) and self._buffers_are_due(begins):
             self.send_buffers()
         if begins and self.bagua_algorithm.communicates(self.step):
             self.exchange.begin()
         self._forward_pre_hook(inputs)
         self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
+
+    def _trains(self, module: torch.nn.Module) -> bool:
+        """Whether a forward that begins now is one of training: the others communicate nothing."""
+        return module.training
+
+    def _forward_is_announced(self) -> None:
+        """Called before a training forward, in which nothing was communicated yet; decides :attr:`root`."""
+
+    def _buffers_are_due(self, begins: bool) -> bool:
+        """Whether :attr:`root` sends its buffers before a training forward, by which a step may begin."""
+        # With gradients before each forward.
+        return self.require_backward_grad_sync and (begins or self.exchange.needs_gradients)
+
+    def _backward_communicates(self) -> bool:
+        """Whether a gradient that comes now is communicated; otherwise it only accumulates."""
+        return self.require_backward_grad_sync
 
     def after_forward(self) -> None:
         """After each forward for which :meth:`before_forward` did something."""
@@ -368,8 +381,13 @@ class ModelEngine:
         self.restart(progress.next_step)
 
     def send_buffers(self) -> None:
-        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
-        broadcast_tensors(self._broadcast, self.backend.rank, self._buffers())
+        """Every rank gets the buffers of :attr:`root`, unless ``broadcast_buffers`` is False. Collective."""
+        self.broadcast(self.buffers())
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Every rank gets the values that :attr:`root` has. Collective."""
+        root = self.root
+        broadcast_tensors(lambda room: self.backend.broadcast(room, root), self.backend.rank, tensors, root)
 
     def start_buffers(self) -> Callable[[], None]:
         """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
@@ -377,10 +395,10 @@ class ModelEngine:
         def start(room: torch.Tensor) -> Callable[[], None]:
             return self.backend.start_broadcast(room, 0).wait
 
-        return start_broadcast(start, self.backend.rank, self._buffers())
+        return start_broadcast(start, self.backend.rank, self.buffers())
 
-    def _buffers(self) -> list[torch.Tensor]:
-        """The buffers that rank 0 sends."""
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that :attr:`root` sends."""
         if not self.broadcast_buffers:
             return []
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
@@ -410,7 +428,7 @@ class ModelEngine:
             self._in_any_backward = True
             self.bagua_algorithm.backward_begins(self)
             _at_end_of_backward(_EndOfBackward(self))
-        if not self.require_backward_grad_sync:
+        if not self._backward_communicates():
             self._backwards += 1
             self.exchange.accumulated(name)
             return
