@@ -80,7 +80,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         algorithm: Algorithm | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
-        Joinable.__init__(self)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
         refused = {
@@ -131,6 +131,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             broadcast_state=init_sync,
             owner=weakref.ref(self),
             cap=self._bucket_size,
+            static_graph=self.static_graph,
         )
         self._is_copy = False
         engine.require_backward_grad_sync = self._syncs
@@ -151,7 +152,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _at_work(self) -> WrapperEngine:
         engine = self._engine
         if engine is None:
-            raise BaguaError("this wrapper communicates nothing: its group has ended, or it is a copy not yet trained")
+            # Whoever reads all attributes of an object takes no other error.
+            raise AttributeError("this wrapper communicates nothing: its group has ended, or it is an untrained copy")
         return engine
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def process_group(self) -> ProcessGroup | dist.ProcessGroup:
         """The group that was given, else bagua's default group."""
-        return self._bagua_group() if self._given_group is None else self._given_group
+        return self._at_work().process_group if self._given_group is None else self._given_group
 
     @property
     def bagua_ddp(self) -> ModelEngine:
@@ -273,7 +275,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def bagua_module_name(self) -> str:
         """The model's name, the same on all ranks."""
-        return name_of(self.module)
+        return self._at_work().bagua_module_name
 
     @property
     def bagua_algorithm(self) -> AlgorithmImpl:
@@ -329,7 +331,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return made
 
     def _state_of_copy(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_copy": True, "_join_config": _JoinConfig.construct_disabled_join_config()}
+        return {**self.__dict__, "_is_copy": True, "_join_config": _JoinConfig(False, False, False)}
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: as :meth:`__deepcopy__`. BaguaError for another group than the default one."""
