@@ -364,11 +364,9 @@ def hooks_of_torch(rank: int) -> None:
 
 
 def bf16_hook(rank: int) -> None:
-    try:
+    # Elsewhere torch refuses it.
+    if torch.version.cuda is not None and dist.is_nccl_available():
         as_torch(rank, prepare=registered(nothing, default_hooks.bf16_compress_hook))
-    except TypeError as refused:
-        # Where torch is built without CUDA it refuses this hook.
-        assert "CUDA" in str(refused)
 
 
 def power_sgd_state() -> Any:

@@ -90,9 +90,9 @@ def check(hook: Any) -> None:
     if bucket is None:
         raise ValueError("a communication hook has the arguments state and bucket")
     torchs = dist.GradBucket  # type: ignore[attr-defined]
-    if bucket.annotation not in (inspect.Parameter.empty, torchs, GradBucket):
+    if bucket.annotation not in (inspect.Parameter.empty, Any, torchs, GradBucket):
         raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation!r}")
-    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+    if signature.return_annotation not in (inspect.Signature.empty, Any, torch.futures.Future[torch.Tensor]):
         raise ValueError(
             f"a communication hook returns torch.futures.Future[torch.Tensor], not {signature.return_annotation!r}"
         )

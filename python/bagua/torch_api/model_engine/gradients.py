@@ -106,7 +106,7 @@ class GradientExchange(Exchange):
         self.factor: Callable[[], float] = _one
         #: The graph is the same in each step: a parameter may get several gradients in one backward.
         self.is_static = False
-        #: A gradient that was there before a backward that brought none is communicated: the user may have put it there.
+        #: A gradient to which a backward brought nothing is communicated: the user may have put it there.
         self.takes_given = False
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
