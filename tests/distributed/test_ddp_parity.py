@@ -4,7 +4,9 @@ The points are those of docs/ddp_parity.md.
 """
 
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -513,6 +515,19 @@ CASES: list[Case] = [
 
 def on_two_ranks(rank: int) -> dict[str, str]:
     return run_cases(rank, CASES)
+
+
+def test_every_test_in_the_table_of_the_documents_exists() -> None:
+    folder = Path(__file__).parent
+    rows = [
+        line for line in (folder.parents[1] / "docs" / "ddp_parity.md").read_text().splitlines() if line[:3] != "|--"
+    ]
+    named = {name for row in rows if row.startswith("|") for name in re.findall(r"`(\w+_\w+)`", row.split("|")[-2])}
+    sources = [(folder / f"test_ddp_{which}.py").read_text() for which in ("parity", "wrapper", "jobs")]
+    defined = {name for source in sources for name in re.findall(r"^def (\w+)", source, re.MULTILINE)}
+    assert len(rows) > 22
+    assert named - defined == set()
+    assert {case.__name__ for case in CASES} - named == set()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

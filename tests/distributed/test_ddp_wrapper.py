@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bagua as neutral
 import bagua.torch_api as bagua
@@ -360,6 +361,18 @@ def an_export_holds_the_model_alone(rank: int) -> None:
     assert torch.equal(traced(torch.ones(1, 8)), model.module(torch.ones(1, 8)))
 
 
+def what_it_cannot_hold_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="no shape yet"):
+        DistributedDataParallel(nn.LazyLinear(2))
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match=r"'weight'.*meta"):
+        DistributedDataParallel(nn.Linear(2, 2, device="meta"))
+    mesh = DeviceMesh("cpu", list(range(bagua.get_world_size())))
+    split = nn.Linear(2, 6)
+    split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(NotImplementedError, match="'weight' is a DTensor"):
+        DistributedDataParallel(split)
+
+
 def unwrap_lets_the_model_train_alone(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(8, 2))
     bagua.unwrap(model)
@@ -453,6 +466,7 @@ CASES: list[Case] = [
     a_hook_that_raises_ends_the_backward,
     a_compiled_wrapper_and_a_wrapper_of_a_compiled_model_train,
     an_export_holds_the_model_alone,
+    what_it_cannot_hold_is_refused,
     unwrap_lets_the_model_train_alone,
 ]
 

@@ -548,6 +548,8 @@ def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
             continue
         if is_lazy(param):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
+        if hasattr(param, "placements"):
+            raise NotImplementedError(f"parameter {name!r} is a DTensor, which the other ranks have parts of")
         check_on_cpu(param, f"parameter {name!r}")
         if param.requires_grad:
             dtype_code(param, f"parameter {name!r}")
