@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..communication import to_bagua_process_group
 from ..process_group import Communicator, ProcessGroup, ReduceOp
+from .groups import group_of
 
 __all__ = ["all_reduce"]
 
@@ -31,7 +31,7 @@ def all_reduce(
         raise TypeError(f"op must be a bagua.torch_api.ReduceOp, not {op!r}")
     if op not in _DIFFERENTIABLE:
         raise NotImplementedError(f"all_reduce: {op!r} has no gradient here; SUM, AVG and MAX have one")
-    found = to_bagua_process_group(group)
+    found = group_of(group)
     communicator = found.get_global_communicator()
     if not isinstance(communicator, Communicator):
         raise ValueError(f"all_reduce: this rank is not in {found}")

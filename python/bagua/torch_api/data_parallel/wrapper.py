@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import torch_state, torchs_world
+from bagua.lifecycle import torch_state
 
-from .. import communication
 from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..model_engine.engine import ModelEngine, call_after_forward, call_before_forward, is_recorded, name_of
 from ..process_group import ProcessGroup
 from .comm_hooks import CommHook
+from .groups import group_of
 from .wrapper_engine import WrapperEngine
 
 __all__ = ["DistributedDataParallel"]
@@ -122,7 +122,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.module,
             optimizers,
             self._algorithm,
-            self._bagua_group(),
+            group_of(self._given_group),
             self.gradient_as_bucket_view,
             name=name_of(self.module),
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
@@ -136,12 +136,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._is_copy = False
         engine.require_backward_grad_sync = self._syncs
         return engine
-
-    def _bagua_group(self) -> ProcessGroup:
-        given = self._given_group
-        if not communication.is_initialized() and not isinstance(given, ProcessGroup) and torchs_world() is not None:
-            communication.init_process_group()
-        return communication.to_bagua_process_group(given)
 
     @property
     def _engine(self) -> WrapperEngine | None:

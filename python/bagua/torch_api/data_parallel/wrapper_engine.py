@@ -88,7 +88,9 @@ class WrapperEngine(ModelEngine):
             self.exchange.takes_given = self.do_flatten
             # A hook's result stays as it is.
             if self._comm_hook is None:
-                self.exchange.factor = self._factor
+                # Weakly, or the engine would outlive its model until a collection of garbage.
+                this = weakref.ref(self)
+                self.exchange.factor = lambda: 1.0 if (engine := this()) is None else engine._factor()
 
     def _factor(self) -> float:
         if self.divide_by_initial_world_size or not self._active:

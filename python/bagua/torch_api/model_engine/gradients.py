@@ -232,8 +232,9 @@ class GradientExchange(Exchange):
         """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
         try:
             unused = self._rest()
-            for slot in self._slots.values():
-                slot.expected = slot.expected or slot.came
+            if self.is_static:
+                for slot in self._slots.values():
+                    slot.expected = slot.expected or slot.came
             names = [slot.name for slot in unused] + self._sparse.unused(self._now.touched)
             if names and not self._find_unused:
                 raise self._unused(names)
@@ -279,6 +280,8 @@ class GradientExchange(Exchange):
                     slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
                     self._send(slot)
                 self._wait()
+            if self._now.failure is not None:
+                raise self._now.failure
             self._sparse.exchange(())
         finally:
             self._reset()
