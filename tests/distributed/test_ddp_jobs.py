@@ -11,44 +11,46 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as Torchs
 
 import bagua.c10d  # noqa: F401  registers the backend
 import bagua.torch_api as bagua_torch
 from bagua.errors import BaguaError, PeerLostError
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from tests.distributed.parity_ranks import Net, same
+from tests.distributed.parity_ranks import Net, agree
 from tests.world import make_world
 
 ENVIRONMENT = {"BAGUA_TIMEOUT": "30"}
 
 
-def trained(prepare: Any = None) -> dict[str, torch.Tensor]:
-    torch.manual_seed(dist.get_rank())
-    model = DistributedDataParallel(Net())
-    if prepare is not None:
-        prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
-        for _ in range(2 + dist.get_rank()):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def trained_with_join(rank: int, prepare: Any = None) -> None:
+    """By the wrapper on the world of torch.distributed, and by torch's on gloo beside it."""
+    found = []
+    for wrapper, group in ((DistributedDataParallel, None), (Torchs, dist.new_group(backend="gloo"))):
+        torch.manual_seed(rank)
+        model: Any = wrapper(Net(), process_group=group)
+        if prepare is not None:
+            prepare(model, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for _ in range(2 + rank):
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+        found.append(dict(model.state_dict()))
+    agree(*found)
 
 
 def on_the_backend_bagua(rank: int) -> bool:
     torch.set_num_threads(1)
-    found = []
-    for backend in ("bagua", "gloo"):
-        dist.init_process_group(backend)
-        if backend == "gloo":
-            bagua_torch.init_process_group()
-        # Without init_process_group of bagua where the backend is "bagua".
-        found.append(trained())
-        found.append(trained(lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook)))
-        bagua_torch.destroy_process_group()
-        dist.destroy_process_group()
-    return all(same(found[i][name], found[i + 2][name]) for i in (0, 1) for name in found[i])
+    dist.init_process_group("bagua")
+    # Without init_process_group of bagua.
+    trained_with_join(rank)
+    trained_with_join(rank, lambda model, group: model.register_comm_hook(group, default_hooks.fp16_compress_hook))
+    adopted = bagua_torch.is_initialized()
+    bagua_torch.destroy_process_group()
+    dist.destroy_process_group()
+    return adopted
 
 
 def test_a_wrapper_adopts_the_world_of_the_backend_bagua() -> None:
