@@ -44,6 +44,10 @@ def _is_in_use(grad: torch.Tensor) -> bool:
     return _references is None or _references(grad.untyped_storage()._cdata) > 2
 
 
+def _one() -> float:
+    return 1.0
+
+
 @dataclass
 class Slot:
     """One parameter's gradient."""
@@ -60,6 +64,9 @@ class Slot:
     sent: bool = False
     # The engine's number of it, from the first backward on.
     number: int | None = None
+    # In a static graph: gradients that came in this backward, and how many come in each (0: not known yet).
+    came: int = 0
+    expected: int = 0
 
 
 @dataclass
@@ -95,6 +102,12 @@ class GradientExchange(Exchange):
         #: Called with the name of a parameter that no rank used, its communicated gradient, and the gradient of this
         #: rank, which comes back.
         self.discarded: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
+        #: By what the communicated gradients are multiplied before backward returns.
+        self.factor: Callable[[], float] = _one
+        #: The graph is the same in each step: a parameter may get several gradients in one backward.
+        self.is_static = False
+        #: A gradient to which a backward brought nothing is communicated: the user may have put it there.
+        self.takes_given = False
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
@@ -144,6 +157,11 @@ class GradientExchange(Exchange):
                 f"parameter {name!r} got a second gradient in one backward, after the first was sent: used in "
                 "several re-entrant checkpoints; pass use_reentrant=False to torch.utils.checkpoint"
             )
+        if self.is_static:
+            slot.came += 1
+            # In the first backward they go when it is over.
+            if slot.came != slot.expected:
+                return
         self._send(slot)
 
     def _send(self, slot: Slot) -> None:
@@ -156,8 +174,8 @@ class GradientExchange(Exchange):
             raise self._backend.reported(
                 NotImplementedError(
                     f"the gradient of {slot.name!r} of model {self._module_name!r} is {grad.layout} on rank "
-                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules that had sparse=True at "
-                    "with_bagua can have sparse gradients"
+                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules with "
+                    "sparse=True when the model was wrapped can have sparse gradients"
                 )
             )
         slot.sent = True
@@ -214,6 +232,9 @@ class GradientExchange(Exchange):
         """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
         try:
             unused = self._rest()
+            if self.is_static:
+                for slot in self._slots.values():
+                    slot.expected = slot.expected or slot.came
             names = [slot.name for slot in unused] + self._sparse.unused(self._now.touched)
             if names and not self._find_unused:
                 raise self._unused(names)
@@ -223,14 +244,49 @@ class GradientExchange(Exchange):
             if self._find_unused:
                 nowhere = self._wait_and_agree(unused)
             else:
-                self._backend.wait_pending_comm_ops()
+                self._wait()
             for grad, wire in self._now.write_back:
                 # Not through autograd: the values are averaged, the graph stays that of this rank.
                 grad.data.copy_(wire)
             self._sparse.exchange(self._now.touched)
+            self._scale(nowhere)
             self._completed(nowhere)
         finally:
             self._reset()
+
+    def _wait(self) -> None:
+        """Waits until every bucket is communicated."""
+        self._backend.wait_pending_comm_ops()
+
+    def _scale(self, nowhere: set[str]) -> None:
+        factor = self.factor()
+        if factor == 1:
+            return
+        for name, param in [*self._parameters, *self._sparse.parameters()]:
+            if param.grad is not None and name not in nowhere:
+                param.grad.data.mul_(factor)
+
+    def shadow(self) -> None:
+        """Takes part in the exchange of a backward that this rank does not make, with zeros. Its gradients stay."""
+        own = [(param, param.grad) for _, param in [*self._parameters, *self._sparse.parameters()]]
+        kept = [(param, None if grad is None else grad.clone()) for param, grad in own]
+        try:
+            for param, _ in own:
+                param.grad = None
+            if self._find_unused:
+                self._wait_and_agree(list(self._slots.values()))
+            else:
+                for slot in self._slots.values():
+                    slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
+                    self._send(slot)
+                self._wait()
+            if self._now.failure is not None:
+                raise self._now.failure
+            self._sparse.exchange(())
+        finally:
+            self._reset()
+            for param, grad in kept:
+                param.grad = grad
 
     def _completed(self, nowhere: set[str]) -> None:
         """Every bucket is communicated. ``nowhere``: names of the parameters that no rank has a gradient for."""
@@ -241,7 +297,8 @@ class GradientExchange(Exchange):
         for slot in self._slots.values():
             if slot.sent:
                 continue
-            if slot.name in self._now.touched and slot.param.grad is not None:
+            came = self.takes_given or slot.came > 0 or slot.name in self._now.touched
+            if came and slot.param.grad is not None:
                 self._send(slot)
             else:
                 unused.append(slot)
@@ -253,8 +310,8 @@ class GradientExchange(Exchange):
         return self._backend.reported(
             BaguaError(
                 f"no gradient for {names} of model {self._module_name!r} in this backward on rank "
-                f"{self._backend.rank}: the loss does not depend on them; pass find_unused_parameters=True to "
-                "with_bagua if that is meant"
+                f"{self._backend.rank}: the loss does not depend on them; pass "
+                "find_unused_parameters=True if that is meant"
             )
         )
 
@@ -269,7 +326,7 @@ class GradientExchange(Exchange):
             self._send(slot)
         used = torch.tensor([slot.name not in before for slot in self._slots.values()], dtype=torch.uint8)
         handle = self._backend.all_reduce(used, ReduceOp.MAX)
-        self._backend.wait_pending_comm_ops()
+        self._wait()
         handle.wait()
         nowhere = {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
         for name in nowhere:
@@ -291,4 +348,4 @@ class GradientExchange(Exchange):
         self._now = _Backward()
         self._sparse.reset()
         for slot in self._slots.values():
-            slot.sent = False
+            slot.sent, slot.came = False, 0
