@@ -375,6 +375,25 @@ def functional_collectives_work(pair: Pair) -> None:
     assert part.item() == pair.size
 
 
+def operations_are_events_of_the_profiler(pair: Pair) -> None:
+    with torch.autograd.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(3), group=pair.ours)
+        dist.all_gather([torch.zeros(2) for _ in range(pair.size)], torch.ones(2), group=pair.ours)
+        if pair.rank == 0:
+            work = dist.irecv(torch.zeros(2), pair.world_rank(1), group=pair.ours, tag=8)
+            # Rank 1 sends when it has this: until then the receive lasts.
+            dist.send(torch.ones(1), pair.world_rank(1), group=pair.ours, tag=9)
+            work.wait()
+        elif pair.rank == 1:
+            dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
+            dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=8)
+    events = {event.name: event for event in profile.function_events if event.name.startswith("bagua:")}
+    messages = {"bagua:send", "bagua:recv"} if pair.rank in (0, 1) else set()
+    assert events.keys() == {"bagua:all_reduce", "bagua:all_gather", *messages}
+    assert all(event.count == 1 for event in events.values())
+    assert pair.rank != 0 or events["bagua:recv"].is_async
+
+
 CASES: list[Case] = [
     all_reduce_equals_gloo_for_every_type_and_operation,
     all_reduce_takes_tensors_that_are_not_contiguous,
@@ -397,6 +416,7 @@ CASES: list[Case] = [
     a_continuation_may_wait_for_another_future,
     a_wait_whose_time_passes_leaves_the_operation_running,
     functional_collectives_work,
+    operations_are_events_of_the_profiler,
 ]
 
 
