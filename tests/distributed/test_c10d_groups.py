@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -312,3 +313,24 @@ def test_the_entry_point_leads_to_what_registers_the_backend() -> None:
     register()
     assert "bagua" in dist.Backend.backend_list
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.Backend, "_ensure_backend_registered"), reason="this torch finds no backends by entry points"
+)
+def test_an_installed_distribution_needs_no_import(tmp_path: Path) -> None:
+    maturin = shutil.which("maturin", path=os.path.dirname(sys.executable))
+    if maturin is None:
+        pytest.skip("maturin is not installed: make setup")
+    # What an installer writes beside the package.
+    write = [maturin, "pep517", "write-dist-info", "--metadata-directory", tmp_path, "--interpreter", sys.executable]
+    subprocess.run(write, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.replace("import bagua.c10d\n", 'assert "bagua" not in sys.modules\n')],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
