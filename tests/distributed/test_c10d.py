@@ -187,6 +187,22 @@ def gathering_equals_gloo(pair: Pair) -> None:
         pair.both(verb)
 
 
+def all_gather_takes_tensors_of_different_sizes(pair: Pair) -> None:
+    # torch documents it; gloo refuses it.
+    for dtype, sizes, async_op in itertools.product(
+        (torch.float32, torch.int16, torch.complex64), ([2, 5, 1], [0, 3, 4]), (False, True)
+    ):
+        tensors = [data(rank, size, dtype=dtype) for rank, size in enumerate(sizes[: pair.size])]
+        outputs = [torch.zeros_like(tensor) for tensor in tensors]
+        work = dist.all_gather(outputs, tensors[pair.rank], group=pair.ours, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert same(outputs, tensors)
+    outputs = [torch.zeros(rank + 1) for rank in range(pair.size)]
+    with pytest.raises(ValueError, match=f"the output.{pair.rank}. has {pair.rank + 1} elements, the input 9"):
+        dist.all_gather(outputs, torch.zeros(9), group=pair.ours)
+
+
 def scattering_equals_gloo(pair: Pair) -> None:
     def scatter(group: dist.ProcessGroup) -> Any:
         output = torch.zeros(4)
@@ -404,6 +420,7 @@ CASES: list[Case] = [
     what_only_moves_takes_every_type,
     reduce_and_broadcast_equal_gloo,
     gathering_equals_gloo,
+    all_gather_takes_tensors_of_different_sizes,
     scattering_equals_gloo,
     all_to_all_equals_gloo,
     coalesced_forms_equal_their_single_ones,

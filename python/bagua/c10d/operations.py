@@ -138,9 +138,27 @@ def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
 
 
 def all_gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
-    """Every rank gets every rank's tensor, in a list by rank."""
+    """Every rank gets every rank's tensor, in a list by rank; sizes may differ between ranks, as torch documents."""
     mine = source(tensor, "the input")
+    # Every rank has the sizes of all, so all ranks decide alike.
+    if len({output.numel() for output in outputs if isinstance(output, torch.Tensor)}) > 1:
+        return _all_gather_v(raw, outputs, tensor, mine)
     return _gather_all(raw, mine, gathered(outputs, tensor, raw.size, "the output"), list(outputs))
+
+
+def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, mine: Operand) -> Operation:
+    if len(outputs) == raw.size:
+        own = outputs[raw.rank]
+        if isinstance(own, torch.Tensor) and own.numel() != tensor.numel():
+            raise ValueError(f"the output[{raw.rank}] has {own.numel()} elements, the input {tensor.numel()}")
+        _same_dtype(tensor, outputs[0])
+    room = gathered(outputs, None, raw.size, "the output")
+    # Bytes where the core has no code. Not all are empty, or they would be equal.
+    unit = room.numel // room.memory.numel()
+    recvs = [output.numel() * unit for output in outputs]
+    # Every rank gets the same elements.
+    sends, starts = [mine.numel] * raw.size, [0] * raw.size
+    return _all_to_all_v(raw, mine, sends, room, recvs, list(outputs), name="all_gather", send_starts=starts)
 
 
 def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int) -> Operation:
@@ -258,8 +276,13 @@ def _all_to_all_v(
     room: Operand,
     recvs: list[int],
     result: list[torch.Tensor],
+    *,
+    name: str = "all_to_all",
+    send_starts: list[int] | None = None,
 ) -> Operation:
     starts = [list(itertools.accumulate(counts, initial=0))[:-1] for counts in (sends, recvs)]
+    if send_starts is not None:
+        starts[0] = send_starts
 
     def begin(async_op: bool, timeout: float) -> engine.Handle | None:
         return raw.all_to_all_v(
@@ -277,7 +300,7 @@ def _all_to_all_v(
             keep=(mine, room),
         )
 
-    return Operation("all_to_all", begin, result, room.finish)
+    return Operation(name, begin, result, room.finish)
 
 
 def barrier(raw: engine.Communicator) -> Operation:
