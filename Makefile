@@ -90,6 +90,10 @@ chaos: setup ## Kills, freezes and cuts off ranks in the middle of everything th
 	tools/system_packages test
 	$(BIN)/python -m tests.chaos --record
 
+.PHONY: test-torch
+test-torch: setup ## Runs torch's own tests of torch.distributed on gloo and on the backend bagua (5 minutes; some are in make test)
+	$(BIN)/python -m tests.torch_suite
+
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.
 NOT_EMULATED := --skip every_page_is_there_before_it_is_touched --skip memory_is_all_there_at_once_and_given_back

@@ -1,7 +1,7 @@
 """Compares training by with_bagua with torch's DDP on gloo: samples per second, communication, CPU, memory; and
 measures the hand-over of an operation to the communication thread.
 
-    python benchmarks/train.py                      # three models, then memory and hand-over
+    python benchmarks/train.py                      # three models, then memory and hand-over; DDP on "bagua" and gloo
     python benchmarks/train.py --models mlp --parts throughput
 
 Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), which start with the
@@ -12,6 +12,9 @@ The time blocked in communication is measured in one way for all: a step's time 
 `no_sync()`, which communicates nothing and runs with a learning rate of 0 here, so that the parameters stay as they
 are. `wait_s` of bagua.stats() is the time per step that our communication thread waited for peers, hidden behind the
 backward pass or not. CPU seconds are those of all threads.
+
+The part "backend" compares torch's DDP with itself, on the backend "bagua" and on gloo, whose weights must be equal in
+the end. The ranks of a world have both groups.
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ from common import (
 )
 
 MODELS = ("mlp", "transformer", "cnn")
-PARTS = ("throughput", "memory", "handover")
+#: Those of the part "backend".
+BACKEND_MODELS = ("mlp", "layers", "cnn")
+PARTS = ("throughput", "memory", "handover", "backend")
 #: Samples per rank and step.
-BATCH = {"mlp": 4, "transformer": 4, "cnn": 16}
+BATCH = {"mlp": 4, "transformer": 4, "cnn": 16, "layers": 4}
 OURS = "bagua"
 
 
@@ -55,6 +60,8 @@ def build(name: str) -> Any:
             *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(64 * 8 * 8, 128), nn.ReLU(), nn.Linear(128, 10)),
         )
+    if name == "layers":  # 300 small layers: the cost of a bucket decides
+        return nn.Sequential(*(layer for _ in range(300) for layer in (nn.Linear(32, 32), nn.Tanh())))
     return language_model(words=2000, width=192, layers=4)
 
 
@@ -89,6 +96,8 @@ def samples(name: str, rank: int) -> Iterator[tuple[Any, Any]]:
             yield torch.randn(batch, 1024, generator=random), torch.randint(1000, (batch,), generator=random)
         elif name == "cnn":
             yield torch.randn(batch, 3, 32, 32, generator=random), torch.randint(10, (batch,), generator=random)
+        elif name == "layers":
+            yield torch.randn(batch, 32, generator=random), torch.randint(32, (batch,), generator=random)
         else:
             tokens = torch.randint(2000, (batch, 65), generator=random)
             yield tokens[:, :-1], tokens[:, 1:].flatten()
@@ -97,7 +106,7 @@ def samples(name: str, rank: int) -> Iterator[tuple[Any, Any]]:
 class Trainer:
     """One contender's copy of a model, its optimizer and its iterator over the data."""
 
-    def __init__(self, contender: str, model: str, rank: int) -> None:
+    def __init__(self, contender: str, model: str, rank: int, group: Any = None) -> None:
         import torch
 
         torch.manual_seed(17)
@@ -116,7 +125,7 @@ class Trainer:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
             from torch.nn.parallel import DistributedDataParallel
 
-            self.module = DistributedDataParallel(self.module)
+            self.module = DistributedDataParallel(self.module, process_group=group)
             self.no_sync = self.module.no_sync
             if contender == "ddp-bf16":
                 self.module.register_comm_hook(None, bf16_compress_hook)
@@ -188,6 +197,49 @@ def throughput(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier)
             row = {"model": model, "ranks": ranks, "contender": name, "samples_per_s": BATCH[model] * ranks / step}
             row |= {"step_s": step, "blocked_s": max(0.0, step - alone), "cpu_s": cpu}
             write_row(options, row | ({"wait_s": wait} if name == OURS else {}))
+
+
+def backend(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier) -> None:
+    """Trains one model by DDP on "bagua" and on gloo; rank 0 writes a row for each."""
+    import torch
+    import torch.distributed as dist
+
+    import bagua.c10d  # noqa: F401  registers the backend
+
+    model, rounds, block = options["model"], int(options["rounds"]), int(options["block"])
+    groups = {"ddp on bagua": dist.new_group(backend="bagua"), "ddp on gloo": dist.group.WORLD}
+    trainers = {name: Trainer("ddp", model, rank, group) for name, group in groups.items()}
+    for trainer in trainers.values():
+        trainer.steps(3)
+    blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+    order = list(trainers)
+    for _ in range(rounds):
+        order.append(order.pop(0))
+        for name in order:
+            barrier.wait()
+            cpu, begun = time.process_time(), time.perf_counter()
+            trainers[name].steps(block)
+            blocks[name].append((time.perf_counter() - begun, time.process_time() - cpu))
+    ours, theirs = (trainer.module.state_dict() for trainer in trainers.values())
+    if ranks == 2 and not all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()):
+        raise AssertionError(f"rank {rank}: DDP on bagua and on gloo have different weights after {rounds} blocks")
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, blocks)
+    if rank == 0:
+        # A block's time is that of its slowest rank; the ratio is that of blocks beside each other.
+        slowest = {
+            name: [max(r[0] for r in b) for b in zip(*(of[name] for of in everyone), strict=True)] for name in blocks
+        }
+        pairs = zip(slowest["ddp on gloo"], slowest["ddp on bagua"], strict=True)
+        ratio = statistics.median(gloo / bagua for gloo, bagua in pairs)
+        for name, times in slowest.items():
+            step = statistics.median(times) / block
+            cpu = statistics.median(max(r[name][i][1] for r in everyone) for i in range(rounds)) / block
+            row = {"model": model, "ranks": ranks, "contender": name, "samples_per_s": BATCH[model] * ranks / step}
+            row |= {"step_s": step, "cpu_s": cpu, "over_gloo": ratio if name == "ddp on bagua" else 1.0}
+            write_row(options, row | {"load": os.getloadavg()[0]})
+    dist.barrier()
+    dist.destroy_process_group(groups["ddp on bagua"])
 
 
 def check_losses(everyone: list[dict[str, list[float]]]) -> None:
@@ -310,7 +362,8 @@ def child(options: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
     api.init_process_group(FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
     barrier = Barrier(folder, rank, ranks)
-    {"throughput": throughput, "memory": memory, "handover": handover}[options["part"]](options, rank, ranks, barrier)
+    parts = {"throughput": throughput, "memory": memory, "handover": handover, "backend": backend}
+    parts[options["part"]](options, rank, ranks, barrier)
     dist.barrier()
     api.destroy_process_group()
 
@@ -326,12 +379,22 @@ def show_throughput(rows: list[Any]) -> None:
         )
 
 
+def show_backend(rows: list[Any]) -> None:
+    """The table of one model."""
+    for row in rows:
+        print(
+            f"{row['model']:<10}{row['contender']:<14}{row['samples_per_s']:>11.1f}{row['step_s'] * 1e3:>10.2f}"
+            f"{row['cpu_s'] * 1e3:>10.2f}{row['over_gloo']:>12.2f}{row['load']:>8.1f}"
+        )
+
+
 def main() -> None:
     """Parses the command line, runs the parts, prints, keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--backend-models", nargs="+", choices=BACKEND_MODELS, default=list(BACKEND_MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="blocks of each contender")
     parser.add_argument("--block", type=int, default=5, help="steps of a block")
@@ -342,6 +405,7 @@ def main() -> None:
     calls = 3000
     if args.quick:
         args.models, args.rounds, args.block, calls = args.models[-1:], 2, 1, 20
+        args.backend_models = args.backend_models[-1:]
 
     def run(part: str, **options: Any) -> list[Any]:
         env = {"MASTER_ADDR": "127.0.0.1"} if "MASTER_ADDR" not in os.environ else {}
@@ -364,6 +428,15 @@ def main() -> None:
             show_throughput(found)
             rows += found
         save_if_asked(args, "train", rows)
+    if "backend" in args.parts:
+        heads = (("samples/s", 11), ("ms/step", 10), ("CPU ms", 10), ("over gloo", 12), ("load", 8))
+        print(f"{'model':<24}" + "".join(f"{name:>{width}}" for name, width in heads))
+        rows = []
+        for model in args.backend_models:
+            found = run("backend", model=model, rounds=args.rounds, block=args.block)
+            show_backend(found)
+            rows += found
+        save_if_asked(args, "ddp_backend", rows)
     if "memory" in args.parts:
         rows = [run("memory", contender=name)[0] for name in ("plain", OURS, "ddp")]
         for row in rows:

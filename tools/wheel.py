@@ -22,6 +22,9 @@ LIMIT_MIB = 6
 #: A job of two ranks on a loaded machine.
 DEADLINE_S = 120
 
+#: In its entry_points.txt.
+BACKEND = "bagua=bagua.c10d:register"
+
 #: Two ranks of the framework-neutral API, without torch.
 PROGRAM = """
 import sys
@@ -60,6 +63,9 @@ def audit(wheel: Path) -> list[str]:
             for name in ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi")
             if name not in names
         ]
+        entries = [archive.read(name).decode() for name in names if name.endswith(".dist-info/entry_points.txt")]
+        if not any(BACKEND in text.splitlines() for text in entries):
+            problems.append(f"{wheel.name}: lacks the entry point by which torch.distributed finds the backend")
         if not any(name.endswith("LICENSE") for name in names):
             problems.append(f"{wheel.name}: lacks the licence")
         with tempfile.TemporaryDirectory() as folder:

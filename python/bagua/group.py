@@ -31,7 +31,7 @@ class Group(Verbs):
         self._former_ranks: list[int] | None = None
         #: A process group of torch.distributed uses this group: destroying that one leaves it, `shutdown()` does not.
         self.used_by_torch = False
-        # How often a set of ranks became a sub-group, so that the members name theirs alike.
+        # How often ranks in an order became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group of one name (two worlds in one process) gets a number in `stats()`.
         self._key = next(key for key in _keys(self.name) if key not in process.groups)
@@ -87,13 +87,15 @@ class Group(Verbs):
         """Counters since the group was built, times in seconds."""
         return self._communicator.stats()
 
-    def new_group(self, ranks: Sequence[int]) -> Group | None:
+    def new_group(self, ranks: Sequence[int], ordered: bool = False) -> Group | None:
         """The group of some members; None when this rank is not among them.
 
         Only the members need to call it, in the same order for the same ranks. The new group numbers them in ascending
-        order.
+        order; with `ordered` in the order of `ranks`, whose first one is its rank 0.
         """
-        chosen = sorted(self._rank(rank, "ranks") for rank in ranks)
+        chosen = [self._rank(rank, "ranks") for rank in ranks]
+        if not ordered:
+            chosen.sort()
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError(f"a group needs ranks, each of them once, not {list(ranks)}")
         if self.rank not in chosen:

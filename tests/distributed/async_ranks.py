@@ -72,6 +72,14 @@ def fill(model: torch.nn.Module, value: float) -> None:
             param.fill_(value)
 
 
+def fill_together(model: torch.nn.Module, value: float) -> None:
+    """Sets all weights on all ranks between the same two rounds: a round between two of them would mix in old ones."""
+    with model.bagua_algorithm.lock(model):
+        bagua.barrier()
+        fill(model, value)
+        bagua.barrier()
+
+
 def all_are(model: torch.nn.Module, value: float) -> bool:
     """True if every weight has this value."""
     return all(bool((part == value).all()) for part in values(model))

@@ -22,6 +22,7 @@ from tests.distributed.async_ranks import (
     Slopes,
     all_are,
     fill,
+    fill_together,
     gathered,
     rest,
     rounds,
@@ -171,9 +172,7 @@ def an_abort_in_the_warm_up_counts_when_it_is_over(rank: int) -> None:
         impl.abort(model, timeout=5)
     for _ in range(3):
         step(model, optimizer, 1.0)
-    bagua.barrier()
-    fill(model, float(rank))
-    bagua.barrier()
+    fill_together(model, float(rank))
     if rank == 0:
         assert impl.stats()["state"] == "stopped"
         assert all_are(model, 0.0)
@@ -203,9 +202,7 @@ def an_aborted_rank_is_left_alone_and_not_counted(rank: int) -> None:
             assert impl.stats()["state"] == "stopped"
             with pytest.raises(ValueError, match="does not take part"):
                 impl.synchronize(model)
-        bagua.barrier()
-        fill(model, 8.0 * rank)
-        bagua.barrier()
+        fill_together(model, 8.0 * rank)
         others = [other for other in range(size) if other != away]
         if rank == away:
             done = rounds(model)

@@ -187,6 +187,22 @@ def gathering_equals_gloo(pair: Pair) -> None:
         pair.both(verb)
 
 
+def all_gather_takes_tensors_of_different_sizes(pair: Pair) -> None:
+    # torch documents it; gloo refuses it.
+    for dtype, sizes, async_op in itertools.product(
+        (torch.float32, torch.int16, torch.complex64), ([2, 5, 1], [0, 3, 4]), (False, True)
+    ):
+        tensors = [data(rank, size, dtype=dtype) for rank, size in enumerate(sizes[: pair.size])]
+        outputs = [torch.zeros_like(tensor) for tensor in tensors]
+        work = dist.all_gather(outputs, tensors[pair.rank], group=pair.ours, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert same(outputs, tensors)
+    outputs = [torch.zeros(rank + 1) for rank in range(pair.size)]
+    with pytest.raises(ValueError, match=f"the output.{pair.rank}. has {pair.rank + 1} elements, the input 9"):
+        dist.all_gather(outputs, torch.zeros(9), group=pair.ours)
+
+
 def scattering_equals_gloo(pair: Pair) -> None:
     def scatter(group: dist.ProcessGroup) -> Any:
         output = torch.zeros(4)
@@ -375,6 +391,25 @@ def functional_collectives_work(pair: Pair) -> None:
     assert part.item() == pair.size
 
 
+def operations_are_events_of_the_profiler(pair: Pair) -> None:
+    with torch.autograd.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(3), group=pair.ours)
+        dist.all_gather([torch.zeros(2) for _ in range(pair.size)], torch.ones(2), group=pair.ours)
+        if pair.rank == 0:
+            work = dist.irecv(torch.zeros(2), pair.world_rank(1), group=pair.ours, tag=8)
+            # Rank 1 sends when it has this: until then the receive lasts.
+            dist.send(torch.ones(1), pair.world_rank(1), group=pair.ours, tag=9)
+            work.wait()
+        elif pair.rank == 1:
+            dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
+            dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=8)
+    events = {event.name: event for event in profile.function_events if event.name.startswith("bagua:")}
+    messages = {"bagua:send", "bagua:recv"} if pair.rank in (0, 1) else set()
+    assert events.keys() == {"bagua:all_reduce", "bagua:all_gather", *messages}
+    assert all(event.count == 1 for event in events.values())
+    assert pair.rank != 0 or events["bagua:recv"].is_async
+
+
 CASES: list[Case] = [
     all_reduce_equals_gloo_for_every_type_and_operation,
     all_reduce_takes_tensors_that_are_not_contiguous,
@@ -385,6 +420,7 @@ CASES: list[Case] = [
     what_only_moves_takes_every_type,
     reduce_and_broadcast_equal_gloo,
     gathering_equals_gloo,
+    all_gather_takes_tensors_of_different_sizes,
     scattering_equals_gloo,
     all_to_all_equals_gloo,
     coalesced_forms_equal_their_single_ones,
@@ -397,6 +433,7 @@ CASES: list[Case] = [
     a_continuation_may_wait_for_another_future,
     a_wait_whose_time_passes_leaves_the_operation_running,
     functional_collectives_work,
+    operations_are_events_of_the_profiler,
 ]
 
 

@@ -1,6 +1,8 @@
 """torch's DistributedDataParallel on the backend "bagua" trains bit for bit as on gloo, with two ranks."""
 
 import contextlib
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -169,6 +173,42 @@ def fully_sharded(pair: Pair) -> None:
         assert torch.equal(found, expected)
 
 
+def sharded_checkpoint(pair: Pair) -> None:
+    def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        fully_shard(model, mesh=DeviceMesh.from_group(pair.ours, "cpu"))
+        return model, torch.optim.Adam(model.parameters())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+        for step in range(first, first + STEPS):
+            model(torch.full((3, 8), 1.0 + step + pair.rank)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    folder = [tempfile.mkdtemp() if pair.rank == 0 else ""]
+    dist.broadcast_object_list(folder, pair.world_rank(0), group=pair.ours)
+    kept = begun(3)
+    train(*kept, 0)
+    checkpoint.save(state(*kept), checkpoint_id=f"{folder[0]}/saved", process_group=pair.ours)
+    train(*kept, STEPS)
+    # Other weights, and no moments of Adam yet.
+    loaded = begun(4)
+    found = state(*loaded)
+    checkpoint.load(found, checkpoint_id=f"{folder[0]}/saved", process_group=pair.ours)
+    set_state_dict(*loaded, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    train(*loaded, STEPS)
+    for one, other in zip(kept[0].parameters(), loaded[0].parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    dist.barrier(pair.ours)
+    if pair.rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def compiled(pair: Pair) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -198,6 +238,7 @@ CASES: list[Case] = [
     a_hook_with_then,
     zero_redundancy_optimizer,
     fully_sharded,
+    sharded_checkpoint,
     compiled,
 ]
 

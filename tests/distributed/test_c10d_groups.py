@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +160,9 @@ def live_several_lives(rank: int, folder: str) -> list[Any]:
     split = dist.split_group(split_ranks=[[2, 0], [1]])
     assert dist.get_rank(split) == {2: 0, 0: 1, 1: 0}[rank]
     assert dist.get_process_group_ranks(split) == ([1] if rank == 1 else [2, 0])
+    assert split.bagua_group.name == ("world/1" if rank == 1 else "world/2,0")
+    # A group that had joined anew would count from 0.
+    assert split.bagua_group.ranks == dist.get_process_group_ranks(split)
     tensor = torch.tensor([rank])
     outputs = [torch.zeros(1, dtype=torch.int64) for _ in range(split.size())]
     dist.all_gather(outputs, tensor, group=split)
@@ -188,6 +193,41 @@ def test_a_process_has_several_groups_one_after_another_and_beside_each_other(tm
     for rank, values in enumerate(found):
         pair = [] if rank == 1 else [2.0]
         assert values == [0.0, 3.0, 6.0, 3.0, *pair, [1] if rank == 1 else [2, 0], 3.0, 3.0, 3.0]
+
+
+def order_groups(rank: int) -> list[Any]:
+    begin()
+    found: list[Any] = []
+    for order in ([2, 0, 1], [1, 0]):
+        group = dist.new_group(order, sort_ranks=False)
+        if rank not in order:
+            continue
+        assert dist.get_rank(group) == order.index(rank)
+        # A sub-group of the first one's connections.
+        assert group.bagua_group.name == f"world/{','.join(map(str, order))}"
+        tensor = torch.tensor([rank])
+        outputs = [torch.zeros(1, dtype=torch.int64) for _ in order]
+        dist.all_gather(outputs, tensor, group=group)
+        found.append([int(output) for output in outputs])
+        dist.broadcast(tensor, order[1], group=group)
+        found.append(int(tensor))
+        # Messages and roots are named by ranks of the world.
+        if rank == order[0]:
+            dist.send(torch.tensor([7]), order[1], group=group)
+        elif rank == order[1]:
+            received = torch.zeros(1, dtype=torch.int64)
+            assert dist.recv(received, None, group=group) == order[0]
+            found.append(int(received))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of new_group"
+)
+def test_a_new_group_keeps_the_order_of_its_ranks() -> None:
+    whole, pair = [[2, 0, 1], 0], [[1, 0], 0]
+    assert make_world(3).run(order_groups) == [[*whole, 7, *pair, 7], [*whole, *pair], whole]
 
 
 def groups_of_a_gloo_world(rank: int) -> list[float]:
@@ -273,3 +313,24 @@ def test_the_entry_point_leads_to_what_registers_the_backend() -> None:
     register()
     assert "bagua" in dist.Backend.backend_list
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.Backend, "_ensure_backend_registered"), reason="this torch finds no backends by entry points"
+)
+def test_an_installed_distribution_needs_no_import(tmp_path: Path) -> None:
+    maturin = shutil.which("maturin", path=os.path.dirname(sys.executable))
+    if maturin is None:
+        pytest.skip("maturin is not installed: make setup")
+    # What an installer writes beside the package.
+    write = [maturin, "pep517", "write-dist-info", "--metadata-directory", tmp_path, "--interpreter", sys.executable]
+    subprocess.run(write, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.replace("import bagua.c10d\n", 'assert "bagua" not in sys.modules\n')],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

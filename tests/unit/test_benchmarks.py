@@ -149,8 +149,9 @@ def test_the_network_is_measured_or_the_reason_is_printed(tmp_path: Path) -> Non
 
 
 def test_training_is_compared_with_ddp_and_the_losses_agree(tmp_path: Path) -> None:
-    _, rows = quick("train.py", tmp_path, *RANKS, "--parts", "throughput", "handover")
+    _, rows = quick("train.py", tmp_path, *RANKS, "--parts", "throughput", "handover", "backend")
     assert {"bagua", "ddp", "ddp-bf16"} <= {row.get("contender", "") for row in rows}
+    assert {"ddp on bagua", "ddp on gloo"} <= {row.get("contender", "") for row in rows}
     assert {"blocking", "handed over"} <= {row.get("what", "") for row in rows}
 
 

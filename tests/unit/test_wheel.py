@@ -13,11 +13,15 @@ from tools import check_lengths, wheel
 GOOD = "bagua-0.1.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
 FILES = ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi", "bagua-0.1.0.dist-info/licenses/LICENSE")
 
+ENTRIES = "bagua-0.1.0.dist-info/entry_points.txt"
+
 
 def build(folder: Path, name: str = GOOD, without: str = "", extension: str = "bagua/_bagua.abi3.so") -> Path:
     """A wheel whose extension is a program of the system: it links libc and its friends."""
     path = folder / name
     with zipfile.ZipFile(path, "w") as archive:
+        if without != ENTRIES:
+            archive.writestr(ENTRIES, f"[torch.distributed.backends]\n{wheel.BACKEND}\n")
         for file in FILES:
             if file != without:
                 archive.writestr(file, "")
@@ -44,6 +48,10 @@ def test_a_wheel_for_too_few_machines_is_refused(tmp_path: Path, name: str, comp
 @pytest.mark.parametrize("file", FILES[:3])
 def test_a_wheel_that_lacks_a_file_is_refused(tmp_path: Path, file: str) -> None:
     assert any(problem.endswith(f"lacks {file}") for problem in wheel.audit(build(tmp_path, without=file)))
+
+
+def test_a_wheel_without_the_entry_point_of_torch_is_refused(tmp_path: Path) -> None:
+    assert any("torch.distributed" in problem for problem in wheel.audit(build(tmp_path, without=ENTRIES)))
 
 
 def test_a_wheel_with_a_library_of_somebody_else_is_refused(tmp_path: Path) -> None:

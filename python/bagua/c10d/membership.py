@@ -38,14 +38,11 @@ class _Tree:
         """The sub-group of these world ranks, None where this tree has none for them."""
         if not set(ranks) <= set(self.ranks):
             return None
-        places = [self.ranks.index(rank) for rank in ranks]
-        if places != sorted(places):
-            return None
         try:
             self.root.communicator.cause()
         except BaguaError:
             return None
-        return self.root.new_group(places)
+        return self.root.new_group([self.ranks.index(rank) for rank in ranks], ordered=True)
 
     def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
         """See :func:`open_group`."""

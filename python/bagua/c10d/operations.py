@@ -40,6 +40,8 @@ _UINT8 = engine.DTYPES["uint8"]
 class Operation:
     """What is ready to be started."""
 
+    #: The verb, as torch's profiler calls it.
+    name: str
     #: (asynchronous, seconds) -> the handle of an asynchronous operation.
     begin: Callable[[bool, float], engine.Handle | None]
     #: The tensors that are written.
@@ -97,7 +99,7 @@ def all_reduce(raw: engine.Communicator, tensor: Any, op: Any) -> Operation:
     mine = inout(tensor, "the tensor")
     begin = _run(raw, engine.ALL_REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, keep=mine)
     finish = _divide(mine.memory, raw.size, mine.finish) if how.divides else mine.finish
-    return Operation(begin, [tensor], finish)
+    return Operation("all_reduce", begin, [tensor], finish)
 
 
 def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operation:
@@ -107,7 +109,7 @@ def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operati
     mine = inout(tensor, "the tensor") if here else source(tensor, "the tensor")
     begin = _run(raw, engine.REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, root=root, keep=mine)
     finish = _divide(mine.memory, raw.size, mine.finish) if how.divides and here else mine.finish
-    return Operation(begin, [tensor], finish)
+    return Operation("reduce", begin, [tensor], finish)
 
 
 def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
@@ -115,7 +117,7 @@ def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
     root = _root(raw, root)
     mine = source(tensor, "the tensor") if raw.rank == root else target(tensor, "the tensor")
     begin = _run(raw, engine.BROADCAST, None, mine.address, mine.numel, mine.code, root=root, keep=mine)
-    return Operation(begin, [tensor], mine.finish)
+    return Operation("broadcast", begin, [tensor], mine.finish)
 
 
 def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: list[torch.Tensor]) -> Operation:
@@ -124,7 +126,7 @@ def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: 
     inside = mine.numel > 0 and mine.address == room.address + raw.rank * mine.numel * size
     src = None if inside else mine.address
     begin = _run(raw, engine.ALL_GATHER, src, room.address, mine.numel, mine.code, keep=(mine, room))
-    return Operation(begin, result, room.finish)
+    return Operation("all_gather", begin, result, room.finish)
 
 
 def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
@@ -136,9 +138,27 @@ def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
 
 
 def all_gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
-    """Every rank gets every rank's tensor, in a list by rank."""
+    """Every rank gets every rank's tensor, in a list by rank; sizes may differ between ranks, as torch documents."""
     mine = source(tensor, "the input")
+    # Every rank has the sizes of all, so all ranks decide alike.
+    if len({output.numel() for output in outputs if isinstance(output, torch.Tensor)}) > 1:
+        return _all_gather_v(raw, outputs, tensor, mine)
     return _gather_all(raw, mine, gathered(outputs, tensor, raw.size, "the output"), list(outputs))
+
+
+def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, mine: Operand) -> Operation:
+    if len(outputs) == raw.size:
+        own = outputs[raw.rank]
+        if isinstance(own, torch.Tensor) and own.numel() != tensor.numel():
+            raise ValueError(f"the output[{raw.rank}] has {own.numel()} elements, the input {tensor.numel()}")
+        _same_dtype(tensor, outputs[0])
+    room = gathered(outputs, None, raw.size, "the output")
+    # Bytes where the core has no code. Not all are empty, or they would be equal.
+    unit = room.numel // room.memory.numel()
+    recvs = [output.numel() * unit for output in outputs]
+    # Every rank gets the same elements.
+    sends, starts = [mine.numel] * raw.size, [0] * raw.size
+    return _all_to_all_v(raw, mine, sends, room, recvs, list(outputs), name="all_gather", send_starts=starts)
 
 
 def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int) -> Operation:
@@ -166,7 +186,7 @@ def _gather(
 ) -> Operation:
     whole_at = None if room is None else room.address
     begin = _run(raw, engine.GATHER, mine.address, whole_at, mine.numel, mine.code, root=root, keep=(mine, room))
-    return Operation(begin, result, None if room is None else room.finish)
+    return Operation("gather", begin, result, None if room is None else room.finish)
 
 
 def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root: int) -> Operation:
@@ -179,7 +199,7 @@ def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root:
         address = held.address
     mine = target(output, "the output")
     begin = _run(raw, engine.SCATTER, address, mine.address, mine.numel, mine.code, root=root, keep=(mine, held))
-    return Operation(begin, [output], mine.finish)
+    return Operation("scatter", begin, [output], mine.finish)
 
 
 def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) -> Operation:
@@ -204,7 +224,7 @@ def _reduce_scatter(raw: engine.Communicator, room: Operand, output: Any, op: in
     src, dst = (None, room.address) if inside and mine.finish is None else (room.address, mine.address)
     begin = _run(raw, engine.REDUCE_SCATTER, src, dst, mine.numel, mine.code, op=op, keep=(mine, room))
     finish = _divide(mine.memory, raw.size, mine.finish) if divides else mine.finish
-    return Operation(begin, [output], finish)
+    return Operation("reduce_scatter", begin, [output], finish)
 
 
 def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: int, what: str) -> list[int]:
@@ -232,7 +252,7 @@ def all_to_all(
     if not output_splits and not input_splits:
         _require(output.numel() == tensor.numel(), tensor.numel(), output.numel(), raw.size)
         begin = _run(raw, engine.ALL_TO_ALL, mine.address, room.address, sends[0], mine.code, keep=(mine, room))
-        return Operation(begin, [output], room.finish)
+        return Operation("all_to_all", begin, [output], room.finish)
     return _all_to_all_v(raw, mine, sends, room, recvs, [output])
 
 
@@ -256,8 +276,13 @@ def _all_to_all_v(
     room: Operand,
     recvs: list[int],
     result: list[torch.Tensor],
+    *,
+    name: str = "all_to_all",
+    send_starts: list[int] | None = None,
 ) -> Operation:
     starts = [list(itertools.accumulate(counts, initial=0))[:-1] for counts in (sends, recvs)]
+    if send_starts is not None:
+        starts[0] = send_starts
 
     def begin(async_op: bool, timeout: float) -> engine.Handle | None:
         return raw.all_to_all_v(
@@ -275,9 +300,9 @@ def _all_to_all_v(
             keep=(mine, room),
         )
 
-    return Operation(begin, result, room.finish)
+    return Operation(name, begin, result, room.finish)
 
 
 def barrier(raw: engine.Communicator) -> Operation:
     """Done when every rank has called it."""
-    return Operation(_run(raw, engine.BARRIER, None, None, 0, _UINT8, keep=None), [])
+    return Operation("barrier", _run(raw, engine.BARRIER, None, None, 0, _UINT8, keep=None), [])

@@ -20,6 +20,8 @@ from bagua.group import Group
 from . import operations, sparse
 from .operands import source, target
 from .operations import Operation
+from .profiling import Event
+from .profiling import begin as begin_event
 from .torch_c10d import c10d
 from .uncompiled import uncompiled
 from .work import Handle, Together, Work, WorkHandle, seconds
@@ -210,17 +212,19 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Returns when every rank has called it. BaguaTimeoutError names all ranks that have not; it ends the group."""
         self._require_backend("monitored_barrier")
         begin = operations.barrier(self._raw).begin
-        begin(False, self._limit(timeout))
+        # No time at all is a time limit here, and not the group's timeout.
+        begin(False, 0.0 if timeout is not None and not timeout else self._limit(timeout))
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, beside the collectives."""
-        peer, held = self._peer(dst), source(_one(tensors, "send"), "the tensor")
+        number, peer, held = _tag(tag), self._peer(dst), source(_one(tensors, "send"), "the tensor")
+        event = begin_event("send")
         handle = self._raw.send(
-            held.address, held.numel, held.code, peer, tag=_tag(tag), timeout=self._limit(), async_op=True, keep=held
+            held.address, held.numel, held.code, peer, tag=number, timeout=self._limit(), async_op=True, keep=held
         )
-        return self._remember(Work(handle, [held.memory]))
+        return self._message(Work(handle, [held.memory]), handle, event)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receives a rank's next message with this tag."""
@@ -232,10 +236,16 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
         number, room = _tag(tag), target(tensor, "the tensor")
+        event = begin_event("recvAnySource" if src is None else "recv")
         handle = self._raw.recv(
             room.address, room.numel, room.code, src, tag=number, timeout=self._limit(), async_op=True, keep=room
         )
-        return self._remember(Work(handle, [tensor], room.finish))
+        return self._message(Work(handle, [tensor], room.finish), handle, event)
+
+    def _message(self, work: Work, handle: Handle | None, event: Event | None) -> Work:
+        if event is not None and handle is not None:
+            handle.then(event.end)
+        return self._remember(work)
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -352,15 +362,20 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 one()
 
         self._sequence += 1
+        event = begin_event(parts[0].name) if parts else None
         handles: list[Handle] = []
         for part in parts:
             handle = part.begin(call.async_op, call.timeout)
             if handle is not None:
                 handles.append(handle)
         if not call.async_op or not parts:
+            if event is not None:
+                event.end()
             finish()
             return self._remember(Work(None, result))
         pending = handles[0] if len(handles) == 1 else Together(handles)
+        if event is not None:
+            pending.then(event.end)
         return self._remember(Work(pending, result, finish if finishes else None))
 
     def _remember(self, work: Work) -> Work:

@@ -194,7 +194,7 @@ fn a_lost_rank_fails_the_groups_of_which_it_is_a_member_and_no_others() {
     let (groups, processes) = mixed(ENTRY, 4, &[3], Duration::from_secs(5));
     let without: Vec<_> = [0, 1].map(|rank| groups[rank].subgroup(&[0, 1], "without").unwrap().unwrap()).into();
     let with = groups[2].subgroup(&[3, 2], "with").unwrap().unwrap();
-    assert_eq!((with.ranks(), with.rank(), with.hosts()), ([2, 3].as_slice(), 0, vec![vec![0, 1]]));
+    assert_eq!((with.ranks(), with.rank(), with.hosts()), ([3, 2].as_slice(), 1, vec![vec![0, 1]]));
     processes[0].signal(Signal::KILL);
     for group in groups.iter().chain([&with]) {
         assert!(matches!(cause(group), Error::PeerLost { rank: 3, .. }));

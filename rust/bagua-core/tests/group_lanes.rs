@@ -78,7 +78,7 @@ fn two_lanes_of_a_group_work_independently() {
 #[test]
 fn sub_groups_have_lanes_of_their_own() {
     let groups = world_with(4, two_hosts);
-    let across: Vec<Group> = [1, 2]
+    let across: Vec<Group> = [2, 1]
         .into_iter()
         .map(|rank: usize| groups[rank].subgroup(&[2, 1], "across hosts").unwrap().unwrap())
         .collect();
@@ -88,6 +88,44 @@ fn sub_groups_have_lanes_of_their_own() {
     assert_eq!((across_lanes[0].collective(), host_lanes[0].collective()), ("net", "shm"));
     exercise(&mut across_lanes);
     exercise(&mut host_lanes);
+}
+
+#[test]
+fn a_sub_group_keeps_the_order_of_its_ranks() {
+    let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
+    let interleaved = |config: &mut Config| config.host_id = ["a", "b", "a", "b"][config.rank].to_owned();
+    let worlds = [world(4), world_with(4, by_tcp), world_with(4, two_hosts), world_with(4, interleaved)];
+    for groups in worlds {
+        for order in [&[3, 1, 0][..], &[2, 0, 3, 1], &[1, 3, 2, 0], &[2, 0]] {
+            let ordered: Vec<Group> =
+                order.iter().map(|rank| groups[*rank].subgroup(order, "ordered").unwrap().unwrap()).collect();
+            for (rank, group) in ordered.iter().enumerate() {
+                assert_eq!((group.rank(), group.ranks()), (rank, order));
+                let hosts = group.hosts();
+                assert!(hosts.iter().all(|host| host.is_sorted()) && hosts.is_sorted(), "{hosts:?}");
+            }
+            let mut lanes = lanes(&ordered);
+            exercise(&mut lanes);
+            // A sub-group of it counts in its ranks.
+            let pair: Vec<Group> = [1, 0]
+                .into_iter()
+                .map(|rank: usize| ordered[rank].subgroup(&[1, 0], "pair").unwrap().unwrap())
+                .collect();
+            assert_eq!(pair[0].ranks(), [order[1], order[0]]);
+            exercise(&mut self::lanes(&pair));
+        }
+        // A failure names world ranks.
+        let order = [2, 0, 1];
+        let ordered: Vec<Group> =
+            order.iter().map(|rank| groups[*rank].subgroup(&order, "failing").unwrap().unwrap()).collect();
+        groups[3].leave();
+        ordered.iter().for_each(|group| group.health().check().unwrap());
+        ordered[1].raise("ValueError", "bad number");
+        assert!(matches!(cause(&ordered[0]), Error::PeerRaised { rank: 0, .. }));
+        ordered[2].leave();
+        until("the peer has departed", || ordered[0].health().has_departed(2));
+        assert!(!ordered[0].health().has_departed(1));
+    }
 }
 
 #[test]

@@ -326,8 +326,8 @@ impl Communicator {
         self.post(py, call, sends, recvs)
     }
 
-    /// The group of some members, given as ranks of this group; None when this rank is not among them. The members call it in the
-    /// same order, with the same ranks and name.
+    /// The group of some members, given as ranks of this group: its rank r is `ranks[r]`. None when this rank is not among them. The
+    /// members call it in the same order, with the same ranks and name.
     fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Option<Communicator>> {
         let opened = gil::run_released(py, self.group(), &self.origin, || {
             self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose()

@@ -198,7 +198,7 @@ impl LaneBuilder<'_> {
         ConnKey { purpose, group: self.group, channel: self.channel, index, from: self.health.world_rank(peer) }
     }
 
-    /// Starts to connect to a lower group rank; [`LaneBuilder::dialled`] waits for the outcome.
+    /// Starts to connect to a rank whose world rank is lower; [`LaneBuilder::dialled`] waits for the outcome.
     fn dial(
         &self,
         peer: usize,
@@ -245,7 +245,7 @@ impl LaneBuilder<'_> {
         self.health.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
     }
 
-    /// Waits for a connection from a higher group rank.
+    /// Waits for a connection from a rank whose world rank is higher.
     fn accepted(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
         let key = self.key(peer, purpose, index);
         self.control.plane.pending.take(&key, peer, &self.deadline, self.health).map_err(|why| match why {
@@ -284,10 +284,11 @@ impl LaneBuilder<'_> {
     /// Opens one TCP connection for each group rank and index, and returns them in the same order.
     fn connect(&self, wanted: Vec<(usize, u32)>, fork_fds: &mut Vec<ForkFd>) -> Result<Vec<(usize, Socket)>> {
         let rank = self.health.rank();
+        let dials = |peer: usize| self.health.world_rank(peer) < self.health.world_rank(rank);
         // Starts all connections before it waits for the first.
         let dialling: Vec<_> = wanted
             .into_iter()
-            .map(|(peer, index)| (peer, index, (peer < rank).then(|| self.dial(peer, Purpose::Stream, index))))
+            .map(|(peer, index)| (peer, index, dials(peer).then(|| self.dial(peer, Purpose::Stream, index))))
             .collect();
         let mut connected = Vec::with_capacity(dialling.len());
         for (peer, index, outcome) in dialling {
@@ -301,13 +302,13 @@ impl LaneBuilder<'_> {
         Ok(connected)
     }
 
-    /// Memory that the ranks of this host share; the first of them creates it with `len` bytes.
+    /// Memory that the ranks of this host share; the one with the lowest world rank creates it with `len` bytes.
     fn memory(&self, host: &[usize], index: u32, label: &str, len: usize) -> Result<Arena> {
         let rank = self.health.rank();
-        let first = host[0];
+        let first = host.iter().copied().min_by_key(|member| self.health.world_rank(*member)).unwrap_or(rank);
         if first == rank {
             let arena = Arena::create(label, len)?;
-            for peer in &host[1..] {
+            for peer in host.iter().filter(|peer| **peer != rank) {
                 let data_conn = self.accepted(*peer, Purpose::Segment, index)?;
                 let Socket::Unix(stream) = &data_conn.socket else {
                     return Err(Error::other("a descriptor cannot be passed over TCP"));

@@ -1,6 +1,6 @@
 //! A connected group: its lanes, arenas and sub-groups, failing it and leaving it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -45,7 +45,7 @@ struct Membership {
     id: u64,
     /// Distinguishes this incarnation of the world group from others in message headers.
     epoch: u32,
-    /// Group ranks on each host.
+    /// Group ranks on each host, ascending; hosts by their first rank.
     hosts: Vec<Vec<usize>>,
     /// Number of lanes opened.
     channels: AtomicU32,
@@ -53,7 +53,7 @@ struct Membership {
     arenas: AtomicU32,
     /// The existing arenas of the world group and all its sub-groups.
     registry: Arc<Registry>,
-    /// By world ranks: how many sub-groups of them were built.
+    /// By world ranks in the order of the sub-group: how many such sub-groups were built.
     subgroups: Mutex<HashMap<Vec<usize>, u64>>,
     /// Set by the first call of `leave`.
     left: AtomicBool,
@@ -239,23 +239,22 @@ impl Group {
         Ok(LaneBuilder { control, health, group: *id, what, channel, hosts, deadline, registry })
     }
 
-    /// Builds the sub-group of some members, given as ranks of this group in any order; the sub-group sorts them. `None` when this rank is
-    /// not among them. Only the members need to call it, in the same order for the same ranks.
+    /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. `None` when this rank is not among
+    /// them. Only the members need to call it, in the same order for the same ranks.
     ///
     /// # Errors
     /// `InvalidArgument` for an empty list, a duplicate rank or a rank outside this group, otherwise the first cause of this group.
     pub fn subgroup(&self, ranks: &[usize], name: &str) -> Result<Option<Group>> {
         let parent = &self.membership;
         parent.control.plane.owner.check()?;
-        let mut members = ranks.to_vec();
-        members.sort_unstable();
-        if members.is_empty() {
+        if ranks.is_empty() {
             return Err(Error::InvalidArgument(format!("the group {name:?} would have no ranks")));
         }
-        if let Some(twice) = members.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::InvalidArgument(format!("rank {} appears twice in the group {name:?}", twice[0])));
+        let mut seen = HashSet::new();
+        if let Some(twice) = ranks.iter().find(|rank| !seen.insert(**rank)) {
+            return Err(Error::InvalidArgument(format!("rank {twice} appears twice in the group {name:?}")));
         }
-        if let Some(outside) = members.iter().find(|rank| **rank >= self.size()) {
+        if let Some(outside) = ranks.iter().find(|rank| **rank >= self.size()) {
             let size = self.size();
             return Err(Error::InvalidArgument(format!(
                 "rank {outside} of the group {name:?} is not among the {size} of {:?}",
@@ -263,19 +262,23 @@ impl Group {
             )));
         }
         parent.health.check()?;
-        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
-        let world_ranks: Vec<usize> = members.iter().map(|member| parent.health.world_rank(*member)).collect();
-        let names = members.iter().map(|member| parent.health.host(*member).to_owned()).collect();
+        let Some(rank) = ranks.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let world_ranks: Vec<usize> = ranks.iter().map(|member| parent.health.world_rank(*member)).collect();
+        let names = ranks.iter().map(|member| parent.health.host(*member).to_owned()).collect();
         let nth = {
             let mut subgroups = lock(&parent.subgroups);
             let count = subgroups.entry(world_ranks.clone()).or_insert(0);
             *count += 1;
             *count
         };
+        let places: HashMap<usize, usize> = ranks.iter().enumerate().map(|(place, member)| (*member, place)).collect();
         let local = |host: &Vec<usize>| -> Vec<usize> {
-            host.iter().filter_map(|old| members.binary_search(old).ok()).collect()
+            let mut here: Vec<usize> = host.iter().filter_map(|old| places.get(old).copied()).collect();
+            here.sort_unstable();
+            here
         };
-        let hosts = parent.hosts.iter().map(local).filter(|host| !host.is_empty()).collect();
+        let mut hosts: Vec<Vec<usize>> = parent.hosts.iter().map(local).filter(|host| !host.is_empty()).collect();
+        hosts.sort_unstable();
         let health = GroupHealth::new(rank, world_ranks.clone(), names);
         let id = subgroup_id(parent.id, &world_ranks, nth);
         parent.control.plane.register(id, &health);

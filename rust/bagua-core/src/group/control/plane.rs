@@ -99,7 +99,7 @@ impl Peer {
 /// A group of which this rank is a member.
 struct Entry {
     health: Weak<GroupHealth>,
-    /// World ranks of the members, by group rank: ascending.
+    /// World ranks of the members, by group rank.
     ranks: Vec<usize>,
     /// Broadcasts a failure that this rank finds to the members, until the group is removed.
     _subscription: Subscription,
@@ -107,7 +107,7 @@ struct Entry {
 
 /// Group rank of a world rank.
 fn group_rank(ranks: &[usize], world_rank: usize) -> Option<usize> {
-    ranks.binary_search(&world_rank).ok()
+    ranks.iter().position(|rank| *rank == world_rank)
 }
 
 /// Groups by id, and messages for groups that this rank has not built yet.

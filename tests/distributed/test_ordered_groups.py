@@ -1,0 +1,188 @@
+"""`Group.new_group(ranks, ordered=True)`: a sub-group in the order of its ranks does what any other group does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua.lifecycle import process
+from tests.distributed import test_neutral_verbs as verbs
+
+World = Callable[..., Any]
+
+#: One host, TCP alone, and two hosts, of 3 and 4 ranks: the options of a world, and orders of its ranks.
+PLACES: list[tuple[int, dict[str, Any]]] = [
+    (3, {}),
+    (3, {"env": {"BAGUA_TRANSPORT": "tcp"}}),
+    (3, {"hosts": [[0, 2], [1]]}),
+    (4, {}),
+    (4, {"env": {"BAGUA_TRANSPORT": "tcp"}}),
+    (4, {"hosts": [[0, 1], [2, 3]]}),
+    (4, {"hosts": [[0, 3], [1, 2]]}),
+]
+ORDERS = {3: [[2, 0, 1], [1, 2, 0], [2, 0]], 4: [[3, 1, 0, 2], [2, 3, 0, 1], [3, 0, 2]]}
+
+
+def check_place(group: bagua.Group, order: list[int], rank: int) -> None:
+    assert (group.rank, group.size, group.ranks) == (order.index(rank), len(order), order)
+    gathered = np.zeros((group.size, 1), np.int64)
+    group.all_gather(np.array([rank]), out=gathered)
+    assert gathered[:, 0].tolist() == order
+    for root in range(group.size):
+        x = np.full(5, float(rank))
+        group.broadcast(x, root)
+        assert (x == order[root]).all()
+
+
+def check_messages(group: bagua.Group, order: list[int], rank: int) -> None:
+    for size in (4, 1 << 20):
+        receives = [
+            (peer, group.recv(np.empty(size, np.int32), peer, tag=peer, async_op=True))
+            for peer in range(group.size)
+            if peer != group.rank
+        ]
+        for peer, _ in receives:
+            group.send(np.full(size, rank, np.int32), peer, tag=group.rank)
+        for peer, receive in receives:
+            assert (receive.wait() == order[peer]).all()
+    if group.rank == 0:
+        senders = []
+        for _ in range(group.size - 1):
+            x, sender = group.recv_any(np.empty(1, np.int32), tag=1000)
+            assert x[0] == order[sender]
+            senders.append(sender)
+        assert sorted(senders) == list(range(1, group.size))
+    else:
+        group.send(np.array([rank], np.int32), 0, tag=1000)
+
+
+def check_arenas(group: bagua.Group) -> None:
+    x = group.empty(1000)
+    x[:] = group.rank + 1
+    group.all_reduce(x)
+    assert (x == group.size * (group.size + 1) / 2).all()
+    x[:] = group.rank
+    group.broadcast(x, group.size - 1)
+    assert (x == group.size - 1).all()
+
+
+def in_every_order(rank: int) -> None:
+    world = bagua.init(timeout=60)
+    for order in ORDERS[world.size]:
+        group = world.new_group(order, ordered=True)
+        assert (group is not None) == (rank in order)
+        if group is not None:
+            assert group.name.endswith(",".join(map(str, order)))
+            check_place(group, order, rank)
+            check_messages(group, order, rank)
+            check_arenas(group)
+            # Some of these call the functions of the package.
+            process.default_group = group
+            digest = hashlib.sha256()
+            verbs.reductions(group, lambda x, digest=digest: digest.update(x.tobytes()))
+            verbs.movements(group)
+            verbs.messages(group)
+            process.default_group = world
+            verbs.asynchronous(group)
+            # All ranks have the same bits.
+            digests = np.zeros((group.size, 32), np.uint8)
+            group.all_gather(np.frombuffer(digest.digest(), np.uint8).copy(), out=digests)
+            assert (digests == digests[0]).all()
+            # The order counts in a sub-group of it, and not without `ordered`.
+            turned = group.new_group(list(reversed(range(group.size))), ordered=True)
+            assert turned is not None
+            check_place(turned, list(reversed(order)), rank)
+            ascending = group.new_group(list(reversed(range(group.size))))
+            assert ascending is not None
+            check_place(ascending, order, rank)
+        world.barrier()
+    with pytest.raises(ValueError, match="each of them once"):
+        world.new_group([1, 0, 1], ordered=True)
+    bagua.shutdown()
+
+
+@pytest.mark.parametrize(("size", "options"), PLACES, ids=str)
+def test_verbs_messages_and_arenas_follow_the_order(world: World, size: int, options: dict[str, Any]) -> None:
+    world(size, **options).run(in_every_order)
+
+
+def lose_one(rank: int, order: list[int], victim: int) -> list[Any]:
+    world = bagua.init(timeout=60)
+    group = world.new_group(order, ordered=True)
+    other = world.new_group([r for r in reversed(order) if r != victim], ordered=True)
+    assert group is not None
+    group.barrier()
+    if other is not None:
+        other.barrier()
+    # Nobody dies while another still opens a group.
+    world.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert other is not None
+    found: list[Any] = []
+    x = np.empty(3, np.float32)
+    with pytest.raises(bagua.PeerLostError) as caught:
+        group.recv(x, order.index(victim))
+    found.append(caught.value.rank)
+    with pytest.raises(bagua.PeerLostError) as caught:
+        group.all_reduce(x)
+    found.append(caught.value.rank)
+    # A group without the rank that is lost goes on.
+    check_place(other, [r for r in reversed(order) if r != victim], rank)
+    # The survivors of the world, whose ranks are new; they order themselves again.
+    rest = world.shrink()
+    assert rest.former_ranks is not None
+    places = [rest.former_ranks.index(r) for r in order if r != victim]
+    again = rest.new_group(places, ordered=True)
+    assert again is not None
+    check_place(again, places, rest.rank)
+    with pytest.raises(ValueError, match="sub-group"):
+        again.shrink()
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"env": {"BAGUA_TRANSPORT": "tcp"}}, {"hosts": [[0, 1], [2, 3]]}], ids=["shm", "tcp", "hosts"]
+)
+def test_a_killed_rank_is_named_by_its_world_rank(world: World, options: dict[str, Any]) -> None:
+    order, victim = [2, 3, 0, 1], 3
+    found = world(4, expect_exit={victim: -signal.SIGKILL}, **options).run(lose_one, order, victim)
+    assert [names for rank, names in enumerate(found) if rank != victim] == [[victim, victim]] * 3
+
+
+def leave_in_order(rank: int) -> list[Any]:
+    world = bagua.init(timeout=60)
+    group = world.new_group([2, 0, 1], ordered=True)
+    assert group is not None
+    group.barrier()
+    found: list[Any] = []
+    if rank == 0:
+        group.leave()
+    else:
+        with pytest.raises(bagua.PeerLostError, match="left the group") as caught:
+            group.recv(np.empty(1, np.float32), 1)
+        found = [caught.value.rank]
+    world.barrier()
+    # A deadline names the rank that did not come, by its rank in the world.
+    late = world.new_group([1, 2, 0], ordered=True)
+    assert late is not None
+    late.barrier()
+    if rank != 2:
+        with pytest.raises(bagua.BaguaTimeoutError) as timed_out:
+            late.barrier(timeout=0.5)
+        found.append(list(timed_out.value.missing))
+    world.barrier()
+    bagua.shutdown()
+    return found
+
+
+def test_a_rank_that_leaves_and_one_that_is_late_are_named_by_their_world_ranks(world: World) -> None:
+    assert world(3).run(leave_in_order) == [[[2]], [0, [2]], [0]]
