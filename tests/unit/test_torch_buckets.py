@@ -9,7 +9,7 @@ import torch
 
 from bagua.torch_api import algorithms
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.data_parallel.bucketing import split
+from bagua.torch_api.model_engine.bucketing import split
 
 
 def named(*tensors: torch.Tensor, module: str = "net") -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bagua.torch_api import env
-from bagua.torch_api.data_parallel.bucketing import split
+from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.process_group import check_on_cpu
 
 from .handles import Handle

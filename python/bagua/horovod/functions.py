@@ -11,7 +11,7 @@ import torch
 
 from bagua.errors import MismatchError
 from bagua.torch_api import env
-from bagua.torch_api.data_parallel.bucketing import split
+from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 
 from .moves import allgather_async, broadcast_, digest, everybody

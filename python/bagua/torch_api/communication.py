@@ -21,9 +21,9 @@ from bagua.lifecycle import process, torch_state, torchs_world
 
 from . import elastic as elastic_job
 from . import env, torch_group
-from .data_parallel import backend
-from .data_parallel.backend import Backend
 from .environment_store import environment_store
+from .model_engine import backend
+from .model_engine.backend import Backend
 from .process_group import (
     NON_COMM_MEMBER,
     AnyCommunicator,

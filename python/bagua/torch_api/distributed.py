@@ -16,11 +16,12 @@ from bagua.lifecycle import process, torch_state
 from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
-from .data_parallel.model import BaguaDistributedDataParallel
+from .model_engine.engine import ModelEngine, name_of
+from .model_engine.patched import BaguaDistributedDataParallel
 from .process_group import ProcessGroup
 
 _state = torch_state()
-_wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = _state.wrapped
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = _state.wrapped
 _names: MutableMapping[torch.nn.Module, str] = _state.module_names
 
 
@@ -56,16 +57,13 @@ def with_bagua(
         with contextlib.suppress(BaguaError):
             before.bagua_algorithm.before_step(before)
     unwrap(module)
-    if module not in _names:
-        _names[module] = f"{type(module).__name__}_{_state.wrapped_count}"
-        _state.wrapped_count += 1
     _wrapped[module] = BaguaDistributedDataParallel(
         module,
         optimizers,
         algorithm,
         group,
         do_flatten,
-        name=_names[module],
+        name=name_of(module),
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
         bucket_size=bucket_size,
@@ -86,7 +84,7 @@ def no_sync(module: torch.nn.Module) -> AbstractContextManager[None]:
     return _ddp_of(module).no_sync()
 
 
-def _ddp_of(module: Any) -> BaguaDistributedDataParallel:
+def _ddp_of(module: Any) -> ModelEngine:
     ddp = _wrapped.get(module)
     if ddp is None:
         raise AttributeError(f"this {type(module).__name__} is not wrapped: call with_bagua first")
@@ -101,7 +99,7 @@ class BaguaModule:
         return with_bagua(self, *args, **kwargs)
 
     @property
-    def bagua_ddp(self: Any) -> BaguaDistributedDataParallel:
+    def bagua_ddp(self: Any) -> ModelEngine:
         """What communicates for this model."""
         return _ddp_of(self)
 

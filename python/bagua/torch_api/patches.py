@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from .communication import bagua_patch, to_bagua_process_group
-from .data_parallel.model import hidden_forward_hooks
 from .distributed import BaguaModule
+from .model_engine.patched import hidden_forward_hooks
 from .process_group import AnyCommunicator, ProcessGroup
 from .tensor import BaguaTensor
 

@@ -18,15 +18,15 @@ from bagua.lifecycle import torch_state
 
 from . import communication, torch_group, torch_restart
 from .algorithms.base import Algorithm
-from .data_parallel import backend
-from .data_parallel.consistency import broadcast_optimizer, broadcast_tensors, gather_any
-from .data_parallel.model import BaguaDistributedDataParallel, Progress
+from .model_engine import backend
+from .model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
+from .model_engine.engine import ModelEngine, Progress
 from .process_group import Communicator, ProcessGroup
 
 __all__ = ["Rebuilt", "rebuild"]
 
 _state = torch_state()
-_wrapped: MutableMapping[torch.nn.Module, BaguaDistributedDataParallel] = _state.wrapped
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = _state.wrapped
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,13 @@ class _Model:
     """A model that is wrapped again."""
 
     name: str
+    #: What ``_wrapped`` has it under: the model, or a wrapper around it.
+    holder: torch.nn.Module
+    kind: type[ModelEngine]
     module: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     algorithm: Algorithm
-    #: The keyword arguments of ``with_bagua``.
+    #: The keyword arguments of its engine.
     options: dict[str, Any]
     do_flatten: bool
     #: Names of parameters and buffers that each rank has for itself.
@@ -95,18 +98,16 @@ class _Model:
     progress: Progress
 
     @staticmethod
-    def of(ddp: BaguaDistributedDataParallel) -> _Model:
+    def of(holder: torch.nn.Module, ddp: ModelEngine) -> _Model:
         """As it is wrapped now."""
         return _Model(
             ddp.bagua_module_name,
+            holder,
+            type(ddp),
             ddp.module,
             ddp.bagua_optimizers,
             ddp.algorithm,
-            {
-                "find_unused_parameters": ddp.find_unused_parameters,
-                "broadcast_buffers": ddp.broadcast_buffers,
-                "bucket_size": ddp.bucket_size,
-            },
+            ddp.options(),
             ddp.do_flatten,
             ddp.parameters_to_ignore,
             ddp.progress,
@@ -114,7 +115,7 @@ class _Model:
 
     def end(self) -> None:
         """Ends what communicates for it, if anything does, and drops its gradients."""
-        ddp = _wrapped.pop(self.module, None)
+        ddp = _wrapped.pop(self.holder, None)
         if ddp is not None:
             ddp.close(at_exit=True)
         for param in self.module.parameters():
@@ -122,7 +123,7 @@ class _Model:
 
     def wrap(self, group: ProcessGroup) -> None:
         """Wraps it; its state is the same on all ranks already."""
-        ddp = _wrapped[self.module] = BaguaDistributedDataParallel(
+        ddp = _wrapped[self.holder] = self.kind(
             self.module,
             self.optimizers,
             self.algorithm,
@@ -169,7 +170,7 @@ class _Plan:
         self._former_size = len(default.ranks)
         for module, ddp in list(_wrapped.items()):
             if ddp.process_group is default:
-                self.models.append(_Model.of(ddp))
+                self.models.append(_Model.of(module, ddp))
             else:
                 del _wrapped[module]
                 ddp.close(at_exit=True)

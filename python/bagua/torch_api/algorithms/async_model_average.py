@@ -21,9 +21,9 @@ from bagua.errors import BaguaError
 
 from .. import elastic
 from ..bucket import BaguaBucket
-from ..data_parallel.backend import AveragedMemory
-from ..data_parallel.exchange import Exchange
-from ..data_parallel.weights import WeightTensors, check_floating
+from ..model_engine.backend import AveragedMemory
+from ..model_engine.exchange import Exchange
+from ..model_engine.weights import WeightTensors, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, one_bucket_per_dtype
 

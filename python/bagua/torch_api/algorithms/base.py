@@ -16,10 +16,10 @@ from bagua.codecs import Codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..data_parallel.backend import Backend
-from ..data_parallel.exchange import Exchange
-from ..data_parallel.gradients import GradientExchange
-from ..data_parallel.sparse import SparseExchange, sparse_parameters
+from ..model_engine.backend import Backend
+from ..model_engine.exchange import Exchange
+from ..model_engine.gradients import GradientExchange
+from ..model_engine.sparse import SparseExchange, sparse_parameters
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import effective
 

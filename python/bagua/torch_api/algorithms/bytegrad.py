@@ -12,8 +12,8 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..data_parallel.exchange import Exchange
-from ..data_parallel.gradients import GradientExchange
+from ..model_engine.exchange import Exchange
+from ..model_engine.gradients import GradientExchange
 from ..process_group import Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 

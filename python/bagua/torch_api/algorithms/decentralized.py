@@ -16,8 +16,8 @@ from bagua import engine
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..data_parallel import bucketing
-from ..data_parallel.weights import WeightAverage, WeightUpdate, check_floating
+from ..model_engine import bucketing
+from ..model_engine.weights import WeightAverage, WeightUpdate, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from .base import (
     Algorithm,

@@ -33,9 +33,9 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..data_parallel.backend import Backend
-from ..data_parallel.exchange import Exchange
-from ..data_parallel.weights import gradients_are_finite
+from ..model_engine.backend import Backend
+from ..model_engine.exchange import Exchange
+from ..model_engine.weights import gradients_are_finite
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from ..bucket import BaguaBucket
-from ..data_parallel.backend import Backend
-from ..data_parallel.exchange import Exchange
-from ..data_parallel.gradients import GradientExchange, Slot
-from ..data_parallel.sparse import SparseExchange
+from ..model_engine.backend import Backend
+from ..model_engine.exchange import Exchange
+from ..model_engine.gradients import GradientExchange, Slot
+from ..model_engine.sparse import SparseExchange
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import forget, registration
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel

@@ -28,11 +28,11 @@ from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..data_parallel import bucketing
-from ..data_parallel.backend import Backend
-from ..data_parallel.exchange import Exchange
-from ..data_parallel.gradients import GradientExchange, Slot
-from ..data_parallel.sparse import SparseExchange
+from ..model_engine import bucketing
+from ..model_engine.backend import Backend
+from ..model_engine.exchange import Exchange
+from ..model_engine.gradients import GradientExchange, Slot
+from ..model_engine.sparse import SparseExchange
 from ..process_group import DTYPES, ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel

@@ -1,1 +1,6 @@
-"""Data-parallel training of one model: its hooks, its buckets in order, and the exchange of its gradients."""
+"""Data-parallel training by a wrapper around the model, and collectives with gradients."""
+
+from . import functional
+from .wrapper import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel", "functional"]

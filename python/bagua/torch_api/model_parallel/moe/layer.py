@@ -11,7 +11,7 @@ import torch
 
 from ... import env
 from ...communication import _get_default_group, is_initialized
-from ...data_parallel.model import owner_of
+from ...model_engine.engine import owner_of
 from ...process_group import Communicator, ReduceOp
 from .experts import Experts
 from .gate import Routing, TopKGate

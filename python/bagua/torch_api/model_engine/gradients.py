@@ -44,6 +44,10 @@ def _is_in_use(grad: torch.Tensor) -> bool:
     return _references is None or _references(grad.untyped_storage()._cdata) > 2
 
 
+def _one() -> float:
+    return 1.0
+
+
 @dataclass
 class Slot:
     """One parameter's gradient."""
@@ -95,6 +99,8 @@ class GradientExchange(Exchange):
         #: Called with the name of a parameter that no rank used, its communicated gradient, and the gradient of this
         #: rank, which comes back.
         self.discarded: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
+        #: By what the communicated gradients are multiplied before backward returns.
+        self.factor: Callable[[], float] = _one
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
@@ -156,8 +162,8 @@ class GradientExchange(Exchange):
             raise self._backend.reported(
                 NotImplementedError(
                     f"the gradient of {slot.name!r} of model {self._module_name!r} is {grad.layout} on rank "
-                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules that had sparse=True at "
-                    "with_bagua can have sparse gradients"
+                    f"{self._backend.rank}: only weights of Embedding and EmbeddingBag modules with "
+                    "sparse=True when the model was wrapped can have sparse gradients"
                 )
             )
         slot.sent = True
@@ -223,14 +229,47 @@ class GradientExchange(Exchange):
             if self._find_unused:
                 nowhere = self._wait_and_agree(unused)
             else:
-                self._backend.wait_pending_comm_ops()
+                self._wait()
             for grad, wire in self._now.write_back:
                 # Not through autograd: the values are averaged, the graph stays that of this rank.
                 grad.data.copy_(wire)
             self._sparse.exchange(self._now.touched)
+            self._scale(nowhere)
             self._completed(nowhere)
         finally:
             self._reset()
+
+    def _wait(self) -> None:
+        """Waits until every bucket is communicated."""
+        self._backend.wait_pending_comm_ops()
+
+    def _scale(self, nowhere: set[str]) -> None:
+        factor = self.factor()
+        if factor == 1:
+            return
+        for name, param in [*self._parameters, *self._sparse.parameters()]:
+            if param.grad is not None and name not in nowhere:
+                param.grad.data.mul_(factor)
+
+    def shadow(self) -> None:
+        """Takes part in the exchange of a backward that this rank does not make, with zeros. Its gradients stay."""
+        own = [(param, param.grad) for _, param in [*self._parameters, *self._sparse.parameters()]]
+        kept = [(param, None if grad is None else grad.clone()) for param, grad in own]
+        try:
+            for param, _ in own:
+                param.grad = None
+            if self._find_unused:
+                self._wait_and_agree(list(self._slots.values()))
+            else:
+                for slot in self._slots.values():
+                    slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
+                    self._send(slot)
+                self._wait()
+            self._sparse.exchange(())
+        finally:
+            self._reset()
+            for param, grad in kept:
+                param.grad = grad
 
     def _completed(self, nowhere: set[str]) -> None:
         """Every bucket is communicated. ``nowhere``: names of the parameters that no rank has a gradient for."""
@@ -253,8 +292,8 @@ class GradientExchange(Exchange):
         return self._backend.reported(
             BaguaError(
                 f"no gradient for {names} of model {self._module_name!r} in this backward on rank "
-                f"{self._backend.rank}: the loss does not depend on them; pass find_unused_parameters=True to "
-                "with_bagua if that is meant"
+                f"{self._backend.rank}: the loss does not depend on them; pass "
+                "find_unused_parameters=True if that is meant"
             )
         )
 
@@ -269,7 +308,7 @@ class GradientExchange(Exchange):
             self._send(slot)
         used = torch.tensor([slot.name not in before for slot in self._slots.values()], dtype=torch.uint8)
         handle = self._backend.all_reduce(used, ReduceOp.MAX)
-        self._backend.wait_pending_comm_ops()
+        self._wait()
         handle.wait()
         nowhere = {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
         for name in nowhere:

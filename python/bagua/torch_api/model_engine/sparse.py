@@ -93,6 +93,10 @@ class SparseExchange:
     def __contains__(self, name: str) -> bool:
         return name in self._slots
 
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters."""
+        return [(slot.name, slot.param) for slot in self._slots.values()]
+
     def arrived(self, name: str) -> None:
         """A gradient is complete on this rank. A second one in the same backward (re-entrant checkpoints) is added by
         autograd and goes with the first.

@@ -1,11 +1,11 @@
-"""A model at work on several ranks: its hooks, its buckets, its engine."""
+"""A model at work on several ranks: its buckets, the readiness of its gradients, its steps, however it is wrapped."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,25 +26,8 @@ from .consistency import broadcast_optimizer, broadcast_tensors, describe, requi
 from .sparse import sparse_parameters
 
 # The wrapped model that communicates a parameter's gradient.
-_owners: MutableMapping[torch.Tensor, weakref.ref[BaguaDistributedDataParallel]] = torch_state().gradient_owners
-
-
-def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
-    """The forward hook of a copy of a wrapped model: without effect, as the copy trains alone."""
-
-
-def _unwrapped_after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    """As :func:`_unwrapped`, after a forward."""
-
-
-def _unwrapped_hook() -> Any:
-    """The forward hook of a model that was pickled."""
-    return _unwrapped
-
-
-def _unwrapped_after_hook() -> Any:
-    """As :func:`_unwrapped_hook`, after a forward."""
-    return _unwrapped_after
+_owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = torch_state().gradient_owners
+_names: MutableMapping[torch.nn.Module, str] = torch_state().module_names
 
 
 def _never() -> bool:
@@ -56,81 +39,39 @@ _is_exporting = getattr(torch.compiler, "is_exporting", _never)
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
-class _ForwardHook:
-    """Calls a model's :class:`BaguaDistributedDataParallel` before each forward."""
-
-    def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        # A program that is recorded holds the forward and not the communication of one training step.
-        if not (_is_exporting() or _is_tracing()):
-            self._before_forward(module, inputs)
-
-    # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if (ddp := self._ddp()) is not None:
-            ddp.before_forward(module, inputs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _unwrapped
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unwrapped_hook, ()
+def is_recorded() -> bool:
+    """Whether a forward makes a program, which holds the forward and not the communication of one training step."""
+    return _is_exporting() or _is_tracing()
 
 
-class _AfterForwardHook:
-    """Calls a model's :class:`BaguaDistributedDataParallel` after each forward, also after one that raised."""
-
-    def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if not (_is_exporting() or _is_tracing()):
-            self._after_forward()
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _after_forward(self) -> None:
-        if (ddp := self._ddp()) is not None:
-            ddp.after_forward()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _unwrapped_after
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unwrapped_after_hook, ()
+# Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def call_before_forward(ddp: Callable[[], ModelEngine | None], module: torch.nn.Module, inputs: Any) -> None:
+    """:meth:`ModelEngine.before_forward` of an engine that may have ended."""
+    if (present := ddp()) is not None:
+        present.before_forward(module, inputs)
 
 
-def _is_ours(hook: Any) -> bool:
-    return hook in (_unwrapped, _unwrapped_after) or isinstance(hook, (_ForwardHook, _AfterForwardHook))
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def call_after_forward(ddp: Callable[[], ModelEngine | None]) -> None:
+    """:meth:`ModelEngine.after_forward` of an engine that may have ended."""
+    if (present := ddp()) is not None:
+        present.after_forward()
 
 
-@contextlib.contextmanager
-def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
-    hidden = []
-    for child in module.modules():
-        both: tuple[Any, Any] = (child._forward_pre_hooks, child._forward_hooks)
-        for hooks in both:
-            for key, hook in list(hooks.items()):
-                if _is_ours(hook):
-                    hidden.append((hooks, key, hook, list(hooks)))
-                    del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, key, hook, order in hidden:
-            hooks[key] = hook
-            for later in order[order.index(key) + 1 :]:
-                if later in hooks:
-                    hooks[later] = hooks.pop(later)
+def name_of(module: torch.nn.Module) -> str:
+    """The name under which a model communicates: the user's, else its class and a number."""
+    if module not in _names:
+        state = torch_state()
+        _names[module] = f"{type(module).__name__}_{state.wrapped_count}"
+        state.wrapped_count += 1
+    return _names[module]
 
 
 class _GradHook:
     """Calls it when a parameter's gradient has its final local value."""
 
-    def __init__(self, ddp: BaguaDistributedDataParallel, name: str) -> None:
+    def __init__(self, ddp: ModelEngine, name: str) -> None:
         self._ddp = weakref.ref(ddp)
         self._name = name
 
@@ -142,7 +83,7 @@ class _GradHook:
 class _EndOfBackward:
     """Calls it when a backward is over, also when it raised: the engine of autograd then lets go of this object."""
 
-    def __init__(self, ddp: BaguaDistributedDataParallel) -> None:
+    def __init__(self, ddp: ModelEngine) -> None:
         self._ddp = weakref.ref(ddp)
 
     def __call__(self) -> None:
@@ -169,7 +110,7 @@ class _StepArguments(dict[str, Any]):
     it raises.
     """
 
-    def __init__(self, ddp: BaguaDistributedDataParallel, arguments: Any) -> None:
+    def __init__(self, ddp: ModelEngine, arguments: Any) -> None:
         super().__init__(arguments)
         self._ddp = weakref.ref(ddp)
 
@@ -178,10 +119,11 @@ class _StepArguments(dict[str, Any]):
             ddp.bagua_algorithm.optimizer_step_ends(ddp)
 
 
-class BaguaDistributedDataParallel:
-    """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
+class ModelEngine:
+    """What communicates for one model, however it is wrapped.
 
-    Ends with its model, its group, or the next ``with_bagua``.
+    Its owner calls :meth:`before_forward` and :meth:`after_forward` around each forward of the model; the gradients and
+    the optimizers it hears of by hooks of its own. Ends with its model, its group, or :meth:`close`.
     """
 
     def __init__(
@@ -216,6 +158,8 @@ class BaguaDistributedDataParallel:
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
+        #: The rank whose buffers all ranks get.
+        self.root = 0
         #: At the end of the last completed step.
         self.progress = Progress()
         self.algorithm = algorithm
@@ -245,6 +189,14 @@ class BaguaDistributedDataParallel:
         except BaseException:
             self.close()
             raise
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments by which another group gets an engine like this one."""
+        return {
+            "find_unused_parameters": self.find_unused_parameters,
+            "broadcast_buffers": self.broadcast_buffers,
+            "bucket_size": self.bucket_size,
+        }
 
     @property
     def module(self) -> torch.nn.Module:
@@ -321,23 +273,17 @@ class BaguaDistributedDataParallel:
         self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
 
     def _broadcast_state(self) -> None:
-        rank = self.backend.rank
-        broadcast_tensors(self._broadcast, rank, [tensor for _, _, tensor in self._state(self.module)])
+        self.broadcast([tensor for _, _, tensor in self._state(self.module)])
         own = [param for name, param in self.module.named_parameters() if name in self.parameters_to_ignore]
         for optimizer in self.bagua_optimizers:
-            broadcast_optimizer(self._communicator, self._broadcast, optimizer, own)
-
-    def _broadcast(self, room: torch.Tensor) -> None:
-        self.backend.broadcast(room, 0)
+            broadcast_optimizer(self._communicator, lambda room: self.backend.broadcast(room, 0), optimizer, own)
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
             hook = _GradHook(self, name)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             _owners[param] = weakref.ref(self)
-        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
-        if self.bagua_algorithm.hears_forward_and_backward:
-            self._handles.append(module.register_forward_hook(_AfterForwardHook(self), always_call=True))
+        self._hook_forward(module)
         this = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -358,13 +304,16 @@ class BaguaDistributedDataParallel:
             self._handles.append(optimizer.register_step_pre_hook(before_step))
             self._handles.append(optimizer.register_step_post_hook(after_step))
 
+    def _hook_forward(self, module: torch.nn.Module) -> None:
+        """Arranges that the methods below are called; nothing where the owner does so."""
+
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Before each forward of the model: nothing in evaluation, nor when a checkpoint computes the forward again."""
         if torch._C._current_graph_task_id() != -1:
             return
         if not self._in_step:
             self.bagua_algorithm.before_step(self)
-        if not module.training:
+        if not self._trains(module):
             self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
         if self._in_backward:
@@ -377,16 +326,31 @@ class BaguaDistributedDataParallel:
         if begins:
             self.step += 1
             self._in_step = True
+        self._forward_is_announced()
         if self.bagua_algorithm.need_reset():
             self._init_algorithm()
-        # With gradients before each forward, as torch's DDP does.
-        due = self.require_backward_grad_sync and self.bagua_algorithm.buffers_due(self.step)
-        if due and (begins or self.exchange.needs_gradients):
+        if self.bagua_algorithm.buffers_due(self.step) and self._buffers_are_due(begins):
             self.send_buffers()
         if begins and self.bagua_algorithm.communicates(self.step):
             self.exchange.begin()
         self._forward_pre_hook(inputs)
         self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
+
+    def _trains(self, module: torch.nn.Module) -> bool:
+        """Whether a forward that begins now is one of training: the others communicate nothing."""
+        return module.training
+
+    def _forward_is_announced(self) -> None:
+        """Called before a training forward, in which nothing was communicated yet; decides :attr:`root`."""
+
+    def _buffers_are_due(self, begins: bool) -> bool:
+        """Whether :attr:`root` sends its buffers before a training forward, by which a step may begin."""
+        # With gradients before each forward.
+        return self.require_backward_grad_sync and (begins or self.exchange.needs_gradients)
+
+    def _backward_communicates(self) -> bool:
+        """Whether a gradient that comes now is communicated; otherwise it only accumulates."""
+        return self.require_backward_grad_sync
 
     def after_forward(self) -> None:
         """After each forward for which :meth:`before_forward` did something."""
@@ -417,8 +381,13 @@ class BaguaDistributedDataParallel:
         self.restart(progress.next_step)
 
     def send_buffers(self) -> None:
-        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
-        broadcast_tensors(self._broadcast, self.backend.rank, self._buffers())
+        """Every rank gets the buffers of :attr:`root`, unless ``broadcast_buffers`` is False. Collective."""
+        self.broadcast(self.buffers())
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Every rank gets the values that :attr:`root` has. Collective."""
+        root = self.root
+        broadcast_tensors(lambda room: self.backend.broadcast(room, root), self.backend.rank, tensors, root)
 
     def start_buffers(self) -> Callable[[], None]:
         """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
@@ -426,10 +395,10 @@ class BaguaDistributedDataParallel:
         def start(room: torch.Tensor) -> Callable[[], None]:
             return self.backend.start_broadcast(room, 0).wait
 
-        return start_broadcast(start, self.backend.rank, self._buffers())
+        return start_broadcast(start, self.backend.rank, self.buffers())
 
-    def _buffers(self) -> list[torch.Tensor]:
-        """The buffers that rank 0 sends."""
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that :attr:`root` sends."""
         if not self.broadcast_buffers:
             return []
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
@@ -449,8 +418,8 @@ class BaguaDistributedDataParallel:
             return
         parts = [f"{names} {what}" for names, what in ((new, "now need(s) one"), (gone, "no longer do(es)")) if names]
         raise BaguaError(
-            f"the parameters of model {self.bagua_module_name!r} that need a gradient changed since with_bagua: "
-            f"{'; '.join(parts)}; call with_bagua again after such a change"
+            f"the parameters of model {self.bagua_module_name!r} that need a gradient changed since it was wrapped: "
+            f"{'; '.join(parts)}; wrap the model again after such a change"
         )
 
     def on_gradient(self, name: str, param: torch.nn.Parameter) -> None:
@@ -459,7 +428,7 @@ class BaguaDistributedDataParallel:
             self._in_any_backward = True
             self.bagua_algorithm.backward_begins(self)
             _at_end_of_backward(_EndOfBackward(self))
-        if not self.require_backward_grad_sync:
+        if not self._backward_communicates():
             self._backwards += 1
             self.exchange.accumulated(name)
             return
@@ -555,7 +524,7 @@ def _at_end_of_backward(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def owner_of(param: torch.Tensor) -> BaguaDistributedDataParallel | None:
+def owner_of(param: torch.Tensor) -> ModelEngine | None:
     """Which wrapped model communicates the gradient of a parameter."""
     owner = _owners.get(param)
     return None if owner is None else owner()
@@ -578,7 +547,7 @@ def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
         if name in ignored:
             continue
         if is_lazy(param):
-            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before with_bagua")
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
         check_on_cpu(param, f"parameter {name!r}")
         if param.requires_grad:
             dtype_code(param, f"parameter {name!r}")

@@ -1,0 +1,358 @@
+"""``DistributedDataParallel``: torch's wrapper, with any of Bagua's algorithms."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+
+from bagua.errors import BaguaError
+from bagua.lifecycle import torch_state, torchs_world
+
+from .. import communication
+from ..algorithms.base import Algorithm, AlgorithmImpl
+from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from ..bucket import BaguaBucket
+from ..model_engine.engine import ModelEngine, call_after_forward, call_before_forward, is_recorded, name_of
+from ..process_group import ProcessGroup
+from .comm_hooks import CommHook
+from .wrapper_engine import WrapperEngine
+
+__all__ = ["DistributedDataParallel"]
+
+_PREFIX = "module."
+
+_engines: MutableMapping[torch.nn.Module, ModelEngine] = torch_state().wrapped
+
+
+class DistributedDataParallel(torch.nn.Module, Joinable):
+    """Trains ``module`` in step with the other ranks, as torch's DistributedDataParallel does.
+
+    Parameters, buffers and the state of ``optimizers`` become rank 0's (``init_sync=False``: they stay). From then on
+    ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says (``None``:
+    gradient_allreduce), in buckets of ``bucket_cap_mb`` MiB (``None``: the environment's). With
+    ``gradient_as_bucket_view`` a gradient is a view of its bucket's memory, which every backward overwrites.
+
+    ``broadcast_buffers``, or ``forward_sync_buffers`` where it is given: rank 0's buffers before each training forward.
+    ``find_unused_parameters``: parameters that do not take part in a step are not an error; nor are they with
+    ``static_graph``. ``process_group``: one of bagua or of torch.distributed (``None``: the default group of bagua, or
+    torch.distributed's world where its backend is "bagua"); or a ``device_mesh`` of one dimension.
+
+    A forward in evaluation, or without gradients, communicates nothing. Attributes that the wrapper does not have are
+    the model's.
+
+    ``dim`` other than 0, ``mixed_precision``, ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` raise
+    NotImplementedError; ``device_ids`` and ``output_device`` for a model on the CPU ValueError; a model without a
+    parameter that needs a gradient BaguaError. MismatchError names the parameter when the ranks' models differ,
+    ValueError says "already" when another model communicates it; the group stays usable after both.
+    """
+
+    module: torch.nn.Module
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        *,
+        init_sync: bool = True,
+        process_group: ProcessGroup | dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        forward_sync_buffers: bool | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)  # type: ignore[no-untyped-call]
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        refused = {
+            "dim": dim != 0,
+            "mixed_precision": mixed_precision is not None,
+            "delay_all_reduce_named_params": delay_all_reduce_named_params is not None,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce is not None,
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                raise NotImplementedError(f"DistributedDataParallel: {name} is not supported")
+        if check_reduction:
+            warnings.warn("check_reduction has no effect, as in torch", DeprecationWarning, stacklevel=2)
+        _check_devices(module, device_ids, output_device)
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")
+        if device_mesh is not None:
+            process_group = _group_of(device_mesh, process_group)
+        if not any(param.requires_grad for param in module.parameters()):
+            raise BaguaError(f"{type(module).__name__} has no parameter that needs a gradient: nothing is to be done")
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.device_ids = self.output_device = None
+        self.dim = dim
+        self._given_group = process_group
+        self._bucket_size = None if bucket_cap_mb is None else max(int(bucket_cap_mb * (1 << 20)), 1)
+        self._algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
+        # What backward shall do while no engine asks for it.
+        self._syncs = True
+        # A copy communicates from its first training forward on.
+        self._is_copy = False
+        self._open(optimizers, init_sync)
+
+    def _open(self, optimizers: Sequence[torch.optim.Optimizer], init_sync: bool) -> WrapperEngine:
+        engine = _engines[self] = WrapperEngine(
+            self.module,
+            optimizers,
+            self._algorithm,
+            self._bagua_group(),
+            self.gradient_as_bucket_view,
+            name=name_of(self.module),
+            find_unused_parameters=self.find_unused_parameters or self.static_graph,
+            broadcast_buffers=self.broadcast_buffers,
+            bucket_size=self._bucket_size,
+            broadcast_state=init_sync,
+            owner=weakref.ref(self),
+            cap=self._bucket_size,
+        )
+        self._is_copy = False
+        engine.require_backward_grad_sync = self._syncs
+        return engine
+
+    def _bagua_group(self) -> ProcessGroup:
+        given = self._given_group
+        if not communication.is_initialized() and not isinstance(given, ProcessGroup) and torchs_world() is not None:
+            communication.init_process_group()
+        return communication.to_bagua_process_group(given)
+
+    @property
+    def _engine(self) -> WrapperEngine | None:
+        """None after the group's end, in a copy that was not trained, and while ``with_bagua`` has the wrapper."""
+        found = _engines.get(self)
+        return found if isinstance(found, WrapperEngine) else None
+
+    def _at_work(self) -> WrapperEngine:
+        engine = self._engine
+        if engine is None:
+            raise BaguaError("this wrapper communicates nothing: its group has ended, or it is a copy not yet trained")
+        return engine
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        if is_recorded():
+            return self.module(*inputs, **kwargs)
+        if not self._before_forward(inputs):
+            return self.module(*inputs, **kwargs)
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            call_after_forward(lambda: self._engine)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self, inputs: Any) -> bool:
+        """Whether the algorithm hears of the forward's end."""
+        engine = self._engine
+        if engine is None and self._is_copy and self.module.training and torch.is_grad_enabled():
+            engine = self._open([], True)
+        if engine is None:
+            return False
+        call_before_forward(lambda: engine, self.module, inputs)
+        return engine.bagua_algorithm.hears_forward_and_backward
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward and backward inside only accumulate gradients; the first step afterwards communicates their sum."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward of the next forward communicates. May be set."""
+        return self._syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._syncs = value
+        engine = self._engine
+        if engine is not None:
+            engine.require_backward_grad_sync = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward, if it is one of training, begins with rank 0's buffers."""
+        engine = self._engine
+        return engine is not None and engine.synchronized and bool(engine.buffers())
+
+    # --- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """For training in which ranks have unequally many inputs: ``with model.join(): ...``.
+
+        A rank without inputs counts with zeros; ``divide_by_initial_world_size=False`` divides by the ranks that have
+        some. In the end all ranks have the model of the last one. NotImplementedError for algorithms other than
+        gradient_allreduce.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See :meth:`join`; for torch's ``Join`` with other joinables, such as ZeroRedundancyOptimizer."""
+        return self._at_work().join_hook(kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of torch.distributed by which ``Join`` counts the ranks that have inputs.
+
+        One of the same ranks is made, collectively, where the wrapper was given a group of bagua that is smaller than
+        the world.
+        """
+        if isinstance(self._given_group, dist.ProcessGroup):
+            return self._given_group
+        ranks = self._at_work().process_group.ranks
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        if "_join_group" not in self.__dict__:
+            self._join_group = dist.new_group(ranks, use_local_synchronization=True)
+        return self._join_group
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """``hook(state, bucket)`` communicates the buckets from now on, as with torch's DistributedDataParallel.
+
+        Called by all ranks, once. TypeError and ValueError for what is no communication hook; NotImplementedError for
+        algorithms other than gradient_allreduce, and where gradients are sparse.
+        """
+        self._at_work().register_comm_hook(state, hook)
+
+    # --- what it is made of -------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> ProcessGroup | dist.ProcessGroup:
+        """The group that was given, else bagua's default group."""
+        return self._bagua_group() if self._given_group is None else self._given_group
+
+    @property
+    def bagua_ddp(self) -> ModelEngine:
+        """What communicates for the model."""
+        return self._at_work()
+
+    @property
+    def bagua_module_name(self) -> str:
+        """The model's name, the same on all ranks."""
+        return name_of(self.module)
+
+    @property
+    def bagua_algorithm(self) -> AlgorithmImpl:
+        """The algorithm at work."""
+        return self._at_work().bagua_algorithm
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that were given."""
+        return self._at_work().bagua_optimizers
+
+    @property
+    def bagua_buckets(self) -> list[BaguaBucket]:
+        """The buckets, in the order of communication."""
+        return self._at_work().bagua_buckets
+
+    @property
+    def parameters_to_ignore(self) -> frozenset[str]:
+        """Names of the model's parameters and buffers that each rank has for itself."""
+        engine = self._engine
+        return frozenset() if engine is None else engine.parameters_to_ignore
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the states of a wrapper and of the model alone."""
+        wrapped = prefix + _PREFIX
+        own = {name for name, _ in self.module.state_dict().items()}
+        given = [name for name in state_dict if name.startswith(prefix)]
+        if not any(name.startswith(wrapped) and name.removeprefix(wrapped) in own for name in given):
+            for name in given:
+                state_dict[wrapped + name.removeprefix(prefix)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A wrapper around a copy of the model, without optimizers and hook. It communicates from its first training
+        forward on, which all ranks make together; until then it is for this rank alone.
+        """
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self._state_of_copy().items():
+            by_reference = name in ("_given_group", "_join_group", "_algorithm")
+            made.__dict__[name] = value if by_reference else copy.deepcopy(value, memo)
+        return made
+
+    def _state_of_copy(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_copy": True, "_join_config": _JoinConfig.construct_disabled_join_config()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: as :meth:`__deepcopy__`. BaguaError for another group than the default one."""
+        if self._given_group is not None:
+            raise BaguaError("a wrapper can be pickled when it communicates with the default group")
+        return self._state_of_copy()
+
+
+def _check_devices(
+    module: torch.nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: Any
+) -> None:
+    if not device_ids and output_device is None:
+        return
+    if all(tensor.device.type == "cpu" for tensor in module.parameters()):
+        raise ValueError(
+            f"device_ids={device_ids}, output_device={output_device} for a model on the CPU: leave them out"
+        )
+
+
+def _group_of(device_mesh: Any, process_group: Any) -> dist.ProcessGroup:
+    if process_group is not None:
+        raise ValueError("process_group and device_mesh cannot both be given")
+    if device_mesh.ndim != 1:
+        raise ValueError(f"a device_mesh of one dimension is needed, not {device_mesh}")
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
