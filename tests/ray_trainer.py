@@ -1,4 +1,4 @@
-"""Ray's TorchTrainer on the backend "bagua". Not one of `make test`: `make test-ray`, as Ray takes a minute to start."""
+"""Ray's TorchTrainer on the backend "bagua". `make test-ray` runs it, not `make test`: Ray takes a minute."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class FabricStrategyMethods(CommonMethods):
         """Wraps a model alone. RuntimeError where the algorithm acts on the steps of its optimizers."""
         if choice.needs_optimizers(self._algorithm, self._bagua_kwargs):
             raise RuntimeError(self._err_msg_joint_setup_required())
-        return self._wrapped(module, [])
+        wrapped: torch.nn.Module = self._wrapped(module, [])
+        return wrapped
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Any = None

@@ -27,6 +27,9 @@ class StrategyMethods(CommonMethods):
     is lost or raises, training ends with its number in a ``bagua.errors`` exception.
     """
 
+    #: The LightningModule, in its wrapper while it is trained.
+    model: Any
+
     def __init__(
         self,
         algorithm: Any = "gradient_allreduce",

@@ -41,7 +41,13 @@ def is_wrapped(module: Any) -> bool:
     return isinstance(module, DistributedDataParallel)
 
 
-def inner(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(wrapped: Any) -> None:
+    """Removes the wrapper's hooks and ends its engine: the module inside trains alone again."""
+    from bagua.torch_api.distributed import unwrap as end
+
+    end(wrapped)
+
+
+def inner(module: Any) -> Any:
     """What was wrapped; a module that is not wrapped itself."""
-    found: torch.nn.Module = module.module if is_wrapped(module) else module
-    return found
+    return module.module if is_wrapped(module) else module
