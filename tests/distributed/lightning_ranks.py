@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,7 +69,9 @@ def parity(kit: Kit, folder: Path, name: str, strategy: Any) -> tuple[bytes, boo
     model, options = PARITY[name]
     trained, trainer = kit.fit(strategy, folder, kit.model(**model), **options)
     logged = trainer.callback_metrics
-    return weights(trained).numpy().tobytes(), bool(logged.get("gmin", 0) == logged.get("gmax", 0))
+    # With manual optimization Lightning's DDP does not broadcast buffers.
+    found = weights(trained) if trained.automatic_optimization else parameters(trained)
+    return found.numpy().tobytes(), bool(logged.get("gmin", 0) == logged.get("gmax", 0))
 
 
 def calls() -> int:
@@ -255,8 +260,9 @@ def each_algorithm_trains(rank: int, kit: Kit, folder: Path) -> None:
 def decentralized_is_all_reduce_of_weights(rank: int, kit: Kit, folder: Path) -> None:
     """B9: "all" with plain SGD ends where gradient_allreduce does; micro-batches communicate nothing."""
     strategy = kit.strategy("decentralized", hierarchical=False)
-    reference, _ = kit.fit("bagua", folder, max_steps=5)
-    model, _ = kit.fit(strategy, folder, max_steps=5)
+    # Gradients are those of each rank's own weights: what is left is of the order of lr squared.
+    reference, _ = kit.fit("bagua", folder, kit.model(lr=1e-3), max_steps=5)
+    model, _ = kit.fit(strategy, folder, kit.model(lr=1e-3), max_steps=5)
     mine = parameters(model)
     dist.all_reduce(mine, dist.ReduceOp.AVG)
     assert torch.allclose(mine, parameters(reference), atol=1e-5)
@@ -383,12 +389,14 @@ def the_monitor_logs_to_every_logger(rank: int, kit: Kit, folder: Path) -> None:
     )
     trainer.fit(kit.model(), loader())
     if rank == 0:
-        rows = [row for row in logger.experiment.metrics if "bagua/calls_per_step" in row]
-        assert [row["step"] for row in rows] == [3, 6]
+        with open(Path(logger.log_dir, "metrics.csv"), encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["bagua/calls_per_step"]]
+        assert [row["step"] for row in rows] == ["3", "6"]
         for row in rows:
-            assert row["bagua/calls_per_step"] >= 1
-            assert row["bagua/payload_mb_per_step"] > 0
-            assert {"bagua/wire_mb_per_step", "bagua/wait_ms_per_step"} <= set(row)
+            assert float(row["bagua/calls_per_step"]) >= 1
+            assert float(row["bagua/payload_mb_per_step"]) > 0
+            assert float(row["bagua/wire_mb_per_step"]) >= 0
+            assert float(row["bagua/wait_ms_per_step"]) >= 0
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(board.log_dir)
@@ -509,12 +517,8 @@ def _fabric_fit(kit: Kit, strategy: Any, accumulate: int = 1) -> tuple[torch.nn.
 
 def raises(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
     """AssertionError unless the call raises such an exception with this text."""
-    try:
+    with pytest.raises(kind, match=re.escape(text)):
         call()
-    except kind as error:
-        assert text in str(error), error
-        return
-    raise AssertionError(f"no {kind.__name__}")
 
 
 CASES: dict[str, Case] = {

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from bagua import config
-from bagua.lifecycle import report
+from bagua.group import default
+from bagua.lifecycle import report, torchs_world
 
 __all__ = ["fail", "join", "leave", "reduce"]
 
@@ -31,7 +32,10 @@ def join() -> None:
     import bagua.torch_api as bagua
 
     if bagua.is_initialized():
-        return
+        if torchs_world() in (None, default()):
+            return
+        # That of an earlier world of torch.distributed, which was destroyed.
+        bagua.destroy_process_group()
     if dist.get_world_size() > 1:
         bagua.init_process_group()
         return
@@ -47,7 +51,10 @@ def fail(exception: BaseException) -> None:
 
 def leave() -> None:
     """Ends a failed world, so that the next fit of this process can have another one."""
+    import bagua.torch_api as bagua
+
     if dist.is_initialized() and dist.get_backend() == "bagua":
+        bagua.destroy_process_group()
         dist.destroy_process_group()
 
 
