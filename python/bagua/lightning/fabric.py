@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import choice, world, wrapping
 from .common import CommonMethods
@@ -78,12 +79,15 @@ class FabricStrategyMethods(CommonMethods):
 
     def _setup_distributed(self) -> None:
         self._prepare_to_join(self.root_device)
+        self._set_world_ranks()
+        world.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
         super()._setup_distributed()
         world.join()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As ``BaguaStrategy.reduce``."""
-        return self._reduce(tensor, group, reduce_op)
+        # Fabric names the group of all ranks.
+        return self._reduce(tensor, None if group is dist.group.WORLD else group, reduce_op)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wraps a model alone. RuntimeError where the algorithm acts on the steps of its optimizers."""

@@ -74,6 +74,8 @@ class StrategyMethods(CommonMethods):
     def setup_distributed(self) -> None:
         """Joins the other ranks, and makes their group Bagua's."""
         self._prepare_to_join(self.root_device)
+        self.set_world_ranks()
+        world.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
         super().setup_distributed()
         world.join()
 

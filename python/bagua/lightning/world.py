@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ import torch.distributed as dist
 
 from bagua import config
 from bagua.group import default
-from bagua.lifecycle import report, torchs_world
+from bagua.lifecycle import report, torch_state, torchs_world
 
-__all__ = ["fail", "join", "leave", "reduce"]
+__all__ = ["fail", "join", "leave", "reduce", "restart"]
 
 _WORDS = {
     None: dist.ReduceOp.AVG,
@@ -53,9 +54,30 @@ def leave() -> None:
     """Ends a failed world, so that the next fit of this process can have another one."""
     import bagua.torch_api as bagua
 
-    if dist.is_initialized() and dist.get_backend() == "bagua":
-        bagua.destroy_process_group()
-        dist.destroy_process_group()
+    if not dist.is_initialized() or dist.get_backend() != "bagua":
+        return
+    state = torch_state()
+    # The store goes on: a rank that is early would reach that of the failed world at the same port.
+    store: Any = dist.distributed_c10d._get_default_store()
+    number = 1 if state.lightning_restart is None else state.lightning_restart[2] + 1
+    state.lightning_restart = store, dist.get_world_size(), number
+    bagua.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def restart(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Where the last world of these ranks failed: initialises torch.distributed by its store."""
+    after_failure: Any = torch_state().lightning_restart
+    if dist.is_initialized() or after_failure is None or after_failure[1] != world_size:
+        return
+    store, _, number = after_failure
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"bagua/lightning/{number}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def reduce(who: str, tensor: Any, group: Any, reduce_op: Any) -> Any:
