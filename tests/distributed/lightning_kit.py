@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from pathlib import Path
@@ -66,8 +67,9 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([value.detach().double().view(-1) for value in model.state_dict().values()])
 
 
+@functools.cache
 def make_model(base: Any) -> Any:
-    """A LightningModule class of this base."""
+    """A LightningModule class of this base, which can be pickled."""
 
     class Model(base):  # type: ignore[misc]
         """Two layers, and one that may be left out."""
@@ -136,7 +138,14 @@ def make_model(base: Any) -> Any:
                 return [made], [torch.optim.lr_scheduler.StepLR(made, 1)]
             return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9 if self.optimizer == "momentum" else 0.0)
 
+    Model.__qualname__ = f"Model_{base.__module__.partition('.')[0]}"
     return Model
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("Model_"):
+        raise AttributeError(name)
+    return Kit(name.removeprefix("Model_")).model
 
 
 def make_recorder(base: Any) -> Any:
