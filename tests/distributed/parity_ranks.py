@@ -32,6 +32,8 @@ class Net(nn.Module):
         return self.one(x) if step % 2 else self.other(x)
 
 
+#: By name.
+Found = dict[str, torch.Tensor | None]
 #: (model, optimizer, loss of a forward, number) of one iteration.
 Step = Callable[[Any, torch.optim.Optimizer, Callable[[], torch.Tensor], int], None]
 
@@ -53,8 +55,9 @@ def trained(
     uneven: dict[str, Any] | None = None,
     samples: Callable[[], torch.Tensor] = lambda: torch.randn(6, 8),
     steps: int = STEPS,
+    with_grads: bool = True,
     **options: Any,
-) -> list[torch.Tensor | None]:
+) -> Found:
     """Weights, buffers and gradients of this rank after some steps."""
     torch.manual_seed(5 + rank)
     module = make()
@@ -75,23 +78,31 @@ def trained(
                 return made.square().mean()
 
             step(model, chosen, loss, number)
-    found: list[torch.Tensor | None] = [tensor.detach().clone() for tensor in model.state_dict().values()]
-    return found + [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+    found: Found = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    grads = {f"grad of {name}": param.grad for name, param in model.named_parameters() if with_grads}
+    return {**found, **{name: None if grad is None else grad.clone() for name, grad in grads.items()}}
 
 
-def equal(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Bitwise, None equal to None."""
-    return len(one) == len(other) and all(
-        a is b is None or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
+    if one is None or other is None:
+        return one is other
+    if one.is_sparse and other.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def as_torch(rank: int, **options: Any) -> None:
     """The same training by both ends with the same bits."""
     expected = trained(Torchs, rank, **options)
     found = trained(DistributedDataParallel, rank, **options)
-    differ = [i for i, pair in enumerate(zip(found, expected, strict=True)) if not equal([pair[0]], [pair[1]])]
+    agree(found, expected)
+
+
+def agree(found: Found, expected: Found) -> None:
+    """Both are equal, bit for bit, on every rank."""
+    assert list(found) == list(expected)
+    differ = [name for name in found if not same(found[name], expected[name])]
     # All ranks fail together: one that waited for the next case would time out.
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, differ)

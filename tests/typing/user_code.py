@@ -9,6 +9,7 @@ from typing_extensions import assert_type
 import bagua
 import bagua.torch_api
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.data_parallel import DistributedDataParallel, functional
 
 
 def neutral() -> None:
@@ -40,3 +41,13 @@ def torch_layer() -> None:
         wrapped(torch.zeros(1, 4)).sum().backward()
     bagua.torch_api.allreduce_inplace(torch.zeros(3), op=bagua.torch_api.ReduceOp.SUM)
     assert_type(bagua.torch_api.get_rank(), int)
+
+
+def wrapper() -> None:
+    net = torch.nn.Linear(4, 2)
+    model = DistributedDataParallel(net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], bucket_cap_mb=1)
+    with model.no_sync(), model.join(divide_by_initial_world_size=False):
+        model(torch.zeros(1, 4)).sum().backward()
+    assert_type(model.module, torch.nn.Module)
+    assert_type(model.require_backward_grad_sync, bool)
+    assert_type(functional.all_reduce(torch.zeros(3), bagua.torch_api.ReduceOp.AVG), torch.Tensor)

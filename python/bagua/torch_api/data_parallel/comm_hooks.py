@@ -81,13 +81,18 @@ def check(hook: Any) -> None:
     """TypeError and ValueError for what torch's DistributedDataParallel takes for no communication hook."""
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable, not {type(hook).__name__}")
-    signature = inspect.signature(hook, eval_str=True)
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except NameError:
+        # Imported for type checkers only.
+        return
     bucket = signature.parameters.get("bucket")
     if bucket is None:
         raise ValueError("a communication hook has the arguments state and bucket")
-    if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+    torchs = dist.GradBucket  # type: ignore[attr-defined]
+    if bucket.annotation not in (inspect.Parameter.empty, Any, torchs, GradBucket):
         raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation!r}")
-    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+    if signature.return_annotation not in (inspect.Signature.empty, Any, torch.futures.Future[torch.Tensor]):
         raise ValueError(
             f"a communication hook returns torch.futures.Future[torch.Tensor], not {signature.return_annotation!r}"
         )

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..communication import to_bagua_process_group
 from ..process_group import Communicator, ProcessGroup, ReduceOp
+from .groups import group_of
 
 __all__ = ["all_reduce"]
 
@@ -24,17 +24,19 @@ def all_reduce(
 
     The gradient of SUM is the sum of all ranks' gradients, that of AVG their mean. The sum of the gradients of MAX goes
     to the elements that were the maximum, in equal parts where several ranks had it. ``group`` is one of bagua or of
-    torch.distributed (``None``: the default group). NotImplementedError for another op; ValueError on a rank outside
-    the group.
+    torch.distributed (``None``: the default group). NotImplementedError for another op, TypeError for one of another
+    library; ValueError on a rank outside the group.
     """
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"op must be a bagua.torch_api.ReduceOp, not {op!r}")
     if op not in _DIFFERENTIABLE:
         raise NotImplementedError(f"all_reduce: {op!r} has no gradient here; SUM, AVG and MAX have one")
-    found = to_bagua_process_group(group)
+    found = group_of(group)
     communicator = found.get_global_communicator()
     if not isinstance(communicator, Communicator):
         raise ValueError(f"all_reduce: this rank is not in {found}")
     function: Any = _Max if op == ReduceOp.MAX else _Linear
-    result: torch.Tensor = function.apply(tensor, ReduceOp(op), communicator)
+    result: torch.Tensor = function.apply(tensor, op, communicator)
     return result
 
 

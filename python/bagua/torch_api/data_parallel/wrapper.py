@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import torch_state, torchs_world
+from bagua.lifecycle import torch_state
 
-from .. import communication
 from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..model_engine.engine import ModelEngine, call_after_forward, call_before_forward, is_recorded, name_of
 from ..process_group import ProcessGroup
 from .comm_hooks import CommHook
+from .groups import group_of
 from .wrapper_engine import WrapperEngine
 
 __all__ = ["DistributedDataParallel"]
@@ -80,7 +80,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         algorithm: Algorithm | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
-        Joinable.__init__(self)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
         refused = {
@@ -122,7 +122,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.module,
             optimizers,
             self._algorithm,
-            self._bagua_group(),
+            group_of(self._given_group),
             self.gradient_as_bucket_view,
             name=name_of(self.module),
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
@@ -131,16 +131,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             broadcast_state=init_sync,
             owner=weakref.ref(self),
             cap=self._bucket_size,
+            static_graph=self.static_graph,
         )
         self._is_copy = False
         engine.require_backward_grad_sync = self._syncs
         return engine
-
-    def _bagua_group(self) -> ProcessGroup:
-        given = self._given_group
-        if not communication.is_initialized() and not isinstance(given, ProcessGroup) and torchs_world() is not None:
-            communication.init_process_group()
-        return communication.to_bagua_process_group(given)
 
     @property
     def _engine(self) -> WrapperEngine | None:
@@ -151,7 +146,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _at_work(self) -> WrapperEngine:
         engine = self._engine
         if engine is None:
-            raise BaguaError("this wrapper communicates nothing: its group has ended, or it is a copy not yet trained")
+            # Whoever reads all attributes of an object takes no other error.
+            raise AttributeError("this wrapper communicates nothing: its group has ended, or it is an untrained copy")
         return engine
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -263,7 +259,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def process_group(self) -> ProcessGroup | dist.ProcessGroup:
         """The group that was given, else bagua's default group."""
-        return self._bagua_group() if self._given_group is None else self._given_group
+        return self._at_work().process_group if self._given_group is None else self._given_group
 
     @property
     def bagua_ddp(self) -> ModelEngine:
@@ -273,7 +269,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def bagua_module_name(self) -> str:
         """The model's name, the same on all ranks."""
-        return name_of(self.module)
+        return self._at_work().bagua_module_name
 
     @property
     def bagua_algorithm(self) -> AlgorithmImpl:
@@ -329,7 +325,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return made
 
     def _state_of_copy(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_copy": True, "_join_config": _JoinConfig.construct_disabled_join_config()}
+        return {**self.__dict__, "_is_copy": True, "_join_config": _JoinConfig(False, False, False)}
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: as :meth:`__deepcopy__`. BaguaError for another group than the default one."""

@@ -27,6 +27,7 @@ class WrapperEngine(ModelEngine):
         owner: weakref.ref[Joinable],
         comm_hook: tuple[Any, CommHook] | None = None,
         cap: int | None = None,
+        static_graph: bool = False,
         **options: Any,
     ) -> None:
         # The wrapper, which torch's Join tells that its ranks have uneven inputs.
@@ -34,6 +35,7 @@ class WrapperEngine(ModelEngine):
         self._comm_hook: tuple[Any, CommHook] | None = None
         # Bytes of a bucket as the user gave them.
         self._cap = cap
+        self._static_graph = static_graph
         # Ranks that still have inputs, in training with uneven ones.
         self._active = 0
         self.divide_by_initial_world_size = True
@@ -47,7 +49,8 @@ class WrapperEngine(ModelEngine):
 
     def options(self) -> dict[str, Any]:
         """See :meth:`ModelEngine.options`."""
-        return {**super().options(), "owner": self._owner, "comm_hook": self._comm_hook, "cap": self._cap}
+        own = {"owner": self._owner, "cap": self._cap, "static_graph": self._static_graph}
+        return {**super().options(), **own, "comm_hook": self._comm_hook}
 
     def _trains(self, module: torch.nn.Module) -> bool:
         return module.training and torch.is_grad_enabled()
@@ -80,8 +83,14 @@ class WrapperEngine(ModelEngine):
 
     def _init_algorithm(self) -> None:
         super()._init_algorithm()
-        if isinstance(self.exchange, GradientExchange) and self._comm_hook is None:
-            self.exchange.factor = self._factor
+        if isinstance(self.exchange, GradientExchange):
+            self.exchange.is_static = self._static_graph
+            self.exchange.takes_given = self.do_flatten
+            # A hook's result stays as it is.
+            if self._comm_hook is None:
+                # Weakly, or the engine would outlive its model until a collection of garbage.
+                this = weakref.ref(self)
+                self.exchange.factor = lambda: 1.0 if (engine := this()) is None else engine._factor()
 
     def _factor(self) -> float:
         if self.divide_by_initial_world_size or not self._active:
@@ -91,9 +100,9 @@ class WrapperEngine(ModelEngine):
     def _forward_is_announced(self) -> None:
         self.root = self._active = 0
         owner = self._owner()
-        if owner is None or not owner._join_config.enable:  # type: ignore[attr-defined]
+        if owner is None or not owner._join_config.enable:
             return
-        work = Join.notify_join_context(owner)  # type: ignore[no-untyped-call]
+        work = Join.notify_join_context(owner)
         if work is not None:
             work.wait()
         self._count(True, self.require_backward_grad_sync)

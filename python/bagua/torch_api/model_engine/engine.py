@@ -548,14 +548,16 @@ def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
             continue
         if is_lazy(param):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
+        if hasattr(param, "placements"):
+            raise NotImplementedError(f"parameter {name!r} is a DTensor, which the other ranks have parts of")
         check_on_cpu(param, f"parameter {name!r}")
         if param.requires_grad:
             dtype_code(param, f"parameter {name!r}")
-            owner = _owners.get(param)
-            other = None if owner is None else owner()
+            # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
+            other = getattr(owner_of(param), "bagua_module_name", None)
             if other is not None:
                 raise ValueError(
-                    f"parameter {name!r} is already communicated by model {other.bagua_module_name!r}: "
+                    f"parameter {name!r} is already communicated by model {other!r}: "
                     "a parameter can belong to one wrapped model"
                 )
     for name, buffer in module.named_buffers():

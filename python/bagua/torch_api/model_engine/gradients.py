@@ -64,6 +64,9 @@ class Slot:
     sent: bool = False
     # The engine's number of it, from the first backward on.
     number: int | None = None
+    # In a static graph: gradients that came in this backward, and how many come in each (0: not known yet).
+    came: int = 0
+    expected: int = 0
 
 
 @dataclass
@@ -101,6 +104,10 @@ class GradientExchange(Exchange):
         self.discarded: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
         #: By what the communicated gradients are multiplied before backward returns.
         self.factor: Callable[[], float] = _one
+        #: The graph is the same in each step: a parameter may get several gradients in one backward.
+        self.is_static = False
+        #: A gradient to which a backward brought nothing is communicated: the user may have put it there.
+        self.takes_given = False
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
@@ -150,6 +157,11 @@ class GradientExchange(Exchange):
                 f"parameter {name!r} got a second gradient in one backward, after the first was sent: used in "
                 "several re-entrant checkpoints; pass use_reentrant=False to torch.utils.checkpoint"
             )
+        if self.is_static:
+            slot.came += 1
+            # In the first backward they go when it is over.
+            if slot.came != slot.expected:
+                return
         self._send(slot)
 
     def _send(self, slot: Slot) -> None:
@@ -220,6 +232,9 @@ class GradientExchange(Exchange):
         """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
         try:
             unused = self._rest()
+            if self.is_static:
+                for slot in self._slots.values():
+                    slot.expected = slot.expected or slot.came
             names = [slot.name for slot in unused] + self._sparse.unused(self._now.touched)
             if names and not self._find_unused:
                 raise self._unused(names)
@@ -265,6 +280,8 @@ class GradientExchange(Exchange):
                     slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
                     self._send(slot)
                 self._wait()
+            if self._now.failure is not None:
+                raise self._now.failure
             self._sparse.exchange(())
         finally:
             self._reset()
@@ -280,7 +297,8 @@ class GradientExchange(Exchange):
         for slot in self._slots.values():
             if slot.sent:
                 continue
-            if slot.name in self._now.touched and slot.param.grad is not None:
+            came = self.takes_given or slot.came > 0 or slot.name in self._now.touched
+            if came and slot.param.grad is not None:
                 self._send(slot)
             else:
                 unused.append(slot)
@@ -330,4 +348,4 @@ class GradientExchange(Exchange):
         self._now = _Backward()
         self._sparse.reset()
         for slot in self._slots.values():
-            slot.sent = False
+            slot.sent, slot.came = False, 0

@@ -1,0 +1,117 @@
+"""Wrappers in jobs that torch.distributed began, that fail, and that lose a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import bagua.c10d  # noqa: F401  registers the backend
+import bagua.torch_api as bagua_torch
+from bagua.errors import BaguaError, PeerLostError
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.distributed.parity_ranks import Net, same
+from tests.world import make_world
+
+ENVIRONMENT = {"BAGUA_TIMEOUT": "30"}
+
+
+def trained(prepare: Any = None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(Net())
+    if prepare is not None:
+        prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for _ in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def on_the_backend_bagua(rank: int) -> bool:
+    torch.set_num_threads(1)
+    found = []
+    for backend in ("bagua", "gloo"):
+        dist.init_process_group(backend)
+        if backend == "gloo":
+            bagua_torch.init_process_group()
+        # Without init_process_group of bagua where the backend is "bagua".
+        found.append(trained())
+        found.append(trained(lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook)))
+        bagua_torch.destroy_process_group()
+        dist.destroy_process_group()
+    return all(same(found[i][name], found[i + 2][name]) for i in (0, 1) for name in found[i])
+
+
+def test_a_wrapper_adopts_the_world_of_the_backend_bagua() -> None:
+    assert make_world(2, env=ENVIRONMENT).run(on_the_backend_bagua) == [True, True]
+
+
+def a_rank_leaves_a_layer_out(rank: int) -> str:
+    torch.set_num_threads(1)
+    bagua_torch.init_process_group()
+    model = DistributedDataParallel(Net(branches=True))
+    loss = model(torch.randn(4, 8), 0).sum()
+    if rank == 0:
+        loss = loss + model.module.one(torch.ones(8)).sum() + model.module.never(torch.ones(2)).sum()
+    with pytest.raises(BaguaError) as raised:
+        loss.backward()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_parameter_that_one_rank_left_out_is_named_on_all() -> None:
+    found = make_world(2, env=ENVIRONMENT).run(a_rank_leaves_a_layer_out)
+    for text in found:
+        assert "'one.weight'" in text
+        assert "find_unused_parameters=True" in text
+    assert found[0].startswith("PeerRaisedError: rank 1")
+
+
+def lose_rank_2(rank: int) -> list[Any]:
+    torch.set_num_threads(1)
+    bagua_torch.init_process_group()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net, optimizers=[optimizer], static_graph=True)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    algorithm, number = model.bagua_algorithm, 0
+    while number < 4:
+        if (rank, number) == (2, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.full((1, 8), 1.0 + number + bagua_torch.get_rank())
+        try:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            # The hook's own communication may have ended without the lost rank's part.
+            bagua_torch.barrier()
+        except (PeerLostError, RuntimeError):
+            number = bagua_torch.rebuild().steps[model.bagua_module_name]
+            continue
+        optimizer.step()
+        number += 1
+    assert type(model.bagua_algorithm) is type(algorithm)
+    assert model.bagua_algorithm is not algorithm
+    return [tensor.detach().tolist() for tensor in model.state_dict().values()]
+
+
+def test_a_wrapper_goes_on_with_its_hook_after_the_loss_of_a_rank() -> None:
+    found = make_world(3, env=ENVIRONMENT, expect_exit={2: -signal.SIGKILL}).run(lose_rank_2)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number, size in enumerate((3, 3, 2, 2)):
+        optimizer.zero_grad()
+        (sum(net(torch.full((1, 8), 1.0 + number + rank)).sum() for rank in range(size)) / size).backward()
+        optimizer.step()
+    assert found[0] == found[1]
+    for expected, values in zip(net.state_dict().values(), found[0], strict=True):
+        torch.testing.assert_close(torch.tensor(values), expected)
