@@ -75,7 +75,13 @@ def make_model(base: Any) -> Any:
         """Two layers, and one that may be left out."""
 
         def __init__(
-            self, optimizer: str = "sgd", manual: bool = False, unused: bool = False, seed: int = 3, lr: float = 0.1
+            self,
+            optimizer: str = "sgd",
+            manual: bool = False,
+            unused: bool = False,
+            seed: int = 3,
+            lr: float = 0.1,
+            local_first: bool = False,
         ) -> None:
             super().__init__()
             torch.manual_seed(seed)
@@ -83,6 +89,7 @@ def make_model(base: Any) -> Any:
             if unused:
                 self.alone = nn.Linear(2, 2)
             self.automatic_optimization = not manual
+            self.local_first = local_first
             self.optimizer, self.lr = optimizer, lr
             self.fail_at: int | None = None
             self.steps = 0
@@ -103,6 +110,10 @@ def make_model(base: Any) -> Any:
                 return loss
             optimizer = self.optimizers()
             optimizer.zero_grad()
+            if self.local_first:
+                # Only the last pass communicates.
+                with optimizer.toggle_model(sync_grad=False):
+                    self.manual_backward(self.loss(batch))
             self.manual_backward(loss)
             total = sum(parameter.grad.sum() for parameter in self.parameters())
             self.log("gmin", total, sync_dist=True, reduce_fx="min")

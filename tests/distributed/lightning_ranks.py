@@ -27,6 +27,7 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({"optimizer": "momentum"}, {"accumulate_grad_batches": 2}),
     "accumulated and clipped": ({"optimizer": "adam"}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "manual": ({"manual": True}, {}),
+    "manual with a local pass": ({"manual": True, "local_first": True}, {}),
     "manual adam": ({"manual": True, "optimizer": "adam"}, {}),
     "64-true": ({}, {"precision": "64-true"}),
     "bf16-mixed": ({}, {"precision": "bf16-mixed"}),

@@ -101,6 +101,12 @@ class StrategyMethods(CommonMethods):
     def _setup_model(self, model: Any) -> Any:
         return self._wrapped(model, self.optimizers, len(self.lr_scheduler_configs))
 
+    def pre_backward(self, closure_loss: Any) -> None:
+        """With manual optimization a backward runs inside the forward, and no_sync may differ between two of them."""
+        super().pre_backward(closure_loss)
+        if wrapping.is_wrapped(self.model) and not self.lightning_module.automatic_optimization:
+            self.model.bagua_ddp.decide_now()
+
     def _unwrap(self) -> None:
         if wrapping.is_wrapped(self.model):
             wrapping.unwrap(self.model)
