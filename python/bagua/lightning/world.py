@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from bagua import config
 from bagua.group import default
@@ -73,7 +74,7 @@ def restart(backend: str, rank: int, world_size: int, timeout: timedelta) -> Non
     store, _, number = after_failure
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"bagua/lightning/{number}", store),
+        store=PrefixStore(f"bagua/lightning/{number}", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
