@@ -12,6 +12,7 @@ ALGORITHM ?= gradient_allreduce
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+DOCS := .venv-docs
 MPIS := impi mpich openmpi
 # Only when asked for: without it uv takes torch from where the user's own configuration says.
 BACKEND := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND))
@@ -107,6 +108,17 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 		cargo test -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
 
+.PHONY: docs
+docs: $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(BIN)/python -m tools.check_site site
+
+# mkdocs reads the sources and imports nothing of them: its environment has no torch.
+$(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.txt
+	$(UV) venv --quiet --allow-existing --python $(BIN)/python $(DOCS)
+	$(UV) pip install --python $(DOCS)/bin/python --constraint requirements/constraints.txt --requirement requirements/docs.in
+	touch $@
+
 # --- work -----------------------------------------------------------------------------------------------------------
 
 .PHONY: lint
@@ -165,6 +177,14 @@ $(VENV)/.wheel: $(VENV)/.packages tools/wheel.py tools/elf.py README.md LICENSE 
 	$(BIN)/python tools/wheel.py smoke dist/*.whl
 	touch $@
 
+.PHONY: test-ray
+test-ray: setup $(VENV)/.ray ## Installs Ray, and trains with its TorchTrainer on two workers
+	$(BIN)/python -m pytest tests/ray_trainer.py
+
+$(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
+	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/ray.in
+	touch $@
+
 .PHONY: test-oldest
 test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
 	tools/system_packages test
@@ -182,5 +202,5 @@ constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for 
 
 .PHONY: clean
 clean: ## Removes what was built, and the virtual environments
-	rm -rf target dist $(VENV) $(OLDEST) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf target dist site $(VENV) $(OLDEST) $(DOCS) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

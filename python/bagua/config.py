@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ __all__ = [
     "environment",
     "flag",
     "integer",
+    "keeping",
     "metrics_address",
     "number",
     "settings",
@@ -67,6 +69,20 @@ def flag(name: str) -> bool:
 def announce(**variables: str) -> None:
     """Sets variables for this process and its children, which ask the environment who they are."""
     os.environ.update(variables)
+
+
+@contextlib.contextmanager
+def keeping(*names: str) -> Iterator[None]:
+    """At the end these variables are as they were before."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:

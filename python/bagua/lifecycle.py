@@ -70,6 +70,8 @@ class TorchState:
         self.c10d_groups: list[Any] = []
         self.c10d_world: Any = None
         self.c10d_tree: Any = None
+        # After a fit of Lightning that failed: (store, world size, number of the next world).
+        self.lightning_restart: Any = None
         # Numbers models in the order of their wrapping, which is the same on all ranks.
         self.wrapped_count = 0
 

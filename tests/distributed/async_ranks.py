@@ -74,6 +74,8 @@ def fill(model: torch.nn.Module, value: float) -> None:
 
 def fill_together(model: torch.nn.Module, value: float) -> None:
     """Sets all weights on all ranks between the same two rounds: a round between two of them would mix in old ones."""
+    # What others still do, such as an abort, may need a round.
+    bagua.barrier()
     with model.bagua_algorithm.lock(model):
         bagua.barrier()
         fill(model, value)

@@ -69,6 +69,8 @@ def size_of(marks: frozenset[str]) -> int:
 def test_a_block_that_is_marked_runnable_runs(marks: frozenset[str], code: str, tmp_path: Path) -> None:
     if "torch" in code:
         pytest.importorskip("torch", reason="torch is not installed: make setup")
+    if "lightning" in code:
+        pytest.importorskip("lightning", reason="lightning is not installed: make setup")
     run_ranks(code, size_of(marks), tmp_path)
 
 

@@ -34,8 +34,18 @@ class ReduceOp(IntEnum):
     Product = 5
 
 
-Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
-Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+#: The mean; that of integers is cut towards zero.
+Average = ReduceOp.Average
+#: The sum.
+Sum = ReduceOp.Sum
+#: Refused everywhere: it does not exist here.
+Adasum = ReduceOp.Adasum
+#: The smallest.
+Min = ReduceOp.Min
+#: The largest.
+Max = ReduceOp.Max
+#: The product.
+Product = ReduceOp.Product
 
 _CORE = {
     Average: process_group.ReduceOp.AVG,

@@ -68,6 +68,12 @@ class WrapperEngine(ModelEngine):
     def _backward_communicates(self) -> bool:
         return self._armed
 
+    def decide_now(self) -> None:
+        """Whether the next backward communicates is what no_sync says now, not what it said at the forward: for a
+        backward inside the forward of its step, as with Lightning's manual optimization.
+        """
+        self._armed = self.require_backward_grad_sync
+
     # --- uneven inputs ------------------------------------------------------------------------------------------------
 
     def join_hook(self, divide_by_initial_world_size: bool) -> JoinHook:

@@ -1,0 +1,57 @@
+"""Bagua as a strategy of Lightning (2.6 or newer) and of Fabric.
+
+    import bagua.lightning
+    from lightning import Trainer
+
+    Trainer(strategy="bagua", accelerator="cpu", devices=2)
+
+Lightning has two names with classes of their own: `lightning`, and `pytorch_lightning` with `lightning_fabric`.
+Importing this registers the strategies "bagua", "bagua_spawn", "bagua_fork" and "bagua_notebook" in those that are
+installed. The classes here are those of `lightning` if it is installed, else those of `pytorch_lightning`;
+`strategies()` returns those of either. docs/lightning.md has more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .under_lightning import BaguaEnvironment, BaguaStrategy, CommunicationMonitor, FabricBaguaStrategy
+
+__all__ = ["BaguaEnvironment", "BaguaStrategy", "CommunicationMonitor", "FabricBaguaStrategy", "strategies"]
+
+# In order of preference.
+_NAMESPACES = ("lightning", "pytorch_lightning")
+
+
+def strategies(namespace: str = "lightning") -> tuple[type[Any], type[Any], type[Any]]:
+    """`BaguaStrategy`, `FabricBaguaStrategy` and `CommunicationMonitor` of "lightning" or "pytorch_lightning".
+
+    ValueError for another name, ImportError where it is not installed.
+    """
+    if namespace not in _NAMESPACES:
+        raise ValueError(f"Lightning's namespaces are {' and '.join(map(repr, _NAMESPACES))}, not {namespace!r}")
+    classes = _classes(namespace)
+    return classes.BaguaStrategy, classes.FabricBaguaStrategy, classes.CommunicationMonitor
+
+
+def _installed() -> list[str]:
+    return [namespace for namespace in _NAMESPACES if importlib.util.find_spec(namespace) is not None]
+
+
+def _classes(namespace: str) -> Any:
+    if namespace not in _installed():
+        raise ImportError(f'{namespace} is not installed: pip install "bagua[lightning]"')
+    return importlib.import_module(f"{__name__}.under_{namespace}")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_classes((_installed() or ["lightning"])[0]), name)
+
+
+for _namespace in _installed():
+    _classes(_namespace)

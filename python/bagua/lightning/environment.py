@@ -1,0 +1,69 @@
+"""`BaguaEnvironment`: the ranks that Bagua's own launchers start, for Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bagua import config, launcher
+
+__all__ = ["EnvironmentMethods", "is_detected"]
+
+_Base: Any = object
+
+
+def is_detected() -> bool:
+    """Whether a launcher has set ``BAGUA_SERVICE_PORT``."""
+    return config.text("BAGUA_SERVICE_PORT") is not None
+
+
+class EnvironmentMethods(_Base):  # type: ignore[misc]
+    """Ranks that `bagua.distributed.launch` or `baguarun` started with a ``BAGUA_SERVICE_PORT``: rank and world size
+    come from the environment, and Lightning starts no process.
+    """
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether this process was started so."""
+        return is_detected()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """``MASTER_ADDR``, else this machine."""
+        return launcher.known_master()[0] or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """``MASTER_PORT``, else -1."""
+        return launcher.known_master()[1] or -1
+
+    @property
+    def service_port(self) -> int:
+        """``BAGUA_SERVICE_PORT``, else -1; nothing listens there."""
+        return config.integer("BAGUA_SERVICE_PORT", -1)
+
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return launcher.found().world_size or 1
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: the launcher has decided."""
+
+    def global_rank(self) -> int:
+        """Number of this process in the job."""
+        return launcher.found().rank or 0
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: the launcher has decided."""
+
+    def local_rank(self) -> int:
+        """Number of this process on its host."""
+        return launcher.found().local_rank or 0
+
+    def node_rank(self) -> int:
+        """Number of the host in the job."""
+        return launcher.found().node_rank or 0

@@ -1,0 +1,131 @@
+"""What `FabricBaguaStrategy` does differently from Fabric's `DDPStrategy`, under either name of Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import choice, world, wrapping
+from .common import CommonMethods
+
+__all__ = ["FabricStrategyMethods"]
+
+
+class _SyncControl:
+    """Fabric's way to ask for a backward that communicates nothing."""
+
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
+        """Inside, gradients only accumulate, if ``enabled``. TypeError for a module that was not set up."""
+        if not enabled:
+            return contextlib.nullcontext()
+        if not wrapping.is_wrapped(module):
+            raise TypeError(
+                f"no_backward_sync needs a module that FabricBaguaStrategy has set up, not a {type(module).__name__}"
+            )
+        context: AbstractContextManager[None] = module.no_sync()
+        return context
+
+
+class FabricStrategyMethods(CommonMethods):
+    """Sets up models and optimizers of a Fabric for one of Bagua's algorithms, on the CPU.
+
+    The arguments are those of ``BaguaStrategy``, with Fabric's name ``precision``. Algorithms that act on the steps of
+    the optimizers (qadam, low_precision_decentralized, local_sgd, diloco, async with a warm-up) need
+    ``fabric.setup(model, optimizer)``: RuntimeError where the model is set up alone.
+    """
+
+    def __init__(
+        self,
+        algorithm: Any = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = "bagua",
+        timeout: Any = None,
+        start_method: str = "popen",
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_size: int | None = None,
+        **bagua_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment,
+            process_group_backend,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            start_method=start_method,
+        )
+        self._backward_sync_control = _SyncControl()
+        self._choose(
+            algorithm,
+            bagua_kwargs,
+            flatten=flatten,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            bucket_size=bucket_size,
+        )
+
+    def _setup_distributed(self) -> None:
+        self._prepare_to_join(self.root_device)
+        self._set_world_ranks()
+        world.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
+        super()._setup_distributed()
+        world.join()
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As ``BaguaStrategy.reduce``."""
+        # Fabric names the group of all ranks.
+        return self._reduce(tensor, None if group is dist.group.WORLD else group, reduce_op)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Wraps a model alone. RuntimeError where the algorithm acts on the steps of its optimizers."""
+        if choice.needs_optimizers(self._algorithm, self._bagua_kwargs):
+            raise RuntimeError(self._err_msg_joint_setup_required())
+        wrapped: torch.nn.Module = self._wrapped(module, [])
+        return wrapped
+
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
+        """Wraps a model together with its optimizers."""
+        return self._wrapped(module, optimizers), list(optimizers), scheduler
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """The state of the model, without the wrapper's prefix."""
+        state: dict[str, Any] = super().get_module_state_dict(wrapping.inner(module))
+        return state
+
+    def load_module_state_dict(
+        self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Loads a state without the wrapper's prefix."""
+        super().load_module_state_dict(module=wrapping.inner(module), state_dict=state_dict, strict=strict)
+
+    @contextlib.contextmanager
+    def paused(self, module: torch.nn.Module) -> Iterator[None]:
+        """Inside, this rank takes no part in the rounds of ``async``; nothing with other algorithms.
+
+        Fabric tells nobody when a training ends or evaluates: ``with fabric.strategy.paused(model)``.
+        """
+        wrapped: Any = getattr(module, "_forward_module", module)
+        algorithm: Any = wrapped.bagua_algorithm if wrapping.is_wrapped(wrapped) else None
+        if not hasattr(algorithm, "synchronize"):
+            yield
+            return
+        algorithm.abort(wrapped)
+        try:
+            yield
+        finally:
+            algorithm.resume(wrapped)

@@ -1,0 +1,172 @@
+"""What `BaguaStrategy` does differently from Lightning's `DDPStrategy`, under either name of Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import world, wrapping
+from .common import CommonMethods
+
+__all__ = ["StrategyMethods"]
+
+
+class StrategyMethods(CommonMethods):
+    """Trains a LightningModule on several ranks with one of Bagua's algorithms, on the CPU.
+
+    ``algorithm``: its name (docs/algorithms.md), with its options as further keyword arguments, or an ``Algorithm``.
+    ``flatten``: gradients are views of their buckets' memory. ``find_unused_parameters``: parameters that take no part
+    in a step are not an error. ``broadcast_buffers``: rank 0's buffers before each training forward. ``bucket_size``:
+    bytes that are communicated at once (default: the environment's). The other arguments are those of ``DDPStrategy``;
+    ``process_group_backend`` is "bagua" by default.
+
+    MisconfigurationException names an unknown algorithm or option, and a device that is not the CPU. Where another rank
+    is lost or raises, training ends with its number in a ``bagua.errors`` exception.
+    """
+
+    #: The LightningModule, in its wrapper while it is trained.
+    model: Any
+
+    def __init__(
+        self,
+        algorithm: Any = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = "bagua",
+        timeout: Any = None,
+        start_method: str = "popen",
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_size: int | None = None,
+        **bagua_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment,
+            process_group_backend,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            start_method=start_method,
+        )
+        self._choose(
+            algorithm,
+            bagua_kwargs,
+            flatten=flatten,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            bucket_size=bucket_size,
+        )
+        # An exception was reported to the other ranks.
+        self._failed = False
+
+    # --- the ranks ----------------------------------------------------------------------------------------------------
+
+    def setup_distributed(self) -> None:
+        """Joins the other ranks, and makes their group Bagua's."""
+        self._prepare_to_join(self.root_device)
+        self.set_world_ranks()
+        world.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
+        super().setup_distributed()
+        world.join()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over all ranks, in place, and returns it; anything but a tensor is returned as it is.
+
+        ``reduce_op``: "mean", "avg" and None, which are the same, "sum", "min", "max", "product", or a ``ReduceOp``.
+        A mean of integers is cut towards zero. ValueError for another one, and for a group.
+        """
+        return self._reduce(tensor, group, reduce_op)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def configure_ddp(self) -> None:
+        """Nothing yet: algorithms need the optimizers, which are made after this."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the optimizers, and wraps the model for them."""
+        self._unwrap()
+        super().setup_optimizers(trainer)
+        self.model = self._setup_model(self.model)
+
+    def _setup_model(self, model: Any) -> Any:
+        return self._wrapped(model, self.optimizers, len(self.lr_scheduler_configs))
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """With manual optimization a backward runs inside the forward, and no_sync may differ between two of them."""
+        super().pre_backward(closure_loss)
+        if wrapping.is_wrapped(self.model) and not self.lightning_module.automatic_optimization:
+            self.model.bagua_ddp.decide_now()
+
+    def _unwrap(self) -> None:
+        if wrapping.is_wrapped(self.model):
+            wrapping.unwrap(self.model)
+            self.model = self.lightning_module
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the LightningModule, without a wrapper's prefix; copied between two rounds of ``async``."""
+        with self._still():
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return {name: _copy(value) for name, value in state.items()} if self._averager() is not None else state
+
+    # --- asynchronous averaging ---------------------------------------------------------------------------------------
+
+    def _averager(self) -> Any:
+        """The algorithm at work if it changes the weights at times of its own."""
+        if not wrapping.is_wrapped(self.model):
+            return None
+        algorithm = self.model.bagua_algorithm
+        return algorithm if hasattr(algorithm, "synchronize") else None
+
+    @contextlib.contextmanager
+    def _still(self) -> Iterator[None]:
+        """Inside, no round of asynchronous averaging changes the weights."""
+        averager = self._averager()
+        with contextlib.nullcontext() if averager is None else averager.lock(self.model):
+            yield
+
+    def on_validation_start(self) -> None:
+        """This rank steps out of asynchronous averaging: all batches see the same weights."""
+        super().on_validation_start()
+        if (averager := self._averager()) is not None:
+            averager.abort(self.model)
+
+    def on_validation_end(self) -> None:
+        """This rank takes part in asynchronous averaging again."""
+        super().on_validation_end()
+        if (averager := self._averager()) is not None:
+            averager.resume(self.model)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the other ranks' training too."""
+        super().on_exception(exception)
+        self._failed = True
+        world.fail(exception)
+
+    def teardown(self) -> None:
+        """Gives the LightningModule back as it was, without hooks. Nothing before a model is connected.
+
+        The group stays for the next fit of this process, unless an exception has ended it.
+        """
+        if self.lightning_module is None or self.accelerator is None or self.cluster_environment is None:
+            return
+        self._unwrap()
+        super().teardown()
+        if self._failed:
+            self._failed = False
+            world.leave()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

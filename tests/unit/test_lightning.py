@@ -1,0 +1,199 @@
+"""The strategies of bagua.lightning before any process is started."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="lightning is not installed: make setup")
+pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: make setup")
+
+import torch
+
+import bagua.lightning
+from bagua.metrics import StepMeter
+
+NAMESPACES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+START = {"bagua": "popen", "bagua_spawn": "spawn", "bagua_fork": "fork", "bagua_notebook": "fork"}
+
+
+@pytest.fixture(params=NAMESPACES)
+def namespace(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def misconfigured(namespace: str) -> type[Exception]:
+    found: type[Exception] = importlib.import_module(
+        f"{NAMESPACES[namespace][0]}.utilities.exceptions"
+    ).MisconfigurationException
+    return found
+
+
+def test_the_names_are_registered_once_in_both_namespaces(namespace: str) -> None:
+    training, fabric = (importlib.import_module(f"{name}.strategies") for name in NAMESPACES[namespace])
+    ours, fabrics, _ = bagua.lightning.strategies(namespace)
+    for registry, made in ((training.StrategyRegistry, ours), (fabric.STRATEGY_REGISTRY, fabrics)):
+        for name, start_method in START.items():
+            strategy = registry.get(name)
+            assert type(strategy) is made
+            assert strategy._start_method == start_method
+        made.register_strategies(registry)
+    assert issubclass(ours, training.DDPStrategy)
+    assert issubclass(ours, training.ParallelStrategy)
+    assert issubclass(fabrics, fabric.DDPStrategy)
+    importlib.reload(importlib.import_module(f"bagua.lightning.under_{namespace}"))
+
+
+def test_the_classes_of_the_package_are_those_of_lightning() -> None:
+    assert bagua.lightning.strategies()[0].__mro__[-1] is object
+    assert bagua.lightning.BaguaStrategy.__module__ == "bagua.lightning.under_lightning"
+    theirs = bagua.lightning.strategies("pytorch_lightning")
+    assert not {kind.__module__ for kind in theirs} & {"bagua.lightning.under_lightning"}
+    with pytest.raises(ValueError, match="'lightning' and 'pytorch_lightning', not 'fastai'"):
+        bagua.lightning.strategies("fastai")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"algorithm": "gossip"}, "no algorithm 'gossip'; there are .*gradient_allreduce"),
+        ({"algorithm": 3}, "algorithm is the name of one or an Algorithm, not 3"),
+        ({"find_unused": True}, "'gradient_allreduce' has no option 'find_unused'; it has hierarchical, average"),
+        ({"algorithm": "bytegrad", "compression": "zip"}, "zip"),
+        ({"algorithm": "decentralized", "peer_selection_mode": "nobody"}, "nobody"),
+        ({"algorithm": "async", "sync_interval_ms": "often"}, "async"),
+        ({"algorithm": "qadam", "q_adam_optimizer": None}, "'qadam' has no option 'q_adam_optimizer'"),
+        ({"algorithm": "qadam", "compression": "zip"}, "zip"),
+    ],
+)
+def test_what_an_algorithm_does_not_take_is_refused_by_name(
+    namespace: str, arguments: dict[str, Any], text: str
+) -> None:
+    for strategy in bagua.lightning.strategies(namespace)[:2]:
+        with pytest.raises(misconfigured(namespace), match=f"(?s)BaguaStrategy: .*{text}"):
+            strategy(**arguments)
+
+
+def test_an_algorithm_can_be_given_itself_but_not_with_options(namespace: str) -> None:
+    from bagua.torch_api.algorithms import Algorithm
+
+    strategy = bagua.lightning.strategies(namespace)[0]
+    strategy(Algorithm.init("bytegrad"))
+    with pytest.raises(misconfigured(namespace), match="average"):
+        strategy(Algorithm.init("bytegrad"), average=False)
+
+
+def test_qadam_takes_one_of_its_optimizers_and_one_scheduler() -> None:
+    from bagua.lightning import choice
+    from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
+
+    def optimizer() -> QAdamOptimizer:
+        return QAdamOptimizer([torch.nn.Parameter(torch.zeros(2))])
+
+    assert choice.make("qadam", {}, [optimizer()], 1) is not None
+    for optimizers, schedulers in (([], 0), ([optimizer(), optimizer()], 0), ([optimizer()], 2)):
+        with pytest.raises(choice.Refused, match="Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler"):
+            choice.make("qadam", {}, optimizers, schedulers)
+
+
+def test_a_strategy_can_be_pickled(namespace: str) -> None:
+    for strategy in bagua.lightning.strategies(namespace)[:2]:
+        made = pickle.loads(pickle.dumps(strategy("bytegrad", hierarchical=False, bucket_size=100)))
+        assert type(made) is strategy
+        assert made._bagua_kwargs == {"hierarchical": False}
+        assert made._wrapping["bucket_size"] == 100
+
+
+def test_arguments_reach_lightning(namespace: str) -> None:
+    for strategy in bagua.lightning.strategies(namespace)[:2]:
+        assert strategy().process_group_backend == "bagua"
+        assert strategy()._timeout == strategy().__class__.__mro__[3]()._timeout
+        made = strategy(process_group_backend="gloo", timeout=timedelta(seconds=7), start_method="spawn")
+        assert (made.process_group_backend, made._timeout, made._start_method) == (
+            "gloo",
+            timedelta(seconds=7),
+            "spawn",
+        )
+        assert made._ddp_kwargs == {}
+
+
+def test_the_start_method_chooses_the_launcher(namespace: str) -> None:
+    trainer = importlib.import_module(NAMESPACES[namespace][0]).Trainer
+    for name, launcher in (("bagua", "_SubprocessScriptLauncher"), ("bagua_fork", "_MultiProcessingLauncher")):
+        made = trainer(strategy=name, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+        assert type(made.strategy.launcher).__name__ == launcher
+
+
+def test_without_a_group_nothing_is_sent(namespace: str) -> None:
+    strategy = bagua.lightning.strategies(namespace)[0]()
+    strategy.barrier()
+    assert strategy.broadcast([1], 0) == [1]
+    assert strategy.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    strategy.teardown()
+
+
+def test_another_device_is_refused(namespace: str) -> None:
+    for strategy, setup in zip(
+        bagua.lightning.strategies(namespace)[:2], ("setup_distributed", "_setup_distributed"), strict=True
+    ):
+        made = strategy(parallel_devices=[torch.device("meta")])
+        with pytest.raises(misconfigured(namespace), match="the device is meta, and only the CPU is served"):
+            getattr(made, setup)()
+
+
+def test_the_monitor_refuses_what_is_no_number_of_steps(namespace: str) -> None:
+    monitor = bagua.lightning.strategies(namespace)[2]
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match="every_n_steps must be a positive int"):
+            monitor(wrong)
+    assert set(StepMeter().step()) == {
+        "payload_mb_per_step",
+        "wire_mb_per_step",
+        "wait_ms_per_step",
+        "calls_per_step",
+    }
+
+
+def test_an_environment_of_our_launchers_is_taken(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = bagua.lightning.strategies(namespace)[0]
+    assert strategy().cluster_environment is None
+    job = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "BAGUA_SERVICE_PORT": "29501"}
+    for name, value in {**job, "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    found = strategy().cluster_environment
+    assert found.creates_processes_externally
+    assert (found.main_address, found.main_port, found.service_port) == ("host0", 29500, 29501)
+    assert (found.global_rank(), found.world_size(), found.local_rank(), found.node_rank()) == (3, 4, 1, 1)
+
+
+def test_without_lightning_the_package_imports_and_says_what_to_install() -> None:
+    code = """
+import sys
+for name in ("lightning", "pytorch_lightning"):
+    sys.modules[name] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if "lightning" in name and "bagua" not in name else find(name, *a)
+import bagua.lightning
+try:
+    bagua.lightning.BaguaStrategy
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == 'lightning is not installed: pip install "bagua[lightning]"', done.stderr
+
+
+def test_importing_bagua_imports_no_lightning() -> None:
+    code = "import sys, bagua.torch_api; print([m for m in sys.modules if m.startswith(('lightning', 'pytorch_l'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == "[]", done.stderr

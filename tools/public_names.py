@@ -1,0 +1,130 @@
+"""Which names of the package are public, read from its sources without importing them."""
+
+from __future__ import annotations
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "python"
+
+# The modules that users import from, by the heading under which the reference has them.
+PUBLIC = {
+    "Any framework": ["bagua", "bagua.errors", "bagua.group", "bagua.shared_memory", "bagua.metrics", "bagua.trace"],
+    "torch": [
+        "bagua.torch_api",
+        "bagua.torch_api.algorithms",
+        "bagua.torch_api.bucket",
+        "bagua.torch_api.checkpoint",
+        "bagua.torch_api.communication",
+        "bagua.torch_api.data_parallel",
+        "bagua.torch_api.data_parallel.functional",
+        "bagua.torch_api.env",
+        "bagua.torch_api.model_parallel",
+        "bagua.torch_api.model_parallel.moe",
+        "bagua.torch_api.moe",
+        "bagua.torch_api.process_group",
+        "bagua.torch_api.tensor",
+        "bagua.torch_api.utils",
+    ],
+    "Additions to torch": [
+        "bagua.torch_api.contrib",
+        "bagua.torch_api.contrib.cache_loader",
+        "bagua.torch_api.contrib.cached_dataset",
+        "bagua.torch_api.contrib.fuse",
+        "bagua.torch_api.contrib.load_balancing_data_loader",
+        "bagua.torch_api.contrib.utils.lmdb_store",
+        "bagua.torch_api.contrib.utils.memory_store",
+        "bagua.torch_api.contrib.utils.redis_store",
+        "bagua.torch_api.contrib.utils.serialization",
+        "bagua.torch_api.contrib.utils.store",
+    ],
+    "Other front doors": [
+        "bagua.aggregation",
+        "bagua.aggregation.optim",
+        "bagua.c10d",
+        "bagua.horovod",
+        "bagua.lightning",
+    ],
+    "Programs": [
+        "bagua.cli",
+        "bagua.distributed.launch",
+        "bagua.distributed.run",
+        "bagua.distributed.store",
+        "bagua.script.baguarun",
+    ],
+}
+
+# The other modules that have an `__all__`: for the package itself.
+INTERNAL = (
+    "bagua.aggregation.centralized",
+    "bagua.arrays",
+    "bagua.buckets",
+    "bagua.c10d.*",
+    "bagua.codecs",
+    "bagua.commands.*",
+    "bagua.config",
+    "bagua.distributed.agent",
+    "bagua.distributed.flags",
+    "bagua.distributed.processes",
+    "bagua.distributed.signals",
+    "bagua.distributed.supervise",
+    "bagua.engine",
+    "bagua.functions",
+    "bagua.init",
+    "bagua.launcher",
+    "bagua.lifecycle",
+    "bagua.lightning.*",
+    "bagua.messages",
+    "bagua.records",
+    "bagua.torch_api.contrib.utils.counters",
+    "bagua.torch_api.contrib.utils.redis_*",
+    "bagua.torch_api.data_parallel.*",
+    "bagua.torch_api.model_engine*",
+    "bagua.torch_api.patches",
+    "bagua.torch_api.rebuild",
+    "bagua.torch_api.torch_*",
+    "bagua.torch_store",
+    "bagua.verbs",
+)
+
+
+def public_modules() -> dict[str, list[str]]:
+    """Module -> its public names. ValueError for a module with an `__all__` that the lists above leave out."""
+    chosen = [module for modules in PUBLIC.values() for module in modules]
+    exporting = {module: names for module in _modules() if (names := exported(module)) is not None}
+    unplaced = [m for m in exporting if m not in chosen and not any(fnmatch(m, pattern) for pattern in INTERNAL)]
+    if unplaced:
+        raise ValueError(f"neither public nor internal in tools/public_names.py: {', '.join(unplaced)}")
+    return {module: exporting.get(module) or defined(module) for module in chosen}
+
+
+def exported(module: str) -> list[str] | None:
+    """The public names of the module's `__all__`; None where it has none that is a literal."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == "__all__" for to in node.targets):
+            return [name for name in ast.literal_eval(node.value) if not name.startswith("_")]
+    return None
+
+
+def defined(module: str) -> list[str]:
+    """The functions and classes of a module without `__all__`, unless they begin with an underscore."""
+    made = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in _tree(module).body if isinstance(node, made) and not node.name.startswith("_")]
+
+
+def is_module(dotted: str) -> bool:
+    """Whether a dotted name is a module of the package."""
+    path = PACKAGE.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def _modules() -> list[str]:
+    found = [path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.glob("bagua/**/*.py"))]
+    return [".".join(path.parts).removesuffix(".__init__") for path in found]
+
+
+def _tree(module: str) -> ast.Module:
+    path = PACKAGE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))

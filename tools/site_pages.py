@@ -1,0 +1,118 @@
+"""Hooks of mkdocs: the pages of docs/ as they are, the files that they link to, and the reference.
+
+docs/ is written for a reader of the repository: links lead to files outside docs/, headings have GitHub's anchors, and
+fences have marks for the tests. Here all three become what mkdocs understands. No page of the reference is committed.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.public_names import PUBLIC, is_module, public_modules  # noqa: E402
+
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+_ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)")
+_FENCE = re.compile(r"^(```\w+) .*$", re.MULTILINE)
+
+#: Where files of the repository outside docs/ stand in the site.
+_ELSEWHERE = "repository"
+
+
+def slug(heading: str, separator: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
+
+
+def on_config(config: Any) -> Any:
+    """Adds the reference to the navigation, and GitHub's anchors."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    config.nav.append({"Reference": [{head: [_page(m) for m in modules]} for head, modules in PUBLIC.items()]})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the front page, the reference, and every file of the repository that a page links to."""
+    for module, names in public_modules().items():
+        files.append(File.generated(config, _page(module), content=reference(module, names)))
+    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+    waiting = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    done = set(waiting)
+    while waiting:
+        document = waiting.pop()
+        for target in linked_files(document):
+            if target in done:
+                continue
+            done.add(target)
+            files.append(File.generated(config, _in_site(target), abs_src_path=str(target)))
+            if target.suffix == ".md":
+                waiting.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Makes links lead to where the files are in the site, and takes the tests' marks off the fences."""
+    source = _in_repository(page.file.src_uri)
+    if source is None:
+        return markdown
+    here = posixpath.dirname(page.file.src_uri)
+
+    def lead(found: re.Match[str]) -> str:
+        target = _in_site((source.parent / found["target"]).resolve())
+        return posixpath.relpath(target, here or ".") + (found["anchor"] or "")
+
+    return _FENCE.sub(r"\1", _LINK.sub(lead, markdown))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Takes the roles of Sphinx out of the docstrings: `:func:` before a name in code."""
+    return html if _in_repository(page.file.src_uri) else _ROLE.sub(r"\1", html)
+
+
+def linked_files(document: Path) -> Iterable[Path]:
+    """The files of the repository outside docs/ that a document links to."""
+    for found in _LINK.finditer(document.read_text(encoding="utf-8")):
+        target = (document.parent / found["target"]).resolve()
+        if target.is_file() and not target.is_relative_to(ROOT / "docs"):
+            yield target
+
+
+def reference(module: str, names: list[str]) -> str:
+    """The page of a module: what it says of itself, and an entry for each public name."""
+    lines = [f"::: {module}", "    options:", "      members: false", "      heading_level: 1", ""]
+    for name in names:
+        dotted = f"{module}.{name}"
+        # Modules have pages of their own: here only their first words.
+        extra = ["    options:", "      members: false"] if is_module(dotted) else []
+        lines += [f"::: {dotted}", *extra, ""]
+    return "\n".join(lines)
+
+
+def _page(module: str) -> str:
+    return f"reference/{module}.md"
+
+
+def _in_site(path: Path) -> str:
+    """Where a file of the repository stands in the site."""
+    inside = path.relative_to(ROOT).as_posix()
+    if inside == "README.md":
+        return "index.md"
+    return inside.removeprefix("docs/") if inside.startswith("docs/") else f"{_ELSEWHERE}/{inside}"
+
+
+def _in_repository(uri: str) -> Path | None:
+    """The file of the repository that a page is made of; None for the reference."""
+    if uri.startswith("reference/"):
+        return None
+    if uri == "index.md":
+        return ROOT / "README.md"
+    return ROOT / (uri.removeprefix(f"{_ELSEWHERE}/") if uri.startswith(_ELSEWHERE) else f"docs/{uri}")
