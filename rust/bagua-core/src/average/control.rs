@@ -147,6 +147,9 @@ impl Averager {
         if !control.takes_part || control.stopping {
             return Err(Error::InvalidArgument("this rank does not take part in the averaging".to_owned()));
         }
+        if control.synchronizing.is_empty() {
+            control.synchronized_too.clear();
+        }
         control.synchronize_calls += 1;
         let call = control.synchronize_calls;
         control.synchronizing.insert(call);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::admit::{Newcomer, Refused};
 use super::peers::{Peers, Status};
-use super::shared::Shared;
+use super::shared::{Control, Shared};
 use super::{Elastic, Model, Settings, State};
 use crate::collective::compressed::Workspace;
 use crate::error::{Error, Result, Source};
@@ -411,8 +411,11 @@ impl Rounds {
             let mut control = self.shared.lock();
             control.in_round = own.takes_part;
             control.stats.view = self.view;
+            control.synchronized_too.extend(set.iter().filter(|rank| !late.contains(rank)));
             control.stats.ranks = set;
             control.not_synchronizing = late;
+            let Control { not_synchronizing, synchronized_too, .. } = &mut *control;
+            not_synchronizing.retain(|rank| !synchronized_too.contains(rank));
         }
         let has_new = all.iter().any(|status| status.is_new);
         if !(synchronizes || has_new || ranks.iter().all(|rank| all[*rank].is_due)) {

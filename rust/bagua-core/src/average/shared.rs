@@ -48,7 +48,9 @@ pub(super) struct Control {
     pub(super) synchronizing: BTreeSet<u64>,
     /// A round has served all calls up to this number.
     pub(super) synchronized: u64,
-    /// Ranks in the job that took part in the last exchange but did not synchronize.
+    /// Ranks in the job that synchronized in an exchange since this rank began to. They may have given up since.
+    pub(super) synchronized_too: BTreeSet<usize>,
+    /// Ranks in the job that took part in the last exchange and are none of these.
     pub(super) not_synchronizing: Vec<usize>,
     /// This rank has no weights of the job yet.
     pub(super) is_new: bool,
@@ -82,6 +84,7 @@ impl<G: Leave> Shared<G> {
                 synchronize_calls: 0,
                 synchronizing: BTreeSet::new(),
                 synchronized: 0,
+                synchronized_too: BTreeSet::new(),
                 not_synchronizing: Vec::new(),
                 is_new,
                 stopping: false,
