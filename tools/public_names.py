@@ -84,6 +84,7 @@ INTERNAL = (
     "bagua.torch_api.patches",
     "bagua.torch_api.rebuild",
     "bagua.torch_api.torch_*",
+    "bagua.store_requests",
     "bagua.torch_store",
     "bagua.verbs",
 )
