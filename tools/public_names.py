@@ -77,6 +77,7 @@ INTERNAL = (
     "bagua.lightning.*",
     "bagua.messages",
     "bagua.records",
+    "bagua.store_requests",
     "bagua.torch_api.contrib.utils.counters",
     "bagua.torch_api.contrib.utils.redis_*",
     "bagua.torch_api.data_parallel.*",
@@ -84,7 +85,6 @@ INTERNAL = (
     "bagua.torch_api.patches",
     "bagua.torch_api.rebuild",
     "bagua.torch_api.torch_*",
-    "bagua.store_requests",
     "bagua.torch_store",
     "bagua.verbs",
 )
