@@ -11,8 +11,8 @@ after the import has no CUDA.
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
+from uuid import UUID
 
 from bagua import config, lifecycle
 
@@ -61,9 +61,5 @@ def _device(
         "name": name,
         "capability": None if capability is None else f"{capability[0]}.{capability[1]}",
         "memory": memory,
-        "uuid": None if uuid is None else _text(uuid),
+        "uuid": None if uuid is None else str(UUID(bytes=uuid)),
     }
-
-
-def _text(identifier: bytes) -> str:
-    return str(uuid.UUID(bytes=identifier))

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::ptr;
 
 use crate::error::{Error, Result};
-use crate::library::Library;
+use crate::library::{Library, line};
 
 /// What a call of the driver returns: 0, or the number of an error.
 type CUresult = c_int;
@@ -175,7 +175,7 @@ fn error_name(library: &Library, code: CUresult) -> String {
     // SAFETY: it writes one pointer: null, or the address of a static text.
     if get.is_some_and(|get| unsafe { get(code, &raw mut text) } == 0) && !text.is_null() {
         // SAFETY: as above.
-        return unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+        return line(unsafe { CStr::from_ptr(text) }.to_bytes());
     }
     let name = match code {
         1 => "CUDA_ERROR_INVALID_VALUE",

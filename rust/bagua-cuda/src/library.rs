@@ -169,7 +169,7 @@ fn loader_error(name: &CStr) -> String {
 }
 
 /// Bytes as one line of text.
-fn line(bytes: &[u8]) -> String {
+pub(crate) fn line(bytes: &[u8]) -> String {
     let mut text = String::new();
     for char in String::from_utf8_lossy(bytes).chars() {
         if char.is_control() {

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;
 
 use crate::error::Result;
-use crate::library::Library;
+use crate::library::{Library, line};
 
 /// What a call of NVRTC returns: 0, or the number of an error.
 type NvrtcResult = c_int;
@@ -71,6 +71,6 @@ fn check(library: &Library, function: &'static str, code: NvrtcResult) -> Result
     // SAFETY: any number is allowed.
     let said = text.map(|text| unsafe { text(code) }).filter(|said| !said.is_null());
     // SAFETY: NVRTC's texts are static and NUL-terminated.
-    let name = said.map(|said| unsafe { CStr::from_ptr(said) }.to_string_lossy().into_owned());
+    let name = said.map(|said| line(unsafe { CStr::from_ptr(said) }.to_bytes()));
     Err(library.failed(function, name.unwrap_or_else(|| "an error without a name".to_owned()), code))
 }
