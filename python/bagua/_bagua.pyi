@@ -8,7 +8,9 @@ then.
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
+
+from bagua.config import CudaPlaces
 
 __all__ = [
     "ALGORITHMS",
@@ -58,16 +60,6 @@ PEER_SELECTION_MODES: list[str]
 MAX_STREAMS: int
 
 _Shape: TypeAlias = Sequence[int] | None
-
-class _CudaPlaces(Protocol):
-    @property
-    def libcuda(self) -> str | None: ...
-    @property
-    def libnvrtc(self) -> str | None: ...
-    @property
-    def libnccl(self) -> str | None: ...
-    @property
-    def site_packages(self) -> Sequence[str]: ...
 
 # (peer, address, count)
 _Message: TypeAlias = tuple[int | None, int, int]
@@ -198,8 +190,8 @@ class Codec:
 @final
 class CudaLibraries:
     def __new__(cls) -> CudaLibraries: ...
-    def why_not(self, places: _CudaPlaces) -> str | None: ...
-    def report(self, places: _CudaPlaces) -> dict[str, Any]: ...
+    def why_not(self, places: CudaPlaces) -> str | None: ...
+    def report(self, places: CudaPlaces) -> dict[str, Any]: ...
 
 @final
 class Communicator:

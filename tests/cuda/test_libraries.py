@@ -53,6 +53,13 @@ int cuGetErrorName(int code, const char **name) {
 #endif
 """
 
+#: An NVRTC of version MAJOR.8.
+NVRTC = """
+int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = 8; return 0; }
+int nvrtcGetNumSupportedArchs(int *count) { *count = 2; return 0; }
+int nvrtcGetSupportedArchs(int *list) { list[0] = 70; list[1] = 90; return 0; }
+"""
+
 #: Runs in a process of its own, because what was found holds until the process ends.
 PROGRAM = """
 import json, sys
@@ -231,29 +238,29 @@ def test_the_loader_finds_the_driver_by_its_name(compiled: Compile, tmp_path: Pa
 
 
 def test_a_library_that_is_loaded_comes_before_those_that_the_loader_finds(compiled: Compile, tmp_path: Path) -> None:
-    compiled(DRIVER, "-DINIT=100", "-DDEVICES=0", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
-    loaded = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1", "-Wl,-soname,libcuda.so.1", name="loaded.so")
+    compiled(NVRTC, "-DMAJOR=13", "-Wl,-soname,libnvrtc.so.13", name="libnvrtc.so.13")
+    assert asked(LD_LIBRARY_PATH=tmp_path)[1]["nvrtc"]["version"] == "13.8"
+    loaded = compiled(NVRTC, "-DMAJOR=12", "-Wl,-soname,libnvrtc.so.12", name="loaded.so")
     program = "import ctypes, sys; ctypes.CDLL(sys.argv[1])\n" + PROGRAM
-    why, info = asked(program, loaded, LD_LIBRARY_PATH=tmp_path)
-    assert (why, info["driver"]["path"]) == (None, str(loaded))
+    _, info = asked(program, loaded, LD_LIBRARY_PATH=tmp_path)
+    assert info["nvrtc"] == {"path": str(loaded), "version": "12.8", "architectures": [70, 90]}
 
 
 def test_the_folders_of_site_packages_come_last(compiled: Compile, tmp_path: Path) -> None:
-    nvrtc = (
-        "int nvrtcVersion(int *a, int *b) { *a = 12; *b = 8; return 0; }\n"
-        "int nvrtcGetNumSupportedArchs(int *n) { *n = 2; return 0; }\n"
-        "int nvrtcGetSupportedArchs(int *list) { list[0] = 70; list[1] = 90; return 0; }"
-    )
-    folder = tmp_path / "nvidia" / "cuda_nvrtc" / "lib"
+    site, loaders = tmp_path / "site", tmp_path / "loader"
+    folder = site / "nvidia" / "cuda_nvrtc" / "lib"
     folder.mkdir(parents=True)
-    library = folder / "libnvrtc.so.12"
-    shutil.move(compiled(nvrtc), library)
+    loaders.mkdir()
+    compiled(NVRTC, "-DMAJOR=13", name="site/nvidia/cuda_nvrtc/lib/libnvrtc.so.13")
     program = "import sys, sysconfig, site\nsysconfig.get_path = lambda _: sys.argv[1]\nsite.getsitepackages = list\n"
-    _, info = asked(program + PROGRAM, tmp_path)
-    if info["nvrtc"]["path"] != str(library):
-        assert not info["nvrtc"]["path"].startswith(str(tmp_path))
+    _, info = asked(program + PROGRAM, site)
+    if not info["nvrtc"]["path"].startswith(str(tmp_path)):
         pytest.skip("the loader finds an NVRTC by its name")
-    assert info["nvrtc"] == {"path": str(library), "version": "12.8", "architectures": [70, 90]}
+    assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(folder / "libnvrtc.so.13"), "13.8")
+    # The loader's, of whichever name, is taken before them.
+    compiled(NVRTC, "-DMAJOR=12", name="loader/libnvrtc.so.12")
+    _, info = asked(program + PROGRAM, site, LD_LIBRARY_PATH=loaders)
+    assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(loaders / "libnvrtc.so.12"), "12.8")
 
 
 def test_what_was_found_first_holds_until_the_process_ends(compiled: Compile) -> None:
