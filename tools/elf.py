@@ -1,21 +1,19 @@
-"""Reads which shared libraries an ELF file asks the loader for, with nothing but the standard library."""
+"""Reads which shared libraries and symbols an ELF file asks the loader for, with nothing but the standard library."""
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
+_SHT_DYNSYM = 11
 
 
 def needed(path: str | Path) -> list[str]:
     """The DT_NEEDED entries of a 64-bit little-endian ELF file, in their order."""
-    data = Path(path).read_bytes()
-    if data[:4] != b"\x7fELF":
-        raise ValueError(f"{path} is not an ELF file")
-    if data[4:6] != b"\x02\x01":
-        raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
+    data = _read(path)
     (offset,) = struct.unpack_from("<Q", data, 0x20)
     size, count = struct.unpack_from("<HH", data, 0x36)
     # Type, flags, offset in the file, address, physical address, bytes in the file.
@@ -38,10 +36,38 @@ def needed(path: str | Path) -> list[str]:
         entries.append((tag, value))
     names = in_file(next(value for tag, value in entries if tag == _DT_STRTAB))
 
-    def text(at: int) -> str:
-        return data[at : data.index(b"\0", at)].decode()
+    return [_text(data, names + value) for tag, value in entries if tag == _DT_NEEDED]
 
-    return [text(names + value) for tag, value in entries if tag == _DT_NEEDED]
+
+def undefined(path: str | Path) -> list[str]:
+    """The dynamic symbols that a 64-bit little-endian ELF file expects others to define, without their versions."""
+    data = _read(path)
+    (offset,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    # Name, type, flags, address, offset in the file, bytes, number of the section with the names.
+    sections = [struct.unpack_from("<IIQQQQI", data, offset + index * size) for index in range(count)]
+    found = []
+    for _, kind, _, _, start, length, link in sections:
+        if kind == _SHT_DYNSYM:
+            names = sections[link][4]
+            # Name, kind and binding, visibility, section (0: undefined), value, size.
+            for name, _, _, section, _, _ in struct.iter_unpack("<IBBHQQ", data[start : start + length]):
+                if name and section == 0:
+                    found.append(_text(data, names + name))
+    return found
+
+
+def _read(path: str | Path) -> bytes:
+    data = Path(path).read_bytes()
+    if data[:4] != b"\x7fELF":
+        raise ValueError(f"{path} is not an ELF file")
+    if data[4:6] != b"\x02\x01":
+        raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
+    return data
+
+
+def _text(data: bytes, at: int) -> str:
+    return data[at : data.index(b"\0", at)].decode()
 
 
 #: What every Linux with glibc has: its own libraries, the loader, and the compiler's run-time library.
@@ -53,3 +79,8 @@ SYSTEM_LIBRARIES = frozenset(
 def foreign(libraries: list[str]) -> list[str]:
     """Those that a bare system need not have, such as libtorch, libpython or libcudart."""
     return [name for name in libraries if name.split(".so")[0] not in SYSTEM_LIBRARIES]
+
+
+def of_cuda(symbols: list[str]) -> list[str]:
+    """Those that a library of CUDA defines: the driver, its runtime, NVRTC or NCCL."""
+    return [name for name in symbols if re.match(r"(cu|cuda|nvrtc|nccl|pnccl)[A-Z]", name)]

@@ -10,7 +10,15 @@ PACKAGE = Path(__file__).resolve().parents[1] / "python"
 
 # The modules that users import from, by the heading under which the reference has them.
 PUBLIC = {
-    "Any framework": ["bagua", "bagua.errors", "bagua.group", "bagua.shared_memory", "bagua.metrics", "bagua.trace"],
+    "Any framework": [
+        "bagua",
+        "bagua.cuda",
+        "bagua.errors",
+        "bagua.group",
+        "bagua.shared_memory",
+        "bagua.metrics",
+        "bagua.trace",
+    ],
     "torch": [
         "bagua.torch_api",
         "bagua.torch_api.algorithms",

@@ -70,9 +70,11 @@ def audit(wheel: Path) -> list[str]:
             problems.append(f"{wheel.name}: lacks the licence")
         with tempfile.TemporaryDirectory() as folder:
             for name in extensions:
-                libraries = elf.needed(archive.extract(name, folder))
+                extracted = archive.extract(name, folder)
+                libraries = elf.needed(extracted)
                 print(f"{name} links {', '.join(libraries)}")
                 problems += [f"{name} links {library}" for library in elf.foreign(libraries)]
+                problems += [f"{name} needs {symbol}" for symbol in elf.of_cuda(elf.undefined(extracted))]
     print(f"{wheel.name}: {size:.2f} MiB")
     return problems
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeAlias, final
 
+from bagua.config import CudaPlaces
+
 __all__ = [
     "ALGORITHMS",
     "DTYPES",
@@ -26,6 +28,7 @@ __all__ = [
     "Bucket",
     "Codec",
     "Communicator",
+    "CudaLibraries",
     "Door",
     "Engine",
     "Handle",
@@ -37,7 +40,6 @@ __all__ = [
     "flight_recorder",
     "listen_for_interrupts",
     "local_address_towards",
-    "present",
     "read_array",
     "rendezvous_at",
     "rendezvous_file",
@@ -58,6 +60,7 @@ PEER_SELECTION_MODES: list[str]
 MAX_STREAMS: int
 
 _Shape: TypeAlias = Sequence[int] | None
+
 # (peer, address, count)
 _Message: TypeAlias = tuple[int | None, int, int]
 
@@ -183,6 +186,12 @@ class Codec:
     def encoded_bytes(self, count: int, dtype: int, chunks: int) -> int: ...
     def encode(self, src: int, count: int, dtype: int, chunks: int, dst: int, len: int) -> bool: ...
     def decode(self, src: int, len: int, dst: int, count: int, dtype: int, chunks: int) -> None: ...
+
+@final
+class CudaLibraries:
+    def __new__(cls) -> CudaLibraries: ...
+    def why_not(self, places: CudaPlaces) -> str | None: ...
+    def report(self, places: CudaPlaces) -> dict[str, Any]: ...
 
 @final
 class Communicator:
@@ -415,7 +424,6 @@ def local_address_towards(host: str, port: int) -> str: ...
 def version() -> str: ...
 def flight_recorder() -> list[dict[str, Any]]: ...
 def set_recording(on: bool) -> None: ...
-def present() -> dict[str, bool]: ...
 def listen_for_interrupts() -> int: ...
 def check_peer_selection(peer_selection_mode: str, members: int) -> None: ...
 def wait_for_callbacks(timeout: float) -> None: ...

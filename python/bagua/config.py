@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import site
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,10 +14,13 @@ from pathlib import Path
 from bagua.engine import ALGORITHMS, MAX_STREAMS, Tls
 
 __all__ = [
+    "CudaPlaces",
     "Settings",
     "agent_serves_store",
     "announce",
     "attempt",
+    "cuda_cache",
+    "cuda_places",
     "default_trace_dir",
     "environment",
     "flag",
@@ -197,3 +202,37 @@ def trace_dir() -> str | None:
 def default_trace_dir() -> str:
     """The directory of flight records where BAGUA_TRACE_DIR is not set."""
     return os.path.join(tempfile.gettempdir(), "bagua")
+
+
+@dataclass(frozen=True)
+class CudaPlaces:
+    """Where the libraries of CUDA are looked for."""
+
+    #: Paths of files, each in place of everything else; None where the library is searched for.
+    libcuda: str | None
+    libnvrtc: str | None
+    libnccl: str | None
+    #: Folders of this Python's packages, in which `nvidia/*/lib` may be.
+    site_packages: list[str]
+
+
+def cuda_places() -> CudaPlaces:
+    """What the BAGUA_LIB variables name, and this Python's folders."""
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    return CudaPlaces(
+        libcuda=text("BAGUA_LIBCUDA"),
+        libnvrtc=text("BAGUA_LIBNVRTC"),
+        libnccl=text("BAGUA_LIBNCCL"),
+        site_packages=list(dict.fromkeys(folders)),
+    )
+
+
+def cuda_cache() -> str | None:
+    """The folder of compiled kernels, `bagua/cuda` in that of the user's caches; None: the user has none."""
+    # A relative path does not count: https://specifications.freedesktop.org/basedir-spec/latest/
+    caches = text("XDG_CACHE_HOME")
+    if caches is None or not os.path.isabs(caches):
+        caches = os.path.expanduser("~/.cache")
+    return os.path.join(caches, "bagua", "cuda") if os.path.isabs(caches) else None

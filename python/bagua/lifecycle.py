@@ -20,7 +20,17 @@ from typing import Any
 
 from bagua import engine
 
-__all__ = ["CacheState", "TorchState", "cache_state", "install", "process", "report", "torch_state", "torchs_world"]
+__all__ = [
+    "CacheState",
+    "TorchState",
+    "cache_state",
+    "cuda_libraries",
+    "install",
+    "process",
+    "report",
+    "torch_state",
+    "torchs_world",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -183,6 +193,8 @@ class _Process:
         self.metrics_servers: list[Any] = []
         # In a forked child: the parent's groups. Collecting them would close the parent's connections.
         self.inherited: list[Any] = []
+        # Since bagua.cuda was imported. They belong to the process that imported it: its forked children have no CUDA.
+        self.cuda: engine.CudaLibraries | None = None
         self.torch: TorchState | None = None
         self.cache: CacheState | None = None
 
@@ -203,6 +215,13 @@ def cache_state() -> CacheState:
     if process.cache is None:
         process.cache = CacheState()
     return process.cache
+
+
+def cuda_libraries() -> engine.CudaLibraries:
+    """The libraries of CUDA. The first call loads nothing, and decides that they belong to this process."""
+    if process.cuda is None:
+        process.cuda = engine.CudaLibraries()
+    return process.cuda
 
 
 def torchs_world() -> Any:

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
-from bagua import config, engine, group, launcher
+from bagua import config, cuda, engine, group, launcher
 from bagua.commands import machine, tables, trial
 from bagua.commands.variables import SECRET, VARIABLES
 from bagua.errors import BaguaError
@@ -203,15 +203,9 @@ def _check_limits(place: launcher.Place | None, problems: _Problems) -> None:
 
 
 def _cuda() -> dict[str, Any]:
-    present = engine.present()
-    if not present["cuda_driver"]:
-        return {"available": False, "why": "there is no CUDA driver (libcuda.so.1)"}
-    if not present["nccl"]:
-        return {"available": False, "why": "there is a CUDA driver, but no NCCL (libnccl.so.2)"}
-    return {
-        "available": True,
-        "why": "CUDA driver and NCCL can be loaded; so far only tensors in host memory are communicated",
-    }
+    why_not = cuda.why_not()
+    works = f"{len(cuda.info()['devices'])} device(s); so far only tensors in host memory are communicated"
+    return {"available": why_not is None, "why": why_not or works}
 
 
 def _show(found: dict[str, Any]) -> None:

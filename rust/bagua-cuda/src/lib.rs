@@ -1,33 +1,24 @@
 //! CUDA, found at run time and never linked.
 //!
-//! Streams, kernels and the NCCL and staged collectives join this crate with the CUDA work; until then it answers one question.
+//! So far: which libraries there are, and which devices. Streams, kernels and collectives on devices are not there yet.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each looked for at its first use |
+//! | [`driver`] | the driver (`libcuda`): its functions, its version, its devices |
+//! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures |
+//! | [`nccl`] | NCCL (`libnccl`): its version, its functions |
+//! | [`library`] | finding and loading one shared library |
+//! | [`error`] | why there is no CUDA |
+//!
+//! What is absent is an error value, never a panic: a library, a function, a device.
 
-/// What of CUDA this process can load.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Present {
-    /// The driver (`libcuda.so.1`) loads.
-    pub driver: bool,
-    /// NCCL (`libnccl.so.2`) loads.
-    pub nccl: bool,
-}
+pub mod driver;
+pub mod error;
+pub mod libraries;
+pub mod library;
+pub mod nccl;
+pub mod nvrtc;
 
-/// Looks for the CUDA driver and for NCCL. Never panics, never initialises a device.
-pub fn present() -> Present {
-    Present { driver: driver_present(), nccl: nccl_sys::present() }
-}
-
-fn driver_present() -> bool {
-    // SAFETY: the name is NUL-terminated, and a handle that dlopen returned is closed exactly once.
-    unsafe {
-        let handle = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL);
-        !handle.is_null() && libc::dlclose(handle) == 0
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn looking_for_cuda_answers_the_same_twice() {
-        assert_eq!(super::present(), super::present());
-    }
-}
+pub use error::{Error, Result};
+pub use libraries::{Libraries, Places};

@@ -10,11 +10,12 @@
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`config`] | the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
+//! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA |
 //! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
 //! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
-//! | [`rendezvous`] | exchanging addresses; what this machine offers |
+//! | [`rendezvous`] | exchanging addresses; the version of this build |
 //! | [`tls`] | `Tls`: encrypted connections |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
@@ -32,6 +33,7 @@ mod bootstrap;
 mod call_user;
 mod codec;
 mod config;
+mod cuda;
 mod door;
 mod engine;
 mod errors;
@@ -60,6 +62,8 @@ mod _bagua {
     #[pymodule_export]
     use crate::codec::Codec;
     #[pymodule_export]
+    use crate::cuda::CudaLibraries;
+    #[pymodule_export]
     use crate::door::Door;
     #[pymodule_export]
     use crate::engine::{AsyncModelAverage, Bucket, Engine, Handle, check_peer_selection, wait_for_callbacks};
@@ -71,7 +75,7 @@ mod _bagua {
     use crate::recorder::{flight_recorder, set_recording};
     #[pymodule_export]
     use crate::rendezvous::{
-        RendezvousServer, local_address_towards, present, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
+        RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
     };
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};

@@ -1,4 +1,4 @@
-//! The exchange of addresses between ranks; the version of this build and the libraries of this machine.
+//! The exchange of addresses between ranks; the version of this build.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use bagua_core::error::Error;
 use bagua_core::group::{self, Access};
 use bagua_core::wait::lock;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyBytes;
 
 use crate::errors;
 use crate::interrupt;
@@ -156,14 +156,4 @@ pub fn local_address_towards(py: Python<'_>, host: String, port: u16) -> PyResul
 #[pyfunction]
 pub fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
-}
-
-/// Whether this process can load the CUDA driver and NCCL: {"cuda_driver": bool, "nccl": bool}. Initialises no device.
-#[pyfunction]
-pub fn present(py: Python<'_>) -> PyResult<Py<PyDict>> {
-    let present = py.detach(bagua_cuda::present);
-    let found = PyDict::new(py);
-    found.set_item("cuda_driver", present.driver)?;
-    found.set_item("nccl", present.nccl)?;
-    Ok(found.unbind())
 }

@@ -1,27 +1,18 @@
-//! NCCL, found at run time and never linked.
+//! NCCL's C types, and a table of its functions that is filled at run time: nothing is linked.
 //!
-//! The table of functions joins this crate together with the CUDA collectives; until then it answers one question.
+//! | file | what it has |
+//! |---|---|
+//! | [`types`] | handles, numbers and structures, as NVIDIA documents them |
+//! | [`table`] | [`Functions`]: the functions of one loaded library |
+//!
+//! Names, numbers and layouts are those of NCCL's user guide,
+//! <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>. How the library is found is the caller's matter.
 
-use std::ffi::CStr;
+mod table;
+mod types;
 
-/// The names under which NCCL is installed, most specific first. `libnccl.so.2` is what torch's packages ship.
-const NAMES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
-
-/// True when the dynamic loader can find NCCL in this process.
-pub fn present() -> bool {
-    NAMES.iter().any(|name| {
-        // SAFETY: `name` is NUL-terminated, and a handle that dlopen returned is closed exactly once.
-        unsafe {
-            let handle = libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL);
-            !handle.is_null() && libc::dlclose(handle) == 0
-        }
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn asking_for_nccl_answers_instead_of_panicking() {
-        assert_eq!(super::present(), super::present());
-    }
-}
+pub use table::{Functions, Missing};
+pub use types::{
+    MAGIC, OLDEST_VERSION, UNDEFINED, UNIQUE_ID_BYTES, cudaStream_t, ncclComm, ncclComm_t, ncclConfig_t,
+    ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId,
+};

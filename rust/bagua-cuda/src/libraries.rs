@@ -1,0 +1,118 @@
+//! The libraries of CUDA of one process: each is looked for once, at its first use, and what was found holds from then on.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use crate::driver::Driver;
+use crate::error::{Error, Result};
+use crate::library::Search;
+use crate::nccl::Nccl;
+use crate::nvrtc::Nvrtc;
+
+/// Where libraries may be, as the environment and Python say.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// `BAGUA_LIBCUDA`.
+    pub libcuda: Option<PathBuf>,
+    /// `BAGUA_LIBNVRTC`.
+    pub libnvrtc: Option<PathBuf>,
+    /// `BAGUA_LIBNCCL`.
+    pub libnccl: Option<PathBuf>,
+    /// Folders of Python's packages.
+    pub site_packages: Vec<PathBuf>,
+}
+
+impl Places {
+    fn libcuda(&self) -> Search<'_> {
+        self.search("libcuda", "BAGUA_LIBCUDA", self.libcuda.as_deref(), &[c"libcuda.so.1"])
+    }
+
+    fn libnvrtc(&self) -> Search<'_> {
+        let names = &[c"libnvrtc.so.13", c"libnvrtc.so.12"];
+        self.search("libnvrtc", "BAGUA_LIBNVRTC", self.libnvrtc.as_deref(), names)
+    }
+
+    fn libnccl(&self) -> Search<'_> {
+        self.search("libnccl", "BAGUA_LIBNCCL", self.libnccl.as_deref(), &[c"libnccl.so.2"])
+    }
+
+    fn search<'a>(
+        &'a self,
+        library: &'static str,
+        variable: &'static str,
+        file: Option<&'a Path>,
+        names: &'static [&'static std::ffi::CStr],
+    ) -> Search<'a> {
+        Search { library, variable, file, names, site_packages: &self.site_packages }
+    }
+}
+
+/// The libraries of the process that created it. Creating it loads nothing.
+pub struct Libraries {
+    /// The process that they belong to: a driver does not work in a forked child of the process that initialised it.
+    owner: u32,
+    driver: OnceLock<Result<Driver>>,
+    nvrtc: OnceLock<Result<Nvrtc>>,
+    nccl: OnceLock<Result<Nccl>>,
+}
+
+impl Libraries {
+    /// For this process.
+    #[expect(clippy::new_without_default, reason = "when it is created decides whose it is")]
+    pub fn new() -> Libraries {
+        let owner = std::process::id();
+        Libraries { owner, driver: OnceLock::new(), nvrtc: OnceLock::new(), nccl: OnceLock::new() }
+    }
+
+    /// The driver, whether it works or not. The places count at the first call.
+    pub fn driver(&self, places: &Places) -> Result<&Driver> {
+        self.check_owner()?;
+        self.driver.get_or_init(|| places.libcuda().load().map(Driver::new)).as_ref().map_err(Error::clone)
+    }
+
+    /// NVRTC. The places count at the first call.
+    pub fn nvrtc(&self, places: &Places) -> Result<&Nvrtc> {
+        self.check_owner()?;
+        self.nvrtc.get_or_init(|| places.libnvrtc().load().and_then(Nvrtc::new)).as_ref().map_err(Error::clone)
+    }
+
+    /// NCCL. The places count at the first call.
+    pub fn nccl(&self, places: &Places) -> Result<&Nccl> {
+        self.check_owner()?;
+        self.nccl.get_or_init(|| places.libnccl().load().and_then(Nccl::new)).as_ref().map_err(Error::clone)
+    }
+
+    /// Why there is no CUDA device that can be used; `None` when there is one. The same at each call.
+    pub fn why_not(&self, places: &Places) -> Option<Error> {
+        self.driver(places).and_then(Driver::devices).err()
+    }
+
+    /// A child must touch nothing of its parent's: not even the cells, which another thread of the parent may have been filling.
+    fn check_owner(&self) -> Result<()> {
+        if self.owner == std::process::id() { Ok(()) } else { Err(Error::Forked { owner: self.owner }) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_found_first_holds() {
+        let nowhere = Places { libcuda: Some("/nowhere/libcuda.so.1".into()), ..Places::default() };
+        let elsewhere = Places { libcuda: Some("/elsewhere/libcuda.so.1".into()), ..Places::default() };
+        let libraries = Libraries::new();
+        let why = libraries.why_not(&nowhere).unwrap();
+        let text = why.to_string();
+        assert!(text.starts_with("libcuda (BAGUA_LIBCUDA=/nowhere/libcuda.so.1) does not load: "), "{text}");
+        assert_eq!(libraries.why_not(&elsewhere), Some(why));
+    }
+
+    #[test]
+    fn libraries_of_another_process_are_not_touched() {
+        let libraries = Libraries { owner: 0, ..Libraries::new() };
+        assert_eq!(libraries.why_not(&Places::default()), Some(Error::Forked { owner: 0 }));
+        assert_eq!(libraries.nvrtc(&Places::default()).err(), Some(Error::Forked { owner: 0 }));
+        assert_eq!(libraries.nccl(&Places::default()).err(), Some(Error::Forked { owner: 0 }));
+    }
+}

@@ -1,0 +1,95 @@
+//! `CudaLibraries`: which libraries and devices of CUDA this process can use.
+
+use std::path::{Path, PathBuf};
+
+use bagua_cuda::{Libraries, Places};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+/// The attributes of `bagua.config.CudaPlaces`.
+#[derive(FromPyObject)]
+pub struct PlacesArgument {
+    libcuda: Option<PathBuf>,
+    libnvrtc: Option<PathBuf>,
+    libnccl: Option<PathBuf>,
+    site_packages: Vec<PathBuf>,
+}
+
+impl From<PlacesArgument> for Places {
+    fn from(from: PlacesArgument) -> Places {
+        let PlacesArgument { libcuda, libnvrtc, libnccl, site_packages } = from;
+        Places { libcuda, libnvrtc, libnccl, site_packages }
+    }
+}
+
+/// The CUDA driver, NVRTC and NCCL of the process that creates this. A forked child of it has none.
+///
+/// Creating it loads nothing. Each library is looked for at its first use, in the places (`bagua.config.CudaPlaces`) of that call, and
+/// what was found holds from then on.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct CudaLibraries {
+    core: Libraries,
+}
+
+#[pymethods]
+impl CudaLibraries {
+    #[new]
+    fn new() -> CudaLibraries {
+        CudaLibraries { core: Libraries::new() }
+    }
+
+    /// Why no device can be used, in one line, the same at each call; None when one can. Initialises the driver.
+    fn why_not(&self, py: Python<'_>, places: PlacesArgument) -> Option<String> {
+        let places = places.into();
+        py.detach(|| self.core.why_not(&places)).map(|error| error.to_string())
+    }
+
+    /// What there is: `driver`, `nvrtc` and `nccl` as dicts with `path`, `version` and `error`, None where that does not apply; nvrtc's
+    /// `architectures`; and `devices` as dicts with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), None where
+    /// the driver does not tell. Initialises the driver.
+    fn report<'py>(&self, py: Python<'py>, places: PlacesArgument) -> PyResult<Bound<'py, PyDict>> {
+        let places = places.into();
+        let (driver, nvrtc, nccl) =
+            py.detach(|| (self.core.driver(&places), self.core.nvrtc(&places), self.core.nccl(&places)));
+        let report = PyDict::new(py);
+
+        let file = driver.as_ref().ok();
+        let error = self.core.why_not(&places);
+        report.set_item("driver", library(py, file.map(|it| it.path()), file.and_then(|it| it.version()), error)?)?;
+
+        let file = nvrtc.as_ref().ok();
+        let entry = library(py, file.map(|it| it.path()), file.map(|it| it.version()), nvrtc.as_ref().err())?;
+        entry.set_item("architectures", file.map_or(&[][..], |it| it.architectures()))?;
+        report.set_item("nvrtc", entry)?;
+
+        let file = nccl.as_ref().ok();
+        let error = nccl.as_ref().map_or_else(|error| Some(error.clone()), |it| it.functions().err());
+        report.set_item("nccl", library(py, file.map(|it| it.path()), file.map(|it| it.version()), error)?)?;
+
+        let mut devices = Vec::new();
+        for device in driver.and_then(|it| it.devices()).unwrap_or_default() {
+            let entry = PyDict::new(py);
+            entry.set_item("name", &device.name)?;
+            entry.set_item("capability", device.capability)?;
+            entry.set_item("memory", device.memory)?;
+            entry.set_item("uuid", device.uuid.map(|uuid| PyBytes::new(py, &uuid)))?;
+            devices.push(entry);
+        }
+        report.set_item("devices", devices)?;
+        Ok(report)
+    }
+}
+
+/// The entry of one library.
+fn library<'py>(
+    py: Python<'py>,
+    path: Option<&Path>,
+    version: Option<String>,
+    error: Option<impl ToString>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let entry = PyDict::new(py);
+    entry.set_item("path", path.map(Path::as_os_str))?;
+    entry.set_item("version", version)?;
+    entry.set_item("error", error.map(|error| error.to_string()))?;
+    Ok(entry)
+}

@@ -1,0 +1,409 @@
+"""Which libraries and devices of CUDA there are, told without a GPU: every way in which there are none, in words."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua import config
+from tools import elf
+
+#: A driver: what cuInit returns, and how many devices there are, is defined when it is compiled.
+DRIVER = r"""
+#include <stddef.h>
+#include <string.h>
+
+int cuInit(unsigned flags) { return INIT; }
+#ifndef ONLY_INIT
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 7; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+    memset(name, 'x', size);
+    if (device == 7) strncpy(name, "Pretended GPU", size);
+    return 0;
+}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    if (device != 7) return 101;
+    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
+    return 0;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)80 << 30; return device == 7 ? 0 : 101; }
+#ifndef NO_UUID
+int cuDeviceGetUuid_v2(char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = 16 * i + i;
+    return device == 7 ? 0 : 101;
+}
+#endif
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
+    return *name ? 0 : 1;
+}
+#endif
+"""
+
+#: An NVRTC of version MAJOR.8.
+NVRTC = """
+int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = 8; return 0; }
+int nvrtcGetNumSupportedArchs(int *count) { *count = 2; return 0; }
+int nvrtcGetSupportedArchs(int *list) { list[0] = 70; list[1] = 90; return 0; }
+"""
+
+#: Runs in a process of its own, because what was found holds until the process ends.
+PROGRAM = """
+import json, sys
+import bagua.cuda as cuda
+first = cuda.why_not()
+print(json.dumps([cuda.is_available(), first, cuda.why_not(), cuda.info()]))
+"""
+
+Compile = Callable[..., Path]
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Compile:
+    """`compiled(source, *flags)` is a shared library of C."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler (cc or gcc) to make a library with")
+
+    def make(source: str, *flags: str, name: str = "libpretended.so") -> Path:
+        (tmp_path / "source.c").write_text(source)
+        path = tmp_path / name
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", path, tmp_path / "source.c", *flags], check=True)
+        return path
+
+    return make
+
+
+def run(program: str, *arguments: object, **variables: object) -> str:
+    """What a program prints, with these BAGUA_LIB variables and no others."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_LIB")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=kept | {name: str(value) for name, value in variables.items()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def asked(program: str = PROGRAM, *arguments: object, **variables: object) -> tuple[str | None, dict[str, Any]]:
+    """`why_not()` and `info()`, after checks that hold in every case."""
+    available, first, again, info = json.loads(run(program, *arguments, **variables))
+    assert first == again == info["driver"]["error"]
+    assert available is (first is None)
+    assert first is None or (first and "\n" not in first)
+    assert list(info) == ["driver", "nvrtc", "nccl", "devices", "cache"]
+    assert set(info["driver"]) == {"path", "version", "error"}
+    assert set(info["nvrtc"]) == {"path", "version", "architectures"}
+    assert set(info["nccl"]) == {"path", "version"}
+    assert bool(info["devices"]) is available
+    return first, info
+
+
+# --- no driver --------------------------------------------------------------------------------------------------------
+
+
+def test_importing_loads_no_library_and_no_torch() -> None:
+    program = (
+        "import sys, bagua, bagua.cuda\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print([name for name in ('libcuda', 'libnvrtc', 'libnccl') if name in maps], 'torch' in sys.modules)"
+    )
+    assert run(program) == "[] False\n"
+
+
+def test_without_a_driver_the_loaders_words_are_told() -> None:
+    # A process of its own, so that a driver that another test loads does not count.
+    if "does not load" not in run("import bagua.cuda; print(bagua.cuda.why_not())"):
+        pytest.skip("this machine has a CUDA driver")
+    why, info = asked()
+    assert why is not None
+    assert why.startswith("libcuda does not load: libcuda.so.1: ")
+    assert info["driver"] == {"path": None, "version": None, "error": why}
+
+
+@pytest.mark.parametrize(
+    ("contents", "said"), [(None, "No such file"), ("", "file too short"), ("no library\n" * 100, "invalid ELF header")]
+)
+def test_a_file_that_is_no_library_is_named_with_the_loaders_words(
+    contents: str | None, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "libcuda.so.1"
+    if contents is not None:
+        file.write_text(contents)
+    why, info = asked(BAGUA_LIBCUDA=file)
+    assert why is not None
+    assert why.startswith(f"libcuda (BAGUA_LIBCUDA={file}) does not load: ")
+    assert said in why
+    assert info["driver"]["path"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "function"),
+    [
+        (["-DEMPTY"], "cuInit"),
+        (["-DINIT=0", "-DONLY_INIT"], "cuDeviceGetCount"),
+        (["-DINIT=0", "-DDEVICES=1", "-DNO_UUID"], "cuDeviceGetUuid"),
+    ],
+)
+def test_a_library_without_a_function_is_told_which(flags: list[str], function: str, compiled: Compile) -> None:
+    library = compiled("int x;" if "-DEMPTY" in flags else DRIVER, *flags)
+    why, info = asked(BAGUA_LIBCUDA=library)
+    assert why == f"libcuda ({library}) has no function {function}"
+    assert info["driver"]["path"] == str(library)
+
+
+@pytest.mark.parametrize("only_init", [False, True])
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        (100, "CUDA_ERROR_NO_DEVICE"),
+        (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        (-5, "an error that the driver"),
+    ],
+)
+def test_a_cu_init_that_fails_is_told_with_name_and_number(
+    code: int, name: str, only_init: bool, compiled: Compile
+) -> None:
+    library = compiled(DRIVER, f"-DINIT={code}", "-DDEVICES=0", *(["-DONLY_INIT"] if only_init else []))
+    why, info = asked(BAGUA_LIBCUDA=library)
+    assert why is not None
+    assert why.startswith(f"libcuda ({library}): cuInit failed: {name}")
+    assert why.endswith(f" ({code})")
+    # The version is known without cuInit.
+    assert info["driver"]["version"] == (None if only_init else "12.4")
+
+
+def test_a_driver_without_a_device_says_so(compiled: Compile) -> None:
+    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=0")
+    why, info = asked(BAGUA_LIBCUDA=library)
+    assert why == f"libcuda ({library}): cuDeviceGetCount found no device"
+    assert info["driver"]["version"] == "12.4"
+
+
+# --- a driver ---------------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_described_and_what_a_driver_does_not_tell_is_null(compiled: Compile) -> None:
+    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=2")
+    why, info = asked(BAGUA_LIBCUDA=library)
+    assert why is None
+    assert info["driver"] == {"path": str(library), "version": "12.4", "error": None}
+    first, second = info["devices"]
+    assert first == {
+        "name": "Pretended GPU",
+        "capability": "9.0",
+        "memory": 80 << 30,
+        "uuid": "00112233-4455-6677-8899-aabbccddeeff",
+    }
+    # This driver fills the whole of the memory that it is given for the name.
+    assert second == {"name": "x" * 255, "capability": None, "memory": None, "uuid": None}
+
+
+def test_a_file_that_is_named_is_tried_alone(compiled: Compile, tmp_path: Path) -> None:
+    compiled(DRIVER, "-DINIT=0", "-DDEVICES=1", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
+    empty = tmp_path / "empty.so"
+    empty.touch()
+    why, _ = asked(LD_LIBRARY_PATH=tmp_path, BAGUA_LIBCUDA=empty)
+    assert why is not None
+    assert "file too short" in why
+
+
+def test_a_file_without_a_folder_is_one_of_the_current_folder(compiled: Compile, tmp_path: Path) -> None:
+    compiled(DRIVER, "-DINIT=100", "-DDEVICES=1", name="mine.so")
+    why, _ = asked("import os, sys; os.chdir(sys.argv[1])\n" + PROGRAM, tmp_path, BAGUA_LIBCUDA="mine.so")
+    assert why == "libcuda (./mine.so): cuInit failed: CUDA_ERROR_NO_DEVICE (100)"
+
+
+def test_the_loader_finds_the_driver_by_its_name(compiled: Compile, tmp_path: Path) -> None:
+    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
+    why, info = asked(LD_LIBRARY_PATH=tmp_path)
+    assert (why, info["driver"]["path"]) == (None, str(library))
+
+
+def test_a_library_that_is_loaded_comes_before_those_that_the_loader_finds(compiled: Compile, tmp_path: Path) -> None:
+    compiled(NVRTC, "-DMAJOR=13", "-Wl,-soname,libnvrtc.so.13", name="libnvrtc.so.13")
+    assert asked(LD_LIBRARY_PATH=tmp_path)[1]["nvrtc"]["version"] == "13.8"
+    loaded = compiled(NVRTC, "-DMAJOR=12", "-Wl,-soname,libnvrtc.so.12", name="loaded.so")
+    program = "import ctypes, sys; ctypes.CDLL(sys.argv[1])\n" + PROGRAM
+    _, info = asked(program, loaded, LD_LIBRARY_PATH=tmp_path)
+    assert info["nvrtc"] == {"path": str(loaded), "version": "12.8", "architectures": [70, 90]}
+
+
+def test_the_folders_of_site_packages_come_last(compiled: Compile, tmp_path: Path) -> None:
+    site, loaders = tmp_path / "site", tmp_path / "loader"
+    folder = site / "nvidia" / "cuda_nvrtc" / "lib"
+    folder.mkdir(parents=True)
+    loaders.mkdir()
+    compiled(NVRTC, "-DMAJOR=13", name="site/nvidia/cuda_nvrtc/lib/libnvrtc.so.13")
+    program = "import sys, sysconfig, site\nsysconfig.get_path = lambda _: sys.argv[1]\nsite.getsitepackages = list\n"
+    _, info = asked(program + PROGRAM, site)
+    if not info["nvrtc"]["path"].startswith(str(tmp_path)):
+        pytest.skip("the loader finds an NVRTC by its name")
+    assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(folder / "libnvrtc.so.13"), "13.8")
+    # The loader's, of whichever name, is taken before them.
+    compiled(NVRTC, "-DMAJOR=12", name="loader/libnvrtc.so.12")
+    _, info = asked(program + PROGRAM, site, LD_LIBRARY_PATH=loaders)
+    assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(loaders / "libnvrtc.so.12"), "12.8")
+
+
+def test_what_was_found_first_holds_until_the_process_ends(compiled: Compile) -> None:
+    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1")
+    program = (
+        "import os, sys, bagua.cuda as cuda\n"
+        "before = cuda.why_not()\n"
+        "os.environ['BAGUA_LIBCUDA'] = sys.argv[1]\n"
+        "print(before == cuda.why_not(), before)"
+    )
+    assert run(program, library, BAGUA_LIBCUDA="/nowhere.so").startswith("True libcuda (BAGUA_LIBCUDA=/nowhere.so)")
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_forked_child_has_no_cuda_and_its_parent_keeps_it(used_before: bool, compiled: Compile) -> None:
+    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1")
+    program = (
+        "import json, os, sys, bagua.cuda as cuda\n"
+        "if sys.argv[1] == 'True': cuda.why_not()\n"
+        "reading, writing = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    said = json.dumps([cuda.is_available(), cuda.why_not(), cuda.why_not(), cuda.info()])\n"
+        "    os.write(writing, said.encode())\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "print(os.read(reading, 1 << 16).decode())\n"
+        "print(cuda.why_not())"
+    )
+    child, parent = run(program, used_before, BAGUA_LIBCUDA=library).splitlines()
+    available, why, again, info = json.loads(child)
+    assert (available, why) == (False, again)
+    assert "forked child" in why
+    assert "bagua.cuda" in why
+    assert (info["driver"]["error"], info["devices"], info["nvrtc"]["path"]) == (why, [], None)
+    assert parent == "None"
+
+
+# --- NVRTC and NCCL ---------------------------------------------------------------------------------------------------
+
+
+def packaged(pattern: str) -> Path:
+    """A library of this Python's packages."""
+    found = [path for site in config.cuda_places().site_packages for path in Path(site).glob(f"nvidia/*/lib/{pattern}")]
+    if not found:
+        pytest.skip(f"this Python has no package with {pattern}")
+    return found[0]
+
+
+def test_nvrtc_and_nccl_are_told_without_a_driver() -> None:
+    nvrtc, nccl = packaged("libnvrtc.so.1[0-9]"), packaged("libnccl.so.2")
+    why, info = asked(BAGUA_LIBCUDA="/nowhere.so", BAGUA_LIBNVRTC=nvrtc, BAGUA_LIBNCCL=nccl)
+    assert why is not None
+    assert (info["nvrtc"]["path"], info["nccl"]["path"]) == (str(nvrtc), str(nccl))
+    assert info["nvrtc"]["version"].startswith(nvrtc.suffix[1:] + ".")
+    assert {80, 90} <= set(info["nvrtc"]["architectures"])
+    assert re.fullmatch(r"2\.\d+\.\d+", info["nccl"]["version"])
+    # What it says of itself, by another way.
+    version = ctypes.c_int()
+    assert ctypes.CDLL(str(nccl)).ncclGetVersion(ctypes.byref(version)) == 0
+    major, rest = divmod(version.value, 10000)
+    assert info["nccl"]["version"] == f"{major}.{rest // 100}.{rest % 100}"
+
+
+def test_the_packages_of_this_python_are_found_without_variables() -> None:
+    packaged("libnvrtc.so.1[0-9]"), packaged("libnccl.so.2")
+    _, info = asked()
+    assert Path(info["nvrtc"]["path"]).exists()
+    assert Path(info["nccl"]["path"]).exists()
+
+
+def test_every_function_of_the_table_is_in_nccl_itself() -> None:
+    program = (
+        "import bagua.cuda\n"
+        "from bagua import config, engine\n"
+        "print(engine.CudaLibraries().report(config.cuda_places())['nccl']['error'])"
+    )
+    assert run(program, BAGUA_LIBNCCL=packaged("libnccl.so.2")) == "None\n"
+
+
+def test_an_nccl_that_is_too_old_for_the_table_tells_its_version(compiled: Compile) -> None:
+    library = compiled("int ncclGetVersion(int *version) { *version = 21403; return 0; }")
+    _, info = asked(BAGUA_LIBNCCL=library)
+    assert info["nccl"] == {"path": str(library), "version": "2.14.3"}
+
+
+@pytest.mark.parametrize("contents", [None, "", "text"])
+def test_a_missing_nvrtc_and_nccl_are_null_and_raise_nothing(contents: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    if contents is not None:
+        file.write_text(contents)
+    _, info = asked(BAGUA_LIBNVRTC=file, BAGUA_LIBNCCL=file)
+    assert info["nvrtc"] == {"path": None, "version": None, "architectures": []}
+    assert info["nccl"] == {"path": None, "version": None}
+
+
+def test_the_cache_is_in_the_users_folder_of_caches(tmp_path: Path) -> None:
+    program = "import bagua.cuda; print(bagua.cuda.info()['cache'])"
+    assert run(program, XDG_CACHE_HOME=tmp_path) == f"{tmp_path}/bagua/cuda\n"
+    assert run(program, XDG_CACHE_HOME="", HOME=tmp_path) == f"{tmp_path}/.cache/bagua/cuda\n"
+    assert run(program, XDG_CACHE_HOME="relative", HOME=tmp_path) == f"{tmp_path}/.cache/bagua/cuda\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["info"]])
+def test_the_command_prints_the_info_as_json(arguments: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"BAGUA_LIBCUDA": str(tmp_path / "none")}
+    command = [sys.executable, "-m", "bagua.cuda", *arguments]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert shown.stderr == ""
+    assert f"{tmp_path}/none" in json.loads(shown.stdout)["driver"]["error"]
+
+
+# --- what the extension needs -----------------------------------------------------------------------------------------
+
+
+def extension() -> Path:
+    """The file that `import bagua._bagua` loads."""
+    spec = util.find_spec("bagua._bagua")
+    assert spec is not None, "the extension is not built: make setup"
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
+def test_the_extension_needs_no_library_and_no_symbol_of_cuda() -> None:
+    assert elf.foreign(elf.needed(extension())) == []
+    symbols = elf.undefined(extension())
+    assert "dlopen" in symbols
+    assert elf.of_cuda(symbols) == []
+
+
+def test_a_library_that_needs_cuda_would_be_found_out(compiled: Compile) -> None:
+    source = (
+        "int cuInit(unsigned), ncclGroupStart(void), nvrtcVersion(int *, int *), cudaFree(void *), custom(void);\n"
+        "int all(void) { return cuInit(0) + ncclGroupStart() + nvrtcVersion(0, 0) + cudaFree(0) + custom(); }"
+    )
+    symbols = elf.undefined(compiled(source, "-Wl,--unresolved-symbols=ignore-all"))
+    assert sorted(elf.of_cuda(symbols)) == ["cuInit", "cudaFree", "ncclGroupStart", "nvrtcVersion"]
+    assert "custom" in symbols
+
+
+def test_the_symbols_are_those_that_nm_shows() -> None:
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not installed (Debian and Ubuntu: binutils)")
+    shown = subprocess.run([nm, "-D", "--undefined-only", extension()], check=True, capture_output=True, text=True)
+    names = [line.split()[-1].split("@")[0] for line in shown.stdout.splitlines()]
+    assert sorted(elf.undefined(extension())) == sorted(names)
