@@ -2,11 +2,13 @@
 
 A client of torch's TCPStore waits for an answer without a limit: when the process that serves the store is frozen, or
 the line to it is cut, the call never returns. So each request is made by a thread of its own, and the caller waits for
-the thread as long as it wants.
+the thread as long as it wants. A thread that returns into an interpreter that ends would abort the process, so the exit
+waits a moment for those that were given up.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -18,6 +20,9 @@ __all__ = ["StoreRequests"]
 _T = TypeVar("_T")
 # A result, or what was raised.
 _Answers: TypeAlias = "queue.SimpleQueue[tuple[Any, BaseException | None]]"
+
+#: Seconds that the exit of the process waits for requests that were given up.
+_PATIENCE = 2.0
 
 #: Seconds between two looks at whether waiting still makes sense.
 _SLICE = 0.02
@@ -45,8 +50,13 @@ class StoreRequests:
             self._await(self._open, until, limit)
         self._open = queue.SimpleQueue()
         # A daemon: the process may end although nobody ever answers.
-        threading.Thread(target=_make, args=(request, self._open), name="bagua-store", daemon=True).start()
-        value, failure = self._await(self._open, until, limit)
+        thread = threading.Thread(target=_make, args=(request, self._open), name="bagua-store", daemon=True)
+        thread.start()
+        try:
+            value, failure = self._await(self._open, until, limit)
+        except BaseException:
+            atexit.register(thread.join, _PATIENCE)
+            raise
         if failure is not None:
             raise failure
         found: _T = value
