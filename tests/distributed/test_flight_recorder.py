@@ -127,6 +127,14 @@ def test_queued_operations_are_shown_behind_the_one_that_runs_however_old_it_is(
 # --- a failed group ---------------------------------------------------------------------------------------------------
 
 
+def has_failed(group: bagua.Group) -> bool:
+    try:
+        group.communicator.cause()
+    except bagua.BaguaTimeoutError:
+        return True
+    return False
+
+
 def hangs(rank: int, folder: str) -> tuple[str | None, int]:
     group = bagua.init()
     x = np.ones(4, np.float32)
@@ -136,6 +144,7 @@ def hangs(rank: int, folder: str) -> tuple[str | None, int]:
     if rank == 2:
         # Busy with something else; it hears of the failure when it leaves.
         until(lambda: Path(folder, "0").exists() and Path(folder, "1").exists())
+        until(lambda: has_failed(group))
     else:
         with pytest.raises(bagua.BaguaTimeoutError) as raised:
             group.all_reduce(x, timeout=1)
