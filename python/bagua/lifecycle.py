@@ -263,6 +263,11 @@ def install(shutdown: Callable[[], None]) -> None:
     sys.excepthook = excepthook
 
 
+def join_at_exit(thread: threading.Thread, limit: float) -> None:
+    """The exit of the process waits at most ``limit`` seconds for a daemon thread that runs C++ code."""
+    atexit.register(thread.join, limit)
+
+
 def report(kind: type[BaseException], error: BaseException) -> None:
     """Reports an uncaught exception to the other ranks of every group; they raise PeerRaisedError."""
     if process.owner_pid != os.getpid():

@@ -8,12 +8,13 @@ waits a moment for those that were given up.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
+
+from bagua.lifecycle import join_at_exit
 
 __all__ = ["StoreRequests"]
 
@@ -55,7 +56,7 @@ class StoreRequests:
         try:
             value, failure = self._await(self._open, until, limit)
         except BaseException:
-            atexit.register(thread.join, _PATIENCE)
+            join_at_exit(thread, _PATIENCE)
             raise
         if failure is not None:
             raise failure

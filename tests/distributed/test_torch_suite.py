@@ -30,7 +30,7 @@ QUICK = [
 
 def test_torchs_own_tests_pass(tmp_path: Path) -> None:
     # torch's tests import it. The oldest torch that we support has other tests.
-    pytest.importorskip("expecttest")
+    pytest.importorskip("expecttest", reason="expecttest is not installed: make setup")
     found = outcomes("bagua", tmp_path, QUICK)
     failed = [f"{name}: {line['outcome']}: {line['text']}" for name, line in found.items() if name not in passed(found)]
     assert not failed, "\n".join(failed)

@@ -1,4 +1,4 @@
-"""Which algorithm a strategy was asked for, checked before anything is launched."""
+"""The algorithm and options of a strategy, checked before any process is launched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITH_OPTIMIZERS = frozenset({"qadam", "low_precision_decentralized", "local_sgd
 
 
 class Refused(ValueError):
-    """What was asked for cannot be done; the text says what to change."""
+    """These arguments cannot be used; the text says what to change."""
 
 
 def check_device(device: device) -> None:

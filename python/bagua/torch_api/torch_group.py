@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 #: The timeout of torch.distributed's operations, as torch's own default.
 _TIMEOUT = timedelta(minutes=30)
 
-#: All ranks begin together, and gloo does not hear of it when one of them gives up: seconds that a rank then waits for
-#: its connection, and one more for every rank, whose addresses are asked for one after the other.
+#: Seconds that gloo's start may take, and one more for every rank: addresses are fetched one after the other. A rank
+#: that waits for the connection of a peer that has given up is not notified.
 _LONGEST_START = 20.0
 
 #: Seconds between two looks for a key of another rank.

@@ -165,7 +165,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, inputs: Any) -> bool:
-        """Whether the algorithm hears of the forward's end."""
+        """Whether the algorithm has to be called at the forward's end."""
         engine = self._engine
         if engine is None and self._is_copy and self.module.training and torch.is_grad_enabled():
             engine = self._open([], True)

@@ -272,7 +272,7 @@ impl Plane {
         streams.push(Arc::downgrade(stream));
     }
 
-    /// Waits until the peers' kernels have what was sent to them, as long as bytes arrive and `goes_on`. Otherwise the message that this
+    /// Waits until the peers' kernels have acknowledged what was sent to them, as long as bytes arrive and `goes_on`. Otherwise the message that this
     /// rank leaves, on a connection of its own, comes before them on a slow line.
     pub(in super::super) fn flush(&self, goes_on: impl Fn() -> bool) {
         let streams = std::mem::take(&mut *lock(&self.streams));
