@@ -53,8 +53,9 @@ class TorchState:
         self.torch_groups: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
         # Whether init_process_group also initialised torch.distributed, so that its end destroys that too.
         self.initialised_torch_distributed = False
-        # (host, port) of the master -> the store served there. Kept after the group ends: a second group must not wait
-        # for a port that the first one's store still holds, nor reach the store of a peer that is slower to end.
+        # (host, port) of the master -> the StoreClient of the store served there. Kept after the group ends: a second
+        # group must not wait for a port that the first one's store still holds, nor reach the store of a peer that is
+        # slower to end.
         self.stores: dict[tuple[str, int], Any] = {}
         # The store by which torch.distributed's own group began, which its C++ half may still ask.
         self.gloo_store: Any = None
@@ -263,9 +264,9 @@ def install(shutdown: Callable[[], None]) -> None:
     sys.excepthook = excepthook
 
 
-def join_at_exit(thread: threading.Thread, limit: float) -> None:
-    """The exit of the process waits at most ``limit`` seconds for a daemon thread that runs C++ code."""
-    atexit.register(thread.join, limit)
+def at_exit(action: Callable[[], None]) -> None:
+    """The exit of the process begins with this, while other threads still run."""
+    atexit.register(action)
 
 
 def report(kind: type[BaseException], error: BaseException) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from bagua import config, engine, group
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
 from bagua.lifecycle import process
-from bagua.store_requests import StoreRequests
+from bagua.store_requests import Connection, StoreRequests
 
 __all__ = ["join"]
 
@@ -48,11 +48,13 @@ def join(
     local_world_size: int | None,
     secret: bytes,
     timeout: float,
+    connection: Connection | None = None,
 ) -> tuple[group.Group, int]:
     """The group of all ranks that join by this store, and a number that no group had in it before.
 
     `what` is what the user called, for error texts. `towards` is as in `group.join` on rank 0; the others listen
-    towards rank 0. `timeout` is in seconds. Raises BaguaTimeoutError naming the ranks that did not come, BaguaError
+    towards rank 0. `timeout` is in seconds. `connection` is the store's, where it may be ended when the store does not
+    answer. Raises BaguaTimeoutError naming the ranks that did not come, BaguaError
     when the store does not answer.
     """
 
@@ -73,7 +75,7 @@ def join(
         )
 
     tls = config.settings(secret=secret).tls
-    board = _Board(store, what, timeout)
+    board = _Board(store, what, timeout, connection)
     if world_size == 1:
         return build(towards, "", lambda address, _: [address]), board.count(1)
     if rank == 0:
@@ -104,6 +106,7 @@ def join(
         else:
             process.joined_places[rank] = place.token
             return joined, number
+    board.abandon()
     text = f"{what}: no word from rank(s) 0 after {timeout:.1f} s{trouble}"
     raise BaguaTimeoutError(text, missing=(0,), after=timeout, noticed_by=rank)
 
@@ -125,15 +128,19 @@ class _Place:
 class _Board:
     """What the ranks write into the store and read from it, until their time is over."""
 
-    def __init__(self, store: Any, what: str, limit: float) -> None:
+    def __init__(self, store: Any, what: str, limit: float, connection: Connection | None) -> None:
         self._store, self._what = store, what
-        self._requests = StoreRequests()
+        self._requests = StoreRequests(connection=connection)
         # Counters of one attempt of the launcher are none of the next one's.
         self._prefix = f"bagua/{config.attempt()}"
         self._until = time.monotonic() + limit
 
     def left(self) -> float:
         return self._until - time.monotonic()
+
+    def abandon(self) -> None:
+        """Ends the connection if a request waits for its answer."""
+        self._requests.abandon()
 
     def count(self, more: int) -> int:
         """How many places there are, with so many more."""
@@ -186,4 +193,5 @@ class _Board:
             raise self._silent(failure) from failure
 
     def _silent(self, failure: Exception) -> BaguaError:
+        self._requests.abandon()
         return BaguaError(f"{self._what}: the store does not answer: {failure}")

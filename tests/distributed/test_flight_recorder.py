@@ -187,17 +187,27 @@ def test_a_rank_that_never_calls_is_named_with_the_operation_that_the_others_wai
     assert merge(capsys, files[:2], tmp_path / "out.json")[0] == [expected]
 
 
-def disagrees(rank: int) -> str:
+def disagrees(rank: int, folder: str) -> str:
     group = bagua.init()
     group.barrier()
     x = np.ones(4, np.float32)
+    if rank == 2:
+        # A rank that is late would only hear that the others disagree.
+        until(lambda: len(list(Path(folder).iterdir())) == 2)
+        handle = group.broadcast(x, 1, async_op=True)
+    else:
+        handle = group.all_reduce(x, async_op=True)
+        until(lambda: bagua.flight_recorder()[-1]["state"] == "started")
+        Path(folder, str(rank)).touch()
     with pytest.raises(bagua.MismatchError) as raised:
-        group.broadcast(x, 1) if rank == 2 else group.all_reduce(x)
+        handle.wait()
     return record_of(raised.value)
 
 
 def test_a_mismatch_shows_what_each_rank_did(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = world(3, env={"BAGUA_TRACE_DIR": str(tmp_path)}).run(disagrees)
+    waiting = tmp_path / "waiting"
+    waiting.mkdir()
+    files = world(3, env={"BAGUA_TRACE_DIR": str(tmp_path)}).run(disagrees, str(waiting))
     shown, events = merge(capsys, files, tmp_path / "out.json")
     assert shown == [
         "ranks disagree on number 1 of group world, channel 0:",

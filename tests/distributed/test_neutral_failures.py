@@ -123,7 +123,6 @@ def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_within
 
 def disagree(rank: int, how: str) -> str:
     group = bagua.init(timeout=30)
-    group.barrier()
     x = np.ones(12, np.float32)
     different = {
         "verb": lambda: group.broadcast(x),
@@ -132,8 +131,14 @@ def disagree(rank: int, how: str) -> str:
         "dtype": lambda: group.all_reduce(x.view(np.int32)),
         "op": lambda: group.all_reduce(x, "max"),
     }
-    with pytest.raises(bagua.MismatchError) as raised:
+
+    def go_on() -> None:
+        # The others may disagree before this rank has seen that all came to the barrier.
+        group.barrier()
         different[how]() if rank == group.size - 1 else group.all_reduce(x)
+
+    with pytest.raises(bagua.MismatchError) as raised:
+        go_on()
     bagua.shutdown()
     return str(raised.value)
 

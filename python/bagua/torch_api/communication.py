@@ -33,6 +33,7 @@ from .process_group import (
     ProcessGroup,
     ReduceOp,
 )
+from .store_client import StoreClient
 
 __all__ = [
     "NON_COMM_MEMBER",
@@ -498,15 +499,17 @@ def init_process_group(
         config.announce(LOCAL_RANK=str(adopted.local_rank), LOCAL_WORLD_SIZE=str(adopted.local_world_size))
         _adopt(adopted)
         return
-    if store is None:
-        store = dist.distributed_c10d._get_default_store() if foreign else environment_store(rank, world_size)
+    if store is None and foreign:
+        store = dist.distributed_c10d._get_default_store()
+    client = environment_store(rank, world_size) if store is None else StoreClient(store)
     # Before torch's own group, whose timeout does not name the missing ranks.
-    number = _join(store, rank, world_size, local_rank, local_size)
+    number = _join(client, rank, world_size, local_rank, local_size)
     if not foreign:
         _state.initialised_torch_distributed = True
         try:
             # A prefix of its own for each group: torch uses the same keys for every group.
-            torch_group.begin(PrefixStore(f"bagua/{config.attempt()}/torch{number}", store), _world().group)
+            prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
+            torch_group.begin(StoreClient(prefixed, client.connection), _world().group)
         except BaseException as failure:
             cause = torch_group.cause_of_failure(_world().group) if isinstance(failure, Exception) else None
             neutral.shutdown()
@@ -529,11 +532,11 @@ def end_torch() -> None:
             dist.destroy_process_group()
 
 
-def _join(store: Store, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:
+def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:
     """Joins the group, and returns its number in the store. The group finds out what is None."""
     chosen = config.settings()
     world, number = torch_store.join(
-        store,
+        client.store,
         rank,
         world_size,
         what="init_process_group",
@@ -542,6 +545,7 @@ def _join(store: Store, rank: int, world_size: int, local_rank: int | None, loca
         local_world_size=local_world_size,
         secret=chosen.secret,
         timeout=chosen.timeout,
+        connection=client.connection,
     )
     config.announce(LOCAL_RANK=str(world.local_rank), LOCAL_WORLD_SIZE=str(world.local_world_size))
     _adopt(world)

@@ -4,47 +4,44 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from bagua import config, launcher
 from bagua.errors import BaguaTimeoutError
 from bagua.lifecycle import torch_state
-from bagua.store_requests import StoreRequests
+
+from .store_client import StoreClient, connect
 
 _state = torch_state()
 
 
-def environment_store(rank: int, world_size: int) -> Store:
+def environment_store(rank: int, world_size: int) -> StoreClient:
     """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
     if world_size == 1 and config.text("MASTER_ADDR") is None:
         # A plain `python script.py`: a world of one rank.
-        return HashStore()
+        return StoreClient(HashStore())
     place = launcher.master()
-    if place not in _state.stores:
-        _state.stores[place] = _open_store(*place, rank, world_size)
-    found: Store = _state.stores[place]
-    return found
+    known: StoreClient | None = _state.stores.get(place)
+    if known is None or not known.usable:
+        known = _state.stores[place] = _open_store(*place, rank, world_size)
+    return known
 
 
-def _open_store(host: str, port: int, rank: int, world_size: int) -> Store:
+def _open_store(host: str, port: int, rank: int, world_size: int) -> StoreClient:
     limit = config.settings().timeout
     if config.agent_serves_store():
-        found: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0]
-        return found
-
-    def open_store() -> Store:
+        return StoreClient(next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0])
+    if rank == 0:
         # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
         # the addresses are exchanged.
-        return TCPStore(
-            host, port, world_size, rank == 0, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
+        own = TCPStore(
+            host, port, world_size, True, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
-
+        return StoreClient(own)
     try:
-        return StoreRequests().ask(open_store, limit)
-    except (DistError, TimeoutError) as failure:
-        if rank == 0:
-            raise
+        return connect(host, port, world_size, limit)
+    except (DistError, OSError) as failure:
         text = f"init_process_group: rank 0 does not serve {host}:{port} after {limit:.1f} s"
         raise BaguaTimeoutError(text, missing=(0,), after=limit, noticed_by=rank) from failure

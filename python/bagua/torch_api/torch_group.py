@@ -15,6 +15,8 @@ from bagua.errors import PeerLostError, PeerRaisedError
 from bagua.lifecycle import torch_state
 from bagua.store_requests import StoreRequests
 
+from .store_client import StoreClient
+
 __all__ = ["begin", "begin_gloo", "cause_of_failure"]
 
 _T = TypeVar("_T")
@@ -36,15 +38,19 @@ _CAUSE_GRACE = 0.5
 class _Watched(Store):
     """A store whose requests end with the error of a group that has failed: who is waited for may be gone."""
 
-    def __init__(self, inner: Store, world: neutral.Group, limit: timedelta) -> None:
+    def __init__(self, client: StoreClient, world: neutral.Group, limit: timedelta) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner = client.store
         self._limit = limit
-        self._requests = StoreRequests(lambda: world.communicator.cause())
+        self._requests = StoreRequests(lambda: world.communicator.cause(), client.connection)
 
     def let_go(self) -> None:
         """Requests no longer look at the group, which ends when its owners leave it."""
         self._requests.let_go()
+
+    def abandon(self) -> None:
+        """Ends the connection if a request waits for its answer."""
+        self._requests.abandon()
 
     def _ask(self, request: Callable[[], _T]) -> _T:
         return self._requests.ask(request, self._limit.total_seconds())
@@ -89,22 +95,25 @@ class _Watched(Store):
             time.sleep(_PAUSE)
 
 
-def begin(store: Store, world: neutral.Group) -> None:
+def begin(client: StoreClient, world: neutral.Group) -> None:
     """Initialises torch.distributed with gloo for the ranks of ``world``, within its timeout or less.
 
     An error of any kind when a rank is lost meanwhile: see :func:`cause_of_failure`.
     """
     limit = timedelta(seconds=min(world.timeout, _LONGEST_START + world.size))
-    watched = _Watched(store, world, limit)
+    watched = _Watched(client, world, limit)
     try:
         begin_gloo(watched, world.rank, world.size, limit)
+    except BaseException:
+        watched.abandon()
+        raise
     finally:
         watched.let_go()
     core = dist.distributed_c10d
     # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
-    core._world.pg_map[default] = (backend, PrefixStore("later", store))
+    core._world.pg_map[default] = (backend, PrefixStore("later", client.store))
     torch_state().gloo_store = watched
     # Its name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout

@@ -1,0 +1,79 @@
+"""Connecting to a store of torch.distributed that another process serves, or will."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
+
+from bagua.store_requests import Connection, StoreRequests
+
+__all__ = ["StoreClient", "connect"]
+
+#: The longest first attempt, in seconds. On a slow line it takes several round trips, so each is twice as long as the
+#: one before.
+_ATTEMPT = 1.0
+
+#: Seconds between two attempts while nobody listens: at first, and at most.
+_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
+
+
+@dataclass(frozen=True)
+class StoreClient:
+    """A store, and its connection to the process that serves it; None where that is this process, or not known."""
+
+    store: Store
+    connection: Connection | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether its connection was not ended."""
+        return self.connection is None or not self.connection.ended
+
+
+def connect(
+    host: str, port: int, world_size: int, limit: float, cause: Callable[[], None] = lambda: None
+) -> StoreClient:
+    """A client of the store at an address, which need not be served yet.
+
+    Raises what `cause` raises, which is called in between; after `limit` seconds TimeoutError, OSError or torch's
+    DistError. A call of torch's alone would go on trying when its caller has given up.
+    """
+    until = time.monotonic() + limit
+    attempt, pause = min(_ATTEMPT, limit), _PAUSE
+    while True:
+        connection = Connection(port)
+        requests = StoreRequests(cause, connection)
+        try:
+            open_store = partial(_open, host, port, world_size, attempt)
+            store = requests.ask(open_store, max(until - time.monotonic(), 0.0))
+        except DistError:
+            attempt *= 2
+            if time.monotonic() > until:
+                raise
+        except OSError:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise
+            cause()
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        else:
+            connection.opened()
+            store.set_timeout(timedelta(seconds=limit))
+            return StoreClient(store, connection)
+        finally:
+            requests.abandon()
+
+
+def _open(host: str, port: int, world_size: int, limit: float) -> TCPStore:
+    # Whether anybody listens there: torch would try for three times as long as it is told.
+    socket.create_connection((host, port), limit).close()
+    # Without waiting for workers: a rank that is missing is found, and named, when addresses are exchanged.
+    return TCPStore(host, port, world_size, False, timedelta(seconds=limit), wait_for_workers=False)

@@ -1,0 +1,181 @@
+"""Connecting to a store of torch.distributed, and giving up requests to one that does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from bagua.store_requests import Connection, StoreRequests
+from bagua.torch_api.store_client import connect
+
+HOST = "127.0.0.1"
+
+#: Seconds for what takes milliseconds on an idle machine.
+PATIENCE = 20.0
+
+
+@contextmanager
+def silent() -> Iterator[int]:
+    """A port where connections are accepted and nothing is ever said."""
+    with socket.create_server((HOST, 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        found: int = server.getsockname()[1]
+        return found
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "bagua-store"]
+
+
+def connections(port: int) -> int:
+    """How many established connections of this process lead to a port."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as stream:
+                found += stream.getpeername()[1] == port
+        except OSError:
+            continue
+    return found
+
+
+def await_that(condition: object, what: str) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+
+
+def test_a_store_that_never_answers_is_given_up_and_nothing_is_left() -> None:
+    with silent() as port:
+        with pytest.raises((OSError, DistError)):
+            connect(HOST, port, 2, 0.5)
+        await_that(lambda: not threads(), "the request goes on")
+        await_that(lambda: connections(port) == 0, "a connection is left")
+
+
+def test_nobody_who_listens_is_a_plain_error() -> None:
+    with pytest.raises((OSError, DistError)):
+        connect(HOST, free_port(), 2, 0.3)
+    assert not threads()
+
+
+def test_a_cause_ends_the_attempts() -> None:
+    calls: list[int] = []
+
+    def cause() -> None:
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("rank 1 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        connect(HOST, free_port(), 2, 60.0, cause)
+
+
+def test_a_store_that_is_served_late_is_reached() -> None:
+    port, served = free_port(), []
+
+    def serve() -> None:
+        served.append(TCPStore(HOST, port, 2, True, timedelta(seconds=10), wait_for_workers=False))
+
+    late = threading.Timer(0.3, serve)
+    late.start()
+    client = connect(HOST, port, 2, PATIENCE)
+    late.join()
+    client.store.set("key", "value")
+    assert served[0].get("key") == b"value"
+    assert client.usable
+
+
+SERVER = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10), wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        other = connect(HOST, port, 2, PATIENCE)
+        client = connect(HOST, port, 2, PATIENCE)
+        requests = StoreRequests(connection=client.connection)
+        server.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                requests.ask(lambda: client.store.add("count", 1), 0.2)
+            assert client.usable
+            assert threads()
+            requests.abandon()
+            await_that(lambda: not threads(), "the request goes on")
+            assert not client.usable
+        finally:
+            server.send_signal(signal.SIGCONT)
+        other.store.set("key", "value")
+        assert other.usable
+        server.communicate(b"")
+
+
+GIVES_UP = """
+import sys
+from functools import partial
+from bagua.store_requests import Connection, StoreRequests
+from bagua.torch_api.store_client import _open
+port = int(sys.argv[1])
+try:
+    StoreRequests(None, Connection(port)).ask(partial(_open, "127.0.0.1", port, 2, 1.0), 0.3)
+except TimeoutError:
+    print("gave up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["silent", "absent"])
+def test_a_process_ends_properly_although_it_gave_a_request_up(how: str, tmp_path: Path) -> None:
+    with silent() as port:
+        port = port if how == "silent" else free_port()
+        ended = subprocess.run(
+            [sys.executable, "-c", GIVES_UP.replace("0.3", "0.3" if how == "silent" else "0.0"), str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "gave up\n"
+
+
+def test_a_connection_is_of_its_own_port_alone() -> None:
+    with silent() as port, silent() as elsewhere:
+        before = socket.create_connection((HOST, port))
+        connection = Connection(port)
+        own, other = socket.create_connection((HOST, port)), socket.create_connection((HOST, elsewhere))
+        connection.opened()
+        later = socket.create_connection((HOST, port))
+        connection.shut()
+        assert own.recv(1) == b""
+        for stream in (before, other, later):
+            stream.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stream.recv(1)
+        for stream in (before, own, other, later):
+            stream.close()
