@@ -92,6 +92,7 @@ INTERNAL = (
     "bagua.torch_api.model_engine*",
     "bagua.torch_api.patches",
     "bagua.torch_api.rebuild",
+    "bagua.torch_api.store_client",
     "bagua.torch_api.torch_*",
     "bagua.torch_store",
     "bagua.verbs",
