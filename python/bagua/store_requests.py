@@ -128,7 +128,8 @@ def _make(request: Callable[[], Any], answers: _Answers) -> None:
     try:
         answers.put((request(), None))
     except BaseException as failure:
-        answers.put((None, failure))
+        # Its traceback would keep the store, in a cycle that only the garbage collector finds.
+        answers.put((None, failure.with_traceback(None)))
 
 
 def _end(thread: threading.Thread, connection: Connection | None) -> None:
