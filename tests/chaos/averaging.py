@@ -91,8 +91,12 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         _goes_on(stage, fault, row, at)
     fault.end(stage)
     again = others if fault.kills else everybody
-    if fault.errors and not stage.await_all("left", again, 3.0):
-        _judge_errors(stage, fault, row, again, at)
+    # A newcomer that finds nobody any more looks for the others until BAGUA_TIMEOUT.
+    ended = others if cell.action == "join" else again
+    if fault.errors and not stage.await_all("left", ended, 3.0):
+        if hung := stage.await_all("left", again):
+            row.wrong.append(f"ranks {hung} never left")
+        _judge_errors(stage, fault, row, ended, at)
         return
     if not stage.until(lambda: all_in(stage, again, again), BACK_WITHIN):
         row.wrong.append(f"not all are in again: {[last(stage, rank) for rank in again]}")
@@ -146,7 +150,10 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
     if cell.action == "join":
         # Whether the newcomer was in already when it was hit is not said; the others go on in either case.
         before = stage.steps()
-        if not stage.until(lambda: all(stage.steps()[rank] >= before[rank] + ROUNDS for rank in others)):
+        stage.until(
+            lambda: all(stage.steps()[rank] >= before[rank] + ROUNDS or stage.said(rank, "ended") for rank in others)
+        )
+        if any(stage.said(rank, "ended") is None and stage.steps()[rank] < before[rank] + ROUNDS for rank in others):
             row.wrong.append(f"the others did not go on: {[last(stage, rank) for rank in others]}")
     else:
         within = 2.0 if fault.may_go_unnoticed or fault.errors else 10.0
@@ -160,7 +167,8 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
             continue
         row.latency[rank] = words["at"] - at
         row.named[rank] = words["lost"]
-        allowed = fault.may_be_named(cell, rank)
+        # The first process of a newcomer was killed.
+        allowed = fault.may_be_named(cell, rank) | ({cell.victim} if cell.action == "join" else set())
         # A rank that the others leave behind loses all of them.
         if not set(words["lost"]) <= allowed and rank not in allowed:
             row.wrong.append(f"rank {rank} may lose {sorted(allowed)}: {words}")

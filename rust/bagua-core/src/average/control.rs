@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::admit::Refused;
 use super::peers::Peers;
-use super::round::Rounds;
+use super::round::{Rounds, rooms};
 use super::shared::{Control, Shared};
 use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Asked, Group, Lane};
+use crate::memory::ArenaBuffer;
 use crate::types::ReduceOp;
 use crate::wait::{Deadline, Waited, lock};
 
@@ -36,7 +37,9 @@ impl Averager {
     pub fn start(parent: &Group, lane: &mut Lane, model: Model, settings: Settings) -> Result<Averager> {
         check(&model, &settings)?;
         let group = parent.duplicate(lane, &settings.name)?;
-        Averager::over(Peers::new(group, parent.ranks().to_vec())?, model, settings, false)
+        let peers = Peers::new(group, parent.ranks().to_vec())?;
+        let rooms = rooms(&peers, &model.weights, &settings)?;
+        Averager::over(peers, rooms, model, settings, false)
     }
 
     /// Comes into the averaging of a running elastic job through the doors that this rank's door has heard of, tried in turn until
@@ -54,8 +57,13 @@ impl Averager {
             for (host, _) in door.doors().into_iter().filter(|(rank, _)| *rank != door.rank()) {
                 let asked =
                     Asked { model: settings.name.clone(), digest: *digest, door: door.address(), returns: false };
-                match Peers::join(door, host, asked) {
-                    Ok(peers) => return Averager::over(peers, model, settings, true),
+                // A newcomer that loses the others before it has begun tries again.
+                let entered = Peers::join(door, host, asked).and_then(|peers| {
+                    let rooms = rooms(&peers, &model.weights, &settings);
+                    rooms.map(|rooms| (peers, rooms)).map_err(|error| Refused::Now(error.to_string()))
+                });
+                match entered {
+                    Ok((peers, rooms)) => return Averager::over(peers, rooms, model, settings, true),
                     Err(Refused::Now(text)) => why = text,
                     Err(Refused::ForEver(text)) => return Err(Error::Mismatch(text)),
                 }
@@ -70,10 +78,10 @@ impl Averager {
         }
     }
 
-    fn over(peers: Peers, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
+    fn over(peers: Peers, rooms: Vec<ArenaBuffer>, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
         let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone(), is_new));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
-        let rounds = Rounds::new(Arc::clone(&shared), peers, model, settings)?;
+        let rounds = Rounds::new(Arc::clone(&shared), peers, rooms, model, settings);
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || rounds.run())

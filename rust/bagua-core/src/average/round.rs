@@ -24,9 +24,13 @@ const TICK: Duration = Duration::from_millis(500);
 /// How long a rank that was left behind looks for the others before it goes on alone.
 const ALONE: Duration = Duration::from_secs(10);
 
-/// How often a part of the job that was cut off looks for the others, and how long it looks.
+/// Pause between two looks for the others of a part of the job that was cut off.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// How long it waits at a door for an answer, which takes three round trips; and how long every fourth time, for slow lines. No round
+/// begins meanwhile.
 const GLANCE: Duration = Duration::from_millis(500);
+const LONG_GLANCE: Duration = Duration::from_secs(2);
 
 /// Pause between two rounds of visits.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -59,6 +63,8 @@ pub(super) struct Rounds {
     due: Instant,
     /// When this part of the job last looked for one that it was cut off from.
     looked: Instant,
+    /// How often it has looked in vain.
+    looks: u32,
     /// Ranks in the job of the last round.
     set: Vec<usize>,
     /// Number of the membership.
@@ -91,25 +97,30 @@ struct Open {
 }
 
 impl Rounds {
-    pub(super) fn new(shared: Arc<Shared>, peers: Peers, model: Model, settings: Settings) -> Result<Rounds> {
+    /// `rooms` are those of [`rooms`].
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        peers: Peers,
+        rooms: Vec<ArenaBuffer>,
+        model: Model,
+        settings: Settings,
+    ) -> Rounds {
         let Model { weights, buffers } = model;
-        let parts = weights.into_iter().map(|weights| {
-            let average = room(&peers, weights.len(), &settings)?;
-            Ok(Part {
-                snapshot: vec![0; weights.len()],
-                weights,
-                average,
-                last: Vec::new(),
-                work: Workspace::default(),
-            })
+        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| Part {
+            snapshot: vec![0; weights.len()],
+            weights,
+            average,
+            last: Vec::new(),
+            work: Workspace::default(),
         });
-        let (parts, set) = (parts.collect::<Result<_>>()?, peers.world_ranks.clone());
+        let (parts, set) = (parts.collect(), peers.world_ranks.clone());
         if let Some(Elastic { door, digest }) = &settings.elastic {
             door.welcome(&settings.name, *digest);
         }
         let (looked, due) = (Instant::now(), Instant::now() + settings.interval);
         let (peers, view, exchanges) = (Some(peers), 1, 0);
-        Ok(Rounds { shared, peers, parts, buffers, settings, due, looked, set, view, exchanges, open: None, agreed: 0 })
+        let (open, looks, agreed) = (None, 0, 0);
+        Rounds { shared, peers, parts, buffers, settings, due, looked, looks, set, view, exchanges, open, agreed }
     }
 
     /// Runs rounds until it has to end or something fails.
@@ -197,14 +208,14 @@ impl Rounds {
     /// Goes on in another group.
     fn enter(&mut self, peers: Peers) -> Result<()> {
         let going = self.shared.replace_group(peers.group.clone());
-        let rooms: Result<Vec<ArenaBuffer>> =
-            self.parts.iter().map(|part| room(&peers, part.weights.len(), &self.settings)).collect();
+        let rooms = rooms(&peers, self.parts.iter().map(|part| &part.weights), &self.settings);
         {
             let mut control = self.shared.lock();
             control.stats.lost.retain(|rank, _| !peers.world_ranks.contains(rank));
         }
         // The former group is left here.
         self.peers = Some(peers);
+        self.looks = 0;
         if !going {
             return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
         }
@@ -231,6 +242,7 @@ impl Rounds {
     /// that thaws looks for the others while they leave their part because the door of a lower rank answers again.
     fn find_job(&self, door: &Door, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
         let start = Instant::now();
+        let mut attempt = 0;
         loop {
             let mut looking = Vec::new();
             let mut found = false;
@@ -238,7 +250,7 @@ impl Rounds {
                 if self.shared.lock().stopping {
                     return Err(cause.clone());
                 }
-                match door.ask(host, at, GLANCE) {
+                match door.ask(host, at, patience(attempt)) {
                     Ok(answer) if answer.in_job && !answer.models.contains(&self.settings.name) => {
                         looking.push(host);
                         continue;
@@ -262,6 +274,7 @@ impl Rounds {
                 let address = group.address().to_vec();
                 return Peers::new(group.connect(&[address])?, vec![own]);
             }
+            attempt += 1;
             std::thread::sleep(PAUSE);
         }
     }
@@ -270,20 +283,20 @@ impl Rounds {
     /// part and joins that one.
     fn meet(&mut self) -> Result<()> {
         let Some(Elastic { door, .. }) = &self.settings.elastic else { return Ok(()) };
-        if self.looked.elapsed() < LOOK {
+        let patience = patience(self.looks);
+        if self.looked.elapsed() < LOOK.max(2 * patience) {
             return Ok(());
         }
-        self.looked = Instant::now();
         let Some(peers) = &self.peers else { return Ok(()) };
         let (lowest, own) = (peers.world_ranks[0], peers.world_ranks[peers.group.rank()]);
         let away: Vec<usize> = self.shared.lock().stats.lost.keys().copied().filter(|rank| *rank < lowest).collect();
-        let doors = door.doors();
-        let there = |rank: usize| doors.iter().find(|(known, _)| *known == rank).map(|(_, at)| *at);
-        let answers = |rank: usize| {
-            let answer = there(rank).and_then(|at| door.ask(rank, at, GLANCE).ok());
-            answer.is_some_and(|answer| answer.models.contains(&self.settings.name))
-        };
-        if !away.into_iter().any(answers) {
+        // One after the other: those that are dead answer nothing.
+        let Some(sought) = away.get(self.looks as usize % away.len().max(1)) else { return Ok(()) };
+        let at = door.doors().into_iter().find(|(known, _)| known == sought);
+        let answer = at.and_then(|(rank, at)| door.ask(rank, at, patience).ok());
+        self.looked = Instant::now();
+        if !answer.is_some_and(|answer| answer.models.contains(&self.settings.name)) {
+            self.looks = self.looks.saturating_add(1);
             return Ok(());
         }
         if let Some(peers) = self.peers.take() {
@@ -522,15 +535,28 @@ impl Rounds {
     }
 }
 
+/// How long to wait at a door after so many attempts.
+fn patience(attempt: u32) -> Duration {
+    if attempt % 4 == 3 { LONG_GLANCE } else { GLANCE }
+}
+
 /// This rank is lost to the job.
 fn lost(own: usize, reason: String) -> Error {
     let (host, progress, source) = (String::new(), None, Source::default());
     Error::PeerLost { rank: own, host, reason, noticed_by: own, progress, source }
 }
 
-/// Room for the average of weights of so many bytes. Collective.
-fn room(peers: &Peers, bytes: usize, settings: &Settings) -> Result<ArenaBuffer> {
-    Ok(ArenaBuffer::new(peers.group.arena(bytes.max(1), &settings.name)?))
+/// Room for the average of each of the weights. Collective.
+///
+/// # Errors
+/// Those of the group.
+pub(super) fn rooms<'a>(
+    peers: &Peers,
+    weights: impl IntoIterator<Item = &'a Weights>,
+    settings: &Settings,
+) -> Result<Vec<ArenaBuffer>> {
+    let room = |weights: &Weights| peers.group.arena(weights.len().max(1), &settings.name).map(ArenaBuffer::new);
+    weights.into_iter().map(room).collect()
 }
 
 /// Takes the weight lock, which all parts share.
