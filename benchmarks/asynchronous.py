@@ -12,6 +12,9 @@ it. `wait` is what the training thread waited for the weight lock, which the ave
 and to write an update: the cost of lock and copies. The step's time beyond that of an unwrapped model also has what
 that thread takes away from the processors and the memory, as it adds up the weights of all ranks beside the training.
 
+spare: as cost, but rank 0 alone trains, and the other ranks only average: with two ranks on two cores the averaging
+threads have a core to themselves, and what is left of the cost is the lock and the copies.
+
 The contenders take turns in blocks of steps, in another order each round; figures are medians over blocks.
 """
 
@@ -39,7 +42,7 @@ from common import (
 from train import build, samples
 
 ALONE, ASYNC, ABORTED, SYNCHRONOUS = "alone", "async", "async aborted", "gradient_allreduce"
-PARTS = {"speed": (ALONE, ASYNC, SYNCHRONOUS), "cost": (ALONE, ASYNC, ABORTED)}
+PARTS = {"speed": (ALONE, ASYNC, SYNCHRONOUS), "cost": (ALONE, ASYNC, ABORTED), "spare": (ALONE, ASYNC, ABORTED)}
 
 
 class Trainer:
@@ -84,6 +87,14 @@ class Trainer:
         found: dict[str, Any] = self.module.bagua_algorithm.stats()
         return found
 
+    def rest(self, barrier: Barrier) -> None:
+        """Averages without training, if that is this contender's, until the others have trained."""
+        if self.contender == ASYNC:
+            self.module.bagua_algorithm.resume(self.module)
+        barrier.wait()
+        if self.contender == ASYNC:
+            self.module.bagua_algorithm.abort(self.module)
+
     def block(self, count: int, pause: float) -> dict[str, float]:
         """Trains, with the averaging if it is that contender's."""
         running = self.contender == ASYNC
@@ -121,9 +132,14 @@ def measure(options: dict[str, Any], rank: int, barrier: Barrier) -> None:
         order.append(order.pop(0))
         for name in order:
             barrier.wait()
+            if part == "spare" and rank > 0:
+                trainers[name].rest(barrier)
+                continue
             # Gradients travel in every step: all ranks make as many.
             count = steps // round(slower) if name == SYNCHRONOUS else mine
             blocks[name].append(trainers[name].block(count, pause))
+            if part == "spare":
+                barrier.wait()
     barrier.wait()
     if rank == 0:
         found = {name: {k: statistics.median(b[k] for b in of) for k in of[0]} for name, of in blocks.items()}
@@ -183,9 +199,11 @@ def main() -> None:
     if args.child:
         child(json.loads(args.child))
         return
-    models, steps = {"speed": "cnn", "cost": "mlp"}, {"speed": 200, "cost": 16}
+    models = {"speed": "cnn", "cost": "mlp", "spare": "mlp"}
+    steps = {"speed": 200, "cost": 16, "spare": 16}
     if args.quick:
-        models, steps, args.rounds = {"speed": "cnn", "cost": "cnn"}, {"speed": 12, "cost": 4}, 2
+        models, args.rounds = dict.fromkeys(PARTS, "cnn"), 2
+        steps = {"speed": 12, "cost": 4, "spare": 4}
     env = {"MASTER_ADDR": "127.0.0.1"} if "MASTER_ADDR" not in os.environ else {}
     print(f"{machine()}, {args.ranks} ranks")
     for part in args.parts:
