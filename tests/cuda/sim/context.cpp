@@ -71,7 +71,6 @@ CUresult initialize() {
         context->memory_limit = number_from_environment("BAGUA_SIM_MEMORY", 8ull << 30);
         state().contexts.push_back(context);
     }
-    std::atexit(at_exit);
     state().initialized = true;
     return CUDA_SUCCESS;
 }
@@ -121,6 +120,7 @@ bool process_lives(int process) {
 bool forked() { return in_child; }
 
 CUresult enter(const char *function, Needs needs) {
+    [[maybe_unused]] static const int registered = std::atexit(at_exit);
     count_call(function);
     if (state().ending) return CUDA_ERROR_DEINITIALIZED;
     if (const CUresult code = wanted_failure(function)) {
