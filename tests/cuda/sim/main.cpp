@@ -21,6 +21,8 @@
 // context.*    devices, contexts, the one lock; call.h: what each exported function does first
 // memory.*     allocations and the checks of addresses
 // stream.*     streams, and when their work begins
+// kernels.*    launches: the same kernels, compiled for the host; image.*: which kernels an image has
+// ipc.*        memory and events of other processes
 // names.cpp    names of errors
 // api_*.cpp    the exported functions
 //
