@@ -8,11 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 1, 2, 3
-INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 201, 400, 500, 600
-ILLEGAL_ADDRESS, NOT_PERMITTED = 700, 800
-CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_IMPLICIT = 900, 901, 906
-
+#: What cuLaunchHostFunc calls.
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 

@@ -41,7 +41,7 @@ def built(target: str = "cuda-sim") -> Path:
     """The folder with the libraries that a target of the Makefile makes; skips where they cannot be made."""
     if shutil.which("g++") is None or shutil.which("make") is None:
         pytest.skip("the simulated driver is made by make and g++, and one of them is absent")
-    subprocess.run(["make", "--no-print-directory", "-s", target], cwd=ROOT, check=True)
+    subprocess.run(["make", "--no-print-directory", "--silent", "--jobs=2", target], cwd=ROOT, check=True)
     return ROOT / "target" / "cuda-sim"
 
 
@@ -55,7 +55,11 @@ class Simulator:
     def environment(self, **variables: object) -> dict[str, str]:
         """The environment of a process on the simulated driver: of its variables these, and no others."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_SIM_")}
-        named = {"BAGUA_LIBCUDA": self.library, "BAGUA_SIM_DELAY_US": NEVER, "BAGUA_SIM_REPORT": self.reports / "report"}
+        named = {
+            "BAGUA_LIBCUDA": self.library,
+            "BAGUA_SIM_DELAY_US": NEVER,
+            "BAGUA_SIM_REPORT": self.reports / "report",
+        }
         return kept | {name: str(value) for name, value in (named | variables).items()}
 
     def start(self, scenario: Scenario, *arguments: Any, **variables: object) -> subprocess.Popen[str]:

@@ -161,7 +161,12 @@ def test_a_kernel_that_leaves_its_memory_poisons_the_context(
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("freed", "was freed before"), ("unknown", "is not allocated"), ("peer", "access is not enabled"), ("enabled", "")],
+    [
+        ("freed", "was freed before"),
+        ("unknown", "is not allocated"),
+        ("peer", "access is not enabled"),
+        ("enabled", ""),
+    ],
 )
 def test_the_memory_of_parameters_is_checked(simulator: Simulator, kernels: Path, what: str, words: str) -> None:
     def check(cuda: Driver, image: str, what: str) -> int:

@@ -20,7 +20,12 @@ __all__ = ["_simulated_driver", "simulator"]
 def test_bagua_finds_two_devices(simulator: Simulator) -> None:
     program = "import json, bagua.cuda as cuda; print(json.dumps([cuda.why_not(), cuda.info()]))"
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=simulator.environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        env=simulator.environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
     why, info = json.loads(ended.stdout)

@@ -1,5 +1,6 @@
 // Copies and fills.
 
+#include <algorithm>
 #include <cstring>
 
 #include "call.h"
@@ -68,7 +69,9 @@ CUresult set(const char *function, CUdeviceptr to, unsigned value, std::size_t s
         Work work = operation(
             function, stream,
             [=] {
-                for (std::size_t at = 0; at < count; ++at) std::memcpy(target + at * size, &value, size);
+                std::memcpy(target, &value, size);
+                for (std::size_t done = size; done < size * count; done *= 2)
+                    std::memcpy(target + done, target, std::min(done, size * count - done));
                 return Outcome{};
             },
             {place.memory});

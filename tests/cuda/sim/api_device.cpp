@@ -255,7 +255,7 @@ SIM_EXPORT CUresult cuCtxGetApiVersion(void *context, unsigned *version) {
 
 SIM_EXPORT CUresult cuCtxSynchronize() {
     return call("cuCtxSynchronize", Needs::context, [&](Lock &lock) {
-        if (const CUresult code = unsafe_in_capture()) return code;
+        if (const CUresult code = unsafe_in_capture(current())) return code;
         count_host_wait("cuCtxSynchronize");
         return wait_for_all(lock, current());
     });

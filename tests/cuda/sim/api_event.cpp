@@ -46,8 +46,10 @@ CUresult record(const char *function, void *handle, void *stream_handle) {
         if (const CUresult code = find_stream(function, stream_handle, &stream)) return code;
         if (stream->context != event->context) return CUDA_ERROR_INVALID_HANDLE;
         if (stream->capture) {
+            if (stream->capture->status != CAPTURE_ACTIVE) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
             event->capture = stream->capture;
-            return enqueue(operation(function, stream));
+            event->before = stream->capture->before[stream];
+            return CUDA_SUCCESS;
         }
         Work work = operation(function, stream), made;
         unsigned long long number = 0;
@@ -62,6 +64,33 @@ CUresult record(const char *function, void *handle, void *stream_handle) {
         event->number = number;
         return CUDA_SUCCESS;
     });
+}
+
+// A captured event, or a captured stream: the order is the graph's.
+CUresult wait_in_capture(Stream *stream, Event *event) {
+    const auto refuse = [&](CUresult code) {
+        for (const auto &capture : {stream->capture, event->capture})
+            if (capture) capture->status = CAPTURE_INVALIDATED;
+        return code;
+    };
+    if (!event->capture) return event->record ? refuse(CUDA_ERROR_STREAM_CAPTURE_ISOLATION) : CUDA_SUCCESS;
+    const auto &capture = event->capture;
+    if (capture->status != CAPTURE_ACTIVE) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    if (stream->legacy) return refuse(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    if (stream->capture && stream->capture != capture) return refuse(CUDA_ERROR_STREAM_CAPTURE_MERGE);
+    if (!stream->capture) {
+        stream->capture = capture;
+        capture->members.push_back(stream);
+    }
+    capture->before[stream].insert(event->before.begin(), event->before.end());
+    return CUDA_SUCCESS;
+}
+
+// An event that was recorded in a capture cannot be asked, and the capture is invalid after that.
+CUresult refuse_captured(Event *event) {
+    if (!event->capture) return unsafe_in_capture();
+    event->capture->status = CAPTURE_INVALIDATED;
+    return CUDA_ERROR_CAPTURED_EVENT;
 }
 
 CUresult elapsed(const char *function, float *milliseconds, void *from, void *to) {
@@ -116,8 +145,7 @@ SIM_EXPORT CUresult cuEventRecordWithFlags(void *event, void *stream, unsigned f
 
 SIM_EXPORT CUresult cuEventQuery(void *handle) {
     return with_event("cuEventQuery", handle, Needs::driver, [&](Lock &, Event *event) {
-        if (const CUresult code = unsafe_in_capture()) return code;
-        if (event->capture) return CUDA_ERROR_CAPTURED_EVENT;
+        if (const CUresult code = refuse_captured(event)) return code;
         if (event->context->sticky) return event->context->sticky;
         const Newest newest = newest_record(event);
         want(newest.work);
@@ -132,8 +160,7 @@ SIM_EXPORT CUresult cuEventQuery(void *handle) {
 
 SIM_EXPORT CUresult cuEventSynchronize(void *handle) {
     return with_event("cuEventSynchronize", handle, Needs::context, [&](Lock &lock, Event *event) {
-        if (const CUresult code = unsafe_in_capture()) return code;
-        if (event->capture) return CUDA_ERROR_CAPTURED_EVENT;
+        if (const CUresult code = refuse_captured(event)) return code;
         const Newest newest = newest_record(event);
         count_host_wait("cuEventSynchronize");
         for (const auto &shared : newest.shared) {
@@ -158,12 +185,7 @@ SIM_EXPORT CUresult cuStreamWaitEvent(void *stream_handle, void *handle, unsigne
         if (const CUresult code = find_stream("cuStreamWaitEvent", stream_handle, &stream)) return code;
         if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
         if (broken("no-wait")) return CUDA_SUCCESS;
-        if (event->capture && event->capture->status == CAPTURE_ACTIVE && !stream->capture) {
-            // A stream that waits for a captured event is captured too.
-            if (stream->legacy) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-            stream->capture = event->capture;
-            stream->capture->members.push_back(stream);
-        }
+        if (event->capture || stream->capture) return wait_in_capture(stream, event);
         Newest newest = newest_record(event);
         Work work = operation("cuStreamWaitEvent", stream);
         if (newest.work && !newest.work->done) work->after.push_back(newest.work);

@@ -188,6 +188,7 @@ SIM_EXPORT CUresult cuStreamEndCapture(void *handle, void **graph) {
             return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
         for (auto *member : capture->members) member->capture = nullptr;
         if (capture->status != CAPTURE_ACTIVE) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        if (capture->before[stream].size() != capture->nodes) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
         *graph = new Graph{capture->nodes};
         return CUDA_SUCCESS;
     });

@@ -48,10 +48,26 @@ Range &pinned_range() {
     return *range;
 }
 
-// Memory by first address, dead memory included: its addresses are still known.
-std::map<std::uintptr_t, Memory> &table() {
-    static auto *map = new std::map<std::uintptr_t, Memory>;
+using Table = std::map<std::uintptr_t, Memory>;
+
+// Memory that is alive, by first address.
+Table &table() {
+    static auto *map = new Table;
     return *map;
+}
+
+// Memory that is gone: its addresses are still known.
+Table &dead() {
+    static auto *map = new Table;
+    return *map;
+}
+
+// The memory of a table with an address.
+Memory found_in(const Table &map, std::uintptr_t address) {
+    const auto after = map.upper_bound(address);
+    if (after == map.begin()) return nullptr;
+    const Memory &memory = std::prev(after)->second;
+    return address - memory->base < memory->bytes ? memory : nullptr;
 }
 
 unsigned long long next_id() {
@@ -165,13 +181,13 @@ CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsign
     return CUDA_SUCCESS;
 }
 
-void release(const Memory &memory) {
+void release(Memory memory) {
     if (!memory->live) return;
     memory->live = false;
-    if (memory->kind == Kind::registered) {
-        table().erase(memory->base);
-        return;
-    }
+    table().erase(memory->base);
+    // The addresses of registered memory are the caller's, who may use them again.
+    if (memory->kind == Kind::registered) return;
+    dead()[memory->base] = memory;
     if (memory->kind == Kind::imported) {
         for (auto &entry : memory->page->processes) {
             int mine = getpid();
@@ -191,16 +207,13 @@ void release(const Memory &memory) {
 }
 
 Memory memory_at(std::uintptr_t address) {
-    auto after = table().upper_bound(address);
-    if (after == table().begin()) return nullptr;
-    const Memory &memory = std::prev(after)->second;
-    return address - memory->base < std::max<std::size_t>(memory->bytes, 1) ? memory : nullptr;
+    const Memory memory = found_in(table(), address);
+    return memory ? memory : found_in(dead(), address);
 }
 
 std::vector<Memory> all_memory() {
     std::vector<Memory> found;
-    for (const auto &[base, memory] : table())
-        if (memory->live) found.push_back(memory);
+    for (const auto &[base, memory] : table()) found.push_back(memory);
     return found;
 }
 

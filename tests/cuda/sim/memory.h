@@ -40,7 +40,6 @@ struct Allocation {
     bool born = true;                    // false until cuMemAllocAsync's place in its stream is reached
     unsigned users = 0;                  // operations that are enqueued or run, and name it
     unsigned open_count = 0;             // kernels that run now and may touch `base` itself
-    std::vector<Context *> peers;        // other contexts whose kernels may touch it
 
     ~Allocation();
     // Whether the bytes are a device's.
@@ -79,7 +78,7 @@ CUresult import(Context *context, int fd, std::size_t bytes, Memory *made);
 CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsigned flags);
 
 // Takes memory away: the caller's addresses lose their access for good.
-void release(const Memory &memory);
+void release(Memory memory);
 
 // The memory with an address, dead or alive; null where the address is not the driver's.
 Memory memory_at(std::uintptr_t address);

@@ -100,11 +100,12 @@ CUresult wanted_failure(const char *function) {
 }
 
 bool broken(const char *way) {
-    static const std::string ways = [] {
+    // Never destroyed: streams may still run when the process ends.
+    static const auto *ways = [] {
         const char *text = std::getenv("BAGUA_SIM_BREAK");
-        return "," + std::string(text ? text : "") + ",";
+        return new std::string("," + std::string(text ? text : "") + ",");
     }();
-    return ways.find("," + std::string(way) + ",") != std::string::npos;
+    return ways->find("," + std::string(way) + ",") != std::string::npos;
 }
 
 unsigned long long number_from_environment(const char *name, unsigned long long otherwise) {

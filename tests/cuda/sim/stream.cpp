@@ -114,6 +114,7 @@ void serve(Stream *stream) {
         stream->queue.pop_front();
         all.changed.notify_all();
     }
+    std::erase(stream->context->streams, stream);
 }
 
 thread_local int capture_mode = CAPTURE_GLOBAL;
@@ -194,7 +195,7 @@ CUresult enqueue(Work work, Work *made) {
             }
     if (stream->capture) {
         if (stream->capture->status != CAPTURE_ACTIVE) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-        ++stream->capture->nodes;
+        stream->capture->before[stream].insert(++stream->capture->nodes);
         return CUDA_SUCCESS;
     }
     const auto follow = [&](const Work &other) {
@@ -267,11 +268,11 @@ void enter_host_function(bool inside) { inside_host_function = inside; }
 
 int exchange_capture_mode(int mode) { return std::exchange(capture_mode, mode); }
 
-CUresult unsafe_in_capture() {
+CUresult unsafe_in_capture(const Context *asked) {
     bool refused = false;
     for (auto *context : state().contexts)
         for (auto *stream : context->streams)
-            if (stream->capture && forbids(*stream->capture)) {
+            if (stream->capture && (context == asked || forbids(*stream->capture))) {
                 stream->capture->status = CAPTURE_INVALIDATED;
                 refused = true;
             }

@@ -87,6 +87,7 @@ struct Event {
     unsigned flags = 0;                  // CU_EVENT_*
     Work record;                         // its newest record, null before the first
     std::shared_ptr<Capture> capture;    // the capture in which it was recorded, if it was
+    std::set<unsigned long> before;      // the operations of that capture that it comes after
     EventPage page;                      // of an inter-process event
     int fd = -1;                         // the memfd of that page
     unsigned long long number = 0;       // the newest record that this process knows, of an inter-process event
@@ -100,7 +101,8 @@ struct Capture {
     pthread_t thread{};                  // who began it
     Stream *origin = nullptr;            // where it began, and must end
     std::vector<Stream *> members;       // all streams in it
-    unsigned long nodes = 0;             // operations in it
+    unsigned long nodes = 0;             // operations in it, numbered from 1
+    std::map<Stream *, std::set<unsigned long>> before;  // of each member: the operations that its next one comes after
 };
 
 // Makes a stream and its thread.
@@ -133,8 +135,9 @@ bool in_host_function();
 // Marks it.
 void enter_host_function(bool inside);
 
-// Refuses calls that must not be made while a capture is under way, and invalidates the capture.
-CUresult unsafe_in_capture();
+// Refuses calls that must not be made while a capture is under way, and invalidates the capture. With `context`,
+// calls that ask for everything that a context does.
+CUresult unsafe_in_capture(const Context *context = nullptr);
 
 // Sets how strict captures are with the calling thread, and returns how strict they were.
 int exchange_capture_mode(int mode);
