@@ -45,7 +45,7 @@ def test_captured_work_is_recorded_and_does_not_run(simulator: Simulator) -> Non
         ("cuEventQuery", 900),
         ("captured cuEventQuery", 907),
         ("cuStreamWaitEvent", 905),
-        ("legacy", 906),
+        ("cuMemsetD8_v2", 906),
     ],
 )
 def test_a_question_that_a_capture_cannot_answer_makes_it_invalid(simulator: Simulator, call: str, code: int) -> None:
@@ -66,12 +66,10 @@ def test_a_question_that_a_capture_cannot_answer_makes_it_invalid(simulator: Sim
             "cuMemAlloc_v2": (ctypes.byref(ctypes.c_uint64()), 10),
             "cuEventQuery": (event,),
             "cuStreamWaitEvent": (stream, event, 0),
+            "cuMemsetD8_v2": (address, 1, 1),
         }
         name = call.split()[-1]
-        if call == "legacy":
-            codes = [cuda.code("cuMemsetD8_v2", address, 1, 1)]
-        else:
-            codes = [cuda.code(name, *calls[name])]
+        codes = [cuda.code(name, *calls[name])]
         codes.append(cuda.code("cuMemsetD8Async", address, 1, 1, stream))
         codes.append(cuda.get("cuStreamIsCapturing", stream, first=False, kind=ctypes.c_int))
         codes.append(cuda.code("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_void_p())))

@@ -97,8 +97,9 @@ def across_streams(cuda: Driver) -> str:
     out = cuda.pinned(3)
     cuda.cuMemcpyHtoDAsync_v2(address, pinned, 3, first)
     cuda.cuEventRecord(event, first)
-    # Only what was recorded before the wait counts: this is not waited for.
     cuda.cuStreamWaitEvent(second, event, 0)
+    # Only the record before the wait counts: this one is not waited for.
+    cuda.cuMemsetD8Async(address, 120, 3, first)
     cuda.cuEventRecord(event, first)
     cuda.cuMemcpyDtoHAsync_v2(out, address, 3, second)
     cuda.cuStreamSynchronize(second)
