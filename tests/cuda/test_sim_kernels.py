@@ -106,6 +106,21 @@ def test_a_launch_runs_the_kernel_with_the_parameters_of_the_call(simulator: Sim
     assert broken.value == [[7] * 8 + [0, 0], [0] * 10]
 
 
+def test_after_a_kernel_the_host_has_no_access(simulator: Simulator, kernels: Path) -> None:
+    def touch(cuda: Driver, image: str) -> None:
+        cuda.start()
+        function = cuda.get("cuModuleGetFunction", cuda.get("cuModuleLoadData", image.encode()), b"fill")
+        values = ctypes.c_uint64(cuda.memory(bytes(4))), ctypes.c_int(1), ctypes.c_int(1)
+        parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
+        cuda.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, 0, parameters, 0)
+        cuda.cuCtxSynchronize()
+        ctypes.string_at(values[0].value, 1)
+
+    process = simulator.start(touch, PTX.decode(), BAGUA_SIM_KERNELS=kernels)
+    process.communicate(timeout=120)
+    assert process.returncode == -11
+
+
 def test_an_image_must_name_the_kernel_and_the_host_must_have_it(simulator: Simulator, kernels: Path) -> None:
     def find(cuda: Driver, image: str) -> list[int]:
         cuda.start()
