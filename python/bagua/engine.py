@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bagua._bagua import (
     ALGORITHMS,
+    CUDA_ARCHITECTURES,
+    CUDA_KERNELS,
     DTYPES,
     MAX_STREAMS,
     OPS,
