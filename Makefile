@@ -95,21 +95,20 @@ chaos: setup ## Kills, freezes and cuts off ranks in the middle of everything th
 test-torch: setup ## Runs torch's own tests of torch.distributed on gloo and on the backend bagua (5 minutes; some are in make test)
 	$(BIN)/python -m tests.torch_suite
 
-# The kernels of CUDA as functions of the host, for the simulated driver and the tests; the others with AddressSanitizer and with
-# UndefinedBehaviorSanitizer. SIM is the folder of the result.
+# The kernels of CUDA as functions of the host, for the simulated driver and the tests, and again with AddressSanitizer and
+# UndefinedBehaviorSanitizer. SIM is the folder of the results.
 SIM ?= target/cuda-sim
 KERNELS := $(filter-out %.cuh,$(wildcard rust/bagua-cuda/kernels/*.cu))
 HOST := $(wildcard tests/cuda/host/*.cpp)
 CXX_KERNELS := $(CXX) -std=c++17 -shared -fPIC -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas \
 	-DBAGUA_ON_HOST -DDEFAULT_NAN_SIGN=$(if $(filter x86_64,$(shell uname -m)),1,0)u -Irust/bagua-cuda/kernels -Itests/cuda/host
-KERNELS_HOST := $(SIM)/libkernels.so $(SIM)/libkernels.asan.so $(SIM)/libkernels.ubsan.so
+KERNELS_HOST := $(SIM)/libkernels.so $(SIM)/libkernels.sanitized.so
 
 .PHONY: cuda-kernels-host
 cuda-kernels-host: $(KERNELS_HOST) ## Compiles the kernels of CUDA for the host, also with sanitizers (g++ only)
 
 $(SIM)/libkernels.so: FLAGS := -O2
-$(SIM)/libkernels.asan.so: FLAGS := -O1 -g -fsanitize=address
-$(SIM)/libkernels.ubsan.so: FLAGS := -O1 -g -fsanitize=undefined,float-cast-overflow -fno-sanitize-recover=all -static-libubsan
+$(SIM)/libkernels.sanitized.so: FLAGS := -O1 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -static-libubsan
 
 # Written beside it and renamed, because several tests may make it at once.
 $(KERNELS_HOST): $(HOST) $(KERNELS) $(wildcard rust/bagua-cuda/kernels/*.cuh tests/cuda/host/*.h)

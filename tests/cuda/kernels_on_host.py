@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def compiled(variant: str = "") -> Path:
-    """The library, made where it is missing or old; `variant`: `.asan` or `.ubsan`. RuntimeError without g++ or make."""
+    """The library, made where it is missing or old; `variant`: `.sanitized`. RuntimeError without g++ or make."""
     for tool in ("g++", "make"):
         if shutil.which(tool) is None:
             raise RuntimeError(f"there is no {tool} to compile the kernels for the host with")
