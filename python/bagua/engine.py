@@ -52,6 +52,8 @@ __all__ = [
     "ALL_TO_ALL",
     "BARRIER",
     "BROADCAST",
+    "CUDA_ARCHITECTURES",
+    "CUDA_KERNELS",
     "DTYPES",
     "GATHER",
     "MAX_STREAMS",

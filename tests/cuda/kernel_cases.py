@@ -1,7 +1,7 @@
 """What kernels compute, bit for bit: against the core's codecs, and against the core's rules written in NumPy.
 
-Each function checks one case. `python -m tests.cuda.kernel_cases LIBRARY` checks a selection on a library of kernels, for
-the sanitizers: this module is run in a process in which they are loaded first.
+Each function checks one case. `python -m tests.cuda.kernel_cases LIBRARY` checks a selection on a library of kernels,
+for the sanitizers: this module is run in a process in which they are loaded first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagua import engine
-
 from tests.cuda.kernels_on_host import Array, Bytes, Kernels, is_untouched_before, placed, room, sources
 
 U32, U64, F32, F64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float, ctypes.c_double
@@ -62,8 +61,8 @@ def narrowed(name: str, values: Array) -> Array:
 # --- elements to encode -----------------------------------------------------------------------------------------------
 
 KINDS = (
-    "normal", "equal", "large equal", "huge", "too large a range", "subnormal", "negative zeros", "ties", "one infinity",
-    "one NaN",
+    "normal", "equal", "large equal", "huge", "too large a range", "subnormal", "negative zeros", "ties",
+    "one infinity", "one NaN",
 )  # fmt: skip
 
 
@@ -119,7 +118,15 @@ def core_decode(codec: str, name: str, records: Bytes, count: int, chunks: int) 
 
 
 def check_codec(
-    kernels: Kernels, name: str, held: Array, chunks: int = 1, *, columns: int = 2, rows: int = 0, offset: int = 0, shift: int = 0
+    kernels: Kernels,
+    name: str,
+    held: Array,
+    chunks: int = 1,
+    *,
+    columns: int = 2,
+    rows: int = 0,
+    offset: int = 0,
+    shift: int = 0,
 ) -> None:
     """Records and decoded elements; elements `offset` elements off 16 bytes, records `shift` bytes off."""
     count, size = held.size // chunks, held.itemsize
@@ -140,7 +147,14 @@ def check_codec(
 
 
 def check_mean(
-    kernels: Kernels, name: str, ranks: list[Array], divisor: int, *, columns: int = 2, shift: int = 0, keeps: bool = True
+    kernels: Kernels,
+    name: str,
+    ranks: list[Array],
+    divisor: int,
+    *,
+    columns: int = 2,
+    shift: int = 0,
+    keeps: bool = True,
 ) -> None:
     """The record of the mean of the ranks' records, as compressed all_reduce makes it, and that mean."""
     count, kind = ranks[0].size, CODED[name][1]
@@ -177,10 +191,14 @@ def check_mean(
 def every_upper_half() -> Array:
     """All 65,536 upper halves of float32, with ties and their neighbours."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    return np.concatenate([upper | low for low in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    return np.concatenate(
+        [upper | low for low in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    )
 
 
-def check_convert(kernels: Kernels, source: str, target: str, held: Array, *, offsets: tuple[int, int] = (0, 0)) -> None:
+def check_convert(
+    kernels: Kernels, source: str, target: str, held: Array, *, offsets: tuple[int, int] = (0, 0)
+) -> None:
     """Against the core's codecs f16 and bf16, and from halves to float32 against their definition."""
     if target == "f32":
         expected = core_decode(source, "f32", _padded(placed(held)), held.size, 1)
@@ -209,7 +227,9 @@ def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
         info = np.iinfo(held)
         return [random.integers(info.min, info.max, count, held, endpoint=True) for _ in range(number)]
     if name == "bool":
-        return [random.integers(0, 256, count, np.uint8) * random.integers(0, 2, count, np.uint8) for _ in range(number)]
+        return [
+            random.integers(0, 256, count, np.uint8) * random.integers(0, 2, count, np.uint8) for _ in range(number)
+        ]
     parts = 2 if name in ("c64", "c128") else 1
     wide = {"f64": np.float64, "c128": np.float64}.get(name, np.float32)
     tiny, most = {"f16": (6e-8, 6e4), "f64": (5e-324, 1e308), "c128": (5e-324, 1e308)}.get(name, (1e-45, 3e38))
@@ -225,7 +245,11 @@ def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
         nan = np.flatnonzero(at_nan == k)[:: max(parts, 1)]
         payload = random.integers(1, 1 << 20, nan.size).astype(bits.dtype)
         infinity = 0x7FF << 52 if wide is np.float64 else 0xFF << 23
-        bits[nan] = infinity | payload << (29 if wide is np.float64 else 2) | (nan % 2).astype(bits.dtype) << (bits.itemsize * 8 - 1)
+        bits[nan] = (
+            infinity
+            | payload << (29 if wide is np.float64 else 2)
+            | (nan % 2).astype(bits.dtype) << (bits.itemsize * 8 - 1)
+        )
         result.append(values.view(held) if parts == 2 else narrowed(name, values))
     return result
 
@@ -294,9 +318,16 @@ def kernel_of(name: str, op: str) -> tuple[str, int]:
 
 
 def check_reduce(
-    kernels: Kernels, name: str, op: str, number: int, count: int, *, offsets: tuple[int, ...] = (0,), in_place: int | None = None
+    kernels: Kernels,
+    name: str,
+    op: str,
+    number: int,
+    count: int,
+    *,
+    offsets: tuple[int, ...] = (0,),
+    in_place: int | None = None,
 ) -> None:
-    """A reduction of so many sources, the k-th of them offsets[k] elements off 16 bytes, the last offset for the result."""
+    """A reduction of so many sources, the k-th offsets[k] elements off 16 bytes, the result by the last offset."""
     inputs = arrays(name, number, count, seed=count)
     divisor = number if count % 2 else number + 3
     expected = combined(name, op, inputs, divisor)
@@ -364,7 +395,8 @@ def check_all(kernels: Kernels) -> int:
         for count, offsets in ((1, (0, 0)), (100, (0, 0)), (117, (1, 1)), (117, (1, 4))):
             check_convert(kernels, source, target, elements("normal", source, count), offsets=offsets)
             done += 1
-    for (name, op), (number, count, place) in itertools.product(operations(), ((1, 1, (0,)), (8, 133, (1,)), (3, 40, (0, 1)))):
+    sizes = ((1, 1, (0,)), (8, 133, (1,)), (3, 40, (0, 1)))
+    for (name, op), (number, count, place) in itertools.product(operations(), sizes):
         check_reduce(kernels, name, op, number, count, offsets=place)
         done += 1
     for name, (count, place) in itertools.product(FLOATS, ((1, (0,)), (133, (1,)), (40, (0, 1)))):

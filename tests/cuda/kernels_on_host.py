@@ -60,7 +60,7 @@ def is_untouched_before(array: Bytes) -> bool:
 class Sources(ctypes.Structure):
     """Addresses of up to eight arrays."""
 
-    _fields_ = [("at", ctypes.c_void_p * 8)]  # noqa: RUF012
+    _fields_ = [("at", ctypes.c_void_p * 8)]
 
 
 def sources(arrays: list[Bytes]) -> Sources:
@@ -81,7 +81,13 @@ class Kernels:
         return None if number < 0 else list(sizes[:number])
 
     def outcome(
-        self, kernel: str, blocks: tuple[int, ...], *arguments: Any, shared: int = 0, run: int = 0xFFFFFFFF, threads: int = THREADS
+        self,
+        kernel: str,
+        blocks: tuple[int, ...],
+        *arguments: Any,
+        shared: int = 0,
+        run: int = 0xFFFFFFFF,
+        threads: int = THREADS,
     ) -> int:
         """What a launch returns. An argument is an array, whose address it stands for; None; or a value of ctypes."""
         values = [

@@ -14,7 +14,7 @@ from bagua.config import CudaPlaces
 from bagua.engine import CUDA_KERNELS, CudaLibraries
 from bagua.errors import BaguaError
 
-#: An NVRTC whose machine code is the name of the program and its architecture; it writes a line to a file at each compilation.
+#: An NVRTC whose machine code names the program and its architecture; at each compilation it writes a line to a file.
 NVRTC = r"""
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,18 +27,20 @@ int nvrtcGetNumSupportedArchs(int *count) { *count = 3; return 0; }
 int nvrtcGetSupportedArchs(int *list) { list[0] = 70; list[1] = 90; list[2] = 121; return 0; }
 const char *nvrtcGetErrorString(int code) { return code == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR_OTHER"; }
 #ifndef OLD
-int nvrtcCreateProgram(struct program **made, const char *source, const char *name, int headers, const char *const *texts,
-                       const char *const *names) {
+int nvrtcCreateProgram(struct program **made, const char *source, const char *name, int headers,
+                       const char *const *texts, const char *const *names) {
     *made = malloc(sizeof(**made));
     snprintf((*made)->text, sizeof((*made)->text), "%s of %d headers", name, headers);
-    return strstr(source, "#include") && strstr(texts[0], "#pragma once") && strcmp(names[0], "device.cuh") == 0 ? 0 : 1;
+    int right = strstr(source, "#include") && strstr(texts[0], "#pragma once") && strcmp(names[0], "device.cuh") == 0;
+    return right ? 0 : 1;
 }
 int nvrtcCompileProgram(struct program *program, int number, const char *const *options) {
     FILE *file = fopen(COMPILATIONS, "a");
     fprintf(file, "%s\n", program->text);
     fclose(file);
     for (int i = 0; i < number; i++) {
-        if (strncmp(options[i], "--gpu-architecture=", 19) == 0) strcat(strcat(program->text, " for "), options[i] + 19);
+        if (strncmp(options[i], "--gpu-architecture=", 19) != 0) continue;
+        strcat(strcat(program->text, " for "), options[i] + 19);
     }
     return CODE;
 }
@@ -88,7 +90,7 @@ def nvrtc(tmp_path: Path) -> Pretended:
     return Pretended(tmp_path / "nvrtc")
 
 
-CODE = b"code of update of 3 headers for sm_90\0"
+CODE = b"code of update of 4 headers for sm_90\0"
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -116,7 +118,13 @@ def test_a_damaged_entry_is_compiled_again_and_replaced(nvrtc: Pretended, tmp_pa
     whole = entry.read_bytes()
     changed = bytearray(whole)
     changed[-3] ^= 1
-    damaged = {"empty": b"", "cut": whole[:-1], "changed": bytes(changed), "longer": whole + b"\0", "another entry": CODE}
+    damaged = {
+        "empty": b"",
+        "cut": whole[:-1],
+        "changed": bytes(changed),
+        "longer": whole + b"\0",
+        "another entry": CODE,
+    }
     entry.write_bytes(damaged[damage])
     assert nvrtc.cubin(cache) == CODE
     assert nvrtc.compilations == 2
@@ -175,7 +183,7 @@ def test_a_program_that_does_not_compile_is_an_error_with_the_log(tmp_path: Path
     nvrtc = Pretended(tmp_path / "nvrtc", code=6)
     with pytest.raises(BaguaError) as caught:
         nvrtc.cubin(tmp_path / "cache")
-    log = r"own.cu(1): error: update of 3 headers for sm_90\n1 error"
+    log = r"own.cu(1): error: update of 4 headers for sm_90\n1 error"
     assert str(caught.value) == f"libnvrtc ({nvrtc.path}): update does not compile for sm_90: {log}"
     assert not (tmp_path / "cache").exists()
 
@@ -209,7 +217,7 @@ def command(library: Path, *arguments: object) -> subprocess.CompletedProcess[st
     )
 
 
-def test_the_command_writes_every_program_for_the_architectures_that_nvrtc_knows(nvrtc: Pretended, tmp_path: Path) -> None:
+def test_the_command_writes_every_program_for_each_architecture(nvrtc: Pretended, tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     ended = command(nvrtc.path, "--out", out)
     assert ended.returncode == 0, ended.stderr
@@ -218,18 +226,20 @@ def test_the_command_writes_every_program_for_the_architectures_that_nvrtc_knows
     assert {path.name for path in out.iterdir()} == expected
     assert set(ended.stdout.splitlines()) == {str(out / name) for name in expected}
     assert (out / "update.sm_90.cubin").read_bytes() == CODE
-    assert (out / "update.sm_70.ptx").read_text() == "// update of 3 headers for sm_70"
+    assert (out / "update.sm_70.ptx").read_text() == "// update of 4 headers for sm_70"
 
 
-def test_the_command_takes_architectures_and_refuses_those_that_nvrtc_does_not_know(nvrtc: Pretended, tmp_path: Path) -> None:
+def test_the_command_refuses_architectures_that_nvrtc_does_not_know(nvrtc: Pretended, tmp_path: Path) -> None:
     ended = command(nvrtc.path, "--out", tmp_path / "some", "--arch", "90,121")
     assert ended.returncode == 0, ended.stderr
     assert {path.name.split(".")[1] for path in (tmp_path / "some").iterdir()} == {"sm_90", "sm_121"}
     ended = command(nvrtc.path, "--out", tmp_path / "none", "--arch", "90,75")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == f"python -m bagua.cuda: NVRTC 12.4 ({nvrtc.path}) does not know [75]; it knows [70, 90, 121]\n"
+    assert (
+        ended.stderr == f"python -m bagua.cuda: NVRTC 12.4 ({nvrtc.path}) does not know [75]; it knows [70, 90, 121]\n"
+    )
     assert not (tmp_path / "none").exists()
     ended = command(Path("/nowhere/libnvrtc.so"), "--out", tmp_path / "none")
     assert ended.returncode == 1
-    assert ended.stderr.startswith("python -m bagua.cuda: the kernels cannot be compiled: libnvrtc (BAGUA_LIBNVRTC=/nowhere/")
+    assert "bagua.cuda: the kernels cannot be compiled: libnvrtc (BAGUA_LIBNVRTC=/nowhere/" in ended.stderr
     assert command(nvrtc.path, "--arch", "ninety", "--out", tmp_path).returncode == 2

@@ -1,4 +1,4 @@
-"""The threads of a block as fibers: barriers, shuffles and shared memory, and the barriers that some threads never reach."""
+"""The threads of a block as fibers: barriers, also those that some threads never reach, shuffles, shared memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,15 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     (folder / "own.cu").write_text(SOURCE)
     host = ROOT / "tests/cuda/host"
     includes = [f"-I{path}" for path in (ROOT / "rust/bagua-cuda/kernels", host)]
-    flags = ["-std=c++17", "-shared", "-fPIC", "-O1", "-DBAGUA_ON_HOST", "-DDEFAULT_NAN_SIGN=1u", "-Wno-unknown-pragmas"]
+    flags = [
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-DBAGUA_ON_HOST",
+        "-DDEFAULT_NAN_SIGN=1u",
+        "-Wno-unknown-pragmas",
+    ]
     files: list[str | Path] = [host / "fibers.cpp", host / "kernels.cpp", "-x", "c++", folder / "own.cu"]
     subprocess.run([compiler, *flags, *includes, "-o", folder / "libown.so", *files], check=True)
     return Kernels(folder / "libown.so")

@@ -1,4 +1,4 @@
-"""The kernels read and write nothing beside their arrays and do nothing that C++ leaves undefined: under ASan and UBSan."""
+"""Under ASan and UBSan, the kernels touch nothing but their arrays and do nothing that C++ leaves undefined."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         library = compiled(".sanitized")
     except RuntimeError as missing:
         pytest.skip(str(missing))
-    found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    asked = ["g++", "-print-file-name=libasan.so"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(found).exists():
         pytest.skip("this g++ has no libasan.so")
     environment = {

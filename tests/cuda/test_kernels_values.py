@@ -74,7 +74,8 @@ def test_means_of_many_ranks_and_of_many_elements(kernels: Kernels, name: str) -
     many = [cases.elements("normal", name, 500, seed=rank) for rank in range(40)]
     cases.check_mean(kernels, name, many[:32], 32)
     cases.check_mean(kernels, name, many, 40, columns=1)
-    cases.check_mean(kernels, name, [cases.elements("normal", name, 400_000, seed=rank) for rank in range(2)], 2, columns=4)
+    large = [cases.elements("normal", name, 400_000, seed=rank) for rank in range(2)]
+    cases.check_mean(kernels, name, large, 2, columns=4)
 
 
 # --- conversions, updates, reductions ---------------------------------------------------------------------------------

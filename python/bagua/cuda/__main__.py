@@ -19,7 +19,7 @@ def main() -> int:
     actions = parser.add_subparsers(dest="action", metavar="info|compile")
     actions.add_parser("info", help="what there is of CUDA, which is the default")
     compiling = actions.add_parser("compile", help="compile the kernels with NVRTC; needs no driver")
-    compiling.add_argument("--out", required=True, metavar="DIR", help="the folder for NAME.sm_X.ptx and NAME.sm_X.cubin")
+    compiling.add_argument("--out", required=True, metavar="DIR", help="where NAME.sm_X.ptx and NAME.sm_X.cubin go")
     compiling.add_argument(
         "--arch",
         type=_architectures,

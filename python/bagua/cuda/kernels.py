@@ -27,7 +27,9 @@ def compile_to(folder: str | Path, architectures: Sequence[int] | None = None) -
     known = nvrtc["architectures"]
     unknown = sorted(set(architectures or ()) - set(known))
     if unknown:
-        raise BaguaError(f"NVRTC {nvrtc['version']} ({nvrtc['path']}) does not know {unknown}; it knows {sorted(known)}")
+        raise BaguaError(
+            f"NVRTC {nvrtc['version']} ({nvrtc['path']}) does not know {unknown}; it knows {sorted(known)}"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for architecture in [it for it in CUDA_ARCHITECTURES if it in known] if architectures is None else architectures:

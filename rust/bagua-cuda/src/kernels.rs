@@ -44,7 +44,7 @@ pub struct Program {
 }
 
 /// All programs.
-pub const PROGRAMS: [Program; 6] = [
+pub const PROGRAMS: [Program; 7] = [
     Program {
         name: "minmax_u8",
         source: include_str!("../kernels/minmax_u8.cu"),
@@ -52,18 +52,24 @@ pub const PROGRAMS: [Program; 6] = [
             "minmax_u8_range_f32",
             "minmax_u8_encode_f32",
             "minmax_u8_decode_f32",
-            "minmax_u8_tables_f32",
-            "minmax_u8_reduce_range_f32",
-            "minmax_u8_reduce_f32",
             "minmax_u8_range_f16",
             "minmax_u8_encode_f16",
             "minmax_u8_decode_f16",
-            "minmax_u8_tables_f16",
-            "minmax_u8_reduce_range_f16",
-            "minmax_u8_reduce_f16",
             "minmax_u8_range_bf16",
             "minmax_u8_encode_bf16",
             "minmax_u8_decode_bf16",
+        ],
+    },
+    Program {
+        name: "minmax_u8_reduce",
+        source: include_str!("../kernels/minmax_u8_reduce.cu"),
+        kernels: &[
+            "minmax_u8_tables_f32",
+            "minmax_u8_reduce_range_f32",
+            "minmax_u8_reduce_f32",
+            "minmax_u8_tables_f16",
+            "minmax_u8_reduce_range_f16",
+            "minmax_u8_reduce_f16",
             "minmax_u8_tables_bf16",
             "minmax_u8_reduce_range_bf16",
             "minmax_u8_reduce_bf16",
@@ -356,7 +362,7 @@ mod tests {
         assert!(device.contains(&format!("#define THREADS {THREADS}\n")));
         let elementwise = include_str!("../kernels/elementwise.cuh");
         assert!(elementwise.contains(&format!("#define MAX_SOURCES {MAX_SOURCES}\n")));
-        assert!(PROGRAMS[0].source.contains(&format!("#define MAX_TABLES {MAX_SHARED_TABLES}\n")));
+        assert!(PROGRAMS[1].source.contains(&format!("#define MAX_TABLES {MAX_SHARED_TABLES}\n")));
     }
 
     #[test]
