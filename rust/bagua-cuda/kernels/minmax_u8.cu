@@ -64,7 +64,7 @@ DEVICE void encode(const u8 *elements, u64 count, u64 chunks, const Range *range
         u8 *record = records + chunk * record_bytes(count), *body = record + HEADER;
         const Range all = combined(ranges + chunk * gridDim.x, gridDim.x);
         const Levels levels = levels_of(all.min, all.max);
-        const bool valid = all.finite && levels.valid;
+        const bool valid = all.ordered && levels.valid;
         if (blockIdx.x == 0) {
             store_header<E>(record, all, valid);
             if (threadIdx.x < padded(count) - count) body[count + threadIdx.x] = 0;

@@ -10,31 +10,31 @@
 // The range of some elements. Empty: infinity, -infinity, 1.
 struct Range {
     float min, max;
-    // 1 where no element is infinite or NaN, else 0.
-    u32 finite;
+    // 1 where no element is NaN, else 0.
+    u32 ordered;
     u32 unused;
 };
 
 DEVICE Range empty_range() { return {__uint_as_float(0x7f800000u), __uint_as_float(0xff800000u), 1u, 0u}; }
 
 DEVICE void include(Range &range, float value) {
-    // fminf and fmaxf leave NaN out, and the others show in the result.
+    // fminf and fmaxf leave NaN out.
     range.min = fminf(range.min, value);
     range.max = fmaxf(range.max, value);
-    if (value != value) range.finite = 0;
+    if (value != value) range.ordered = 0;
 }
 
 DEVICE Range joined(const Range &a, const Range &b) {
-    return {fminf(a.min, b.min), fmaxf(a.max, b.max), a.finite & b.finite, 0u};
+    return {fminf(a.min, b.min), fmaxf(a.max, b.max), a.ordered & b.ordered, 0u};
 }
 
-// The ranges of all threads of a block as one, which every thread gets. `finite` becomes 0 where min or max is infinite.
+// The ranges of all threads of a block as one, which every thread gets.
 DEVICE Range of_block(Range range) {
     __shared__ Range of_warps[THREADS / 32];
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2) {
         const Range other = {__shfl_xor_sync(0xffffffffu, range.min, distance), __shfl_xor_sync(0xffffffffu, range.max, distance),
-                             __shfl_xor_sync(0xffffffffu, range.finite, distance), 0u};
+                             __shfl_xor_sync(0xffffffffu, range.ordered, distance), 0u};
         range = joined(range, other);
     }
     // The last call's results have been read.
@@ -53,7 +53,7 @@ struct Levels {
     float scale;
     // The level that is written as 0.
     float lower;
-    // False: everything is NaN.
+    // False: everything is NaN. So where an element is infinite.
     bool valid;
     // The level of no element has more than 22 bits.
     bool small;
@@ -121,7 +121,5 @@ template <class E> DEVICE typename E::Raw restored(const Levels &levels, u32 byt
 DEVICE Range combined(const Range *ranges, u32 blocks) {
     Range own = empty_range();
     for (u32 i = threadIdx.x; i < blocks; i += THREADS) own = joined(own, ranges[i]);
-    own = of_block(own);
-    if (!is_finite(own.min) || !is_finite(own.max)) own.finite = 0;
-    return own;
+    return of_block(own);
 }

@@ -94,7 +94,7 @@ DEVICE void reduce_encode(const u8 *first, u64 count, u32 ranks, float divisor, 
     u8 *body = record + HEADER;
     const Range all = combined(ranges, gridDim.x);
     const Levels levels = levels_of(all.min, all.max);
-    const bool valid = all.finite && levels.valid, whole = is_aligned(body, GROUP);
+    const bool valid = all.ordered && levels.valid, whole = is_aligned(body, GROUP);
     const Quantizer quantizer = Quantizer::of(levels);
     if (blockIdx.x == 0) {
         store_header<E>(record, all, valid);

@@ -25,7 +25,7 @@ use bagua_core::types::{DType, ReduceOp};
 pub const THREADS: u32 = 256;
 /// Sources of one launch of `reduce_T_OP`.
 pub const MAX_SOURCES: usize = 8;
-/// Bytes of a range: smallest, largest, whether all are finite, nothing.
+/// Bytes of a range: smallest, largest, whether none is NaN, nothing.
 pub const RANGE: usize = 16;
 /// Bytes of a rank's table, in memory and in the shared memory of a block.
 pub const TABLE: usize = 1024;
