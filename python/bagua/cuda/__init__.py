@@ -4,7 +4,7 @@
 
     print(bagua.cuda.why_not() or bagua.cuda.info()["devices"])
 
-`python -m bagua.cuda` prints `info()`, and `python -m bagua.cuda compile --out DIR` compiles the kernels. Importing this
+`python -m bagua.cuda` prints `info()`; `python -m bagua.cuda compile --out DIR` compiles the kernels. Importing this
 loads no library, and no torch. The driver, NVRTC and NCCL are looked for at their first use; what was found, or why it
 was not, holds until the process ends. A child that is forked after the import has no CUDA.
 """

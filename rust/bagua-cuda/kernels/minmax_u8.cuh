@@ -53,7 +53,7 @@ struct Levels {
     float scale;
     // The level that is written as 0.
     float lower;
-    // False: everything is NaN. So where an element is infinite.
+    // False: everything is NaN, because an element is infinite for instance.
     bool valid;
     // The level of no element has more than 22 bits.
     bool small;
