@@ -18,7 +18,7 @@ MPIS := impi mpich openmpi
 BACKEND := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND))
 UV := $(BIN)/uv
 
-RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -path '*/src/*' -name '*.rs' -o -name Cargo.toml)
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -path '*/src/*' -name '*.rs' -o -name Cargo.toml -o -path '*/kernels/*' -name '*.cu*')
 PYTHON_SOURCES := pyproject.toml $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed 2>/dev/null)
 
 # cargo and maturin must agree on the interpreter, or each would rebuild what the other built.
@@ -94,6 +94,26 @@ chaos: setup ## Kills, freezes and cuts off ranks in the middle of everything th
 .PHONY: test-torch
 test-torch: setup ## Runs torch's own tests of torch.distributed on gloo and on the backend bagua (5 minutes; some are in make test)
 	$(BIN)/python -m tests.torch_suite
+
+# The kernels of CUDA as functions of the host, for the simulated driver and the tests, and again with AddressSanitizer and
+# UndefinedBehaviorSanitizer. SIM is the folder of the results.
+SIM ?= target/cuda-sim
+KERNELS := $(filter-out %.cuh,$(wildcard rust/bagua-cuda/kernels/*.cu))
+HOST := $(wildcard tests/cuda/host/*.cpp)
+CXX_KERNELS := $(CXX) -std=c++17 -shared -fPIC -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas \
+	-DBAGUA_ON_HOST -DDEFAULT_NAN_SIGN=$(if $(filter x86_64,$(shell uname -m)),1,0)u -Irust/bagua-cuda/kernels -Itests/cuda/host
+KERNELS_HOST := $(SIM)/libkernels.so $(SIM)/libkernels.sanitized.so
+
+.PHONY: cuda-kernels-host
+cuda-kernels-host: $(KERNELS_HOST) ## Compiles the kernels of CUDA for the host, also with sanitizers (g++ only)
+
+$(SIM)/libkernels.so: FLAGS := -O2
+$(SIM)/libkernels.sanitized.so: FLAGS := -O1 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -static-libubsan
+
+# Written beside it and renamed, because several tests may make it at once.
+$(KERNELS_HOST): $(HOST) $(KERNELS) $(wildcard rust/bagua-cuda/kernels/*.cuh tests/cuda/host/*.h)
+	mkdir -p $(SIM)
+	$(CXX_KERNELS) $(FLAGS) -o $@.$$$$ $(HOST) -x c++ $(KERNELS) && mv $@.$$$$ $@
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.

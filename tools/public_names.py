@@ -72,6 +72,7 @@ INTERNAL = (
     "bagua.codecs",
     "bagua.commands.*",
     "bagua.config",
+    "bagua.cuda.kernels",
     "bagua.distributed.agent",
     "bagua.distributed.flags",
     "bagua.distributed.processes",

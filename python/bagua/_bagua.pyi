@@ -14,6 +14,8 @@ from bagua.config import CudaPlaces
 
 __all__ = [
     "ALGORITHMS",
+    "CUDA_ARCHITECTURES",
+    "CUDA_KERNELS",
     "DTYPES",
     "MAX_STREAMS",
     "OPS",
@@ -58,6 +60,10 @@ ALGORITHMS: list[str]
 # How a member chooses its peers.
 PEER_SELECTION_MODES: list[str]
 MAX_STREAMS: int
+# Names of the kernels for devices, by program.
+CUDA_KERNELS: dict[str, list[str]]
+# Those that kernels are compiled for in advance, where NVRTC knows them.
+CUDA_ARCHITECTURES: list[int]
 
 _Shape: TypeAlias = Sequence[int] | None
 
@@ -192,6 +198,8 @@ class CudaLibraries:
     def __new__(cls) -> CudaLibraries: ...
     def why_not(self, places: CudaPlaces) -> str | None: ...
     def report(self, places: CudaPlaces) -> dict[str, Any]: ...
+    def compile(self, places: CudaPlaces, program: str, architecture: int) -> tuple[bytes, bytes, str]: ...
+    def cubin(self, places: CudaPlaces, cache: str | None, program: str, architecture: int) -> bytes: ...
 
 @final
 class Communicator:

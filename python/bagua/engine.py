@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bagua._bagua import (
     ALGORITHMS,
+    CUDA_ARCHITECTURES,
+    CUDA_KERNELS,
     DTYPES,
     MAX_STREAMS,
     OPS,
@@ -50,6 +52,8 @@ __all__ = [
     "ALL_TO_ALL",
     "BARRIER",
     "BROADCAST",
+    "CUDA_ARCHITECTURES",
+    "CUDA_KERNELS",
     "DTYPES",
     "GATHER",
     "MAX_STREAMS",

@@ -4,9 +4,9 @@
 
     print(bagua.cuda.why_not() or bagua.cuda.info()["devices"])
 
-`python -m bagua.cuda` prints `info()`. Importing this loads no library, and no torch. The driver, NVRTC and NCCL are
-looked for at their first use; what was found, or why it was not, holds until the process ends. A child that is forked
-after the import has no CUDA.
+`python -m bagua.cuda` prints `info()`; `python -m bagua.cuda compile --out DIR` compiles the kernels. Importing this
+loads no library, and no torch. The driver, NVRTC and NCCL are looked for at their first use; what was found, or why it
+was not, holds until the process ends. A child that is forked after the import has no CUDA.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def info() -> dict[str, Any]:
     - `nvrtc`: `path`, `version` ("13.2") and `architectures`, those that it compiles for (90: compute capability 9.0)
     - `nccl`: `path` and `version` ("2.30.7")
     - `devices`, a list: `name`, `capability` ("9.0"), `memory` in bytes, `uuid`
-    - `cache`: the folder for compiled kernels, which need not exist; nothing is written there yet
+    - `cache`: the folder for compiled kernels, which need not exist
     """
     report = _LIBRARIES.report(config.cuda_places())
     return {

@@ -1,18 +1,41 @@
-"""`python -m bagua.cuda`: what there is of CUDA, as one JSON object."""
+"""`python -m bagua.cuda`: what there is of CUDA, as one JSON object. `compile` writes the kernels to a folder."""
 
 import argparse
 import json
 import sys
 
 from bagua import cuda
+from bagua.cuda import kernels
+from bagua.errors import BaguaError
+
+
+def _architectures(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> int:
-    """Prints `bagua.cuda.info()`."""
+    """Prints `bagua.cuda.info()`, or the names of the files that were written."""
     parser = argparse.ArgumentParser(prog="python -m bagua.cuda", description="Tells what there is of CUDA, as JSON.")
-    parser.add_argument("action", nargs="?", choices=["info"], default="info", help="info, which is the default")
-    parser.parse_args()
-    print(json.dumps(cuda.info(), indent=2, allow_nan=False))
+    actions = parser.add_subparsers(dest="action", metavar="info|compile")
+    actions.add_parser("info", help="what there is of CUDA, which is the default")
+    compiling = actions.add_parser("compile", help="compile the kernels with NVRTC; needs no driver")
+    compiling.add_argument("--out", required=True, metavar="DIR", help="where NAME.sm_X.ptx and NAME.sm_X.cubin go")
+    compiling.add_argument(
+        "--arch",
+        type=_architectures,
+        metavar="80,90",
+        help="compute capabilities times ten (default: those of 70, 75, 80, 86, 89, 90, 100, 120 that NVRTC knows)",
+    )
+    arguments = parser.parse_args()
+    if arguments.action == "compile":
+        try:
+            for path in kernels.compile_to(arguments.out, arguments.arch):
+                print(path)
+        except (BaguaError, OSError) as error:
+            print(f"python -m bagua.cuda: {error}", file=sys.stderr)
+            return 1
+    else:
+        print(json.dumps(cuda.info(), indent=2, allow_nan=False))
     return 0
 
 

@@ -33,6 +33,26 @@ pub enum Error {
         /// What the function returned.
         code: i32,
     },
+    /// NVRTC refuses a program of ours.
+    #[error("{library}: {program} does not compile for sm_{architecture}: {log}")]
+    Compile {
+        /// NVRTC and its file.
+        library: String,
+        /// Name of the program.
+        program: &'static str,
+        /// 10 times the major and the minor compute capability.
+        architecture: i32,
+        /// What NVRTC said, in one line.
+        log: String,
+    },
+    /// There is no program of that name.
+    #[error("there is no program of kernels named '{program}'; known: {known}")]
+    NoProgram {
+        /// The name.
+        program: String,
+        /// The names that there are.
+        known: String,
+    },
     /// The driver works and has no device.
     #[error("{library}: cuDeviceGetCount found no device")]
     NoDevice {

@@ -1,13 +1,44 @@
 //! NVRTC, which compiles kernels: <https://docs.nvidia.com/cuda/nvrtc/>. It needs no driver.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
+use std::ptr;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::library::{Library, line};
 
 /// What a call of NVRTC returns: 0, or the number of an error.
 type NvrtcResult = c_int;
+
+/// NVRTC's object for a program.
+type Handle = *mut std::ffi::c_void;
+
+/// Functions that tell the size of a result, and write it.
+type Sized = unsafe extern "C" fn(Handle, *mut usize) -> NvrtcResult;
+/// As above.
+type Written = unsafe extern "C" fn(Handle, *mut c_char) -> NvrtcResult;
+
+/// A program in CUDA C.
+#[derive(Clone, Copy, Debug)]
+pub struct Source<'a> {
+    /// What errors call it.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'a CStr,
+    /// The files that it includes: name and text.
+    pub headers: &'a [(&'a CStr, &'a CStr)],
+}
+
+/// What NVRTC makes of a program.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// The intermediate language, a text.
+    pub ptx: Vec<u8>,
+    /// Machine code for one architecture, an ELF file.
+    pub cubin: Vec<u8>,
+    /// What NVRTC and ptxas said.
+    pub log: String,
+}
 
 /// A loaded `libnvrtc`.
 pub struct Nvrtc {
@@ -57,6 +88,95 @@ impl Nvrtc {
     /// The architectures that it compiles for: 90 for compute capability 9.0.
     pub fn architectures(&self) -> &[i32] {
         &self.architectures
+    }
+
+    /// Compiles for one architecture. Takes seconds.
+    pub fn compile(&self, source: Source<'_>, architecture: i32, options: &[CString]) -> Result<Compiled> {
+        type Create = unsafe extern "C" fn(
+            *mut Handle,
+            *const c_char,
+            *const c_char,
+            c_int,
+            *const *const c_char,
+            *const *const c_char,
+        ) -> NvrtcResult;
+        type Compile = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> NvrtcResult;
+        // SAFETY: the signatures are NVRTC's.
+        let (create, compile): (Create, Compile) =
+            unsafe { (self.library.function(c"nvrtcCreateProgram")?, self.library.function(c"nvrtcCompileProgram")?) };
+        let name = CString::new(source.name).unwrap_or_default();
+        let texts: Vec<_> = source.headers.iter().map(|(_, text)| text.as_ptr()).collect();
+        let names: Vec<_> = source.headers.iter().map(|(name, _)| name.as_ptr()).collect();
+        let number = c_int::try_from(texts.len()).expect("a handful of headers");
+        let mut program = Program { nvrtc: self, handle: ptr::null_mut() };
+        // SAFETY: all strings are NUL-terminated, both lists have that many, and NVRTC copies them.
+        let code = unsafe {
+            create(&raw mut program.handle, source.text.as_ptr(), name.as_ptr(), number, texts.as_ptr(), names.as_ptr())
+        };
+        check(&self.library, "nvrtcCreateProgram", code)?;
+        let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let number = c_int::try_from(options.len()).expect("a handful of options");
+        // SAFETY: the program was created, and there are that many NUL-terminated strings.
+        let code = unsafe { compile(program.handle, number, options.as_ptr()) };
+        let log = program.text("nvrtcGetProgramLog", c"nvrtcGetProgramLogSize", c"nvrtcGetProgramLog")?;
+        let log = String::from_utf8_lossy(&log).trim_end().to_owned();
+        if code == COMPILATION {
+            let library = self.library.text();
+            return Err(Error::Compile { library, program: source.name, architecture, log: line(log.as_bytes()) });
+        }
+        check(&self.library, "nvrtcCompileProgram", code)?;
+        Ok(Compiled {
+            ptx: program.text("nvrtcGetPTX", c"nvrtcGetPTXSize", c"nvrtcGetPTX")?,
+            cubin: program.bytes("nvrtcGetCUBIN", c"nvrtcGetCUBINSize", c"nvrtcGetCUBIN")?,
+            log,
+        })
+    }
+}
+
+/// NVRTC's code for a program with errors, which its log tells.
+const COMPILATION: NvrtcResult = 6;
+
+/// A program of NVRTC, destroyed when it is dropped.
+struct Program<'a> {
+    nvrtc: &'a Nvrtc,
+    /// Null until it was created.
+    handle: Handle,
+}
+
+impl Program<'_> {
+    /// One of its results.
+    fn bytes(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
+        let library = &self.nvrtc.library;
+        // SAFETY: the signatures are NVRTC's for the functions of every result.
+        let (size, get): (Sized, Written) = unsafe { (library.function(size)?, library.function(get)?) };
+        let mut len = 0;
+        // SAFETY: the program was created; it writes one number.
+        check(library, function, unsafe { size(self.handle, &raw mut len) })?;
+        let mut bytes = vec![0_u8; len];
+        if len > 0 {
+            // SAFETY: it writes as many bytes as it said.
+            check(library, function, unsafe { get(self.handle, bytes.as_mut_ptr().cast()) })?;
+        }
+        Ok(bytes)
+    }
+
+    /// As [`Program::bytes`], of a text, which NVRTC ends with a zero byte.
+    fn text(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
+        let mut text = self.bytes(function, size, get)?;
+        text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(text.len()));
+        Ok(text)
+    }
+}
+
+impl Drop for Program<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the signature is NVRTC's.
+        let destroy: Option<unsafe extern "C" fn(*mut Handle) -> NvrtcResult> =
+            unsafe { self.nvrtc.library.find(c"nvrtcDestroyProgram") };
+        if let Some(destroy) = destroy.filter(|_| !self.handle.is_null()) {
+            // SAFETY: the program was created and is used no more. An error would change nothing.
+            unsafe { destroy(&raw mut self.handle) };
+        }
     }
 }
 

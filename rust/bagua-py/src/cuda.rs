@@ -1,8 +1,8 @@
-//! `CudaLibraries`: which libraries and devices of CUDA this process can use.
+//! `CudaLibraries`: which libraries and devices of CUDA this process can use, and the compiler of kernels.
 
 use std::path::{Path, PathBuf};
 
-use bagua_cuda::{Libraries, Places};
+use bagua_cuda::{Cache, Libraries, Places, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -78,6 +78,48 @@ impl CudaLibraries {
         report.set_item("devices", devices)?;
         Ok(report)
     }
+
+    /// A program of kernels for an architecture (90: compute capability 9.0), compiled without a driver: PTX, machine code, and the log.
+    fn compile<'py>(
+        &self,
+        py: Python<'py>,
+        places: PlacesArgument,
+        program: &str,
+        architecture: i32,
+    ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>, String)> {
+        let places = places.into();
+        let compiled = py.detach(|| {
+            let program = compile::program(program)?;
+            compile::compile(self.core.nvrtc(&places)?, program, architecture)
+        });
+        let compiled = compiled.map_err(|error| raise(py, &error))?;
+        Ok((PyBytes::new(py, &compiled.ptx), PyBytes::new(py, &compiled.cubin), compiled.log))
+    }
+
+    /// Machine code of a program for an architecture: from the folder `cache`, or compiled and then kept there. None: nothing is kept.
+    fn cubin<'py>(
+        &self,
+        py: Python<'py>,
+        places: PlacesArgument,
+        cache: Option<PathBuf>,
+        program: &str,
+        architecture: i32,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let places = places.into();
+        let code = py.detach(|| {
+            let program = compile::program(program)?;
+            compile::cubin(self.core.nvrtc(&places)?, &Cache::new(cache), program, architecture)
+        });
+        Ok(PyBytes::new(py, &code.map_err(|error| raise(py, &error))?))
+    }
+}
+
+/// A `BaguaError` with the error's text.
+fn raise(py: Python<'_>, error: &bagua_cuda::Error) -> PyErr {
+    let raised = || -> PyResult<PyErr> {
+        Ok(PyErr::from_value(py.import("bagua.errors")?.getattr("BaguaError")?.call1((error.to_string(),))?))
+    };
+    raised().unwrap_or_else(|while_raising| while_raising)
 }
 
 /// The entry of one library.

@@ -10,7 +10,7 @@
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | [`config`] | the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
-//! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA |
+//! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
 //! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
@@ -86,12 +86,15 @@ mod _bagua {
     use bagua_core::collective::gossip::PeerSelection;
     use bagua_core::group::MAX_STREAMS;
     use bagua_core::types::{DType, Kind, ReduceOp};
+    use bagua_cuda::compile::ARCHITECTURES;
+    use bagua_cuda::kernels::PROGRAMS;
     use pyo3::prelude::*;
     use pyo3::types::PyDict;
 
     /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
     /// operation (`VERBS`) by name, names of the algorithms of all_reduce between hosts (`ALGORITHMS`) and of
-    /// the ways to choose peers (`PEER_SELECTION_MODES`), and the most streams per peer.
+    /// the ways to choose peers (`PEER_SELECTION_MODES`), and the most streams per peer. Of `bagua-cuda`: the names of the kernels by
+    /// program (`CUDA_KERNELS`), and the architectures that they are compiled for in advance (`CUDA_ARCHITECTURES`).
     #[pymodule_init]
     fn tables(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {
@@ -104,6 +107,10 @@ mod _bagua {
         module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
         module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
         module.add("PEER_SELECTION_MODES", PeerSelection::ALL.map(PeerSelection::name))?;
-        module.add("MAX_STREAMS", MAX_STREAMS)
+        module.add("MAX_STREAMS", MAX_STREAMS)?;
+        let kernels = PyDict::new(module.py());
+        PROGRAMS.iter().try_for_each(|program| kernels.set_item(program.name, program.kernels))?;
+        module.add("CUDA_KERNELS", kernels)?;
+        module.add("CUDA_ARCHITECTURES", ARCHITECTURES)
     }
 }

@@ -1,0 +1,41 @@
+"""Compiling the kernels for devices in advance, without a driver. Devices compile those that they need at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bagua import config, lifecycle
+from bagua.engine import CUDA_ARCHITECTURES, CUDA_KERNELS
+from bagua.errors import BaguaError
+
+__all__ = ["compile_to"]
+
+
+def compile_to(folder: str | Path, architectures: Sequence[int] | None = None) -> Iterator[Path]:
+    """Writes NAME.sm_X.ptx and NAME.sm_X.cubin of every program to a folder, and yields each path once it is written.
+
+    `architectures` are compute capabilities times ten, 90 for 9.0; None stands for those of 70, 75, 80, 86, 89, 90, 100
+    and 120 that NVRTC compiles for. The folder is made where it is missing. A program takes seconds.
+
+    Raises BaguaError without NVRTC, or for an architecture that it does not know; OSError where nothing can be written.
+    """
+    libraries, places = lifecycle.cuda_libraries(), config.cuda_places()
+    nvrtc = libraries.report(places)["nvrtc"]
+    if nvrtc["error"] is not None:
+        raise BaguaError(f"the kernels cannot be compiled: {nvrtc['error']}")
+    known = nvrtc["architectures"]
+    unknown = sorted(set(architectures or ()) - set(known))
+    if unknown:
+        raise BaguaError(
+            f"NVRTC {nvrtc['version']} ({nvrtc['path']}) does not know {unknown}; it knows {sorted(known)}"
+        )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for architecture in [it for it in CUDA_ARCHITECTURES if it in known] if architectures is None else architectures:
+        for program in CUDA_KERNELS:
+            ptx, cubin, _ = libraries.compile(places, program, architecture)
+            for ending, data in (("ptx", ptx), ("cubin", cubin)):
+                path = folder / f"{program}.sm_{architecture}.{ending}"
+                path.write_bytes(data)
+                yield path

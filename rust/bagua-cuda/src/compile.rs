@@ -1,0 +1,119 @@
+//! From the sources of kernels to machine code.
+
+use std::ffi::{CStr, CString};
+use std::fmt::Write;
+
+use sha2::{Digest, Sha256};
+
+use crate::cache::Cache;
+use crate::error::{Error, Result};
+use crate::kernels::{PROGRAMS, Program};
+use crate::nvrtc::{Compiled, Nvrtc, Source};
+
+/// The architectures that kernels are compiled for in advance, where NVRTC knows them: 90 for compute capability 9.0.
+pub const ARCHITECTURES: [i32; 8] = [70, 75, 80, 86, 89, 90, 100, 120];
+
+/// What the programs include: name and text.
+const HEADERS: [(&CStr, &str); 4] = [
+    (c"device.cuh", include_str!("../kernels/device.cuh")),
+    (c"elementwise.cuh", include_str!("../kernels/elementwise.cuh")),
+    (c"minmax_u8.cuh", include_str!("../kernels/minmax_u8.cuh")),
+    (c"reduce.cuh", include_str!("../kernels/reduce.cuh")),
+];
+
+/// The options of every program: arithmetic that is not contracted, without approximations, and ptxas's report of stacks and spills.
+const OPTIONS: [&str; 7] = [
+    "--std=c++17",
+    "--fmad=false",
+    "--ftz=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+    "--ptxas-options=-v",
+    // The sign of the NaN of an invalid operation on this host's processor, which kernels return too.
+    if cfg!(target_arch = "x86_64") { "-DDEFAULT_NAN_SIGN=1u" } else { "-DDEFAULT_NAN_SIGN=0u" },
+];
+
+/// The program of that name.
+pub fn program(name: &str) -> Result<&'static Program> {
+    PROGRAMS.iter().find(|program| program.name == name).ok_or_else(|| Error::NoProgram {
+        program: name.to_owned(),
+        known: PROGRAMS.map(|program| program.name).join(", "),
+    })
+}
+
+/// Compiles a program for an architecture, without a driver. Takes seconds.
+pub fn compile(nvrtc: &Nvrtc, program: &'static Program, architecture: i32) -> Result<Compiled> {
+    let headers: Vec<_> = HEADERS.iter().map(|(name, text)| (*name, text_of(text))).collect();
+    let headers: Vec<_> = headers.iter().map(|(name, text)| (*name, text.as_c_str())).collect();
+    let options: Vec<_> = options(architecture).map(|option| text_of(&option)).collect();
+    let text = text_of(program.source);
+    nvrtc.compile(Source { name: program.name, text: &text, headers: &headers }, architecture, &options)
+}
+
+/// The machine code of a program for an architecture: from the cache, or compiled and then kept there.
+pub fn cubin(nvrtc: &Nvrtc, cache: &Cache, program: &'static Program, architecture: i32) -> Result<Vec<u8>> {
+    let name = entry(program, architecture, &nvrtc.version());
+    if let Some(code) = cache.get(&name) {
+        return Ok(code);
+    }
+    let code = compile(nvrtc, program, architecture)?.cubin;
+    cache.put(&name, &code);
+    Ok(code)
+}
+
+fn options(architecture: i32) -> impl Iterator<Item = String> {
+    std::iter::once(format!("--gpu-architecture=sm_{architecture}")).chain(OPTIONS.map(str::to_owned))
+}
+
+/// The name of a cache's entry: two programs that may differ never have the same one.
+fn entry(program: &Program, architecture: i32, nvrtc: &str) -> String {
+    let mut hash = Sha256::new();
+    let mut add = |text: &str| {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    };
+    add(nvrtc);
+    options(architecture).for_each(|option| add(&option));
+    HEADERS.iter().for_each(|(_, text)| add(text));
+    add(program.source);
+    let mut name = format!("{}.sm_{architecture}.", program.name);
+    for byte in &hash.finalize()[..16] {
+        write!(name, "{byte:02x}").expect("a String takes every text");
+    }
+    name + ".cubin"
+}
+
+/// # Panics
+/// Our own texts have no zero bytes.
+fn text_of(text: &str) -> CString {
+    CString::new(text).expect("no zero byte")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_differ_by_source_options_architecture_and_version() {
+        let [one, other, ..] = &PROGRAMS;
+        let name = entry(one, 90, "13.2");
+        assert!(name.starts_with(&format!("{}.sm_90.", one.name)) && name.ends_with(".cubin"), "{name}");
+        assert_eq!(name, entry(one, 90, "13.2"));
+        let changed = Program { source: "// changed", ..*one };
+        for different in
+            [entry(other, 90, "13.2"), entry(one, 80, "13.2"), entry(one, 90, "12.9"), entry(&changed, 90, "13.2")]
+        {
+            assert_ne!(name, different);
+        }
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_is_an_error_with_those_that_are() {
+        let error = program("onebit").unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, update, reduce_half, reduce_float, reduce_integer"
+        );
+        assert_eq!(program("update").unwrap().name, "update");
+    }
+}

@@ -1,0 +1,399 @@
+//! The kernels: which there are, and how each is launched. Their sources are `kernels/*.cu`, a program per file.
+//!
+//! Every kernel has blocks of [`THREADS`] threads and loops over what it has to do, so that grids are a matter of speed only: except for
+//! those of a [`Pass`], which share a grid, and of [`Mean`]. Numbers of elements are u64, addresses 8 bytes. Elements are aligned to
+//! their size (complex128: to 8 bytes), records and their ranges: to 1 and to 4.
+//!
+//! | kernel | parameters |
+//! |---|---|
+//! | `minmax_u8_range_T` | elements, count per chunk, chunks, ranges |
+//! | `minmax_u8_encode_T` | elements, count per chunk, chunks, ranges, records, nonfinite (u32, or null) |
+//! | `minmax_u8_decode_T` | records, count per chunk, chunks, elements |
+//! | `minmax_u8_tables_T` | records, count, tables |
+//! | `minmax_u8_reduce_range_T` | records, count, ranks (u32), divisor (f32), tables, ranges |
+//! | `minmax_u8_reduce_T` | records, count, ranks (u32), divisor (f32), tables, ranges, record, mean (or null), nonfinite (or null) |
+//! | `convert_T_U` | elements, count, converted |
+//! | `update_correct_T` | weights, average, snapshot, count |
+//! | `update_subtract_T` | values, base, out, count |
+//! | `update_ring_difference_T` | weights, left, right, own, out, count |
+//! | `update_ring_take_T` | replica, difference, count |
+//! | `reduce_T_OP` | eight sources (a struct of addresses, by value), number of them (u32), out, count, divisor (f64, for avg) |
+
+use bagua_core::types::{DType, ReduceOp};
+
+/// Threads of a block, for every kernel.
+pub const THREADS: u32 = 256;
+/// Sources of one launch of `reduce_T_OP`.
+pub const MAX_SOURCES: usize = 8;
+/// Bytes of a range: smallest, largest, whether none is NaN, nothing.
+pub const RANGE: usize = 16;
+/// Bytes of a rank's table, in memory and in the shared memory of a block.
+pub const TABLE: usize = 1024;
+/// Of as many ranks the tables are in shared memory.
+pub const MAX_SHARED_TABLES: u32 = 32;
+
+/// A file of kernels, which are compiled together.
+#[derive(Clone, Copy, Debug)]
+pub struct Program {
+    /// Name of the file, without its ending.
+    pub name: &'static str,
+    /// Its text.
+    pub source: &'static str,
+    /// The names of its kernels.
+    pub kernels: &'static [&'static str],
+}
+
+/// All programs.
+pub const PROGRAMS: [Program; 7] = [
+    Program {
+        name: "minmax_u8",
+        source: include_str!("../kernels/minmax_u8.cu"),
+        kernels: &[
+            "minmax_u8_range_f32",
+            "minmax_u8_encode_f32",
+            "minmax_u8_decode_f32",
+            "minmax_u8_range_f16",
+            "minmax_u8_encode_f16",
+            "minmax_u8_decode_f16",
+            "minmax_u8_range_bf16",
+            "minmax_u8_encode_bf16",
+            "minmax_u8_decode_bf16",
+        ],
+    },
+    Program {
+        name: "minmax_u8_reduce",
+        source: include_str!("../kernels/minmax_u8_reduce.cu"),
+        kernels: &[
+            "minmax_u8_tables_f32",
+            "minmax_u8_reduce_range_f32",
+            "minmax_u8_reduce_f32",
+            "minmax_u8_tables_f16",
+            "minmax_u8_reduce_range_f16",
+            "minmax_u8_reduce_f16",
+            "minmax_u8_tables_bf16",
+            "minmax_u8_reduce_range_bf16",
+            "minmax_u8_reduce_bf16",
+        ],
+    },
+    Program {
+        name: "convert",
+        source: include_str!("../kernels/convert.cu"),
+        kernels: &[
+            "convert_f32_f16",
+            "convert_f32_bf16",
+            "convert_f16_f32",
+            "convert_f16_bf16",
+            "convert_bf16_f32",
+            "convert_bf16_f16",
+        ],
+    },
+    Program {
+        name: "update",
+        source: include_str!("../kernels/update.cu"),
+        kernels: &[
+            "update_correct_f16",
+            "update_correct_bf16",
+            "update_correct_f32",
+            "update_correct_f64",
+            "update_subtract_f16",
+            "update_subtract_bf16",
+            "update_subtract_f32",
+            "update_subtract_f64",
+            "update_ring_difference_f16",
+            "update_ring_difference_bf16",
+            "update_ring_difference_f32",
+            "update_ring_take_f16",
+            "update_ring_take_bf16",
+            "update_ring_take_f32",
+        ],
+    },
+    Program {
+        name: "reduce_half",
+        source: include_str!("../kernels/reduce_half.cu"),
+        kernels: &[
+            "reduce_f16_sum",
+            "reduce_f16_avg",
+            "reduce_f16_product",
+            "reduce_f16_min",
+            "reduce_f16_max",
+            "reduce_bf16_sum",
+            "reduce_bf16_avg",
+            "reduce_bf16_product",
+            "reduce_bf16_min",
+            "reduce_bf16_max",
+        ],
+    },
+    Program {
+        name: "reduce_float",
+        source: include_str!("../kernels/reduce_float.cu"),
+        kernels: &[
+            "reduce_f32_sum",
+            "reduce_f32_avg",
+            "reduce_f32_product",
+            "reduce_f32_min",
+            "reduce_f32_max",
+            "reduce_f64_sum",
+            "reduce_f64_avg",
+            "reduce_f64_product",
+            "reduce_f64_min",
+            "reduce_f64_max",
+            "reduce_c64_product",
+            "reduce_c128_product",
+        ],
+    },
+    Program {
+        name: "reduce_integer",
+        source: include_str!("../kernels/reduce_integer.cu"),
+        kernels: &[
+            "reduce_u8_sum",
+            "reduce_u8_product",
+            "reduce_u8_min",
+            "reduce_u8_max",
+            "reduce_u8_bor",
+            "reduce_u8_band",
+            "reduce_u8_bxor",
+            "reduce_i8_min",
+            "reduce_i8_max",
+            "reduce_i32_sum",
+            "reduce_i32_product",
+            "reduce_i32_min",
+            "reduce_i32_max",
+            "reduce_i64_sum",
+            "reduce_i64_product",
+            "reduce_i64_min",
+            "reduce_i64_max",
+            "reduce_bool_bor",
+            "reduce_bool_band",
+            "reduce_bool_bxor",
+        ],
+    },
+];
+
+/// The program that has a kernel of that name.
+pub fn program_of(kernel: &str) -> Option<&'static Program> {
+    PROGRAMS.iter().find(|program| program.kernels.contains(&kernel))
+}
+
+/// What kernels call an element type.
+pub const fn short_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "f16",
+        DType::BF16 => "bf16",
+        DType::F32 => "f32",
+        DType::F64 => "f64",
+        DType::U8 => "u8",
+        DType::I8 => "i8",
+        DType::I32 => "i32",
+        DType::I64 => "i64",
+        DType::Bool => "bool",
+        DType::C64 => "c64",
+        DType::C128 => "c128",
+    }
+}
+
+/// How elements are reduced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reduce {
+    /// Name of the kernel.
+    pub kernel: String,
+    /// What it counts as an element, as so many for each of ours: complex numbers are added in two parts, bits by bytes.
+    pub times: usize,
+}
+
+impl Reduce {
+    /// The kernel of an operation; `None` where [`ReduceOp::check`] refuses it.
+    pub fn new(dtype: DType, op: ReduceOp) -> Option<Reduce> {
+        op.check(dtype).ok()?;
+        let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);
+        let ordered = matches!(op, ReduceOp::Min | ReduceOp::Max);
+        let (element, times, op) = match dtype {
+            DType::Bool if op == ReduceOp::Max => (DType::Bool, 1, ReduceOp::Bor),
+            // Of 0 and 1, the product and the smaller one are the conjunction.
+            DType::Bool if !bits => (DType::Bool, 1, ReduceOp::Band),
+            DType::I32 | DType::I64 if bits => (DType::U8, dtype.size(), op),
+            // Wrapping sums and products have the same bits with and without a sign.
+            DType::I8 if !ordered => (DType::U8, 1, op),
+            DType::C64 if op != ReduceOp::Product => (DType::F32, 2, op),
+            DType::C128 if op != ReduceOp::Product => (DType::F64, 2, op),
+            own => (own, 1, op),
+        };
+        Some(Reduce { kernel: format!("reduce_{}_{}", short_name(element), op.name()), times })
+    }
+}
+
+/// The size of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks in each dimension.
+    pub blocks: [u32; 3],
+    /// Bytes of dynamic shared memory of a block.
+    pub shared: u32,
+}
+
+/// Blocks of a multiprocessor that are enough to keep its memory accesses under way: 8 of 256 threads are all that it holds.
+const PER_PROCESSOR: u64 = 8;
+
+/// Blocks for as many independent pieces of 16 bytes, on a device with so many multiprocessors; a thread has at least `each` of them.
+fn blocks(pieces: u64, each: u64, processors: u32) -> u32 {
+    let wanted = pieces.div_ceil(u64::from(THREADS) * each);
+    let most = (u64::from(processors) * PER_PROCESSOR).clamp(1, u64::from(MAX_BLOCKS));
+    u32::try_from(wanted.clamp(1, most)).expect("at most MAX_BLOCKS")
+}
+
+/// Most blocks of a chunk: each of them reads the ranges of all.
+const MAX_BLOCKS: u32 = 2048;
+
+impl Grid {
+    /// For kernels over so many bytes of the largest array: `convert`, `update`, `reduce_T_OP`.
+    pub fn of_bytes(bytes: u64, processors: u32) -> Grid {
+        Grid { blocks: [blocks(bytes.div_ceil(16), 2, processors), 1, 1], shared: 0 }
+    }
+
+    /// For `minmax_u8_decode_T`.
+    pub fn decode(dtype: DType, count: u64, chunks: u64, processors: u32) -> Grid {
+        // A block computes 256 values first: it has more to do than that.
+        Grid::of_chunks((count * dtype.size() as u64).div_ceil(16), 8, chunks, processors)
+    }
+
+    fn of_chunks(pieces: u64, each: u64, chunks: u64, processors: u32) -> Grid {
+        let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
+        let share = (u64::from(processors) * PER_PROCESSOR).div_ceil(u64::from(rows) * PER_PROCESSOR);
+        let columns = blocks(pieces, each, u32::try_from(share).unwrap_or(u32::MAX));
+        Grid { blocks: [columns, rows, 1], shared: 0 }
+    }
+}
+
+/// Most blocks of a grid's second dimension.
+const MAX_ROWS: u32 = 65_535;
+
+/// Bytes of elements that the second launch of a [`Pass`] finds in the device's second-level cache.
+const CACHED: u64 = 16 << 20;
+
+/// Two launches that encode some chunks: `minmax_u8_range_T`, then `minmax_u8_encode_T` with the same grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pass {
+    /// The first of the chunks.
+    pub first: u64,
+    /// How many.
+    pub chunks: u64,
+    /// Of both launches.
+    pub grid: Grid,
+    /// Bytes of the ranges between them.
+    pub ranges: usize,
+}
+
+/// The passes that encode `chunks` chunks of `count` elements: as many at a time as fit a cache, at least one.
+pub fn encode(dtype: DType, count: u64, chunks: u64, processors: u32) -> impl Iterator<Item = Pass> {
+    let bytes = count * dtype.size() as u64;
+    let together = (CACHED / bytes.max(1)).clamp(1, chunks.max(1));
+    (0..chunks.div_ceil(together)).filter(move |_| count > 0).map(move |number| {
+        let first = number * together;
+        let chunks = together.min(chunks - first);
+        let grid = Grid::of_chunks(bytes.div_ceil(16), 4, chunks, processors);
+        let ranges = usize::try_from(chunks * u64::from(grid.blocks[0])).expect("a device's memory") * RANGE;
+        Pass { first, chunks, grid, ranges }
+    })
+}
+
+/// The three launches of the fused decode, reduction and encoding: `minmax_u8_tables_T`, `minmax_u8_reduce_range_T`,
+/// `minmax_u8_reduce_T`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mean {
+    /// Of the first launch: a block for each rank.
+    pub tables: Grid,
+    /// Of the other two.
+    pub grid: Grid,
+    /// Bytes of all tables.
+    pub tables_bytes: usize,
+    /// Bytes of the ranges.
+    pub ranges: usize,
+}
+
+impl Mean {
+    /// For the records of `ranks` ranks of `count` elements each.
+    pub fn new(count: u64, ranks: u32, processors: u32) -> Mean {
+        let columns = blocks(count.div_ceil(8), 4, processors);
+        let shared = if ranks <= MAX_SHARED_TABLES { ranks * TABLE as u32 } else { 0 };
+        Mean {
+            tables: Grid { blocks: [ranks, 1, 1], shared: 0 },
+            grid: Grid { blocks: [columns, 1, 1], shared },
+            tables_bytes: ranks as usize * TABLE,
+            ranges: columns as usize * RANGE,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_operation_of_the_core_has_a_kernel_and_no_kernel_is_without_one() {
+        let mut used = Vec::new();
+        for dtype in DType::ALL {
+            for op in ReduceOp::ALL {
+                let found = Reduce::new(dtype, op);
+                assert_eq!(found.is_some(), op.check(dtype).is_ok(), "{} of {}", op.name(), dtype.name());
+                let Some(Reduce { kernel, times }) = found else { continue };
+                assert!(program_of(&kernel).is_some(), "{kernel}");
+                assert!(dtype.size().is_multiple_of(times));
+                used.push(kernel);
+            }
+        }
+        for program in PROGRAMS.iter().filter(|program| program.name.starts_with("reduce")) {
+            for kernel in program.kernels {
+                assert!(used.iter().any(|name| name == kernel), "{kernel} is not used");
+            }
+        }
+    }
+
+    #[test]
+    fn names_of_kernels_are_unique() {
+        let mut names: Vec<_> = PROGRAMS.iter().flat_map(|program| program.kernels).collect();
+        let all = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all);
+    }
+
+    #[test]
+    fn the_sources_have_the_same_numbers() {
+        let device = include_str!("../kernels/device.cuh");
+        assert!(device.contains(&format!("#define THREADS {THREADS}\n")));
+        let elementwise = include_str!("../kernels/elementwise.cuh");
+        assert!(elementwise.contains(&format!("#define MAX_SOURCES {MAX_SOURCES}\n")));
+        assert!(PROGRAMS[1].source.contains(&format!("#define MAX_TABLES {MAX_SHARED_TABLES}\n")));
+    }
+
+    #[test]
+    fn passes_have_every_chunk_once_and_fit_the_cache_where_a_chunk_does() {
+        for (count, chunks) in [(1, 1), (1000, 7), (1 << 20, 64), (4 << 20, 3), (64 << 20, 2), (3, 200_000)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let mut next = 0;
+                for pass in encode(dtype, count, chunks, 132) {
+                    assert_eq!(pass.first, next);
+                    next += pass.chunks;
+                    let bytes = pass.chunks * count * dtype.size() as u64;
+                    assert!(pass.chunks == 1 || bytes <= CACHED, "{pass:?}");
+                    let [columns, rows, one] = pass.grid.blocks;
+                    assert!(columns > 0 && columns <= MAX_BLOCKS && rows > 0 && rows <= MAX_ROWS && one == 1);
+                    assert_eq!(pass.ranges as u64, pass.chunks * u64::from(columns) * 16);
+                }
+                assert_eq!(next, chunks);
+            }
+        }
+        assert_eq!(encode(DType::F32, 0, 4, 132).count(), 0);
+    }
+
+    #[test]
+    fn a_large_array_occupies_the_device_and_a_small_one_few_blocks() {
+        assert_eq!(Grid::of_bytes(256 << 20, 132).blocks, [1056, 1, 1]);
+        assert_eq!(Grid::of_bytes(1, 132).blocks, [1, 1, 1]);
+        assert_eq!(Grid::of_bytes(0, 132).blocks, [1, 1, 1]);
+        assert_eq!(Grid::decode(DType::BF16, 1 << 27, 1, 132).blocks, [1056, 1, 1]);
+        assert_eq!(Grid::decode(DType::F32, 1 << 16, 1000, 132).blocks, [8, 1000, 1]);
+        let mean = Mean::new(1 << 24, 8, 132);
+        assert_eq!((mean.grid.blocks, mean.grid.shared, mean.tables.blocks), ([1056, 1, 1], 8192, [8, 1, 1]));
+        assert_eq!(Mean::new(1, 40, 132).grid, Grid { blocks: [1, 1, 1], shared: 0 });
+    }
+}

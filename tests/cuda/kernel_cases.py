@@ -1,0 +1,413 @@
+"""What kernels compute, bit for bit: against the core's codecs, and against the core's rules written in NumPy.
+
+Each function checks one case. `python -m tests.cuda.kernel_cases LIBRARY` checks a selection on a library of kernels,
+for the sanitizers: this module is run in a process in which they are loaded first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagua import engine
+from tests.cuda.kernels_on_host import Array, Bytes, Kernels, is_untouched_before, placed, room, sources
+
+U32, U64, F32, F64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float, ctypes.c_double
+
+#: Element types that are encoded: the core's name, and that of elements as integers.
+CODED = {"f32": ("float32", np.uint32), "f16": ("float16", np.uint16), "bf16": ("bfloat16", np.uint16)}
+#: All element types by the kernels' names: as NumPy holds them.
+HELD: dict[str, Any] = {
+    "f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i8": np.int8,
+    "i32": np.int32, "i64": np.int64, "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
+}  # fmt: skip
+FLOATS = ("f16", "bf16", "f32", "f64")
+
+
+# --- float16 and bfloat16 ---------------------------------------------------------------------------------------------
+
+
+def widened(name: str, held: Array) -> Array:
+    """What elements are computed in: halves as float32, with the bits of their NaNs, made quiet."""
+    if name == "bf16":
+        return (held.astype(np.uint32) << 16).view(np.float32)
+    if name != "f16":
+        return held
+    wide = held.view(np.float16).astype(np.float32).view(np.uint32)
+    bits = held.astype(np.uint32)
+    nan = (bits & 0x8000) << 16 | 0x7FC00000 | (bits & 0x3FF) << 13
+    return np.where((bits & 0x7FFF) > 0x7C00, nan, wide).astype(np.uint32).view(np.float32)
+
+
+def narrowed(name: str, values: Array) -> Array:
+    """The nearest elements, half to even; a NaN keeps its sign and upper bits and becomes quiet."""
+    if name not in ("f16", "bf16"):
+        return values
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if name == "bf16":
+        rounded = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16)
+    with np.errstate(all="ignore"):
+        rounded = bits.view(np.float32).astype(np.float16).view(np.uint16)
+    return np.where(is_nan, bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF, rounded).astype(np.uint16)
+
+
+# --- elements to encode -----------------------------------------------------------------------------------------------
+
+KINDS = (
+    "normal", "equal", "large equal", "huge", "too large a range", "subnormal", "negative zeros", "ties",
+    "one infinity", "one NaN",
+)  # fmt: skip
+
+
+def elements(kind: str, name: str, count: int, seed: int = 0) -> Array:
+    """Elements as integers."""
+    random = np.random.default_rng(seed)
+    most = {"f32": 3.4028235e38, "f16": 65504.0, "bf16": 3.3895314e38}[name]
+    values = random.normal(size=count).astype(np.float32)
+    values[::17] = -0.0
+    if kind == "equal":
+        values[:] = 0.3
+    elif kind == "large equal":
+        values[:] = 30000.0
+    elif kind == "huge":
+        values = random.uniform(-0.4, 0.4, count).astype(np.float32) * np.float32(most)
+    elif kind == "too large a range":
+        values = random.uniform(-1, 1, count).astype(np.float32) * np.float32(most)
+    elif kind == "subnormal":
+        values *= np.float32(1e-40)
+    elif kind == "negative zeros":
+        values[:] = -0.0
+    elif kind == "ties":
+        values = random.integers(0, 511, count).astype(np.float32) / 2
+    elif kind == "one infinity":
+        values[count // 2] = -np.inf
+    elif kind == "one NaN":
+        values[count - 1] = np.nan
+    return values.view(np.uint32) if name == "f32" else narrowed(name, values)
+
+
+def _address(array: Bytes) -> int:
+    return int(array.ctypes.data)
+
+
+def core_encode(codec: str, name: str, held: Array, chunks: int) -> Bytes:
+    """The records that the core makes."""
+    raw, code = engine.Codec(codec, {}), engine.DTYPES[CODED[name][0]]
+    records = room(raw.encoded_bytes(held.size, code, chunks))
+    source = np.ascontiguousarray(held)
+    raw.encode(int(source.ctypes.data), source.size, code, chunks, _address(records), records.size)
+    return records
+
+
+def core_decode(codec: str, name: str, records: Bytes, count: int, chunks: int) -> Array:
+    """The elements that the core makes of records."""
+    raw, code = engine.Codec(codec, {}), engine.DTYPES[CODED[name][0]]
+    out = np.empty(count, CODED[name][1])
+    raw.decode(_address(records), records.size, int(out.ctypes.data), count, code, chunks)
+    return out
+
+
+# --- minmax_u8 --------------------------------------------------------------------------------------------------------
+
+
+def check_codec(
+    kernels: Kernels,
+    name: str,
+    held: Array,
+    chunks: int = 1,
+    *,
+    columns: int = 2,
+    rows: int = 0,
+    offset: int = 0,
+    shift: int = 0,
+) -> None:
+    """Records and decoded elements; elements `offset` elements off 16 bytes, records `shift` bytes off."""
+    count, size = held.size // chunks, held.itemsize
+    grid = (columns, rows or chunks)
+    expected = core_encode("minmax_u8", name, held, chunks)
+    source, records = placed(held, offset * size), room(expected.size, shift)
+    ranges, nonfinite = room(chunks * columns * 16), placed(np.zeros(1, np.uint32))
+    kernels.launch(f"minmax_u8_range_{name}", grid, source, U64(count), U64(chunks), ranges)
+    kernels.launch(f"minmax_u8_encode_{name}", grid, source, U64(count), U64(chunks), ranges, records, nonfinite)
+    assert np.array_equal(records, expected), f"records differ at {np.flatnonzero(records != expected)[:9]}"
+    headers = expected.reshape(chunks, -1)[:, :size].copy().view(CODED[name][1])
+    assert nonfinite.view(np.uint32)[0] == np.isnan(widened(name, headers.view(HELD[name]))).sum()
+    out = room(held.nbytes, offset * size)
+    kernels.launch(f"minmax_u8_decode_{name}", grid, records, U64(count), U64(chunks), out)
+    restored = core_decode("minmax_u8", name, expected, held.size, chunks)
+    assert np.array_equal(out, np.frombuffer(restored.tobytes(), np.uint8))
+    assert all(map(is_untouched_before, (source, records, out)))
+
+
+def check_mean(
+    kernels: Kernels,
+    name: str,
+    ranks: list[Array],
+    divisor: int,
+    *,
+    columns: int = 2,
+    shift: int = 0,
+    keeps: bool = True,
+) -> None:
+    """The record of the mean of the ranks' records, as compressed all_reduce makes it, and that mean."""
+    count, kind = ranks[0].size, CODED[name][1]
+    each = [core_encode("minmax_u8", name, held, 1) for held in ranks]
+    total = None
+    with np.errstate(all="ignore"):
+        for record in each:
+            values = widened(name, core_decode("minmax_u8", name, record, count, 1).view(HELD[name]))
+            total = values if total is None else total + values
+        assert total is not None
+        mean = narrowed(name, (total / np.float32(divisor)).astype(np.float32)).view(kind)
+    expected = core_encode("minmax_u8", name, mean, 1)
+    records, number = placed(np.concatenate(each), shift), U32(len(ranks))
+    tables, ranges, record = room(len(ranks) * 1024), room(columns * 16), room(expected.size, shift)
+    kept, nonfinite = room(mean.nbytes) if keeps else None, placed(np.zeros(1, np.uint32))
+    shared = len(ranks) * 1024 if len(ranks) <= 32 else 0
+    common = (records, U64(count), number, F32(divisor), tables)
+    kernels.launch(f"minmax_u8_tables_{name}", (len(ranks),), records, U64(count), tables)
+    kernels.launch(f"minmax_u8_reduce_range_{name}", (columns,), *common, ranges, shared=shared)
+    kernels.launch(f"minmax_u8_reduce_{name}", (columns,), *common, ranges, record, kept, nonfinite, shared=shared)
+    assert np.array_equal(record, expected), f"the record differs at {np.flatnonzero(record != expected)[:9]}"
+    header = expected[: mean.itemsize].copy().view(HELD[name])
+    assert nonfinite.view(np.uint32)[0] == int(np.isnan(widened(name, header))[0])
+    if kept is not None:
+        is_nan = np.isnan(widened(name, mean.view(HELD[name])))
+        assert np.array_equal(kept.view(kind)[~is_nan], mean[~is_nan])
+        assert np.all(np.isnan(widened(name, kept.view(HELD[name])[is_nan])))
+    assert is_untouched_before(record)
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+
+def every_upper_half() -> Array:
+    """All 65,536 upper halves of float32, with ties and their neighbours."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    return np.concatenate(
+        [upper | low for low in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    )
+
+
+def check_convert(
+    kernels: Kernels, source: str, target: str, held: Array, *, offsets: tuple[int, int] = (0, 0)
+) -> None:
+    """Against the core's codecs f16 and bf16, and from halves to float32 against their definition."""
+    if target == "f32":
+        expected = core_decode(source, "f32", _padded(placed(held)), held.size, 1)
+    else:
+        expected = core_encode(target, source, held, 1)[: held.size * 2].view(np.uint16)
+    given = placed(held, offsets[0] * held.itemsize)
+    out = room(expected.nbytes, offsets[1] * expected.itemsize)
+    kernels.launch(f"convert_{source}_{target}", (2,), given, U64(held.size), out)
+    got = np.frombuffer(out.tobytes(), expected.dtype)
+    assert np.array_equal(got, expected), f"differs for {held[got != expected][:9]}"
+    assert is_untouched_before(out)
+
+
+def _padded(halves: Bytes) -> Bytes:
+    return np.concatenate([halves, np.zeros(-halves.size % 32, np.uint8)])
+
+
+# --- reductions and updates -------------------------------------------------------------------------------------------
+
+
+def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
+    """Sources of a reduction. No place has two NaNs: which of them a sum keeps is not defined."""
+    random = np.random.default_rng(seed)
+    held = HELD[name]
+    if name in ("u8", "i8", "i32", "i64"):
+        info = np.iinfo(held)
+        return [random.integers(info.min, info.max, count, held, endpoint=True) for _ in range(number)]
+    if name == "bool":
+        return [
+            random.integers(0, 256, count, np.uint8) * random.integers(0, 2, count, np.uint8) for _ in range(number)
+        ]
+    parts = 2 if name in ("c64", "c128") else 1
+    wide = {"f64": np.float64, "c128": np.float64}.get(name, np.float32)
+    tiny, most = {"f16": (6e-8, 6e4), "f64": (5e-324, 1e308), "c128": (5e-324, 1e308)}.get(name, (1e-45, 3e38))
+    special = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, most, -most, 1.0], wide)
+    result: list[Array] = []
+    at_nan = random.integers(0, 40, count * parts // parts).repeat(parts)
+    for k in range(number):
+        values = random.normal(size=count * parts).astype(wide)
+        chosen = random.random(count * parts) < 0.1
+        values[chosen & (at_nan >= number)] = random.choice(special, int((chosen & (at_nan >= number)).sum()))
+        bits = values.view(np.uint64 if wide is np.float64 else np.uint32)
+        # A NaN of its own in one source, in the first part of complex numbers: quiet and signalling ones.
+        nan = np.flatnonzero(at_nan == k)[:: max(parts, 1)]
+        payload = random.integers(1, 1 << 20, nan.size).astype(bits.dtype)
+        infinity = 0x7FF << 52 if wide is np.float64 else 0xFF << 23
+        bits[nan] = (
+            infinity
+            | payload << (29 if wide is np.float64 else 2)
+            | (nan % 2).astype(bits.dtype) << (bits.itemsize * 8 - 1)
+        )
+        result.append(values.view(held) if parts == 2 else narrowed(name, values))
+        if name in ("f16", "bf16"):
+            # Rounding made them quiet.
+            result[-1][nan[::2]] ^= np.uint16(0x200 if name == "f16" else 0x40)
+            result[-1][nan[::2]] |= np.uint16(1)
+    return result
+
+
+def combined(name: str, op: str, inputs: list[Array], divisor: int) -> Array:
+    """The core's rules."""
+    wide = [widened(name, held) for held in inputs]
+    if name == "bool":
+        wide = [(values != 0).astype(np.uint8) for values in wide]
+        op = {"product": "band", "min": "band", "max": "bor"}.get(op, op)
+    acc = wide[0].copy()
+    with np.errstate(all="ignore"):
+        for values in wide[1:]:
+            acc = _applied(op, acc, values)
+        if op == "avg":
+            acc = divided(acc, divisor)
+    return narrowed(name, acc)
+
+
+def divided(values: Array, divisor: int) -> Array:
+    """Each part of a complex number by itself."""
+    real = values.view(values.real.dtype)
+    return (real / real.dtype.type(divisor)).view(values.dtype)
+
+
+def _applied(op: str, acc: Array, values: Array) -> Array:
+    if op in ("sum", "avg"):
+        return acc + values
+    if op == "product" and acc.dtype.kind == "c":
+        result = np.empty_like(acc)
+        result.real = acc.real * values.real - acc.imag * values.imag
+        result.imag = acc.real * values.imag + acc.imag * values.real
+        return result
+    if op == "product":
+        return acc * values
+    if op in ("bor", "band", "bxor"):
+        bits: dict[str, Any] = {"bor": np.bitwise_or, "band": np.bitwise_and, "bxor": np.bitwise_xor}
+        return np.asarray(bits[op](acc, values))
+    taken = values < acc if op == "min" else values > acc
+    # As integers, because a comparison moves no bits.
+    kind = f"u{acc.itemsize}"
+    return np.where(taken | (values != values), values.view(kind), acc.view(kind)).view(acc.dtype)
+
+
+def operations() -> list[tuple[str, str]]:
+    """Every element type with each operation that the core defines."""
+    order, bits = ["min", "max"], ["bor", "band", "bxor"]
+    table = {name: ["sum", "avg", "product", *order] for name in FLOATS}
+    table |= {name: ["sum", "product", *order, *bits] for name in ("u8", "i8", "i32", "i64")}
+    table |= {"bool": ["product", *order, *bits], "c64": ["sum", "avg", "product"], "c128": ["sum", "avg", "product"]}
+    return [(name, op) for name, ops in table.items() for op in ops]
+
+
+def kernel_of(name: str, op: str) -> tuple[str, int]:
+    """As `Reduce::new` in rust/bagua-cuda/src/kernels.rs: the kernel, and how many of its elements one of ours is."""
+    bits = op in ("bor", "band", "bxor")
+    if name == "bool" and not bits:
+        return "reduce_bool_" + ("bor" if op == "max" else "band"), 1
+    if name in ("i32", "i64") and bits:
+        return f"reduce_u8_{op}", np.dtype(HELD[name]).itemsize
+    if name == "i8" and op not in ("min", "max"):
+        return f"reduce_u8_{op}", 1
+    if name in ("c64", "c128") and op != "product":
+        return f"reduce_{'f32' if name == 'c64' else 'f64'}_{op}", 2
+    return f"reduce_{name}_{op}", 1
+
+
+def check_reduce(
+    kernels: Kernels,
+    name: str,
+    op: str,
+    number: int,
+    count: int,
+    *,
+    offsets: tuple[int, ...] = (0,),
+    in_place: int | None = None,
+) -> None:
+    """A reduction of so many sources, the k-th offsets[k] elements off 16 bytes, the result by the last offset."""
+    inputs = arrays(name, number, count, seed=count)
+    divisor = number if count % 2 else number + 3
+    expected = combined(name, op, inputs, divisor)
+    step = min(expected.itemsize, 8)
+    given = [placed(held, offsets[k % len(offsets)] * step) for k, held in enumerate(inputs)]
+    out = given[in_place] if in_place is not None else room(expected.nbytes, offsets[-1] * step)
+    kernel, times = kernel_of(name, op)
+    kernels.launch(kernel, (2,), sources(given), U32(number), out, U64(count * times), F64(divisor))
+    got = np.frombuffer(out.tobytes(), expected.dtype)
+    wrong = np.flatnonzero((got.view(np.uint8) != expected.view(np.uint8)).reshape(count, -1).any(1))
+    shown = [[held[i] for held in inputs] for i in wrong[:3]]
+    assert wrong.size == 0, f"differs at {wrong[:3]}: {shown} gives {got[wrong[:3]]}, not {expected[wrong[:3]]}"
+    assert is_untouched_before(out)
+
+
+def check_update(kernels: Kernels, name: str, count: int, *, offsets: tuple[int, ...] = (0,)) -> None:
+    """Correct and subtract; the two of the ring where the type is encoded."""
+    inputs = arrays(name, 4, count, seed=count + 1)
+    # A third of the weights have not moved since their snapshot.
+    inputs[0][::3] = inputs[2][::3]
+    step = inputs[0].itemsize
+    given = [placed(held, offsets[k % len(offsets)] * step) for k, held in enumerate(inputs)]
+    w, a, s, other = (widened(name, held) for held in inputs)
+    same = inputs[0].view(f"u{step}") == inputs[2].view(f"u{step}")
+    out = room(given[0].size, offsets[-1] * step)
+    with np.errstate(all="ignore"):
+        kernels.launch(f"update_subtract_{name}", (2,), given[1], given[2], out, U64(count))
+        _equal(out, narrowed(name, a - s), "subtract")
+        if name in CODED:
+            third, five_thirds = np.float32(1.0) / np.float32(3.0), np.float32(5.0) / np.float32(3.0)
+            ring = ((w + a * third) + s * third) - other * five_thirds
+            out = room(given[0].size, offsets[-1] * step)
+            kernels.launch(f"update_ring_difference_{name}", (2,), *given, out, U64(count))
+            # Where a weight has not moved and is NaN, two of the four are.
+            twice = np.isnan(w) & np.isnan(s)
+            kind = f"u{step}"
+            _equal(out.view(kind)[~twice], narrowed(name, ring)[~twice], "ring_difference")
+            replica = placed(inputs[1], offsets[0] * step)
+            kernels.launch(f"update_ring_take_{name}", (2,), replica, given[3], U64(count))
+            _equal(replica, narrowed(name, a + other), "ring_take")
+        moved = narrowed(name, w + (a - s))
+        kernels.launch(f"update_correct_{name}", (2,), *given[:3], U64(count))
+        _equal(given[0], np.where(same, inputs[1].view(f"u{step}"), moved.view(f"u{step}")), "correct")
+
+
+def _equal(got: NDArray[Any], expected: Array, what: str) -> None:
+    wanted = np.frombuffer(expected.tobytes(), got.dtype)
+    assert np.array_equal(got, wanted), f"{what} differs at {np.flatnonzero(got != wanted)[:9]}"
+
+
+# --- for the sanitizers -----------------------------------------------------------------------------------------------
+
+
+def check_all(kernels: Kernels) -> int:
+    """A selection of all cases, with small arrays that end where their memory ends. Returns how many."""
+    done = 0
+    for name, kind in itertools.product(CODED, KINDS):
+        for count, chunks, offset, shift in ((1, 1, 0, 0), (61, 3, 1, 3), (1000, 2, 0, 0), (2053, 1, 3, 4)):
+            check_codec(kernels, name, elements(kind, name, count * chunks), chunks, offset=offset, shift=shift)
+            done += 1
+    for name, (number, count) in itertools.product(CODED, ((2, 1), (3, 100), (8, 777), (34, 40))):
+        check_mean(kernels, name, [elements("normal", name, count, k) for k in range(number)], number, shift=number % 3)
+        done += 1
+    for source, target in itertools.permutations(CODED, 2):
+        for count, offsets in ((1, (0, 0)), (100, (0, 0)), (117, (1, 1)), (117, (1, 4))):
+            check_convert(kernels, source, target, elements("normal", source, count), offsets=offsets)
+            done += 1
+    sizes = ((1, 1, (0,)), (8, 133, (1,)), (3, 40, (0, 1)), (3, 40, (0, 1, 1)))
+    for (name, op), (number, count, place) in itertools.product(operations(), sizes):
+        check_reduce(kernels, name, op, number, count, offsets=place)
+        done += 1
+    for name, (count, place) in itertools.product(FLOATS, ((1, (0,)), (133, (1,)), (40, (0, 1)))):
+        check_update(kernels, name, count, offsets=place)
+        done += 1
+    return done
+
+
+if __name__ == "__main__":
+    print(check_all(Kernels(sys.argv[1])), "cases")

@@ -1,0 +1,245 @@
+"""Machine code is compiled once and found again, whatever happens to its folder; `python -m bagua.cuda compile`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagua.config import CudaPlaces
+from bagua.engine import CUDA_KERNELS, CudaLibraries
+from bagua.errors import BaguaError
+
+#: An NVRTC whose machine code names the program and its architecture; at each compilation it writes a line to a file.
+NVRTC = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct program { char text[200]; };
+
+int nvrtcVersion(int *major, int *minor) { *major = 12; *minor = MINOR; return 0; }
+int nvrtcGetNumSupportedArchs(int *count) { *count = 3; return 0; }
+int nvrtcGetSupportedArchs(int *list) { list[0] = 70; list[1] = 90; list[2] = 121; return 0; }
+const char *nvrtcGetErrorString(int code) { return code == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR_OTHER"; }
+#ifndef OLD
+int nvrtcCreateProgram(struct program **made, const char *source, const char *name, int headers,
+                       const char *const *texts, const char *const *names) {
+    *made = malloc(sizeof(**made));
+    snprintf((*made)->text, sizeof((*made)->text), "%s of %d headers", name, headers);
+    int right = strstr(source, "#include") && strstr(texts[0], "#pragma once") && strcmp(names[0], "device.cuh") == 0;
+    return right ? 0 : 1;
+}
+int nvrtcCompileProgram(struct program *program, int number, const char *const *options) {
+    FILE *file = fopen(COMPILATIONS, "a");
+    fprintf(file, "%s\n", program->text);
+    fclose(file);
+    for (int i = 0; i < number; i++) {
+        if (strncmp(options[i], "--gpu-architecture=", 19) != 0) continue;
+        strcat(strcat(program->text, " for "), options[i] + 19);
+    }
+    return CODE;
+}
+#define RESULT(name, format)                                                                              \
+    int nvrtcGet##name##Size(struct program *program, size_t *size) {                                     \
+        *size = snprintf(NULL, 0, format, program->text) + 1;                                             \
+        return 0;                                                                                         \
+    }                                                                                                     \
+    int nvrtcGet##name(struct program *program, char *text) { return sprintf(text, format, program->text) < 0; }
+RESULT(PTX, "// %s")
+RESULT(CUBIN, "code of %s")
+RESULT(ProgramLog, "own.cu(1): error: %s\n1 error")
+int nvrtcDestroyProgram(struct program **program) { free(*program); *program = NULL; return 0; }
+#endif
+"""
+
+
+class Pretended:
+    """A library of the source above, and how often it compiled."""
+
+    def __init__(self, folder: Path, *, minor: int = 4, code: int = 0, old: bool = False) -> None:
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("there is no C compiler (cc or gcc) to make a library with")
+        folder.mkdir(exist_ok=True)
+        self._compilations = folder / "compilations"
+        self.path = folder / "libnvrtc.so"
+        (folder / "nvrtc.c").write_text(NVRTC)
+        defined = [f"-DMINOR={minor}", f"-DCODE={code}", f'-DCOMPILATIONS="{self._compilations}"', *["-DOLD"] * old]
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", self.path, folder / "nvrtc.c", *defined], check=True)
+        self.libraries = CudaLibraries()
+        self.places = CudaPlaces(libcuda=None, libnvrtc=str(self.path), libnccl=None, site_packages=[])
+
+    def cubin(self, cache: Path | None, program: str = "update", architecture: int = 90) -> bytes:
+        """Machine code by way of a cache."""
+        return self.libraries.cubin(self.places, None if cache is None else str(cache), program, architecture)
+
+    @property
+    def compilations(self) -> int:
+        """How often it compiled."""
+        return len(self._compilations.read_text().splitlines()) if self._compilations.exists() else 0
+
+
+@pytest.fixture
+def nvrtc(tmp_path: Path) -> Pretended:
+    """One that compiles."""
+    return Pretended(tmp_path / "nvrtc")
+
+
+CODE = b"code of update of 4 headers for sm_90\0"
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_compiled_is_found_again_by_source_architecture_and_version(nvrtc: Pretended, tmp_path: Path) -> None:
+    cache = tmp_path / "bagua" / "cuda"
+    assert [nvrtc.cubin(cache), nvrtc.cubin(cache)] == [CODE, CODE]
+    assert nvrtc.compilations == 1
+    assert nvrtc.cubin(cache, architecture=70) == CODE.replace(b"90", b"70")
+    assert nvrtc.cubin(cache, "convert") == CODE.replace(b"update", b"convert")
+    assert nvrtc.compilations == 3
+    newer = Pretended(tmp_path / "newer", minor=9)
+    assert newer.cubin(cache) == CODE
+    assert newer.compilations == 1
+    assert len(list(cache.iterdir())) == 4
+    assert all(path.suffix == ".cubin" for path in cache.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed", "longer", "another entry"])
+def test_a_damaged_entry_is_compiled_again_and_replaced(nvrtc: Pretended, tmp_path: Path, damage: str) -> None:
+    cache = tmp_path / "cache"
+    nvrtc.cubin(cache)
+    (entry,) = cache.iterdir()
+    whole = entry.read_bytes()
+    changed = bytearray(whole)
+    changed[-3] ^= 1
+    damaged = {
+        "empty": b"",
+        "cut": whole[:-1],
+        "changed": bytes(changed),
+        "longer": whole + b"\0",
+        "another entry": CODE,
+    }
+    entry.write_bytes(damaged[damage])
+    assert nvrtc.cubin(cache) == CODE
+    assert nvrtc.compilations == 2
+    assert entry.read_bytes() == whole
+    assert nvrtc.cubin(cache) == CODE
+    assert nvrtc.compilations == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(nvrtc: Pretended, tmp_path: Path) -> None:
+    # Below a file, where even the superuser can make no folder; and an entry's name that a folder has.
+    (tmp_path / "file").write_text("")
+    assert nvrtc.cubin(tmp_path / "file" / "below") == CODE
+    assert nvrtc.cubin(None) == CODE
+    nvrtc.cubin(tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").iterdir()
+    entry.unlink()
+    (entry / "occupied").mkdir(parents=True)
+    assert nvrtc.cubin(tmp_path / "cache") == CODE
+    assert nvrtc.compilations == 4
+    assert list((tmp_path / "cache").iterdir()) == [entry]
+    if os.geteuid() != 0:
+        locked = tmp_path / "locked"
+        locked.mkdir(mode=0o500)
+        assert nvrtc.cubin(locked) == CODE
+
+
+def test_processes_that_compile_and_delete_at_once_all_get_whole_code(nvrtc: Pretended, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from bagua.config import CudaPlaces\n"
+        "from bagua.engine import CudaLibraries\n"
+        "libraries, cache, library = CudaLibraries(), Path(sys.argv[1]), sys.argv[2]\n"
+        "places = CudaPlaces(libcuda=None, libnvrtc=library, libnccl=None, site_packages=[])\n"
+        "codes = set()\n"
+        "for turn in range(300):\n"
+        "    codes.add(libraries.cubin(places, str(cache), 'update', 90))\n"
+        "    if turn % 3 == 0:\n"
+        "        for entry in cache.glob('*.cubin'):\n"
+        "            entry.unlink(missing_ok=True)\n"
+        "print(codes)\n"
+    )
+    command = [sys.executable, "-c", program, str(cache), str(nvrtc.path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [process.communicate(timeout=120)[0] for process in running]
+    assert printed == [f"{ {CODE} }\n"] * 3
+    assert nvrtc.compilations >= 100
+    assert all(path.suffix == ".cubin" for path in cache.iterdir())
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_does_not_compile_is_an_error_with_the_log(tmp_path: Path) -> None:
+    nvrtc = Pretended(tmp_path / "nvrtc", code=6)
+    with pytest.raises(BaguaError) as caught:
+        nvrtc.cubin(tmp_path / "cache")
+    log = r"own.cu(1): error: update of 4 headers for sm_90\n1 error"
+    assert str(caught.value) == f"libnvrtc ({nvrtc.path}): update does not compile for sm_90: {log}"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_nvrtc_that_fails_or_lacks_a_function_is_an_error_that_says_so(tmp_path: Path) -> None:
+    failing = Pretended(tmp_path / "failing", code=11)
+    with pytest.raises(BaguaError, match=r"nvrtcCompileProgram failed: NVRTC_ERROR_OTHER \(11\)"):
+        failing.cubin(None)
+    old = Pretended(tmp_path / "old", old=True)
+    with pytest.raises(BaguaError, match="has no function nvrtcCreateProgram"):
+        old.cubin(None)
+    with pytest.raises(BaguaError, match="no program of kernels named 'onebit'; known: minmax_u8, "):
+        old.cubin(None, "onebit")
+    places = CudaPlaces(libcuda=None, libnvrtc="/nowhere/libnvrtc.so", libnccl=None, site_packages=[])
+    with pytest.raises(BaguaError, match=r"libnvrtc \(BAGUA_LIBNVRTC=/nowhere/libnvrtc.so\) does not load"):
+        CudaLibraries().compile(places, "update", 90)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(library: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`python -m bagua.cuda compile` with an NVRTC."""
+    return subprocess.run(
+        [sys.executable, "-m", "bagua.cuda", "compile", *map(str, arguments)],
+        env={**os.environ, "BAGUA_LIBNVRTC": str(library)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_command_writes_every_program_for_each_architecture(nvrtc: Pretended, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    ended = command(nvrtc.path, "--out", out)
+    assert ended.returncode == 0, ended.stderr
+    # 121 is none that is compiled for in advance.
+    expected = {f"{name}.sm_{it}.{end}" for name in CUDA_KERNELS for it in (70, 90) for end in ("ptx", "cubin")}
+    assert {path.name for path in out.iterdir()} == expected
+    assert set(ended.stdout.splitlines()) == {str(out / name) for name in expected}
+    assert (out / "update.sm_90.cubin").read_bytes() == CODE
+    assert (out / "update.sm_70.ptx").read_text() == "// update of 4 headers for sm_70"
+
+
+def test_the_command_refuses_architectures_that_nvrtc_does_not_know(nvrtc: Pretended, tmp_path: Path) -> None:
+    ended = command(nvrtc.path, "--out", tmp_path / "some", "--arch", "90,121")
+    assert ended.returncode == 0, ended.stderr
+    assert {path.name.split(".")[1] for path in (tmp_path / "some").iterdir()} == {"sm_90", "sm_121"}
+    ended = command(nvrtc.path, "--out", tmp_path / "none", "--arch", "90,75")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert (
+        ended.stderr == f"python -m bagua.cuda: NVRTC 12.4 ({nvrtc.path}) does not know [75]; it knows [70, 90, 121]\n"
+    )
+    assert not (tmp_path / "none").exists()
+    ended = command(Path("/nowhere/libnvrtc.so"), "--out", tmp_path / "none")
+    assert ended.returncode == 1
+    assert "bagua.cuda: the kernels cannot be compiled: libnvrtc (BAGUA_LIBNVRTC=/nowhere/" in ended.stderr
+    assert command(nvrtc.path, "--arch", "ninety", "--out", tmp_path).returncode == 2
