@@ -105,5 +105,3 @@ def train(model: Model, optimizer: torch.optim.Optimizer, gradient: float) -> st
     optimizer.step()
     return "trained"
 
-
-main()

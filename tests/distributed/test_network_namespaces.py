@@ -41,6 +41,14 @@ class Hosts:
         if shown.returncode != 0:
             raise OSError(f"ip {' '.join(arguments)}: {shown.stderr.strip()}")
 
+    def inside(self, host: int) -> tuple[str, ...]:
+        """What precedes a command that runs on a host."""
+        return self.ip, "netns", "exec", self.names[host]
+
+    def namespace(self, host: int) -> str:
+        """The path that `ip netns` gives a host's namespace."""
+        return f"/run/netns/{self.names[host]}"
+
     def build(self) -> None:
         for name in self.names:
             self.run("netns", "add", name)
@@ -67,7 +75,7 @@ class Hosts:
             # The name of this machine means nothing in a namespace, and gloo would look it up.
             "GLOO_SOCKET_IFNAME": self.links[host],
         }
-        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(script), *arguments]
+        command = [*self.inside(host), sys.executable, str(script), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
 
