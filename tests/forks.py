@@ -50,6 +50,7 @@ class Fork:
     #: The other ends of its standard input and output, where it was started with pipes.
     stdin: IO[bytes] | None = None
     stdout: IO[bytes] | None = None
+    stderr: None = None
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -134,7 +135,7 @@ def start_with_pipes(
     finally:
         os.close(asks)
         os.close(answers)
-    made.stdin, made.stdout = open(stdin, "wb"), open(stdout, "rb")
+    made.stdin, made.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
     return made
 
 

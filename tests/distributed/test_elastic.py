@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -16,6 +15,7 @@ import pytest
 
 import bagua.torch_api as bagua_torch
 from tests import forks
+from tests.distributed.test_network_namespaces import end
 
 #: Seconds for anything that a test waits for: imports of torch on a loaded machine, heartbeats, rounds.
 PATIENCE = 120.0
@@ -120,12 +120,7 @@ class Job:
     def end(self) -> None:
         """Ends what still runs."""
         for rank in self.ranks:
-            rank.process.kill()
-            rank.process.wait()
-            for pipe in (rank.process.stdin, rank.process.stdout):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
+            end(rank.process)
 
 
 @pytest.fixture

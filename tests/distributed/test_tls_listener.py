@@ -56,7 +56,9 @@ def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
     """An elastic job whose rank 1 is killed and comes back: book, doors, averaging."""
     book = f"tcp://{hosts.addresses[0]}:{BOOK_PORT}"
     listen = [sys.executable, "-m", "bagua.distributed.store", "--listen", book.removeprefix("tcp://")]
-    server = subprocess.Popen([*hosts.inside(0), *listen], stdout=subprocess.PIPE, text=True, env=os.environ | env, cwd=ROOT)
+    server = subprocess.Popen(
+        [*hosts.inside(0), *listen], stdout=subprocess.PIPE, text=True, env=os.environ | env, cwd=ROOT
+    )
     job = Job(2, book)
 
     def start(rank: int) -> Rank:
