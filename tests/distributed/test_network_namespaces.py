@@ -66,9 +66,9 @@ class Hosts:
             self.run("-n", name, "link", "set", "lo", "up")
             self.run("netns", "exec", name, "true")
 
-    def start(self, rank: int, world: int, host: int, script: Path = RANK) -> None:
+    def start(self, rank: int, world: int, host: int) -> None:
         """Starts a rank as a new process, two per host."""
-        command = [*self.inside(host), sys.executable, str(script)]
+        command = [*self.inside(host), sys.executable, str(RANK)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.ranks.append(subprocess.Popen(command, env=self.environment(rank, world, host, 2), **pipes))
 
