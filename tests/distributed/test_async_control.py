@@ -26,7 +26,7 @@ from tests.distributed.async_ranks import (
     WORLDS,
     Slopes,
     all_are,
-    fill,
+    fill_together,
     gathered,
     rest,
     rounds,
@@ -141,8 +141,7 @@ def a_state_tells_whether_the_warm_up_is_over(rank: int) -> None:
         step(model, optimizer, 1.0)
         assert impl.stats()["state"] == "running"
         # In the averaging, a state is taken over without a loss of weights to a round.
-        fill(model, 2.0)
-        bagua.barrier()
+        fill_together(model, 2.0)
         impl.load_state_dict(state[2])
         assert same_bits(*rest(model))
         assert all_are(model, 2.0)
