@@ -172,6 +172,8 @@ def copies_of_the_model_are_plain_and_train_alone(rank: int) -> None:
         alone = torch.optim.SGD(each.parameters(), lr=2**-6)
         step(each, alone, float(rank))
         assert torch.equal(each.weight0, Slopes().weight0 - 2**-6 * rank)
+    # A step of one rank would come into the copies of another by a round.
+    bagua.barrier()
     step(model, optimizer, 1.0)
     assert same_bits(*rest(model))
     assert all(torch.equal(each.weight0, Slopes().weight0 - 2**-6 * rank) for each in copies)
