@@ -14,11 +14,13 @@ import importlib
 import os
 import pickle
 import select
+import signal
 import socket
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,8 +34,23 @@ _NUMBER = struct.Struct("=i")
 LOADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
+class _Request(NamedTuple):
+    """What a fork is to do."""
+
+    #: A module, a function of it, and the arguments.
+    function: tuple[str, str, tuple[Any, ...]]
+    environment: dict[str, str]
+    #: The path of the network namespace that it lives in, if not in ours.
+    namespace: str | None
+
+
 class Fork:
     """A rank, with the methods of `subprocess.Popen` that a world uses. Its process group is its own."""
+
+    #: The other ends of its standard input and output, where it was started with pipes.
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+    stderr: None = None
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -67,6 +84,10 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
 
 @functools.cache
 def _parent(number: int) -> socket.socket:
@@ -94,11 +115,37 @@ def _parent(number: int) -> socket.socket:
 
 def start(rank: int, call: Path, environment: dict[str, str], output: Path, namespace: str | None = None) -> Fork:
     """Starts `tests.world` for a rank, in a network namespace if it is given one; what it prints goes to `output`."""
+    function = ("tests.world", "rank_main", (str(call), rank))
+    with open(os.devnull, "rb") as nothing, open(output, "ab") as out:
+        standard = nothing.fileno(), out.fileno(), out.fileno()
+        return _start(_Request(function, environment, namespace), rank, *standard)
+
+
+def start_with_pipes(
+    module: str, *arguments: Any, rank: int, environment: dict[str, str], namespace: str | None = None
+) -> Fork:
+    """Calls `main` of the module in a fork, with a pipe to its standard input and one from its standard output; its
+    errors go to ours.
+    """
+    asks, stdin = os.pipe()
+    stdout, answers = os.pipe()
+    try:
+        request = _Request((module, "main", arguments), environment | LOADED, namespace)
+        made = _start(request, rank, asks, answers, 2)
+    finally:
+        os.close(asks)
+        os.close(answers)
+    made.stdin, made.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+    return made
+
+
+def _start(request: _Request, rank: int, *standard: int) -> Fork:
+    """A fork with these files as its standard input, output and error output."""
     reading, writing = os.pipe()
-    with open(output, "ab") as out:
-        request = pickle.dumps((str(call), rank, environment, namespace))
-        socket.send_fds(_parent(rank % 2), [request], [writing, out.fileno()])
-    os.close(writing)
+    try:
+        socket.send_fds(_parent(rank % 2), [pickle.dumps(request)], [writing, *standard])
+    finally:
+        os.close(writing)
     return Fork(reading)
 
 
@@ -110,8 +157,8 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
-def _serve(requests: socket.socket) -> tuple[str, int] | None:
-    """Forks a rank for each request. Returns what a rank has to do in it, and None in the parent, in the end."""
+def _serve(requests: socket.socket) -> _Request | None:
+    """Forks a rank for each request. Returns the request in the rank, and None in the parent, in the end."""
     pipes: dict[int, tuple[int, int]] = {}
     poll = select.poll()
     poll.register(requests, select.POLLIN)
@@ -125,26 +172,27 @@ def _serve(requests: socket.socket) -> tuple[str, int] | None:
                 os.close(pipe)
                 os.close(ready)
                 continue
-            request, passed, _, _ = socket.recv_fds(requests, 1 << 20, 2)
-            if not request:
+            text, passed, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+            if not text:
                 return None
-            pipe, output = passed
+            pipe, *standard = passed
             pid = os.fork()
             if pid == 0:
                 os.setsid()
                 os.write(pipe, _NUMBER.pack(os.getpid()))
-                os.dup2(output, 1)
-                os.dup2(output, 2)
+                for number, file in enumerate(standard):
+                    os.dup2(file, number)
                 os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
                 # Its number is among those that were closed.
                 requests.detach()
-                call, rank, environment, namespace = pickle.loads(request)
-                if namespace is not None:
-                    _enter(namespace)
+                request: _Request = pickle.loads(text)
+                if request.namespace is not None:
+                    _enter(request.namespace)
                 os.environ.clear()
-                os.environ.update(environment)
-                return call, rank
-            os.close(output)
+                os.environ.update(request.environment)
+                return request
+            for file in standard:
+                os.close(file)
             pidfd = os.pidfd_open(pid)
             pipes[pidfd] = pid, pipe
             poll.register(pidfd, select.POLLIN)
@@ -154,9 +202,7 @@ def _main() -> None:
     import numpy as np
     import torch
 
-    from tests import world
-
-    for name in ("bagua.aggregation", "bagua.torch_api", "torch.nn.parallel"):
+    for name in ("tests.world", "bagua.aggregation", "bagua.torch_api", "torch.nn.parallel"):
         importlib.import_module(name)
     parameter = torch.nn.Parameter(torch.zeros(1))
     torch.optim.SGD([parameter], lr=0.1).step()
@@ -166,7 +212,8 @@ def _main() -> None:
     if asked is not None:
         gc.unfreeze()
         np.random.seed()
-        world.rank_main(*asked)
+        module, name, arguments = asked.function
+        getattr(importlib.import_module(module), name)(*arguments)
 
 
 if __name__ == "__main__":

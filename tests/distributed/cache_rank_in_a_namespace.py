@@ -101,7 +101,3 @@ def main() -> None:
     say(wrong=found, computed=inner.computed, lost=cached.stats()["lost_servers"], warnings=heard.texts)
     # Ends by being killed, so that no server ends before all ranks have looked.
     signal.pause()
-
-
-if __name__ == "__main__":
-    main()

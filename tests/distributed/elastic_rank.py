@@ -104,6 +104,3 @@ def train(model: Model, optimizer: torch.optim.Optimizer, gradient: float) -> st
     model(gradient).backward()
     optimizer.step()
     return "trained"
-
-
-main()

@@ -6,10 +6,6 @@ Prints one JSON object per line: that it trains, and how it went on.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import bagua.torch_api as bagua
 from bagua import BaguaError, PeerLostError
@@ -44,7 +40,3 @@ def main() -> None:
         make_step(model, optimizer, step)
     params, digest = finish(model, optimizer)
     say(lost=lost, ranks=rebuilt.ranks, done=done, digest=digest, params=[param.tolist() for param in params])
-
-
-if __name__ == "__main__":
-    main()

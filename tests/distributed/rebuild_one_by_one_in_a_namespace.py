@@ -6,11 +6,7 @@ Prints one JSON object per line: that it has made its first step with so many ra
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import bagua.torch_api as bagua
 from bagua import BaguaError, PeerLostError
@@ -25,8 +21,8 @@ def say(**words: object) -> None:
     print(json.dumps(words), flush=True)
 
 
-def main() -> None:
-    model, optimizer = begin(sys.argv[1])
+def main(optimizer_name: str) -> None:
+    model, optimizer = begin(optimizer_name)
     # World size of each completed step, and former ranks of those that are left.
     sizes: list[int] = []
     names = list(range(bagua.get_world_size()))
@@ -55,7 +51,3 @@ def main() -> None:
             sizes = [*sizes, size][:done]
     params, _ = finish(model, optimizer)
     say(names=names, sizes=sizes, params=[param.tolist() for param in params])
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ for package in ("redis", "msgpack", "xxhash"):
 
 from tests.distributed.test_network_namespaces import Hosts, hosts, next_line  # noqa: E402, F401
 
-RANK = Path(__file__).with_name("cache_rank_in_a_namespace.py")
 DEADLINE_S = 100.0
 
 
@@ -27,7 +25,7 @@ def test_hosts_share_servers_on_their_own_addresses_and_lose_only_speed_when_the
     hosts: Hosts,  # noqa: F811
 ) -> None:
     for rank in range(4):
-        hosts.start(rank, 4, host=rank // 2, script=RANK)
+        hosts.fork("tests.distributed.cache_rank_in_a_namespace", rank=rank, world=4, host=rank // 2)
     deadline = threading.Timer(DEADLINE_S, lambda: [process.kill() for process in hosts.ranks])
     deadline.start()
     try:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,21 +14,22 @@ from typing import Any
 import pytest
 
 import bagua.torch_api as bagua_torch
+from tests import forks
+from tests.distributed.test_network_namespaces import end
 
 #: Seconds for anything that a test waits for: imports of torch on a loaded machine, heartbeats, rounds.
 PATIENCE = 120.0
 
 
 class Rank:
-    """One process."""
+    """One process, in a network namespace if it is given the path of one."""
 
-    def __init__(self, rank: int, size: int, book: str, prefix: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(self, rank: int, size: int, book: str, namespace: str | None = None, **environment: str) -> None:
         env = {
             **os.environ,
             "BAGUA_ELASTIC": book,
             "BAGUA_TIMEOUT": "90",
             "BAGUA_HEARTBEAT_TIMEOUT": "3",
-            "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": str(rank),
@@ -39,12 +37,8 @@ class Rank:
             **environment,
         }
         self.rank, self.book = rank, book
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-u", "-m", "tests.distributed.elastic_rank"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            cwd=Path(__file__).parents[2],
+        self.process = forks.start_with_pipes(
+            "tests.distributed.elastic_rank", rank=rank, environment=env, namespace=namespace
         )
         self._rest = b""
 
@@ -126,14 +120,7 @@ class Job:
     def end(self) -> None:
         """Ends what still runs."""
         for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, signal.SIGCONT)
-            rank.process.kill()
-            rank.process.wait()
-            for pipe in (rank.process.stdin, rank.process.stdout):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
+            end(rank.process)
 
 
 @pytest.fixture

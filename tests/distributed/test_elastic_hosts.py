@@ -15,16 +15,15 @@ PORT = 29741
 
 def test_parts_that_are_cut_off_go_on_apart_and_meet_again(hosts: Hosts) -> None:  # noqa: F811
     book = f"tcp://{hosts.addresses[0]}:{PORT}"
-    inside = [(hosts.ip, "netns", "exec", name) for name in hosts.names]
     listen = [sys.executable, "-m", "bagua.distributed.store", "--listen", f"{hosts.addresses[0]}:{PORT}"]
-    server = subprocess.Popen([*inside[0], *listen], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*hosts.inside(0), *listen], stdout=subprocess.PIPE, text=True)
     job = Job(4, book)
     try:
         assert server.stdout is not None
         assert server.stdout.readline().strip() == book
         for rank in range(4):
             local = {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
-            job.ranks.append(Rank(rank, 4, book, inside[rank // 2], **local))
+            job.ranks.append(Rank(rank, 4, book, hosts.namespace(rank // 2), **local))
         ranks = job.ranks
         assert [rank.answer() for rank in ranks] == [{"rank": r, "rejoined": False} for r in range(4)]
         for rank in ranks:

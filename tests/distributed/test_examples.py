@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.world import ROOT, World
 
 
 def run_example(rank: int, name: str, arguments: list[str]) -> int:
-    import torch
-
     torch.set_num_threads(1)
     sys.argv = [name, *arguments]
     try:

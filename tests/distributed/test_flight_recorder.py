@@ -217,17 +217,23 @@ def test_a_mismatch_shows_what_each_rank_did(world: World, tmp_path: Path, capsy
     assert {event["name"] for event in events} == {"barrier", "all_reduce(sum)", "broadcast(root 1)"}
 
 
-def is_killed(rank: int) -> str:
+def is_killed(rank: int, folder: str) -> str:
     group = bagua.init()
     x = np.ones(4, np.float32)
     for _ in range(5):
         group.all_reduce(x)
+    waits = Path(folder, "waits")
     if rank == 1:
+        until(waits.exists)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def go_on() -> None:
+        handle = group.reduce(x, dst=2, op="max", async_op=True)
         # A rank that is not the root may be done before rank 1 is missed.
-        group.reduce(x, dst=2, op="max")
+        if rank == 2:
+            until(lambda: bagua.flight_recorder()[-1]["state"] == "started")
+            waits.touch()
+        handle.wait()
         group.barrier()
 
     with pytest.raises(bagua.PeerLostError) as raised:
@@ -241,7 +247,7 @@ def test_a_killed_rank_has_no_record_and_is_named(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
     env = {"BAGUA_TRACE_DIR": str(tmp_path / "traces"), "BAGUA_TRANSPORT": transport}
-    results = world(3, env=env, expect_exit={1: -signal.SIGKILL}).run(is_killed)
+    results = world(3, env=env, expect_exit={1: -signal.SIGKILL}).run(is_killed, str(tmp_path))
     shown, events = merge(capsys, [results[0], results[2]], tmp_path / "out.json")
     assert any(
         line.endswith("waited for rank 1: reduce(max, root 2) number 5 of group world, channel 0") for line in shown
@@ -287,7 +293,9 @@ def test_a_loss_that_ends_a_backward_has_a_record_with_the_bucket(
 
 
 def fails(rank: int, how: str) -> tuple[str, str | None]:
-    group = bagua.init(timeout=5)
+    # An engine's operation has the group's time, which is also that to connect; a verb has its own.
+    group = bagua.init(timeout=5 if how == "engine" else 60)
+    limit = None if how == "abort" else 1.0
     x = np.ones(4, np.float32)
     group.barrier()
     bucket = bagua.Bucket("b0", {"x": x})
@@ -304,13 +312,13 @@ def fails(rank: int, how: str) -> tuple[str, str | None]:
             engine.mark_ready("x")
             engine.wait()
         elif how == "handle":
-            group.all_reduce(x, async_op=True).wait()
+            group.all_reduce(x, async_op=True, timeout=limit).wait()
         elif how == "callback":
             heard: queue.Queue[Any] = queue.Queue()
-            group.all_reduce(x, async_op=True).then(heard.put)
+            group.all_reduce(x, async_op=True, timeout=limit).then(heard.put)
             raise heard.get(timeout=30)
         else:
-            group.all_reduce(x)
+            group.all_reduce(x, timeout=limit)
 
     with pytest.raises(bagua.BaguaError) as raised:
         go_on()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forks
+from tests.world import Rank
 
 RANK = Path(__file__).with_name("rank_in_a_namespace.py")
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -34,12 +38,20 @@ class Hosts:
         # Interface names have at most 15 characters.
         self.links: tuple[str, ...] = (f"bg{pid % 10**8}a", f"bg{pid % 10**8}b")
         self.addresses: tuple[str, ...] = (f"10.77.{pid % 250}.1", f"10.77.{pid % 250}.2")
-        self.ranks: list[subprocess.Popen[str]] = []
+        self.ranks: list[Rank] = []
 
     def run(self, *arguments: str) -> None:
         shown = subprocess.run([self.ip, *arguments], capture_output=True, text=True, check=False)
         if shown.returncode != 0:
             raise OSError(f"ip {' '.join(arguments)}: {shown.stderr.strip()}")
+
+    def inside(self, host: int) -> tuple[str, ...]:
+        """What precedes a command that runs on a host."""
+        return self.ip, "netns", "exec", self.names[host]
+
+    def namespace(self, host: int) -> str:
+        """The path that `ip netns` gives a host's namespace."""
+        return f"/run/netns/{self.names[host]}"
 
     def build(self) -> None:
         for name in self.names:
@@ -54,9 +66,25 @@ class Hosts:
             self.run("-n", name, "link", "set", "lo", "up")
             self.run("netns", "exec", name, "true")
 
-    def start(self, rank: int, world: int, host: int, script: Path = RANK, *arguments: str, per_host: int = 2) -> None:
+    def start(self, rank: int, world: int, host: int) -> None:
+        """Starts a rank as a new process, two per host."""
+        command = [*self.inside(host), sys.executable, str(RANK)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.ranks.append(subprocess.Popen(command, env=self.environment(rank, world, host, 2), **pipes))
+
+    def fork(self, module: str, *arguments: str, rank: int, world: int, host: int, per_host: int = 2) -> None:
+        """Starts a rank as a fork that has imported torch and calls `main` of the module."""
+        environment = self.environment(rank, world, host, per_host)
+        self.ranks.append(
+            forks.start_with_pipes(
+                module, *arguments, rank=rank, environment=environment, namespace=self.namespace(host)
+            )
+        )
+
+    def environment(self, rank: int, world: int, host: int, per_host: int) -> dict[str, str]:
+        """The variables of a rank."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_")}
-        environment |= {
+        return environment | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
             "LOCAL_RANK": str(rank % per_host),
@@ -67,9 +95,6 @@ class Hosts:
             # The name of this machine means nothing in a namespace, and gloo would look it up.
             "GLOO_SOCKET_IFNAME": self.links[host],
         }
-        command = [self.ip, "netns", "exec", self.names[host], sys.executable, str(script), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
 
     def cut(self) -> float:
         """Takes the link down; the moment, on the clock that the ranks use too."""
@@ -79,8 +104,7 @@ class Hosts:
 
     def remove(self) -> None:
         for process in self.ranks:
-            process.kill()
-            process.communicate()
+            end(process)
         for name in self.names:
             # The veth pair goes with its namespaces.
             subprocess.run([self.ip, "netns", "del", name], capture_output=True, check=False)
@@ -139,12 +163,23 @@ def test_two_hosts_agree_through_hier_and_a_cut_link_is_noticed_within_the_heart
     assert codes == [0, 0, 0, 0]
 
 
-def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+def end(process: Rank) -> None:
+    """Kills a rank that still runs, and closes its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            # What it did not read any more cannot be written.
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def next_line(process: Rank) -> dict[str, Any]:
     """The next JSON object that a rank prints; its own words if it ended instead."""
     assert process.stdout is not None
-    assert process.stderr is not None
     line = process.stdout.readline()
     if not line:
-        pytest.fail(f"a rank ended with {process.wait()}:\n{process.stderr.read()}")
-    words: dict[str, Any] = json.loads(line)
-    return words
+        words = process.stderr.read().decode() if process.stderr is not None else "its words are among ours"
+        pytest.fail(f"a rank ended with {process.wait()}:\n{words}")
+    found: dict[str, Any] = json.loads(line)
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from tests.distributed.rebuild_in_a_namespace import MORE_STEPS
 from tests.distributed.test_network_namespaces import DEADLINE_S, Hosts, built, hosts, next_line  # noqa: F401
 from tests.distributed.test_rebuild import plain
 
-RANK = Path(__file__).with_name("rebuild_in_a_namespace.py")
-ONE_BY_ONE = Path(__file__).with_name("rebuild_one_by_one_in_a_namespace.py")
+RANK = "tests.distributed.rebuild_in_a_namespace"
+ONE_BY_ONE = "tests.distributed.rebuild_one_by_one_in_a_namespace"
 
 
 class Switched(Hosts):
@@ -59,7 +58,7 @@ def test_after_a_cut_of_two_and_two_ranks_those_with_rank_0_go_on_and_the_others
     hosts: Hosts,  # noqa: F811
 ) -> None:
     for rank in range(4):
-        hosts.start(rank, 4, host=rank // 2, script=RANK)
+        hosts.fork(RANK, rank=rank, world=4, host=rank // 2)
     # A rank that hangs would block readline: the deadline ends the ranks, and readline with them.
     deadline = threading.Timer(2 * DEADLINE_S, lambda: [process.kill() for process in hosts.ranks])
     deadline.start()
@@ -89,7 +88,7 @@ def test_four_hosts_of_which_one_after_the_other_is_cut_off_go_on_until_one_is_l
     switched: Switched, optimizer: str
 ) -> None:
     for rank in range(4):
-        switched.start(rank, 4, rank, ONE_BY_ONE, optimizer, per_host=1)
+        switched.fork(ONE_BY_ONE, optimizer, rank=rank, world=4, host=rank, per_host=1)
     deadline = threading.Timer(4 * DEADLINE_S, lambda: [process.kill() for process in switched.ranks])
     deadline.start()
     refused = []

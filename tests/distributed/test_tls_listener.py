@@ -26,7 +26,7 @@ TLS = {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": SECRET}
 def heard(hosts: Hosts, folder: Path, job: Callable[[Hosts, dict[str, str]], None], env: dict[str, str]) -> list[bytes]:  # noqa: F811
     """Every stream of every connection of a job, as the first host's interfaces saw it."""
     path = folder / "heard"
-    command = [hosts.ip, "netns", "exec", hosts.names[0], sys.executable, listener.__file__, str(path)]
+    command = [*hosts.inside(0), sys.executable, listener.__file__, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "listens\n"
@@ -44,7 +44,7 @@ def verbs(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
         place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
         place |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(PORT), "BAGUA_TRANSPORT": "tcp"}
         script = str(Path(__file__).with_name("tls_rank_in_a_namespace.py"))
-        command = [hosts.ip, "netns", "exec", hosts.names[host], sys.executable, script, PAYLOAD]
+        command = [*hosts.inside(host), sys.executable, script, PAYLOAD]
         ranks.append(subprocess.Popen(command, env=clean | place | env, stdout=subprocess.PIPE, text=True, cwd=ROOT))
     hosts.ranks.extend(ranks)
     found = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
@@ -55,13 +55,14 @@ def verbs(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
 def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
     """An elastic job whose rank 1 is killed and comes back: book, doors, averaging."""
     book = f"tcp://{hosts.addresses[0]}:{BOOK_PORT}"
-    inside = [(hosts.ip, "netns", "exec", name) for name in hosts.names]
     listen = [sys.executable, "-m", "bagua.distributed.store", "--listen", book.removeprefix("tcp://")]
-    server = subprocess.Popen([*inside[0], *listen], stdout=subprocess.PIPE, text=True, env=os.environ | env, cwd=ROOT)
+    server = subprocess.Popen(
+        [*hosts.inside(0), *listen], stdout=subprocess.PIPE, text=True, env=os.environ | env, cwd=ROOT
+    )
     job = Job(2, book)
 
     def start(rank: int) -> Rank:
-        made = Rank(rank, 2, book, inside[rank], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **env)
+        made = Rank(rank, 2, book, hosts.namespace(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **env)
         job.ranks.append(made)
         return made
 
