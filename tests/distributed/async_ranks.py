@@ -73,13 +73,17 @@ def fill(model: torch.nn.Module, value: float) -> None:
 
 
 def fill_together(model: torch.nn.Module, value: float) -> None:
-    """Sets all weights on all ranks between the same two rounds: a round between two of them would mix in old ones."""
-    # What others still do, such as an abort, may need a round.
+    """Sets all weights on all ranks while no round is under way: one with snapshots from before and after would mix in
+    old weights.
+    """
+    impl = model.bagua_algorithm
+    takes_part = impl.stats()["state"] == "running"
+    impl.abort(model)
     bagua.barrier()
-    with model.bagua_algorithm.lock(model):
-        bagua.barrier()
-        fill(model, value)
-        bagua.barrier()
+    fill(model, value)
+    bagua.barrier()
+    if takes_part:
+        impl.resume(model)
 
 
 def all_are(model: torch.nn.Module, value: float) -> bool:

@@ -380,28 +380,33 @@ def test_a_directory_that_cannot_be_written_is_named_and_hides_no_error(world: W
         assert str(file) in text
 
 
-def in_the_default_directory(rank: int) -> str:
+def in_the_default_directory(rank: int, waiting: str) -> str:
     del os.environ["BAGUA_TRACE_DIR"]
     group = bagua.init()
     group.barrier()
     if rank == 1:
+        until(Path(waiting).exists)
         raise KeyError("no luck")
+    handle = group.all_reduce(np.ones(4, np.float32), async_op=True)
+    until(lambda: bagua.flight_recorder()[-1]["state"] == "started")
+    Path(waiting).touch()
     with pytest.raises(bagua.PeerRaisedError) as raised:
-        group.barrier()
+        handle.wait()
     return record_of(raised.value)
 
 
 def test_a_rank_that_ends_by_an_exception_has_a_record_too_by_default_in_the_temporary_directory(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = world(2, env={"TMPDIR": str(tmp_path)}, expect_exit={1: 1}).run(in_the_default_directory)[0]
+    run = world(2, env={"TMPDIR": str(tmp_path)}, expect_exit={1: 1})
+    found = run.run(in_the_default_directory, str(tmp_path / "waiting"))[0]
     assert Path(found).parent == tmp_path / "bagua"
     # For every user of the host, as the temporary directory itself.
     assert stat.S_IMODE((tmp_path / "bagua").stat().st_mode) == 0o1777
     files = sorted(map(str, (tmp_path / "bagua").iterdir()))
     assert [json.loads(Path(file).read_text())["rank"] for file in files] == [0, 1]
     shown, _ = merge(capsys, files, tmp_path / "out.json")
-    assert shown == ["rank 0 waited for rank 1: barrier number 1 of group world, channel 0"]
+    assert shown == ["rank 0 waited for rank 1: all_reduce(sum) number 1 of group world, channel 0"]
 
 
 def forked(rank: int) -> tuple[int, str]:
