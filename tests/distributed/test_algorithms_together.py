@@ -159,6 +159,12 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def averages_now(model: torch.nn.Module) -> bool:
+    """Whether the weights change at any moment, on one rank a little before the others."""
+    stats = getattr(model.bagua_algorithm, "stats", None)
+    return stats is not None and stats()["state"] == "running"
+
+
 def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
@@ -168,7 +174,8 @@ def one_model_is_trained_with_each_in_turn(rank: int) -> None:
     for entry in [*TABLE, *reversed(TABLE)]:
         optimizer = entry.optimizer(model)
         model.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
-        assert same_everywhere(*values(model)), entry.name
+        if not averages_now(model):
+            assert same_everywhere(*values(model)), entry.name
         loss = train(model, optimizer, rank, 0, 10)
         assert torch.isfinite(torch.tensor(loss)), entry.name
         if entry.keeps_equal:
