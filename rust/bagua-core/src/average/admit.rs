@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::peers::Peers;
 use crate::error::{Error, Result};
+use crate::group::address::{SLOT, put, take};
 use crate::group::{Asked, Bootstrap, Door, DoorMessage, Group, Lanes, Options, Visit};
 use crate::request::{Io, Verb};
 use crate::types::DType;
@@ -16,10 +17,6 @@ const ANSWER: Duration = Duration::from_secs(5);
 
 /// How long a newcomer waits until a round begins: the ranks train, and begin one every interval.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Bytes of one address in an exchange: its length, and room for it.
-const SLOT: usize = 4 + ADDRESS;
-const ADDRESS: usize = 4096;
 
 /// A newcomer at this rank's door.
 pub(super) struct Newcomer {
@@ -50,19 +47,6 @@ fn open(bootstrap: Bootstrap, addresses: &[Vec<u8>]) -> Result<(Group, Lanes)> {
     let mut lanes = Lanes::of(&group)?;
     lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT })?;
     Ok((group, lanes))
-}
-
-fn put(slot: &mut [u8], address: &[u8]) {
-    if let Some(room) = slot.get_mut(4..4 + address.len()) {
-        room.copy_from_slice(address);
-        slot[..4].copy_from_slice(&(address.len() as u32).to_le_bytes());
-    }
-}
-
-fn get(slot: &[u8]) -> Option<Vec<u8>> {
-    let (len, rest) = slot.split_first_chunk::<4>()?;
-    let address = rest.get(..u32::from_le_bytes(*len) as usize)?;
-    (!address.is_empty()).then(|| address.to_vec())
 }
 
 impl Peers {
@@ -100,8 +84,8 @@ impl Peers {
         }
         let mut all = vec![0; offer.len() * self.group.size()];
         self.gather(&offer, &mut all, "addresses")?;
-        let mut addresses: Vec<Option<Vec<u8>>> = all.chunks(2 * SLOT).map(|pair| get(&pair[..SLOT])).collect();
-        let joining = all.chunks(2 * SLOT).find_map(|pair| get(&pair[SLOT..]));
+        let mut addresses: Vec<Option<Vec<u8>>> = all.chunks(2 * SLOT).map(|pair| take(&pair[..SLOT])).collect();
+        let joining = all.chunks(2 * SLOT).find_map(|pair| take(&pair[SLOT..]));
         addresses.insert(place, joining);
         let addresses: Option<Vec<Vec<u8>>> = addresses.into_iter().collect();
         let opened = match (bound, addresses) {

@@ -15,6 +15,29 @@ const MAGIC: [u8; 4] = *b"BGad";
 /// Longer blobs are refused before they are parsed.
 pub(super) const LIMIT: usize = 4096;
 
+/// Bytes of a blob's length before it, where blobs lie beside each other.
+const LENGTH: usize = 4;
+
+/// Bytes of the room for one blob in an exchange whose parts are of one size.
+pub(crate) const SLOT: usize = LENGTH + LIMIT;
+
+/// Puts a blob into a room of [`SLOT`] zeros.
+///
+/// # Panics
+/// When it is longer than [`LIMIT`].
+pub(crate) fn put(slot: &mut [u8], blob: &[u8]) {
+    let (length, room) = slot.split_at_mut(LENGTH);
+    length.copy_from_slice(&(blob.len() as u32).to_le_bytes());
+    room[..blob.len()].copy_from_slice(blob);
+}
+
+/// The blob in a room; `None` where there is none.
+pub(crate) fn take(slot: &[u8]) -> Option<Vec<u8>> {
+    let (length, room) = slot.split_first_chunk::<LENGTH>()?;
+    let blob = room.get(..u32::from_le_bytes(*length) as usize)?;
+    (!blob.is_empty()).then(|| blob.to_vec())
+}
+
 /// The listening sockets and the identity of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Address {

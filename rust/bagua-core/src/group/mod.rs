@@ -21,7 +21,7 @@
 //! | `views` | agreement of a failed group's ranks on a smaller group |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
-mod address;
+pub(crate) mod address;
 mod book;
 mod bootstrap;
 mod builder;
