@@ -445,7 +445,9 @@ def one_model_goes_from_algorithm_to_algorithm(rank: int) -> None:
         GradientAllReduceAlgorithm(),
     ):
         model.with_bagua([optimizer], algorithm)
-        assert same_bits(*model.state_dict().values())
+        # A round may change the mean of equal weights, on one rank a little before the others.
+        if not isinstance(algorithm, AsyncModelAverageAlgorithm) or algorithm.warmup_steps:
+            assert same_bits(*model.state_dict().values())
         for number in range(6):
             optimizer.zero_grad()
             model(batch(rank, number)).square().mean().backward()
