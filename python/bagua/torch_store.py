@@ -128,7 +128,7 @@ class _Place:
 class _Board:
     """What the ranks write into the store and read from it, until their time is over."""
 
-    def __init__(self, store: Any, what: str, limit: float, connection: Connection | None) -> None:
+    def __init__(self, store: Any, what: str, limit: float, connection: Connection | None = None) -> None:
         self._store, self._what = store, what
         self._requests = StoreRequests(connection=connection)
         # Counters of one attempt of the launcher are none of the next one's.

@@ -152,9 +152,13 @@ def killed(rank: int, folder: str) -> float | None:
         group.send(pattern(10, 1), 0)
         Path(folder, "killed").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    pending = group.recv(np.empty(LONG, np.uint8), 1, tag=9, async_op=True)
+
+    def receive() -> None:
+        # A rank that is late hears of the loss at its call.
+        group.recv(np.empty(LONG, np.uint8), 1, tag=9, async_op=True).wait()
+
     with pytest.raises(bagua.PeerLostError) as raised:
-        pending.wait()
+        receive()
     noticed = time.monotonic()
     assert raised.value.rank == 1
     bagua.shutdown()
@@ -204,7 +208,11 @@ def keeps_nothing(rank: int) -> tuple[int, int]:
         one.exchange([(1 - rank, pattern(10, rank))], [(1 - rank, np.empty(10, np.uint8))])
     assert threads() > before[1]
     bagua.shutdown()
-    assert threads() <= before[1]
+    # A thread that was joined is listed for a moment more.
+    until = time.monotonic() + 10
+    while threads() > before[1]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
     del one, groups
     return descriptors() - before[0], threads() - before[1]
 

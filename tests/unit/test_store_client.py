@@ -50,7 +50,8 @@ def connections(port: int) -> int:
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as stream:
-                found += stream.getpeername()[1] == port
+                if stream.family in (socket.AF_INET, socket.AF_INET6):
+                    found += stream.getpeername()[1] == port
         except OSError:
             continue
     return found
