@@ -75,7 +75,7 @@ def test_a_store_that_never_answers_is_given_up_and_nothing_is_left() -> None:
 def test_nobody_who_listens_is_a_plain_error() -> None:
     with pytest.raises((OSError, DistError)):
         connect(HOST, free_port(), 2, 0.3)
-    assert not threads()
+    await_that(lambda: not threads(), "the request goes on")
 
 
 def test_a_cause_ends_the_attempts() -> None:
