@@ -108,6 +108,21 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 		cargo test -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
 
+CUDA_SIM := $(patsubst tests/cuda/sim/%.cpp,target/cuda-sim/objects/%.o,$(wildcard tests/cuda/sim/*.cpp))
+
+.PHONY: cuda-sim
+cuda-sim: target/cuda-sim/libcuda.so.1 ## Builds the simulated CUDA driver for tests without a GPU (needs g++ only)
+
+target/cuda-sim/libcuda.so.1: $(CUDA_SIM)
+	g++ -shared -pthread -Wl,-soname,libcuda.so.1 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
+	mv $@.new $@
+
+target/cuda-sim/objects/%.o: tests/cuda/sim/%.cpp
+	@mkdir -p $(@D)
+	g++ -std=c++20 -O1 -g -MMD -MP -Wall -Wextra -Werror -fPIC -fvisibility=hidden -pthread -c -o $@ $<
+
+-include $(CUDA_SIM:.o=.d)
+
 .PHONY: docs
 docs: $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

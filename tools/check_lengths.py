@@ -14,7 +14,9 @@ ROOMS = ("rust", "python", "tests", "tools", "benchmarks", "examples")
 
 def too_long(root: Path) -> list[str]:
     """One line for each file under `root` that is longer than the limit."""
-    files = sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in {".rs", ".py"})
+    files = sorted(
+        path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in {".rs", ".py", ".cpp", ".h"}
+    )
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     return [f"{path.relative_to(root)}: {length} lines" for path, length in lengths.items() if length > LIMIT]
 

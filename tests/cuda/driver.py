@@ -1,0 +1,101 @@
+"""The CUDA driver API by ctypes, for scenarios that run on the simulated driver (and would on a true one)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+#: What cuLaunchHostFunc calls.
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Handle(ctypes.Structure):
+    """A handle of memory or of an event for another process."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+    @classmethod
+    def of(cls, text: str) -> Handle:
+        """The handle that another process wrote with `text()`."""
+        return cls.from_buffer_copy(bytes.fromhex(text))
+
+    def text(self) -> str:
+        """The handle as text for another process."""
+        return bytes(self).hex()
+
+
+class Driver:
+    """`cuda.cuMemFree_v2(…)` raises where the call fails; `cuda.code("cuMemFree_v2", …)` returns what it returned."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(os.environ["BAGUA_LIBCUDA"])
+
+    def code(self, name: str, *arguments: Any) -> int:
+        """What a call returns. Integers are passed in 64 bits, which every integer parameter can be read from."""
+        passed = [ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments]
+        return int(getattr(self.library, name)(*passed))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            code = self.code(name, *arguments)
+            assert code == 0, f"{name} returned {code}"
+
+        return call
+
+    def get(self, name: str, *arguments: Any, kind: Any = ctypes.c_int64, first: bool = True) -> Any:
+        """What a call writes through its first (or last) parameter."""
+        value = kind(0)
+        place = ctypes.byref(value)
+        getattr(self, name)(*((place, *arguments) if first else (*arguments, place)))
+        return value.value
+
+    def start(self, device: int = 0) -> int:
+        """Initializes the driver and makes a device's primary context current."""
+        self.cuInit(0)
+        context = int(self.get("cuDevicePrimaryCtxRetain", device))
+        self.cuCtxSetCurrent(context)
+        return context
+
+    def memory(self, data: bytes | int) -> int:
+        """Device memory of so many bytes, or with these."""
+        address = int(self.get("cuMemAlloc_v2", data if isinstance(data, int) else len(data)))
+        if isinstance(data, bytes):
+            self.cuMemcpyHtoD_v2(address, data, len(data))
+        return address
+
+    def pinned(self, data: bytes | int) -> Any:
+        """Pinned memory of so many bytes, or with these, as a ctypes array."""
+        size = data if isinstance(data, int) else len(data)
+        array = (ctypes.c_char * size).from_address(self.get("cuMemHostAlloc", size, 0))
+        if isinstance(data, bytes):
+            array.raw = data
+        return array
+
+    def free_pinned(self, array: Any) -> None:
+        """Frees what `pinned` made."""
+        self.cuMemFreeHost(ctypes.addressof(array))
+
+    def stream(self, flags: int = 1) -> int:
+        """A stream, by default one that is not ordered with the legacy stream."""
+        return int(self.get("cuStreamCreate", flags))
+
+    def event(self, flags: int = 2) -> int:
+        """An event, by default without time."""
+        return int(self.get("cuEventCreate", flags))
+
+    def read(self, address: int, size: int) -> bytes:
+        """The bytes of device memory. The host waits for the legacy stream and those ordered with it."""
+        data = ctypes.create_string_buffer(size)
+        self.cuMemcpyDtoH_v2(data, address, size)
+        return data.raw
+
+
+def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits until something holds; an error when it does not come to be."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.001)

@@ -1,0 +1,285 @@
+#include "memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include "context.h"
+#include "report.h"
+
+namespace sim {
+namespace {
+
+constexpr std::size_t PAGE = 4096;
+
+// Addresses from which memory is taken, upwards only: so that none is used twice.
+struct Range {
+    std::uintptr_t begin;  // first address
+    std::uintptr_t next;   // first that was never given out
+    std::uintptr_t end;    // after the last
+
+    explicit Range(std::size_t bytes) {
+        void *at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        begin = next = at == MAP_FAILED ? 0 : reinterpret_cast<std::uintptr_t>(at);
+        end = begin ? begin + bytes : 0;
+    }
+    bool has(std::uintptr_t address) const { return address >= begin && address < end; }
+    // Addresses for so many bytes, and a page without access behind them; 0 where none are left.
+    std::uintptr_t take(std::size_t bytes) {
+        if (bytes + PAGE > end - next) return 0;
+        const auto at = next;
+        next += bytes + PAGE;
+        return at;
+    }
+};
+
+Range &device_range() {
+    static auto *range = new Range(std::size_t{8} << 40);
+    return *range;
+}
+
+Range &pinned_range() {
+    static auto *range = new Range(std::size_t{1} << 40);
+    return *range;
+}
+
+using Table = std::map<std::uintptr_t, Memory>;
+
+// Memory that is alive, by first address.
+Table &table() {
+    static auto *map = new Table;
+    return *map;
+}
+
+// Memory that is gone: its addresses are still known.
+Table &dead() {
+    static auto *map = new Table;
+    return *map;
+}
+
+// The memory of a table with an address.
+Memory found_in(const Table &map, std::uintptr_t address) {
+    const auto after = map.upper_bound(address);
+    if (after == map.begin()) return nullptr;
+    const Memory &memory = std::prev(after)->second;
+    return address - memory->base < memory->bytes ? memory : nullptr;
+}
+
+unsigned long long next_id() {
+    static unsigned long long id = 0;
+    return ++id;
+}
+
+std::size_t pages(std::size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+
+// A NaN as float16, bfloat16, float32 and float64, and no identity of an integer operation.
+constexpr unsigned char PATTERN[2] = {0xFB, 0x7F};
+
+void fill(unsigned char *data, std::size_t bytes) {
+    if (bytes < 2) return;
+    std::memcpy(data, PATTERN, 2);
+    for (std::size_t done = 2; done < bytes; done *= 2) std::memcpy(data + done, data, std::min(done, bytes - done));
+}
+
+void *map_at(std::uintptr_t at, std::size_t bytes, int access, int flags, int fd) {
+    return mmap(reinterpret_cast<void *>(at), bytes, access, flags | MAP_FIXED, fd, 0);
+}
+
+// Maps a memfd twice: without access where the caller sees it, with access elsewhere.
+CUresult map_device(Allocation &memory) {
+    memory.base = device_range().take(memory.mapped);
+    if (!memory.base || map_at(memory.base, memory.mapped, PROT_NONE, MAP_SHARED, memory.fd) == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    void *shadow = mmap(nullptr, memory.mapped + PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd, 0);
+    if (shadow == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    memory.shadow = static_cast<unsigned char *>(shadow);
+    memory.page = reinterpret_cast<SharedPage *>(memory.shadow + memory.mapped);
+    return CUDA_SUCCESS;
+}
+
+// Processes other than this one that have memory open, without those that have ended.
+unsigned foreign_users(const Allocation &memory) {
+    unsigned found = 0;
+    for (auto &entry : memory.page->processes) {
+        const int process = entry.load();
+        if (process && process_lives(process)) ++found;
+    }
+    return found;
+}
+
+}  // namespace
+
+Allocation::~Allocation() {
+    if (shadow) munmap(shadow, mapped + PAGE);
+    if (fd >= 0) close(fd);
+}
+
+CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made) {
+    const bool device = kind != Kind::pinned;
+    if (device && bytes > context->memory_limit - bytes_in_use(context)) return CUDA_ERROR_OUT_OF_MEMORY;
+    auto memory = std::make_shared<Allocation>();
+    memory->kind = kind;
+    memory->context = context;
+    memory->bytes = bytes;
+    memory->mapped = pages(bytes);
+    if (device) {
+        memory->fd = memfd_create("sim-device-memory", MFD_CLOEXEC);
+        if (memory->fd < 0 || ftruncate(memory->fd, static_cast<off_t>(memory->mapped + PAGE)))
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        if (const CUresult code = map_device(*memory)) return code;
+        fill(memory->shadow, memory->mapped);
+    } else {
+        memory->base = pinned_range().take(memory->mapped);
+        if (!memory->base || map_at(memory->base, memory->mapped, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS, -1) == MAP_FAILED)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        fill(reinterpret_cast<unsigned char *>(memory->base), memory->mapped);
+    }
+    memory->id = next_id();
+    table()[memory->base] = memory;
+    *made = memory;
+    return CUDA_SUCCESS;
+}
+
+CUresult import(Context *context, int fd, std::size_t bytes, Memory *made) {
+    auto memory = std::make_shared<Allocation>();
+    memory->kind = Kind::imported;
+    memory->context = context;
+    memory->fd = fd;
+    memory->bytes = bytes;
+    memory->mapped = pages(bytes);
+    memory->opened = 1;
+    if (map_device(*memory)) return CUDA_ERROR_MAP_FAILED;
+    const int process = getpid();
+    for (auto &entry : memory->page->processes) {
+        int none = 0;
+        if (entry.compare_exchange_strong(none, process)) break;
+    }
+    memory->id = next_id();
+    table()[memory->base] = memory;
+    *made = memory;
+    return CUDA_SUCCESS;
+}
+
+CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsigned flags) {
+    for (const auto &other : all_memory())
+        if (other->base < base + bytes && base < other->base + other->bytes)
+            return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    auto memory = std::make_shared<Allocation>();
+    memory->kind = Kind::registered;
+    memory->context = context;
+    memory->base = base;
+    memory->bytes = memory->mapped = bytes;
+    memory->flags = flags;
+    memory->id = next_id();
+    table()[base] = memory;
+    return CUDA_SUCCESS;
+}
+
+void release(Memory memory) {
+    if (!memory->live) return;
+    memory->live = false;
+    table().erase(memory->base);
+    // The addresses of registered memory are the caller's, who may use them again.
+    if (memory->kind == Kind::registered) return;
+    dead()[memory->base] = memory;
+    if (memory->kind == Kind::imported) {
+        for (auto &entry : memory->page->processes) {
+            int mine = getpid();
+            if (entry.compare_exchange_strong(mine, 0)) break;
+        }
+    } else if (memory->on_device()) {
+        if (const unsigned users = foreign_users(*memory))
+            fault("memory " + hex(memory->base) + " is freed while " + std::to_string(users) +
+                  " other process(es) have it open");
+        if (overrun(*memory)) fault("bytes behind the end of " + hex(memory->base) + " were written");
+        memory->page->freed.store(1);
+    }
+    // The addresses stay taken, without access and without the bytes.
+    map_at(memory->base, memory->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+    if (memory->fd >= 0) close(memory->fd);
+    memory->fd = -1;
+}
+
+Memory memory_at(std::uintptr_t address) {
+    const Memory memory = found_in(table(), address);
+    return memory ? memory : found_in(dead(), address);
+}
+
+std::vector<Memory> all_memory() {
+    std::vector<Memory> found;
+    for (const auto &[base, memory] : table()) found.push_back(memory);
+    return found;
+}
+
+std::size_t bytes_in_use(const Context *context) {
+    std::size_t sum = 0;
+    for (const auto &memory : all_memory())
+        if (memory->context == context && memory->on_device() && memory->kind != Kind::imported) sum += memory->mapped;
+    return std::min(sum, context->memory_limit);
+}
+
+CUresult resolve(const char *function, std::uintptr_t address, std::size_t bytes, Side side, Place *place) {
+    const auto wrong = [&](const std::string &what) {
+        fault(std::string(function) + ": " + std::to_string(bytes) + " bytes at " + hex(address) + " " + what);
+        return CUDA_ERROR_INVALID_VALUE;
+    };
+    const Memory memory = memory_at(address);
+    if (memory) {
+        if (!memory->live) return wrong("were freed");
+        if (memory->free_enqueued) return wrong("were given to cuMemFreeAsync before");
+        const std::size_t offset = address - memory->base;
+        if (bytes > memory->bytes - offset)
+            return wrong("pass the end of an allocation of " + std::to_string(memory->bytes) + " bytes, at " +
+                         std::to_string(offset));
+        if (side == Side::host && memory->on_device()) return wrong("are a device's, where host memory is named");
+        *place = {memory, address};
+        return CUDA_SUCCESS;
+    }
+    if (in_device_range(address) || pinned_range().has(address)) return wrong("are not allocated");
+    if (side == Side::device) return wrong("are no device memory");
+    if (!address) return wrong("are a null pointer");
+    for (const auto &other : all_memory())
+        if (other->base > address && other->base < address + bytes) return wrong("are pinned in part only");
+    *place = {nullptr, address};
+    return CUDA_SUCCESS;
+}
+
+std::string unusable(const Allocation &memory) {
+    if (!memory.live) return "memory " + hex(memory.base) + " was freed before the work that uses it ran";
+    if (!memory.born) return "memory " + hex(memory.base) + " is used before cuMemAllocAsync's place in its stream";
+    if (memory.kind == Kind::imported && memory.page->freed.load())
+        return "memory " + hex(memory.base) + " was freed by the process that owns it";
+    return "";
+}
+
+void open_for_kernel(Allocation &memory) {
+    if (memory.on_device() && memory.live && memory.open_count++ == 0)
+        mprotect(reinterpret_cast<void *>(memory.base), memory.mapped, PROT_READ | PROT_WRITE);
+}
+
+void close_after_kernel(Allocation &memory) {
+    if (memory.open_count && --memory.open_count == 0 && memory.live)
+        mprotect(reinterpret_cast<void *>(memory.base), memory.mapped, PROT_NONE);
+}
+
+bool overrun(const Allocation &memory) {
+    for (std::size_t at = memory.bytes; at < memory.mapped; ++at)
+        if (memory.shadow[at] != PATTERN[at % 2]) return true;
+    return false;
+}
+
+bool in_device_range(std::uintptr_t address) { return device_range().has(address); }
+
+std::string hex(std::uintptr_t value) {
+    char text[24];
+    std::snprintf(text, sizeof text, "0x%lx", static_cast<unsigned long>(value));
+    return text;
+}
+
+}  // namespace sim

@@ -1,0 +1,111 @@
+// Device and host memory: where it is, who uses it, and what is wrong with a range of addresses.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+
+namespace sim {
+
+struct Context;
+
+// How memory came to be.
+enum class Kind { plain, ordered, imported, pinned, registered };
+
+// A page behind every device allocation's bytes, which all processes that opened the allocation map.
+struct SharedPage {
+    std::atomic<unsigned> freed;        // 1 when the owner has freed the memory
+    std::atomic<int> processes[128];    // the processes that have it open; 0: a free entry
+};
+
+// Memory that a call of the driver made or registered.
+struct Allocation {
+    std::uintptr_t base = 0;             // first address, as the caller sees it; never given out again
+    std::size_t bytes = 0;               // what was asked for
+    std::size_t mapped = 0;              // bytes in whole pages; what is behind `bytes` keeps its pattern
+    Kind kind = Kind::plain;             // how it came to be
+    Context *context = nullptr;          // whose it is
+    unsigned flags = 0;                  // flags of cuMemHostAlloc and cuMemHostRegister
+    unsigned long long id = 0;           // number of the allocation, from 1
+    int fd = -1;                         // the memfd with the bytes of device memory
+    unsigned char *shadow = nullptr;     // device memory's second mapping, through which the simulator copies
+    SharedPage *page = nullptr;          // behind the bytes of device memory, in `shadow`
+    CUipcHandle handle{};                // what an imported allocation was opened with
+    unsigned opened = 0;                 // how often an imported allocation is open in this process
+    bool live = true;                    // false once the memory is gone
+    bool free_enqueued = false;          // cuMemFreeAsync was called: later calls must not name it
+    bool born = true;                    // false until cuMemAllocAsync's place in its stream is reached
+    unsigned users = 0;                  // operations that are enqueued or run, and name it
+    unsigned open_count = 0;             // kernels that run now and may touch `base` itself
+
+    ~Allocation();
+    // Whether the bytes are a device's.
+    bool on_device() const { return kind <= Kind::imported; }
+    // The bytes at an address of this allocation, for the simulator.
+    unsigned char *at(std::uintptr_t address) const {
+        return on_device() ? shadow + (address - base) : reinterpret_cast<unsigned char *>(address);
+    }
+};
+
+using Memory = std::shared_ptr<Allocation>;
+
+// A range of addresses that a call named, after the checks.
+struct Place {
+    Memory memory;               // null for pageable host memory
+    std::uintptr_t address = 0;  // its first byte
+
+    // Whether the bytes are a device's.
+    bool on_device() const { return memory && memory->on_device(); }
+    // The bytes, for the simulator.
+    unsigned char *data() const {
+        return memory ? memory->at(address) : reinterpret_cast<unsigned char *>(address);
+    }
+};
+
+// Which memory a parameter may name.
+enum class Side { host, device, either };
+
+// Makes device or pinned memory with a pattern that is a NaN in every float type and zero in none.
+CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made);
+
+// Opens memory of another process, whose memfd is `fd`.
+CUresult import(Context *context, int fd, std::size_t bytes, Memory *made);
+
+// Puts caller's memory into the table, so that it counts as pinned.
+CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsigned flags);
+
+// Takes memory away: the caller's addresses lose their access for good.
+void release(Memory memory);
+
+// The memory with an address, dead or alive; null where the address is not the driver's.
+Memory memory_at(std::uintptr_t address);
+
+// All memory that is alive.
+std::vector<Memory> all_memory();
+
+// Bytes of device memory that are allocated on a context.
+std::size_t bytes_in_use(const Context *context);
+
+// Checks a range that a call named; a mistake is a fault and an error.
+CUresult resolve(const char *function, std::uintptr_t address, std::size_t bytes, Side side, Place *place);
+
+// What is wrong with memory when an operation begins that uses it; empty if nothing is.
+std::string unusable(const Allocation &memory);
+
+// Gives and takes access to the addresses that the caller sees, while a kernel runs.
+void open_for_kernel(Allocation &memory);
+void close_after_kernel(Allocation &memory);
+
+// Whether bytes behind the end of device memory are no longer what they were.
+bool overrun(const Allocation &memory);
+
+// Whether an address is in the range from which device memory is taken.
+bool in_device_range(std::uintptr_t address);
+
+// An address or a size as text for a fault.
+std::string hex(std::uintptr_t value);
+
+}  // namespace sim

@@ -1,0 +1,145 @@
+// Streams: threads that run enqueued operations in order, as late as they may.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "context.h"
+#include "memory.h"
+
+namespace sim {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+struct Stream;
+struct Capture;
+
+// The page that all processes with an inter-process event map.
+struct SharedEvent {
+    std::atomic<unsigned long long> recorded;   // number of the newest record, from 1
+    std::atomic<unsigned long long> completed;  // number of the newest record that was reached
+    std::atomic<unsigned long long> wanted;     // the newest record that somebody waits for
+    std::atomic<int> recorder;                  // the process that recorded last
+};
+
+using EventPage = std::shared_ptr<SharedEvent>;
+
+// How an operation ended.
+struct Outcome {
+    CUresult code = CUDA_SUCCESS;  // what poisons the context, if it is not success
+    std::string text;              // a fault, if it is not empty
+};
+
+// A record of an inter-process event, as another operation waits for it.
+struct SharedRecord {
+    EventPage page;             // the event
+    unsigned long long number;  // the record
+
+    // Whether it was reached, or can no longer be because the process that made it has ended.
+    bool reached() const;
+    // Asks the process that made it to let it begin.
+    void want() const;
+};
+
+// One operation of a stream.
+struct Operation {
+    std::string function;                            // the call that enqueued it
+    Stream *stream = nullptr;                        // where it runs
+    std::function<Outcome()> run;                    // what it does, called without the lock; may be empty
+    std::function<void()> place;                     // what happens under the lock when its place is reached
+    std::vector<Memory> uses;                        // memory that must be alive when it begins
+    std::vector<std::shared_ptr<Operation>> after;   // operations of other streams that must have ended
+    std::vector<SharedRecord> after_shared;          // the same, of other processes
+    std::vector<SharedRecord> records;               // the inter-process record that it is, if it is one
+    Clock::time_point due;                           // when it begins although nobody wants it
+    Clock::time_point ended;                         // when it ended
+    bool wanted = false;                             // it may begin
+    bool done = false;                               // it has ended
+};
+
+using Work = std::shared_ptr<Operation>;
+
+// A stream, and the thread that is it. Never deleted, so that no handle is used twice.
+struct Stream {
+    Context *context = nullptr;          // whose it is
+    unsigned flags = 0;                  // CU_STREAM_NON_BLOCKING or 0
+    int priority = 0;                    // from -5 (greatest) to 0
+    unsigned long long id = 0;           // number, from 1
+    bool legacy = false;                 // it is the stream of handles 0 and 1
+    bool destroyed = false;              // cuStreamDestroy was called; what is enqueued still runs
+    std::deque<Work> queue;              // what has not ended
+    Work last;                           // what was enqueued last, null or ended where nothing pends
+    std::shared_ptr<Capture> capture;    // what it is captured into, null outside a capture
+
+    // Whether it is ordered with the legacy stream.
+    bool blocking() const { return !legacy && !(flags & CU_STREAM_NON_BLOCKING); }
+};
+
+// An event; deleted never, for the same reason.
+struct Event {
+    Context *context = nullptr;          // whose it is
+    unsigned flags = 0;                  // CU_EVENT_*
+    Work record;                         // its newest record, null before the first
+    std::shared_ptr<Capture> capture;    // the capture in which it was recorded, if it was
+    std::set<unsigned long> before;      // the operations of that capture that it comes after
+    EventPage page;                      // of an inter-process event
+    int fd = -1;                         // the memfd of that page
+    unsigned long long number = 0;       // the newest record that this process knows, of an inter-process event
+};
+
+// A sequence of calls that becomes a graph.
+struct Capture {
+    unsigned long long id = 0;           // number, from 1
+    int mode = CAPTURE_GLOBAL;           // CAPTURE_GLOBAL, _THREAD_LOCAL or _RELAXED
+    int status = CAPTURE_ACTIVE;         // CAPTURE_ACTIVE or _INVALIDATED
+    pthread_t thread{};                  // who began it
+    Stream *origin = nullptr;            // where it began, and must end
+    std::vector<Stream *> members;       // all streams in it
+    unsigned long nodes = 0;             // operations in it, numbered from 1
+    std::map<Stream *, std::set<unsigned long>> before;  // of each member: the operations that its next one comes after
+};
+
+// Makes a stream and its thread.
+Stream *make_stream(Context *context, unsigned flags, int priority, bool legacy = false);
+
+// The stream of a handle in the current context.
+CUresult find_stream(const char *function, void *handle, Stream **stream);
+
+// Enqueues an operation; into the capture, where the stream is captured. `made` may be null.
+CUresult enqueue(Work work, Work *made = nullptr);
+
+// An operation that is not enqueued yet.
+Work operation(const char *function, Stream *stream, std::function<Outcome()> run = nullptr,
+               std::vector<Memory> uses = {});
+
+// Lets an operation begin, all that is before it, and all that those wait for.
+void want(const Work &work);
+
+// Waits on the calling thread until an operation has ended, and says how the context is.
+CUresult wait_for(Lock &lock, const Work &work);
+
+// What must have ended for a stream to be idle: its last operation; for the legacy stream those of blocking streams too.
+std::vector<Work> pending(const Stream *stream);
+
+// Waits for all of a context's streams.
+CUresult wait_for_all(Lock &lock, Context *context);
+
+// Whether the calling thread runs a host function now.
+bool in_host_function();
+// Marks it.
+void enter_host_function(bool inside);
+
+// Refuses calls that must not be made while a capture is under way, and invalidates the capture. With `context`,
+// calls that ask for everything that a context does.
+CUresult unsafe_in_capture(const Context *context = nullptr);
+
+// Sets how strict captures are with the calling thread, and returns how strict they were.
+int exchange_capture_mode(int mode);
+
+}  // namespace sim
