@@ -2,9 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use bagua_cuda::{Cache, Libraries, Places, compile};
+use bagua_core::error::Error;
+use bagua_cuda::{Cache, Libraries, Memory, Places, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+
+use crate::cuda_call::CudaDevice;
+use crate::errors;
 
 /// The attributes of `bagua.config.CudaPlaces`.
 #[derive(FromPyObject)]
@@ -111,6 +115,26 @@ impl CudaLibraries {
             compile::cubin(self.core.nvrtc(&places)?, &Cache::new(cache), program, architecture)
         });
         Ok(PyBytes::new(py, &code.map_err(|error| raise(py, &error))?))
+    }
+
+    /// A device, by its number. The first use of a device may create its primary context, which takes a while.
+    ///
+    /// Raises BaguaError with `why_not()` where there is no CUDA, DeviceError.
+    fn device(&self, py: Python<'_>, places: PlacesArgument, number: i32) -> PyResult<CudaDevice> {
+        let places = places.into();
+        let context = py.detach(|| self.core.driver(&places).map_err(Error::from)?.context(number));
+        context.map(CudaDevice::of).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Number of the device whose memory an address is; None for memory of the host, -1 for managed memory. Raises as `device`.
+    fn device_of(&self, py: Python<'_>, places: PlacesArgument, address: usize) -> PyResult<Option<i32>> {
+        let places = places.into();
+        let memory = py.detach(|| self.core.driver(&places).map_err(Error::from)?.memory_at(address));
+        Ok(match memory.map_err(|e| errors::raise(py, e))? {
+            Memory::Device(number) => Some(number),
+            Memory::Managed => Some(-1),
+            Memory::Other => None,
+        })
     }
 }
 
