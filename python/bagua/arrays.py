@@ -154,6 +154,8 @@ def memory_of(x: Any, what: str = "the array") -> Memory:
         return Memory(x, _code(x.dtype, what), x)
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, what)
+    if hasattr(x, "__cuda_array_interface__"):
+        raise TypeError(f"{what} lives on CUDA; only host memory can travel here: copy it to the CPU first")
     try:
         array = np.asarray(memoryview(x))
     except (TypeError, ValueError) as error:
