@@ -102,9 +102,17 @@ class CudaMemory:
 
         NotImplementedError for a stream that is being captured, before anything is enqueued.
         """
-        producers = {other.producer for other in others if other is not None} - {None, self.stream}
         wish = config.cuda_collective()
-        return communicator.cuda_call(self.device, self.stream, [each for each in producers if each], wish)
+        return communicator.cuda_call(self.device, self.stream, self._producers(others), wish)
+
+    def call_alone(self, others: Iterable[CudaMemory]) -> CudaCall:
+        """As `call`, for what this process does by itself."""
+        return self.device.call(self.stream, self._producers(others))
+
+    def _producers(self, others: Iterable[Any]) -> list[int]:
+        """Streams that the call's is to be ordered after."""
+        producers = {other.producer for other in others if other is not None} - {None, self.stream}
+        return [each for each in producers if each]
 
 
 def memory_of(x: Any, what: str, stream: int | None) -> CudaMemory:
@@ -180,7 +188,10 @@ def _device(number: int) -> CudaDevice:
     devices = lifecycle.process.cuda_devices
     found = devices.get(number)
     if found is None:
-        found = devices[number] = lifecycle.cuda_libraries().device(config.cuda_places(), number)
+        found = lifecycle.cuda_libraries().device(config.cuda_places(), config.cuda_cache(), number)
+        devices[number] = found
+        # The driver's objects are freed while it is there.
+        lifecycle.at_exit(found.release)
     return found
 
 

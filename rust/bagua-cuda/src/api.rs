@@ -3,7 +3,7 @@
 //!
 //! Names and numbers are those of the CUDA driver API, <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use bagua_core::error::{DeviceFailure, Error, Result};
 
@@ -18,6 +18,12 @@ pub(crate) type CUstream = usize;
 
 /// An event of the driver.
 pub(crate) type CUevent = *mut c_void;
+
+/// A loaded program.
+pub(crate) type CUmodule = *mut c_void;
+
+/// A kernel of a loaded program.
+pub(crate) type CUfunction = *mut c_void;
 
 /// An address in a device's memory.
 pub(crate) type CUdeviceptr = u64;
@@ -97,6 +103,18 @@ functions! {
     copy_on_device = c"cuMemcpyDtoDAsync_v2"(CUdeviceptr, CUdeviceptr, usize, CUstream);
     /// Some attributes of an address; 0 for what is not known of it.
     pointer_attributes = c"cuPointerGetAttributes"(c_uint, *mut c_int, *mut *mut c_void, CUdeviceptr);
+    /// One of a device's attributes.
+    device_get_attribute = c"cuDeviceGetAttribute"(*mut c_int, c_int, CUdevice);
+    /// Memory of the device, which is there when a stream has come so far.
+    alloc_ordered = c"cuMemAllocAsync"(*mut CUdeviceptr, usize, CUstream);
+    /// Frees memory when a stream has come so far.
+    free_ordered = c"cuMemFreeAsync"(CUdeviceptr, CUstream);
+    /// Loads machine code into the current context.
+    module_load_data = c"cuModuleLoadData"(*mut CUmodule, *const c_void);
+    /// A kernel, by its name.
+    module_get_function = c"cuModuleGetFunction"(*mut CUfunction, CUmodule, *const c_char);
+    /// Launches a kernel: blocks in three dimensions, threads of a block likewise, dynamic shared memory, stream, arguments, nothing.
+    launch_kernel = c"cuLaunchKernel"(CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void);
 }
 
 /// The driver's functions, for errors with names.

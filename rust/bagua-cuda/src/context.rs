@@ -8,6 +8,7 @@ use std::sync::Arc;
 use bagua_core::error::{Error, Result};
 
 use crate::api::{Api, CAPTURE_IMPLICIT, CAPTURE_MODE_RELAXED, CUcontext, CUdeviceptr, CUstream};
+use crate::launch::Kernels;
 
 /// `CU_MEMORYTYPE_DEVICE`.
 const ON_DEVICE: c_uint = 2;
@@ -31,6 +32,7 @@ pub struct Context {
     handle: CUcontext,
     /// The greatest priority of its streams.
     priority: c_int,
+    kernels: Kernels,
 }
 
 // SAFETY: a context may be made current on any thread, on several at once.
@@ -55,7 +57,7 @@ impl Context {
         // SAFETY: it writes one handle; device numbers are checked by the driver.
         let code = unsafe { (api.functions.primary_context_retain)(&raw mut handle, device) };
         api.check(device, c"cuDevicePrimaryCtxRetain", code)?;
-        let mut context = Context { api: Arc::clone(api), device, handle, priority: 0 };
+        let mut context = Context { api: Arc::clone(api), device, handle, priority: 0, kernels: Kernels::default() };
         let (mut least, mut greatest) = (0, 0);
         {
             let entered = context.enter()?;
@@ -75,6 +77,11 @@ impl Context {
 
     pub(crate) fn api(&self) -> &Api {
         &self.api
+    }
+
+    /// The kernels that were loaded.
+    pub(crate) fn kernels(&self) -> &Kernels {
+        &self.kernels
     }
 
     /// The greatest priority of its streams.

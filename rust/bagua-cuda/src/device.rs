@@ -135,6 +135,19 @@ impl Place {
         unsafe { self.stage.context().copy(to, from, bytes, self.stream) }
     }
 
+    /// Puts work on the caller's stream, behind that of its producers, and marks its end on the device.
+    ///
+    /// # Errors
+    /// Those of `work`, and `Device`.
+    pub(crate) fn on_stream(&self, work: impl FnOnce(usize) -> Result<()>) -> Result<()> {
+        self.follow_producers()?;
+        let outcome = work(self.stream);
+        // Also after an error: some of the work may be there.
+        let recorded = self.done.record(self.stream);
+        self.ended(recorded.is_ok());
+        outcome.and(recorded)
+    }
+
     /// Streams of ours begin after the operation's start.
     pub(crate) fn order_after_start(&self, streams: &[usize]) -> Result<()> {
         for event in lock(&self.start).iter() {

@@ -1,7 +1,7 @@
 //! CUDA, found at run time and never linked.
 //!
-//! So far: which libraries there are, which devices, kernels, and the collective `staged`. Kernels are compiled and not launched yet; the
-//! other collectives are not there yet.
+//! So far: which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collective `staged`. The other
+//! collectives are not there yet.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -16,6 +16,8 @@
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
+//! | [`launch`] | loading machine code for a device, and launching kernels |
+//! | [`codec`] | `minmax_u8` on arrays of a device |
 //! | [`cache`] | a folder of machine code |
 //! | [`nccl`] | NCCL (`libnccl`): its version, its functions |
 //! | [`library`] | finding and loading one shared library |
@@ -25,6 +27,7 @@
 
 pub mod api;
 pub mod cache;
+pub mod codec;
 pub mod compile;
 pub mod context;
 pub mod device;
@@ -32,6 +35,7 @@ pub mod driver;
 pub mod error;
 pub mod event;
 pub mod kernels;
+pub mod launch;
 pub mod libraries;
 pub mod library;
 pub mod memory;
@@ -45,6 +49,7 @@ pub use cache::Cache;
 pub use context::{Context, Memory};
 pub use device::{Place, Wish};
 pub use error::{Error, Result};
+pub use launch::Compiler;
 pub use libraries::{Libraries, Places};
 pub use stage::{Choice, Counts, Stage};
 pub use staged::Factory;

@@ -93,6 +93,12 @@ impl Libraries {
     }
 }
 
+impl std::fmt::Debug for Libraries {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Libraries of process {}", self.owner)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

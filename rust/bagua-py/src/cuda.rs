@@ -1,9 +1,10 @@
 //! `CudaLibraries`: which libraries and devices of CUDA this process can use, and the compiler of kernels.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bagua_core::error::Error;
-use bagua_cuda::{Cache, Libraries, Memory, Places, compile};
+use bagua_cuda::{Cache, Compiler, Libraries, Memory, Places, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -32,14 +33,14 @@ impl From<PlacesArgument> for Places {
 /// what was found holds from then on.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaLibraries {
-    core: Libraries,
+    core: Arc<Libraries>,
 }
 
 #[pymethods]
 impl CudaLibraries {
     #[new]
     fn new() -> CudaLibraries {
-        CudaLibraries { core: Libraries::new() }
+        CudaLibraries { core: Arc::new(Libraries::new()) }
     }
 
     /// Why no device can be used, in one line, the same at each call; None when one can. Initialises the driver.
@@ -117,12 +118,24 @@ impl CudaLibraries {
         Ok(PyBytes::new(py, &code.map_err(|error| raise(py, &error))?))
     }
 
-    /// A device, by its number. The first use of a device may create its primary context, which takes a while.
+    /// A device, by its number. The first use of a device may create its primary context, which takes a while. The places and the folder
+    /// `cache` (None: nothing is kept) of the first call for a device are those of its kernels.
     ///
     /// Raises BaguaError with `why_not()` where there is no CUDA, DeviceError.
-    fn device(&self, py: Python<'_>, places: PlacesArgument, number: i32) -> PyResult<CudaDevice> {
-        let places = places.into();
-        let context = py.detach(|| self.core.driver(&places).map_err(Error::from)?.context(number));
+    fn device(
+        &self,
+        py: Python<'_>,
+        places: PlacesArgument,
+        cache: Option<PathBuf>,
+        number: i32,
+    ) -> PyResult<CudaDevice> {
+        let places: Places = places.into();
+        let context = py.detach(|| {
+            let context = self.core.driver(&places).map_err(Error::from)?.context(number)?;
+            let libraries = Arc::downgrade(&self.core);
+            context.compile_with(Compiler { libraries, places: places.clone(), cache: Cache::new(cache) });
+            Ok(context)
+        });
         context.map(CudaDevice::of).map_err(|e| errors::raise(py, e))
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bagua_core::memory::Device;
-use bagua_cuda::{Context, Place};
+use bagua_cuda::{Context, Place, Stage, Wish};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -13,11 +13,13 @@ use crate::tensor;
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaDevice {
     context: Arc<Context>,
+    /// Of calls without a group: what they hold.
+    stage: Arc<Stage>,
 }
 
 impl CudaDevice {
     pub fn of(context: Arc<Context>) -> CudaDevice {
-        CudaDevice { context }
+        CudaDevice { stage: Arc::new(Stage::new(&context)), context }
     }
 
     pub fn context(&self) -> &Arc<Context> {
@@ -36,6 +38,19 @@ impl CudaDevice {
     /// Raises NotImplementedError when one of the streams is being captured into a graph, and leaves the capture as it is.
     fn refuse_capture(&self, py: Python<'_>, streams: Vec<usize>) -> PyResult<()> {
         py.detach(|| self.context.refuse_capture(&streams)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// The device's side of one call without a group, on `stream` and behind what the streams of `producers` have then.
+    ///
+    /// Raises NotImplementedError for a stream that is being captured, DeviceError.
+    fn call(&self, py: Python<'_>, stream: usize, producers: Vec<usize>) -> PyResult<CudaCall> {
+        let place = py.detach(|| Place::new(&self.stage, Wish::default(), stream, producers));
+        Ok(CudaCall::of(Arc::new(place.map_err(|e| errors::raise(py, e))?)))
+    }
+
+    /// Lets go of the arrays of calls without a group that the device is done with. Does not wait.
+    fn release(&self) {
+        self.stage.release();
     }
 }
 

@@ -14,6 +14,7 @@ use bagua_core::memory::{DeviceRef, Region, WeightLock, Weights};
 use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
 use bagua_cuda::Place;
+use bagua_cuda::codec::{self, Elements, Records};
 
 /// `count` elements at `address`, by the promise above.
 pub fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
@@ -34,6 +35,18 @@ pub fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtype: DTyp
 pub fn copy_on_device(call: &Place, to: usize, from: usize, bytes: usize) -> Result<()> {
     // SAFETY: the caller's promise, for memory of that device.
     unsafe { call.copy(to, from, bytes) }
+}
+
+/// Encodes an array of a device, on the stream of a call, by the promise above for both arrays.
+pub fn encode_on_device(call: &Place, from: Elements, chunks: usize, to: Records) -> Result<()> {
+    // SAFETY: the caller's promise, for memory of that device.
+    unsafe { codec::encode(call, from, chunks, to) }
+}
+
+/// Decodes an array of a device, on the stream of a call, by the promise above for both arrays.
+pub fn decode_on_device(call: &Place, from: Records, to: Elements, chunks: usize) -> Result<()> {
+    // SAFETY: the caller's promise, for memory of that device.
+    unsafe { codec::decode(call, from, to, chunks) }
 }
 
 /// `count` elements at `address` that are shared under a lock: by the promise above, but for who uses them meanwhile; that is up to
