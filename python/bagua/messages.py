@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from bagua import engine
 from bagua.arrays import Array, empty_like, memory_of, operand
+from bagua.errors import DeviceError
 
 __all__ = ["Handle", "Messages", "outcome", "same_kind", "writable"]
 
 if TYPE_CHECKING:
     from bagua.arrays import AnyMemory
+
+#: CUDA_ERROR_OUT_OF_MEMORY.
+_OUT_OF_MEMORY = 2
 
 T = TypeVar("T")
 M = TypeVar("M", bound="AnyMemory")
@@ -166,7 +170,7 @@ class Messages:
         follow each other. `recv_counts[r]` must be what rank r sends to this rank. The result is `out`, or a new array
         of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
         """
-        src = operand(x, "the array", stream).to_read()
+        src = self._operand(x, "the array", stream).to_read()
         sends, recvs = [int(n) for n in send_counts], [int(n) for n in recv_counts]
         for name, counts in (("send_counts", sends), ("recv_counts", recvs)):
             if len(counts) != self.size or min(counts, default=0) < 0:
@@ -174,7 +178,7 @@ class Messages:
         send_at, recv_at = _displs(sends, send_displs, "send_displs"), _displs(recvs, recv_displs, "recv_displs")
         if out is None:
             out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
-        dst = operand(out, "out", stream)
+        dst = self._operand(out, "out", stream)
         dst = same_kind(src, dst, dst.shape)
         raw = self._communicator.all_to_all_v(
             src.address,
@@ -293,6 +297,16 @@ class Messages:
         (sender,) = raw.senders()
         assert sender is not None, "the message has come"
         return x, sender
+
+    def _operand(self, x: Any, what: str, stream: int | None) -> AnyMemory:
+        """The memory of an array. A device that fails meanwhile ends the group: the others wait for this rank."""
+        try:
+            return operand(x, what, stream)
+        except DeviceError as error:
+            self._communicator.cause()
+            if error.code != _OUT_OF_MEMORY:
+                self._communicator.raise_(type(error).__name__, str(error))
+            raise
 
     def _rank(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import engine
-from bagua.arrays import Array, Memory, empty_like, operand
+from bagua.arrays import Array, Memory, empty_like
 from bagua.messages import Handle, Messages, outcome, same_kind, writable
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Verbs(Messages):
         if self.rank == root:
             src, target, result = self._pair(x, out, stream)
         else:
-            src, target, result = operand(x, "the array", stream).to_read(), None, None
+            src, target, result = self._operand(x, "the array", stream).to_read(), None, None
         held = src if target is None else target
         assert held is not None
         return self._run(
@@ -187,9 +187,9 @@ class Verbs(Messages):
         The result is a new array or `out`. `out` may be this rank's part of `x` itself.
         """
         code = op_code(op)
-        src = operand(x, "the array", stream).to_read()
+        src = self._operand(x, "the array", stream).to_read()
         shape = self._part(src, "reduce_scatter")
-        dst, result = _target(src, out, shape, stream)
+        dst, result = self._target(src, out, shape, stream)
         inside = dst.count > 0 and dst.address == src.address + self.rank * dst.nbytes
         given, target = (None, src) if inside else (src, dst)
         return self._run(
@@ -281,11 +281,11 @@ class Verbs(Messages):
         their `out` is not used.
         """
         root = self._rank(dst, "dst")
-        src = operand(x, "the array", stream).to_read()
+        src = self._operand(x, "the array", stream).to_read()
         target: AnyMemory | None = None
         result: Any = None
         if self.rank == root:
-            target, result = _target(src, out, (self.size, *src.shape), stream)
+            target, result = self._target(src, out, (self.size, *src.shape), stream)
         inside = target is not None and self._is_own_part(src, target)
         return self._run(
             engine.GATHER,
@@ -339,16 +339,16 @@ class Verbs(Messages):
         if self.rank == root:
             if x is None:
                 raise ValueError(f"scatter: rank {root} is the source and needs an array")
-            source = operand(x, "the array", stream).to_read()
+            source = self._operand(x, "the array", stream).to_read()
             if not source.shape or source.shape[0] != self.size:
                 raise ValueError(
                     f"scatter: the first dimension of shape {source.shape} is not the number of ranks, {self.size}"
                 )
-            target, result = _target(source, out, source.shape[1:], stream)
+            target, result = self._target(source, out, source.shape[1:], stream)
         elif out is None:
             raise ValueError(f"scatter: rank {self.rank} is not the source and needs out=")
         else:
-            target, result = operand(out, "out", stream).to_write("out"), out
+            target, result = self._operand(out, "out", stream).to_write("out"), out
         count, dtype = target.count, target.dtype
         given: AnyMemory | None = source
         if source is None:
@@ -398,8 +398,8 @@ class Verbs(Messages):
 
         `x` may be this rank's part of `out` itself.
         """
-        src = operand(x, "the array", stream).to_read()
-        dst, result = _target(src, out, (self.size, *src.shape), stream)
+        src = self._operand(x, "the array", stream).to_read()
+        dst, result = self._target(src, out, (self.size, *src.shape), stream)
         given = None if self._is_own_part(src, dst) else src
         return self._run(engine.ALL_GATHER, given, dst, result, count=src.count, async_op=async_op, timeout=timeout)
 
@@ -499,10 +499,10 @@ class Verbs(Messages):
 
     def _pair(self, x: Any, out: Any, stream: int | None) -> tuple[AnyMemory | None, AnyMemory, Any]:
         """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
-        memory = operand(x, "the array", stream)
+        memory = self._operand(x, "the array", stream)
         if out is None or out is x:
             return None, writable(memory), x
-        target = same_kind(memory, operand(out, "out", stream), memory.shape)
+        target = same_kind(memory, self._operand(out, "out", stream), memory.shape)
         source = memory.to_read()
         return (None if source.address == target.address else source), target, out
 
@@ -517,9 +517,8 @@ class Verbs(Messages):
     def _is_own_part(self, part: AnyMemory, whole: AnyMemory) -> bool:
         return part.count > 0 and part.address == whole.address + self.rank * part.nbytes
 
-
-def _target(memory: AnyMemory, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[AnyMemory, Any]:
-    """Destination and what to return, of a verb whose result has another shape."""
-    if out is None:
-        out = empty_like(memory, shape)
-    return same_kind(memory, operand(out, "out", stream), shape), out
+    def _target(self, memory: AnyMemory, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[AnyMemory, Any]:
+        """Destination and what to return, of a verb whose result has another shape."""
+        if out is None:
+            out = empty_like(memory, shape)
+        return same_kind(memory, self._operand(out, "out", stream), shape), out

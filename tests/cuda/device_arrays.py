@@ -1,9 +1,8 @@
-"""Arrays on the simulated driver for ranks, by ctypes: what a framework with CUDA arrays would give to Bagua's verbs."""
+"""Arrays on the simulated driver, by ctypes: what a framework with CUDA arrays would give to Bagua's verbs."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -104,8 +103,6 @@ class DeviceArray:
         self._lent: list[Any] = []
         #: What `__dlpack__` was asked to order.
         self.asked: list[int | None] = []
-        #: Called by `free`.
-        self.on_free: Callable[[], None] = lambda: None
         if dlpack:
             self.__class__ = _Lending
         cuda.arrays.append(self)
@@ -145,7 +142,6 @@ class DeviceArray:
     def free(self) -> None:
         """Gives the memory back, once."""
         if self.address:
-            self.on_free()
             self.cuda.driver.cuMemFree_v2(self.address)
             self.address = 0
 

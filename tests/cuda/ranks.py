@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class Ranks:
                 "BAGUA_SIM_DELAY_US": NEVER,
                 "BAGUA_SIM_REPORT": Path(folder, "report"),
             }
+            if broken := os.environ.get("BAGUA_SIM_BREAK"):
+                named["BAGUA_SIM_BREAK"] = broken  # by `make cuda-breaks`
             env = {name: str(value) for name, value in (named | variables).items()}
             world = World(size, env=env, hosts=hosts, timeout=timeout)
             try:
@@ -50,7 +53,7 @@ class Ranks:
                 self.reports = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
 
     def __call__(self, size: int, function: Function, *arguments: Any, clean: bool = True, **options: Any) -> list[Any]:
-        """With `clean` no rank may have made a mistake, left something behind, or waited for the device where it calls."""
+        """With `clean` no rank may have made a mistake, left something behind, or waited for the device on "main"."""
         with self.world(size, **options) as world:
             found = world.run(function, *arguments)
         if clean:

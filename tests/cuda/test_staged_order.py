@@ -87,14 +87,12 @@ def handles(rank: int) -> None:
     assert many[-1].synchronize(30.0) is x
     assert all(handle.is_completed() for handle in many)
     assert x.read(third).tolist() == [16.0] * 1000
-    group.all_reduce(x, async_op=True).then(lambda error: done.append(error))
+    done: list[Any] = []
+    group.all_reduce(x, async_op=True).then(done.append)
     group.all_reduce(y, async_op=True).synchronize()
     bagua.shutdown()
     assert done == [None]
     cuda.close()
-
-
-done: list[Any] = []
 
 
 def test_a_handle_orders_the_streams_that_it_is_told(ranks: Ranks) -> None:
@@ -103,27 +101,25 @@ def test_a_handle_orders_the_streams_that_it_is_told(ranks: Ranks) -> None:
 
 def completion(rank: int) -> None:
     cuda, group = Cuda(), bagua.init()
-    x = cuda.array(ONES)
+    x, late = cuda.array(ONES), cuda.array(ONES)
     handle = group.all_reduce(x, async_op=True)
     handle.wait()
-    pending = handle.is_completed()
-    # The question lets the device begin.
+    # The question lets the device begin; the copy to it was not there before.
+    assert not handle.is_completed()
     while not handle.is_completed():
         pass
-    with pytest.raises(bagua.BaguaTimeoutError):
-        waiting = cuda.array(ONES)
-        late = None if rank else group.all_reduce(waiting, async_op=True)
-        if late is not None:
-            late.synchronize(0.05)
-        raise bagua.BaguaTimeoutError
-    group.barrier() if rank == 2 else None
-    if rank:
-        group.all_reduce(waiting)
+    if rank == 0:
+        handle = group.all_reduce(late, async_op=True)
+        for wait in (handle.wait, handle.synchronize):
+            with pytest.raises(bagua.BaguaTimeoutError):
+                wait(0.05)
+        assert not handle.is_completed()
+        group.send(ONES, 1)
     else:
-        assert late is not None
-        late.wait()
-    assert waiting.read().tolist() == [2.0] * 1000
-    assert not pending
+        group.recv(np.empty_like(ONES), 0)
+        handle = group.all_reduce(late, async_op=True)
+    handle.wait()
+    assert late.read().tolist() == [2.0] * 1000
     bagua.shutdown()
     cuda.close()
 
@@ -136,8 +132,6 @@ def lifetimes(rank: int) -> None:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(ONES)
     cuda.arrays.remove(x)
-    freed: list[int] = []
-    x.on_free = lambda: freed.append(1)
     weakref.finalize(x, cuda.driver.cuMemFree_v2, x.address)
     held = weakref.ref(x)
     group.all_reduce(x, async_op=True).wait()

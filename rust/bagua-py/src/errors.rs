@@ -67,12 +67,10 @@ impl Origin {
 }
 
 impl Origin {
-    /// The exception for a failure on this rank outside of a communication thread; one that is no matter of an argument poisons the group.
+    /// The exception for a failure on this rank outside of a communication thread; one that is no matter of an argument poisons the group,
+    /// and a group that has failed before raises its first cause.
     pub fn fail(&self, py: Python<'_>, error: Error) -> PyErr {
-        if !error.is_argument() {
-            // The first cause remains the cause; this call raises its own.
-            py.detach(|| drop(self.0.health.fail(error.clone())));
-        }
+        let error = if error.is_argument() { error } else { py.detach(|| self.0.health.fail(error)) };
         self.raise(py, error)
     }
 
