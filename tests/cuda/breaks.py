@@ -14,6 +14,7 @@ WAYS = {
     "no-wait": "tests/cuda/test_staged_order.py",
     "eager-free": "tests/cuda/test_staged_order.py",
     "short-copy": "tests/cuda/test_staged_values.py",
+    "short-kernel": "tests/cuda/test_codec_on_device.py",
 }
 
 
