@@ -1,6 +1,7 @@
 """The codec minmax_u8 on CUDA arrays: the host's bytes, the order of streams, lifetimes, refusals, failures.
 
-On the simulated driver, which runs the kernels that NVRTC's machine code names, compiled for the host.
+On the simulated driver, which runs the kernels that the machine code names, compiled for the host. Where there is no
+NVRTC, a pretended one names them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -19,6 +22,7 @@ import pytest
 import bagua
 from tests.cuda import kernel_cases as cases
 from tests.cuda.device_arrays import LEGACY, Cuda, DeviceArray
+from tests.cuda.pretended_nvrtc import pretended_nvrtc
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import built
 
@@ -31,18 +35,26 @@ def _kernels() -> None:
     built("cuda-kernels-host")
 
 
+#: Ends with 1 where there is no NVRTC; in a process of its own, which loads it.
+NVRTC = "import bagua.cuda, sys; sys.exit(bagua.cuda.info()['nvrtc']['path'] is None)"
+
+
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder for machine code: these tests compile once."""
-    return str(tmp_path_factory.mktemp("compiled"))
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where machine code comes from and where it is kept: these tests compile once."""
+    folder = tmp_path_factory.mktemp("compiled")
+    variables = {"XDG_CACHE_HOME": str(folder)}
+    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
+        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
+    return variables
 
 
 @pytest.fixture
-def rank(ranks: Ranks, compiled: str) -> Any:
+def rank(ranks: Ranks, compiler: dict[str, str]) -> Any:
     """`rank(function, …)` runs it in a process of its own, which must leave nothing behind and wait for nothing."""
 
     def run(function: Any, *arguments: Any, **variables: Any) -> Any:
-        return ranks(1, function, *arguments, **{"XDG_CACHE_HOME": compiled, **variables})[0]
+        return ranks(1, function, *arguments, **compiler | variables)[0]
 
     return run
 
@@ -391,8 +403,8 @@ def failing(rank: int, functions: list[str]) -> None:
         "cuMemFreeAsync:1",
     ],
 )
-def test_a_call_that_fails_is_an_error_and_the_next_one_works(ranks: Ranks, compiled: str, calls: str) -> None:
-    fails, variables = calls.split(":")[0], {"BAGUA_SIM_FAIL": f"{calls}:2", "XDG_CACHE_HOME": compiled}
+def test_a_call_that_fails_is_an_error_and_the_next_one_works(ranks: Ranks, compiler: Any, calls: str) -> None:
+    fails, variables = calls.split(":")[0], compiler | {"BAGUA_SIM_FAIL": f"{calls}:2"}
     # Memory whose freeing failed is not freed.
     ranks(1, failing, [fails], clean=fails != "cuMemFreeAsync", **variables)
     assert ranks.reports[0]["faults"] == []
