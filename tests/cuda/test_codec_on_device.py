@@ -216,7 +216,8 @@ def on_threads(rank: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors
+    if errors:
+        raise errors[0]
     for number, out in enumerate(outs):
         assert np.array_equal(out.read(), codec.encode(ONES * number))
     cuda.close()

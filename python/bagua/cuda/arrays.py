@@ -188,10 +188,12 @@ def _device(number: int) -> CudaDevice:
     devices = lifecycle.process.cuda_devices
     found = devices.get(number)
     if found is None:
-        found = lifecycle.cuda_libraries().device(config.cuda_places(), config.cuda_cache(), number)
-        devices[number] = found
-        # The driver's objects are freed while it is there.
-        lifecycle.at_exit(found.release)
+        made = lifecycle.cuda_libraries().device(config.cuda_places(), config.cuda_cache(), number)
+        # Another thread may have been faster; all must have the same object.
+        found = devices.setdefault(number, made)
+        if found is made:
+            # The driver's objects are freed while it is there.
+            lifecycle.at_exit(found.release)
     return found
 
 
