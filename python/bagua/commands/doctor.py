@@ -204,7 +204,7 @@ def _check_limits(place: launcher.Place | None, problems: _Problems) -> None:
 
 def _cuda() -> dict[str, Any]:
     why_not = cuda.why_not()
-    works = f"{len(cuda.info()['devices'])} device(s); so far only tensors in host memory are communicated"
+    works = f"{len(cuda.info()['devices'])} device(s); arrays on them are communicated by `bagua`, through host memory, and not yet by `bagua.torch_api`"
     return {"available": why_not is None, "why": why_not or works}
 
 

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each looked for at its first use |
 //! | [`driver`] | the driver (`libcuda`): its functions, its version, its devices |
+//! | `codes` | what calls of the driver return, and the names of errors |
 //! | [`api`] | the functions of the driver that operations use |
 //! | [`context`] | the primary context of a device, current around calls only |
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
@@ -20,6 +21,7 @@
 //! What is absent is an error value, never a panic: a library, a function, a device.
 
 pub mod api;
+mod codes;
 pub mod context;
 pub mod device;
 pub mod driver;
