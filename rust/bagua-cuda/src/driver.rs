@@ -5,7 +5,6 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::path::Path;
-use std::ptr;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use bagua_core as core;
@@ -15,7 +14,7 @@ use crate::api::Api;
 use crate::codes::{CUdevice, CUresult, error_name};
 use crate::context::{self, Context, Memory};
 use crate::error::{Error, Result};
-use crate::library::{Library, line};
+use crate::library::Library;
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
 const CAPABILITY_MAJOR: c_int = 75;
