@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use bagua_core::error::{DeviceFailure, Error, Result};
 
-use crate::driver::{CUdevice, CUresult, GetErrorName, error_name};
+use crate::codes::{CUdevice, CUresult, GetErrorName, error_name};
 use crate::library::Library;
 
 /// A context of the driver.

@@ -5,22 +5,16 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::path::Path;
-use std::ptr;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use bagua_core as core;
 use bagua_core::wait::lock;
 
 use crate::api::Api;
+use crate::codes::{CUdevice, CUresult, error_name};
 use crate::context::{self, Context, Memory};
 use crate::error::{Error, Result};
-use crate::library::{Library, line};
-
-/// What a call of the driver returns: 0, or the number of an error.
-pub(crate) type CUresult = c_int;
-
-/// Number of a device, as `cuDeviceGet` gives it.
-pub(crate) type CUdevice = c_int;
+use crate::library::Library;
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
 const CAPABILITY_MAJOR: c_int = 75;
@@ -211,33 +205,4 @@ fn check(library: &Library, function: &'static str, code: CUresult) -> Result<()
     // SAFETY: the signature is the driver's.
     let get_name = unsafe { library.find(c"cuGetErrorName") };
     Err(library.failed(function, error_name(get_name, code), code))
-}
-
-/// `cuGetErrorName`.
-pub(crate) type GetErrorName = unsafe extern "C" fn(CUresult, *mut *const c_char) -> CUresult;
-
-/// The name of an error: the driver's own, else that of the documentation for what `cuInit` may return.
-pub(crate) fn error_name(get: Option<GetErrorName>, code: CUresult) -> String {
-    let mut text = ptr::null();
-    // SAFETY: it writes one pointer: null, or the address of a static text.
-    if get.is_some_and(|get| unsafe { get(code, &raw mut text) } == 0) && !text.is_null() {
-        // SAFETY: as above.
-        return line(unsafe { CStr::from_ptr(text) }.to_bytes());
-    }
-    let name = match code {
-        1 => "CUDA_ERROR_INVALID_VALUE",
-        2 => "CUDA_ERROR_OUT_OF_MEMORY",
-        3 => "CUDA_ERROR_NOT_INITIALIZED",
-        34 => "CUDA_ERROR_STUB_LIBRARY",
-        46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
-        100 => "CUDA_ERROR_NO_DEVICE",
-        101 => "CUDA_ERROR_INVALID_DEVICE",
-        304 => "CUDA_ERROR_OPERATING_SYSTEM",
-        802 => "CUDA_ERROR_SYSTEM_NOT_READY",
-        803 => "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-        804 => "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-        999 => "CUDA_ERROR_UNKNOWN",
-        _ => "an error that the driver does not name",
-    };
-    name.to_owned()
 }

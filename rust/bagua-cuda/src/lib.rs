@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each looked for at its first use |
 //! | [`driver`] | the driver (`libcuda`): its functions, its version, its devices |
+//! | `codes` | what calls of the driver return, and the names of errors |
 //! | [`api`] | the functions of the driver that operations use |
 //! | [`context`] | the primary context of a device, current around calls only |
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
@@ -28,6 +29,7 @@
 pub mod api;
 pub mod cache;
 pub mod codec;
+mod codes;
 pub mod compile;
 pub mod context;
 pub mod device;
