@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bagua_core::error::{Error, Result};
 
 use crate::api::{Api, CAPTURE_IMPLICIT, CAPTURE_MODE_RELAXED, CUcontext, CUdeviceptr, CUstream};
-use crate::launch::Kernels;
+use crate::programs::Kernels;
 
 /// `CU_MEMORYTYPE_DEVICE`.
 const ON_DEVICE: c_uint = 2;

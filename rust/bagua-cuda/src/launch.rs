@@ -6,17 +6,14 @@
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, OnceLock, Weak};
 
 use bagua_core::error::{Error, Result};
 use bagua_core::wait::lock;
 
 use crate::api::{CUfunction, CUmodule, CUstream};
-use crate::cache::Cache;
-use crate::compile;
 use crate::context::Context;
 use crate::kernels::{Grid, Program, THREADS, program_of};
-use crate::libraries::{Libraries, Places};
+use crate::programs::{Compiler, Kernel};
 
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
 const MULTIPROCESSORS: c_int = 16;
@@ -24,43 +21,6 @@ const MULTIPROCESSORS: c_int = 16;
 const CAPABILITY_MAJOR: c_int = 75;
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
 const CAPABILITY_MINOR: c_int = 76;
-
-/// Where machine code comes from.
-#[derive(Debug)]
-pub struct Compiler {
-    /// Those with NVRTC. Weak, because they have the contexts that have this.
-    pub libraries: Weak<Libraries>,
-    /// Where NVRTC is looked for.
-    pub places: Places,
-    /// Where machine code is kept.
-    pub cache: Cache,
-}
-
-impl Compiler {
-    fn cubin(&self, program: &'static Program, architecture: i32) -> crate::error::Result<Vec<u8>> {
-        let libraries = self.libraries.upgrade().expect("a context belongs to libraries that live");
-        compile::cubin(libraries.nvrtc(&self.places)?, &self.cache, program, architecture)
-    }
-}
-
-/// A kernel of a loaded program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Kernel(CUfunction);
-
-// SAFETY: a function of a loaded module may be launched by any thread.
-unsafe impl Send for Kernel {}
-// SAFETY: as above.
-unsafe impl Sync for Kernel {}
-
-/// What a context has of kernels.
-#[derive(Default)]
-pub(crate) struct Kernels {
-    compiler: OnceLock<Compiler>,
-    /// Multiprocessors of the device.
-    processors: OnceLock<u32>,
-    /// Kernels of the programs that were loaded. Locked while one is compiled, so that no other thread compiles it too.
-    loaded: Mutex<BTreeMap<&'static str, Kernel>>,
-}
 
 impl Context {
     /// Says where the machine code of this device comes from. The first that is said holds.
@@ -99,7 +59,7 @@ impl Context {
         };
         let compiler =
             self.kernels().compiler.get().ok_or_else(|| refused("nobody said where it may be".to_owned()))?;
-        let code = compiler.cubin(program, architecture).map_err(|error| refused(error.to_string()))?;
+        let code = compiler(program, architecture).map_err(|error| refused(error.to_string()))?;
         let functions = &self.api().functions;
         let _entered = self.enter()?;
         let mut module: CUmodule = ptr::null_mut();

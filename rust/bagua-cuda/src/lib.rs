@@ -17,6 +17,7 @@
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
+//! | [`programs`] | which kernels a context has loaded |
 //! | [`launch`] | loading machine code for a device, and launching kernels |
 //! | [`codec`] | `minmax_u8` on arrays of a device |
 //! | [`cache`] | a folder of machine code |
@@ -43,6 +44,7 @@ pub mod library;
 pub mod memory;
 pub mod nccl;
 pub mod nvrtc;
+pub mod programs;
 pub mod stage;
 pub mod staged;
 pub mod stream;
@@ -51,7 +53,6 @@ pub use cache::Cache;
 pub use context::{Context, Memory};
 pub use device::{Place, Wish};
 pub use error::{Error, Result};
-pub use launch::Compiler;
 pub use libraries::{Libraries, Places};
 pub use stage::{Choice, Counts, Stage};
 pub use staged::Factory;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bagua_core::error::Error;
-use bagua_cuda::{Cache, Compiler, Libraries, Memory, Places, compile};
+use bagua_cuda::{Cache, Libraries, Memory, Places, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -132,8 +132,7 @@ impl CudaLibraries {
         let places: Places = places.into();
         let context = py.detach(|| {
             let context = self.core.driver(&places).map_err(Error::from)?.context(number)?;
-            let libraries = Arc::downgrade(&self.core);
-            context.compile_with(Compiler { libraries, places: places.clone(), cache: Cache::new(cache) });
+            context.compile_with(self.core.compiler(places.clone(), Cache::new(cache)));
             Ok(context)
         });
         context.map(CudaDevice::of).map_err(|e| errors::raise(py, e))
