@@ -137,6 +137,10 @@ CUDA_SIM := $(patsubst tests/cuda/sim/%.cpp,target/cuda-sim/objects/%.o,$(wildca
 .PHONY: cuda-sim
 cuda-sim: target/cuda-sim/libcuda.so.1 ## Builds the simulated CUDA driver for tests without a GPU (needs g++ only)
 
+.PHONY: cuda-breaks
+cuda-breaks: setup cuda-sim ## For each way in which the simulated CUDA driver can be wrong, prints a test that notices
+	$(BIN)/python -m tests.cuda.breaks
+
 target/cuda-sim/libcuda.so.1: $(CUDA_SIM)
 	g++ -shared -pthread -Wl,-soname,libcuda.so.1 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
 	mv $@.new $@

@@ -1,19 +1,26 @@
-"""Arrays of any framework as host memory: NumPy, DLPack on the CPU, or the buffer protocol."""
+"""Arrays of any framework as memory: NumPy, DLPack on the CPU, the buffer protocol; CUDA's by `bagua.cuda.arrays`."""
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from bagua import dlpack
 from bagua.engine import DTYPES, read_array
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Array", "Memory", "empty_like", "memory_of"]
+    from bagua.cuda.arrays import CudaMemory
+    from bagua.engine import Communicator, CudaCall
+
+    #: The memory of an array, on the host or on a device.
+    AnyMemory: TypeAlias = "Memory | CudaMemory"
+
+__all__ = ["Array", "Memory", "empty_like", "memory_of", "operand"]
 
 
 class SupportsDLPack(Protocol):
@@ -24,9 +31,16 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
+class SupportsCudaArray(Protocol):
+    """An array on a CUDA device."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
 if TYPE_CHECKING:
     #: What the verbs take.
-    Array: TypeAlias = np.ndarray[Any, Any] | SupportsDLPack | Buffer
+    Array: TypeAlias = np.ndarray[Any, Any] | SupportsDLPack | SupportsCudaArray | Buffer
 else:
     Array = Any
 
@@ -57,6 +71,21 @@ class Memory:
     owner: Any
     #: The capsule that lends the memory, where there is one.
     lender: Any = None
+
+    @property
+    def device(self) -> None:
+        """The host is no device."""
+        return
+
+    @property
+    def where(self) -> str:
+        """The place, for error texts."""
+        return "the host"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.array.nbytes
 
     @property
     def address(self) -> int:
@@ -93,6 +122,31 @@ class Memory:
             return self
         return Memory(np.ascontiguousarray(self.array), self.dtype, self.owner)
 
+    def nothing(self) -> Memory:
+        """No elements."""
+        return Memory(self.array[:0], self.dtype, None)
+
+    def call(self, communicator: Communicator, others: Iterable[AnyMemory | None]) -> CudaCall | None:
+        """None: no device takes part in an operation on this array."""
+
+
+def operand(x: Any, what: str = "the array", stream: int | None = None) -> AnyMemory:
+    """The memory of an array on the host or on a CUDA device; the device's work begins after what `stream` has.
+
+    As `memory_of`; BaguaError that says why there is no CUDA, NotImplementedError for a stream that is being captured.
+    """
+    if isinstance(x, np.ndarray):
+        return memory_of(x, what)
+    speaks_dlpack = hasattr(x, "__dlpack__")
+    if (speaks_dlpack and int(x.__dlpack_device__()[0]) == dlpack.CUDA) or (
+        not speaks_dlpack and hasattr(x, "__cuda_array_interface__")
+    ):
+        # Here, because importing bagua.cuda decides to which process CUDA belongs.
+        from bagua.cuda import arrays
+
+        return arrays.memory_of(x, what, stream)
+    return memory_of(x, what)
+
 
 def memory_of(x: Any, what: str = "the array") -> Memory:
     """The memory of an array; TypeError for what is none, has a type that cannot travel, or lives on another device."""
@@ -100,6 +154,8 @@ def memory_of(x: Any, what: str = "the array") -> Memory:
         return Memory(x, _code(x.dtype, what), x)
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, what)
+    if hasattr(x, "__cuda_array_interface__"):
+        raise TypeError(f"{what} lives on CUDA; only host memory can travel here: copy it to the CPU first")
     try:
         array = np.asarray(memoryview(x))
     except (TypeError, ValueError) as error:
@@ -109,8 +165,12 @@ def memory_of(x: Any, what: str = "the array") -> Memory:
     return Memory(array, _code(array.dtype, what), x)
 
 
-def empty_like(memory: Memory, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A new NumPy array of this type. TypeError for a bfloat16 that NumPy has no type for."""
+def empty_like(memory: AnyMemory, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A new NumPy array of this type. TypeError for a bfloat16 that NumPy has no type for, and on a device."""
+    if not isinstance(memory, Memory):
+        raise TypeError(
+            f"the array is on {memory.where}, and the result has another shape: give out= with an array there"
+        )
     if memory.dtype != DTYPES["bfloat16"]:
         return np.empty(shape, memory.array.dtype)
     if memory.array.dtype.name == "bfloat16":
@@ -134,64 +194,7 @@ def _code(dtype: np.dtype[Any], what: str) -> int:
     return code
 
 
-# DLPack, read here and not by NumPy: NumPy refuses bfloat16.
-# https://dmlc.github.io/dlpack/latest/c_api.html
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Versioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
-    )
-
-
-_READ_ONLY = 1
-# Host memory, and host memory pinned for CUDA or ROCm.
-_ON_HOST = (1, 3, 11)
-_DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed memory", 14: "oneAPI"}
-# (code, bits) -> (NumPy type of the memory, name)
-_DLPACK = {
-    (0, 8): ("i1", "int8"),
-    (0, 32): ("i4", "int32"),
-    (0, 64): ("i8", "int64"),
-    (1, 8): ("u1", "uint8"),
-    (2, 16): ("f2", "float16"),
-    (2, 32): ("f4", "float32"),
-    (2, 64): ("f8", "float64"),
-    (4, 16): ("u2", "bfloat16"),
-    (5, 64): ("c8", "complex64"),
-    (5, 128): ("c16", "complex128"),
-    (6, 8): ("?", "bool"),
-}
-
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype = ctypes.c_void_p
-_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_is_valid = ctypes.pythonapi.PyCapsule_IsValid
-_is_valid.restype = ctypes.c_int
-_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-
-class _Lent:
+class _Lender:
     """Memory in the words of NumPy's array interface; keeps the capsule, which keeps the memory."""
 
     def __init__(self, capsule: Any, interface: dict[str, Any]) -> None:
@@ -199,47 +202,24 @@ class _Lent:
         self.__array_interface__ = interface
 
 
-def _capsule(x: Any, what: str) -> Any:
-    try:
-        try:
-            # The newer capsule says whether the memory may be written.
-            return x.__dlpack__(max_version=(1, 0))
-        except TypeError:
-            return x.__dlpack__()
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{what} ({type(x).__name__}) does not lend its memory: {error}") from error
-
-
 def _from_dlpack(x: Any, what: str) -> Memory:
     device = int(x.__dlpack_device__()[0])
-    if device not in _ON_HOST:
-        where = _DEVICES.get(device, f"DLPack device {device}")
-        raise TypeError(f"{what} lives on {where}; only host memory can travel so far: copy it to the CPU first")
-    capsule = _capsule(x, what)
-    writable = True
-    if _is_valid(capsule, b"dltensor_versioned"):
-        versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
-        writable = not versioned.flags & _READ_ONLY
-        tensor = versioned.tensor
+    if device not in dlpack.ON_HOST:
+        where = dlpack.DEVICES.get(device, f"DLPack device {device}")
+        raise TypeError(f"{what} lives on {where}; only host memory can travel here: copy it to the CPU first")
+    capsule = dlpack.capsule_of(x, what)
+    lent = dlpack.lent_by(capsule, what)
+    numpy_type = np.dtype(lent.typestr)
+    if 0 in lent.shape:
+        array = np.empty(lent.shape, numpy_type)
     else:
-        tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
-    form = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-    if form is None:
-        kind = f"type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"
-        raise TypeError(f"{what} has elements of DLPack {kind}; these can travel: {', '.join(DTYPES)}")
-    typestr, name = form
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    numpy_type = np.dtype(typestr)
-    strides = tuple(tensor.strides[i] * numpy_type.itemsize for i in range(tensor.ndim)) if tensor.strides else None
-    if 0 in shape:
-        array = np.empty(shape, numpy_type)
-    else:
+        strides = None if lent.strides is None else tuple(stride * numpy_type.itemsize for stride in lent.strides)
         interface = {
             "version": 3,
             "typestr": numpy_type.str,
-            "shape": shape,
+            "shape": lent.shape,
             "strides": strides,
-            "data": ((tensor.data or 0) + tensor.byte_offset, not writable),
+            "data": (lent.address, not lent.writable),
         }
-        array = np.asarray(_Lent(capsule, interface))
-    return Memory(array, DTYPES[name], x, capsule)
+        array = np.asarray(_Lender(capsule, interface))
+    return Memory(array, DTYPES[lent.dtype_name], x, capsule)

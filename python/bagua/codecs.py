@@ -9,18 +9,23 @@ The formats and the errors of all codecs are in docs/codecs.md.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from bagua import engine
-from bagua.arrays import Array, Memory, memory_of
+from bagua.arrays import Array, Memory, operand
 from bagua.engine import DTYPES
+
+if TYPE_CHECKING:
+    from bagua.arrays import AnyMemory
+    from bagua.cuda.arrays import CudaMemory
 
 __all__ = ["Codec"]
 
 _Out = TypeVar("_Out", bound=Array)
+_M = TypeVar("_M", bound="AnyMemory")
 
 
 class Codec:
@@ -71,41 +76,88 @@ class Codec:
             raise TypeError(f"no element type {dtype!r}; known: {', '.join(DTYPES)}")
         return self._raw.encoded_bytes(count, code, chunks)
 
-    def encode(self, x: Array, *, chunks: int = 1, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+    @overload
+    def encode(
+        self, x: Array, *, chunks: int = 1, out: None = None, stream: int | None = None
+    ) -> npt.NDArray[np.uint8]: ...
+    @overload
+    def encode(self, x: Array, *, chunks: int = 1, out: _Out, stream: int | None = None) -> _Out: ...
+    def encode(self, x: Array, *, chunks: int = 1, out: Any = None, stream: int | None = None) -> Any:
         """The elements of `x` as bytes: a NumPy array of uint8 with one dimension, or `out`.
 
         `x` is an array in host memory of any shape, in float32, float16 or bfloat16; it is only read, and copied when
         it is not contiguous. Its elements, in C order, are cut into `chunks` equal parts with a record of their own
         each. `out` is a contiguous array of uint8 with :meth:`encoded_bytes` bytes.
 
+        For minmax_u8 `x` and `out` may be on a CUDA device: contiguous, and `out` is required. The bytes are those of
+        the host. `stream` is a CUstream as an integer, by DLPack's numbers; None is the legacy stream. The work begins
+        after what the stream has, what it gets afterwards sees the result, and nothing is waited for. The first use
+        on a device compiles the kernels, which takes seconds, or finds them in a cache.
+
         What a codec cannot express does not become finite: it comes back as NaN.
 
         Raises ValueError unless `chunks` divides the elements, when an int `k` is more than the elements of a chunk,
         and for an `out` of another length, read-only, not contiguous or overlapping `x`; TypeError for another
-        element type, of `x` or `out`, or for what is no array.
+        element type, of `x` or `out`, or for what is no array. For CUDA arrays also NotImplementedError for another
+        codec than minmax_u8, and for a stream that is being captured into a graph; ValueError for what is not
+        contiguous; TypeError without `out`, or for one in another place; BaguaError without CUDA or NVRTC; DeviceError.
         """
-        memory = memory_of(x, "x").to_read()
+        found = operand(x, "x", stream)
+        if not isinstance(found, Memory):
+            return self._encode_on_device(found, chunks, out, stream)
+        memory = found.to_read()
         expected = self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
-        made: npt.NDArray[np.uint8] = np.empty(expected, np.uint8) if out is None else out
-        data = _bytes(made, "out").to_write("out")
+        made = np.empty(expected, np.uint8) if out is None else out
+        data = _beside(memory, _bytes(made, "out", stream), "out", "x").to_write("out")
         self._raw.encode(memory.address, memory.count, memory.dtype, chunks, data.address, data.count)
         return made
 
-    def decode(self, data: Array, out: _Out, *, chunks: int = 1) -> _Out:
+    def _encode_on_device(self, memory: CudaMemory, chunks: int, out: Any, stream: int | None) -> Any:
+        self._raw.check_device()
+        self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
+        memory = memory.to_read("x")
+        if out is None:
+            raise TypeError(f"x is on {memory.where}: give out= with an array of uint8 there")
+        data = _beside(memory, _bytes(out, "out", stream), "out", "x").to_write("out")
+        call = memory.call_alone((memory, data))
+        keep = (memory, data)
+        self._raw.encode_on_device(
+            call, memory.address, memory.count, memory.dtype, chunks, data.address, data.count, keep
+        )
+        return out
+
+    def decode(self, data: Array, out: _Out, *, chunks: int = 1, stream: int | None = None) -> _Out:
         """Fills `out` with what :meth:`encode` with as many `chunks` made `data` of, and returns it.
 
         `data` is an array of uint8, or bytes. `out` is a contiguous array in host memory, in float32, float16 or
         bfloat16: of the type and the number of elements that were encoded, in any shape. The bytes are checked, so
         that those of a stranger do no harm; after an error, parts of `out` may have been written.
 
+        Both may be on a CUDA device, and then contiguous, with `stream` as for :meth:`encode`.
+
         Raises ValueError for bytes of another length or that no encoder writes, unless `chunks` divides the elements,
         when an int `k` is more than the elements of a chunk, and for an `out` that is read-only, not contiguous or
-        overlaps `data`; TypeError for another element type, or for what is no array.
+        overlaps `data`; TypeError for another element type, or for what is no array; for CUDA arrays also as
+        :meth:`encode`.
         """
-        memory = memory_of(out, "out").to_write("out")
-        records = _bytes(data, "data").to_read()
+        found = operand(out, "out", stream)
+        if not isinstance(found, Memory):
+            self._decode_on_device(data, found, chunks, stream)
+            return out
+        memory = found.to_write("out")
+        records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read()
         self._raw.decode(records.address, records.count, memory.address, memory.count, memory.dtype, chunks)
         return out
+
+    def _decode_on_device(self, data: Any, memory: CudaMemory, chunks: int, stream: int | None) -> None:
+        self._raw.check_device()
+        memory = memory.to_write("out")
+        records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read("data")
+        call = memory.call_alone((memory, records))
+        keep = (memory, records)
+        self._raw.decode_on_device(
+            call, records.address, records.count, memory.address, memory.count, memory.dtype, chunks, keep
+        )
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
@@ -128,8 +180,15 @@ def _named(name: str, options: dict[str, float]) -> Codec:
     return Codec(name, **options)
 
 
-def _bytes(x: Array, what: str) -> Memory:
-    memory = memory_of(x, what)
+def _beside(memory: _M, other: AnyMemory, what: str, beside: str) -> _M:
+    """`other`, if it is in the same place as `memory`."""
+    if type(other) is not type(memory) or other.device is not memory.device:
+        raise TypeError(f"{what} is on {other.where}, {beside} is on {memory.where}")
+    return other
+
+
+def _bytes(x: Array, what: str, stream: int | None) -> AnyMemory:
+    memory = operand(x, what, stream)
     if memory.dtype != DTYPES["uint8"]:
         raise TypeError(f"{what} has elements of type {memory.dtype_name}; it must have uint8")
     return memory

@@ -20,6 +20,7 @@ __all__ = [
     "announce",
     "attempt",
     "cuda_cache",
+    "cuda_collective",
     "cuda_places",
     "default_trace_dir",
     "environment",
@@ -236,3 +237,14 @@ def cuda_cache() -> str | None:
     if caches is None or not os.path.isabs(caches):
         caches = os.path.expanduser("~/.cache")
     return os.path.join(caches, "bagua", "cuda") if os.path.isabs(caches) else None
+
+
+_CUDA_COLLECTIVES = ("auto", "nccl", "ipc", "staged")
+
+
+def cuda_collective() -> str:
+    """How arrays on CUDA devices are combined: BAGUA_CUDA_COLLECTIVE. ValueError names what there is."""
+    wish = text("BAGUA_CUDA_COLLECTIVE") or "auto"
+    if wish not in _CUDA_COLLECTIVES:
+        raise ValueError(f"BAGUA_CUDA_COLLECTIVE={wish!r} is none of {', '.join(_CUDA_COLLECTIVES)}")
+    return wish

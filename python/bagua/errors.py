@@ -13,6 +13,7 @@ __all__ = [
     "AbortedError",
     "BaguaError",
     "BaguaTimeoutError",
+    "DeviceError",
     "MismatchError",
     "PeerLostError",
     "PeerRaisedError",
@@ -150,3 +151,32 @@ class MismatchError(BaguaError):
 
 class AbortedError(BaguaError):
     """The user or the engine gave up on the group."""
+
+
+class DeviceError(BaguaError):
+    """A call of a device's driver, or of a library over it, failed on this rank."""
+
+    #: The function, e.g. "cuMemcpyDtoHAsync".
+    api: str
+    #: What it returned.
+    code: int
+    #: The name of that code, e.g. "CUDA_ERROR_ILLEGAL_ADDRESS".
+    name: str
+    #: Number of the device in this process.
+    device: int
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        api: str = "",
+        code: int = 0,
+        name: str = "",
+        device: int = -1,
+        record: str | None = None,
+    ) -> None:
+        super().__init__(text, record=record)
+        self.api = api
+        self.code = code
+        self.name = name
+        self.device = device

@@ -196,6 +196,8 @@ class _Process:
         self.inherited: list[Any] = []
         # Since bagua.cuda was imported. They belong to the process that imported it: its forked children have no CUDA.
         self.cuda: engine.CudaLibraries | None = None
+        # Devices whose arrays were communicated, by number.
+        self.cuda_devices: dict[int, engine.CudaDevice] = {}
         self.torch: TorchState | None = None
         self.cache: CacheState | None = None
 

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from bagua import engine
-from bagua.arrays import Array, Memory, empty_like, memory_of
+from bagua.arrays import Array, empty_like, memory_of, operand
+from bagua.errors import DeviceError
 
 __all__ = ["Handle", "Messages", "outcome", "same_kind", "writable"]
 
+if TYPE_CHECKING:
+    from bagua.arrays import AnyMemory
+
+#: CUDA_ERROR_OUT_OF_MEMORY.
+_OUT_OF_MEMORY = 2
+
 T = TypeVar("T")
+M = TypeVar("M", bound="AnyMemory")
 
 
 class Handle(Generic[T]):
@@ -26,12 +34,20 @@ class Handle(Generic[T]):
         self._result = result
         self._keep = keep
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self, timeout: float | None = None, *, stream: int | None = None) -> T:
         """Waits until the verb is done, and returns its result.
 
         `timeout` is in seconds; None waits until the verb's own deadline. BaguaTimeoutError leaves the verb running.
+
+        Of arrays on a CUDA device the ranks' part is waited for: work that `stream` (None: the call's) gets from now on
+        sees the result, whether or not the device has come so far.
         """
-        self._raw.wait(timeout)
+        self._raw.wait(timeout, stream=stream)
+        return self._result
+
+    def synchronize(self, timeout: float | None = None) -> T:
+        """As `wait`, until the device is done too, so that the host may read what it has written."""
+        self._raw.synchronize(timeout)
         return self._result
 
     def then(self, callback: Callable[[Exception | None], object]) -> None:
@@ -47,21 +63,23 @@ class Handle(Generic[T]):
         self._raw.then(callback)
 
     def is_completed(self) -> bool:
-        """True when the verb is done, well or not."""
+        """True when the verb is done, well or not; of arrays on a device, when the device is done with them."""
         return self._raw.is_completed()
 
 
-def same_kind(memory: Memory, out: Memory, shape: tuple[int, ...]) -> Memory:
-    """`out`, if it can hold a result of this shape and of the type of `memory`."""
+def same_kind(memory: M, out: AnyMemory, shape: tuple[int, ...]) -> M:
+    """`out`, if it can hold a result of this shape and of the type of `memory`, at the same place."""
+    if type(out) is not type(memory) or out.device is not memory.device:
+        raise TypeError(f"out is on {out.where}, the array is on {memory.where}")
     if out.dtype != memory.dtype:
         raise TypeError(f"out has elements of type {out.dtype_name}, the array has {memory.dtype_name}")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}, the result has {shape}")
-    return out.to_write("out")
+    return out.to_write("out")  # type: ignore[return-value]
 
 
-def writable(memory: Memory) -> Memory:
-    return memory.to_write("the array")
+def writable(memory: M) -> M:
+    return memory.to_write("the array")  # type: ignore[return-value]
 
 
 def outcome(raw: engine.Handle | None, result: Any, keep: object) -> Any:
@@ -117,6 +135,7 @@ class Messages:
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def all_to_all_v(
@@ -130,6 +149,7 @@ class Messages:
         out: Array | None = None,
         async_op: Literal[True],
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def all_to_all_v(
         self,
@@ -142,6 +162,7 @@ class Messages:
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Rank r gets `send_counts[r]` elements of every rank's `x`, as MPI_Alltoallv.
 
@@ -149,7 +170,7 @@ class Messages:
         follow each other. `recv_counts[r]` must be what rank r sends to this rank. The result is `out`, or a new array
         of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
         """
-        src = memory_of(x).to_read()
+        src = self._operand(x, "the array", stream).to_read()
         sends, recvs = [int(n) for n in send_counts], [int(n) for n in recv_counts]
         for name, counts in (("send_counts", sends), ("recv_counts", recvs)):
             if len(counts) != self.size or min(counts, default=0) < 0:
@@ -157,7 +178,7 @@ class Messages:
         send_at, recv_at = _displs(sends, send_displs, "send_displs"), _displs(recvs, recv_displs, "recv_displs")
         if out is None:
             out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
-        dst = memory_of(out, "out")
+        dst = self._operand(out, "out", stream)
         dst = same_kind(src, dst, dst.shape)
         raw = self._communicator.all_to_all_v(
             src.address,
@@ -171,7 +192,8 @@ class Messages:
             recv_at,
             timeout=timeout,
             async_op=async_op,
-            keep=(src, dst) if async_op else None,
+            keep=(src, dst) if async_op or src.device is not None else None,
+            place=src.call(self._communicator, (src, dst)),
         )
         return outcome(raw, out, (src, dst))
 
@@ -275,6 +297,16 @@ class Messages:
         (sender,) = raw.senders()
         assert sender is not None, "the message has come"
         return x, sender
+
+    def _operand(self, x: Any, what: str, stream: int | None) -> AnyMemory:
+        """The memory of an array. A device that fails meanwhile ends the group: the others wait for this rank."""
+        try:
+            return operand(x, what, stream)
+        except DeviceError as error:
+            self._communicator.cause()
+            if error.code != _OUT_OF_MEMORY:
+                self._communicator.raise_(type(error).__name__, str(error))
+            raise
 
     def _rank(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size:

@@ -3,15 +3,21 @@
 Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is
 writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
 it returns a `Handle` instead; until that is done, the arrays must not be touched.
+
+Arrays may be on a CUDA device (docs/cuda.md). `stream` is a CUstream as an integer, by DLPack's numbers; None is the
+legacy stream. The verb begins after the work that the stream has, and work that it gets afterwards sees the result.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import engine
-from bagua.arrays import Array, Memory, empty_like, memory_of
+from bagua.arrays import Array, Memory, empty_like
 from bagua.messages import Handle, Messages, outcome, same_kind, writable
+
+if TYPE_CHECKING:
+    from bagua.arrays import AnyMemory
 
 __all__ = ["Handle", "Verbs"]
 
@@ -42,6 +48,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def all_reduce(
@@ -52,6 +59,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[True],
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def all_reduce(
         self,
@@ -61,6 +69,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Combines all ranks' arrays, element by element in rank order; every rank gets the result.
 
@@ -89,7 +98,7 @@ class Verbs(Messages):
                 keep=x,
             )
             return outcome(done, x, x)
-        src, dst, result = self._pair(x, out)
+        src, dst, result = self._pair(x, out, stream)
         return self._run(engine.ALL_REDUCE, src, dst, result, code, shape=dst.shape, async_op=async_op, timeout=timeout)
 
     @overload
@@ -102,6 +111,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def reduce(
@@ -113,6 +123,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[True],
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def reduce(
         self,
@@ -123,15 +134,16 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """As `all_reduce`, but only rank `dst` gets the result; the other ranks' arrays stay as they are, and
         they get None.
         """
         code, root = op_code(op), self._rank(dst, "dst")
         if self.rank == root:
-            src, target, result = self._pair(x, out)
+            src, target, result = self._pair(x, out, stream)
         else:
-            src, target, result = memory_of(x).to_read(), None, None
+            src, target, result = self._operand(x, "the array", stream).to_read(), None, None
         held = src if target is None else target
         assert held is not None
         return self._run(
@@ -147,6 +159,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def reduce_scatter(
@@ -157,6 +170,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[True],
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def reduce_scatter(
         self,
@@ -166,16 +180,17 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Rank r gets the combination of all ranks' r-th part of `x`, whose first dimension is divided among the ranks.
 
         The result is a new array or `out`. `out` may be this rank's part of `x` itself.
         """
         code = op_code(op)
-        src = memory_of(x).to_read()
+        src = self._operand(x, "the array", stream).to_read()
         shape = self._part(src, "reduce_scatter")
-        dst, result = _target(src, out, shape)
-        inside = dst.count > 0 and dst.address == src.address + self.rank * dst.array.nbytes
+        dst, result = self._target(src, out, shape, stream)
+        inside = dst.count > 0 and dst.address == src.address + self.rank * dst.nbytes
         given, target = (None, src) if inside else (src, dst)
         return self._run(
             engine.REDUCE_SCATTER, given, target, result, code, count=dst.count, async_op=async_op, timeout=timeout
@@ -192,10 +207,18 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def broadcast(
-        self, x: Array, src: int = 0, *, out: Array | None = None, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        src: int = 0,
+        *,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def broadcast(
         self,
@@ -205,14 +228,21 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Every rank gets rank `src`'s array."""
         root = self._rank(src, "src")
-        source, target, result = self._pair(x, out)
-        if source is not None and self.rank == root:
-            target.array[...] = source.array.view(target.array.dtype)
+        source, target, result = self._pair(x, out, stream)
         return self._run(
-            engine.BROADCAST, None, target, result, root=root, shape=target.shape, async_op=async_op, timeout=timeout
+            engine.BROADCAST,
+            None,
+            target,
+            result,
+            root=root,
+            shape=target.shape,
+            async_op=async_op,
+            timeout=timeout,
+            copy_of=source if self.rank == root else None,
         )
 
     @overload
@@ -224,10 +254,18 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def gather(
-        self, x: Array, dst: int = 0, *, out: Array | None = None, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        dst: int = 0,
+        *,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def gather(
         self,
@@ -237,16 +275,17 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None, and
         their `out` is not used.
         """
         root = self._rank(dst, "dst")
-        src = memory_of(x).to_read()
-        target: Memory | None = None
+        src = self._operand(x, "the array", stream).to_read()
+        target: AnyMemory | None = None
         result: Any = None
         if self.rank == root:
-            target, result = _target(src, out, (self.size, *src.shape))
+            target, result = self._target(src, out, (self.size, *src.shape), stream)
         inside = target is not None and self._is_own_part(src, target)
         return self._run(
             engine.GATHER,
@@ -268,6 +307,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def scatter(
@@ -278,6 +318,7 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: Literal[True],
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def scatter(
         self,
@@ -287,73 +328,114 @@ class Verbs(Messages):
         out: Array | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Rank r gets the r-th row of rank `src`'s `x`, whose first dimension is the number of ranks.
 
         The other ranks give no `x`, and an `out` of the shape of a row; on `src` the result is a new array without it.
         """
         root = self._rank(src, "src")
-        source: Memory | None = None
+        source: AnyMemory | None = None
         if self.rank == root:
             if x is None:
                 raise ValueError(f"scatter: rank {root} is the source and needs an array")
-            source = memory_of(x).to_read()
+            source = self._operand(x, "the array", stream).to_read()
             if not source.shape or source.shape[0] != self.size:
                 raise ValueError(
                     f"scatter: the first dimension of shape {source.shape} is not the number of ranks, {self.size}"
                 )
-            target, result = _target(source, out, source.shape[1:])
+            target, result = self._target(source, out, source.shape[1:], stream)
         elif out is None:
             raise ValueError(f"scatter: rank {self.rank} is not the source and needs out=")
         else:
-            target, result = memory_of(out, "out").to_write("out"), out
+            target, result = self._operand(out, "out", stream).to_write("out"), out
         count, dtype = target.count, target.dtype
+        given: AnyMemory | None = source
         if source is None:
-            source = Memory(target.array[:0], dtype, None)  # not read on this rank
-        elif count > 0 and target.address == source.address + self.rank * target.array.nbytes:
-            # In place would mean that every rank has room for all rows; the own row is in place already.
-            target = Memory(target.array.copy(), dtype, target.owner)
+            given = target.nothing()  # not read on this rank
+        elif count > 0 and target.address == source.address + self.rank * target.nbytes:
+            if isinstance(target, Memory):
+                # In place would mean that every rank has room for all rows; the own row is in place already.
+                target = Memory(target.array.copy(), dtype, target.owner)
+            else:
+                given, target = None, source
         return self._run(
-            engine.SCATTER, source, target, result, root=root, count=count, async_op=async_op, timeout=timeout
+            engine.SCATTER, given, target, result, root=root, count=count, async_op=async_op, timeout=timeout
         )
 
     # --- every rank to every rank -------------------------------------------------------------------------------------
 
     @overload
     def all_gather(
-        self, x: Array, *, out: Array | None = None, async_op: Literal[False] = False, timeout: float | None = None
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def all_gather(
-        self, x: Array, *, out: Array | None = None, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def all_gather(
-        self, x: Array, *, out: Array | None = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Every rank gets all ranks' arrays, stacked along a new first dimension, in a new array or in `out`.
 
         `x` may be this rank's part of `out` itself.
         """
-        src = memory_of(x).to_read()
-        dst, result = _target(src, out, (self.size, *src.shape))
+        src = self._operand(x, "the array", stream).to_read()
+        dst, result = self._target(src, out, (self.size, *src.shape), stream)
         given = None if self._is_own_part(src, dst) else src
         return self._run(engine.ALL_GATHER, given, dst, result, count=src.count, async_op=async_op, timeout=timeout)
 
     @overload
     def all_to_all(
-        self, x: Array, *, out: Array | None = None, async_op: Literal[False] = False, timeout: float | None = None
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def all_to_all(
-        self, x: Array, *, out: Array | None = None, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: Literal[True],
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
     def all_to_all(
-        self, x: Array, *, out: Array | None = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Rank r gets the r-th part of every rank's array, in rank order; the first dimension is divided among
         the ranks.
         """
-        src, dst, result = self._pair(x, out)
+        src, dst, result = self._pair(x, out, stream)
         self._part(dst, "all_to_all")
         count = dst.count // self.size
         return self._run(engine.ALL_TO_ALL, src, dst, result, count=count, async_op=async_op, timeout=timeout)
@@ -372,8 +454,8 @@ class Verbs(Messages):
     def _run(
         self,
         verb: int,
-        src: Memory | None,
-        dst: Memory | None,
+        src: AnyMemory | None,
+        dst: AnyMemory | None,
         result: Any,
         op: int = 0,
         root: int = 0,
@@ -382,13 +464,21 @@ class Verbs(Messages):
         timeout: float | None,
         count: int | None = None,
         shape: tuple[int, ...] | None = None,
+        copy_of: AnyMemory | None = None,
     ) -> Any:
         """Runs a verb from `src` (None: in place) to `dst` and returns its result, or its handle.
 
-        `count` is that of one rank's shard, for the verbs that have shards.
+        `count` is that of one rank's shard, for the verbs that have shards. `copy_of` is copied to `dst` before.
         """
         held = dst if dst is not None else src
         assert held is not None
+        place = held.call(self._communicator, (src, dst, copy_of))
+        if copy_of is not None:
+            assert dst is not None
+            if place is not None:
+                place.copy(dst.address, copy_of.address, dst.nbytes)
+            elif isinstance(dst, Memory) and isinstance(copy_of, Memory):
+                dst.array[...] = copy_of.array.view(dst.array.dtype)
         raw = self._communicator.run(
             verb,
             None if src is None else src.address,
@@ -400,22 +490,23 @@ class Verbs(Messages):
             shape=shape,
             timeout=timeout,
             async_op=async_op,
-            keep=(src, dst) if async_op else None,
+            keep=(src, dst, copy_of) if async_op or place is not None else None,
+            place=place,
         )
         return outcome(raw, result, (src, dst))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def _pair(self, x: Any, out: Any) -> tuple[Memory | None, Memory, Any]:
+    def _pair(self, x: Any, out: Any, stream: int | None) -> tuple[AnyMemory | None, AnyMemory, Any]:
         """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
-        memory = memory_of(x)
+        memory = self._operand(x, "the array", stream)
         if out is None or out is x:
             return None, writable(memory), x
-        target = same_kind(memory, memory_of(out, "out"), memory.shape)
+        target = same_kind(memory, self._operand(out, "out", stream), memory.shape)
         source = memory.to_read()
         return (None if source.address == target.address else source), target, out
 
-    def _part(self, memory: Memory, verb: str) -> tuple[int, ...]:
+    def _part(self, memory: AnyMemory, verb: str) -> tuple[int, ...]:
         """The shape of one rank's part of `memory`."""
         if not memory.shape or memory.shape[0] % self.size:
             raise ValueError(
@@ -423,12 +514,11 @@ class Verbs(Messages):
             )
         return (memory.shape[0] // self.size, *memory.shape[1:])
 
-    def _is_own_part(self, part: Memory, whole: Memory) -> bool:
-        return part.count > 0 and part.address == whole.address + self.rank * part.array.nbytes
+    def _is_own_part(self, part: AnyMemory, whole: AnyMemory) -> bool:
+        return part.count > 0 and part.address == whole.address + self.rank * part.nbytes
 
-
-def _target(memory: Memory, out: Any, shape: tuple[int, ...]) -> tuple[Memory, Any]:
-    """Destination and what to return, of a verb whose result has another shape."""
-    if out is None:
-        out = empty_like(memory, shape)
-    return same_kind(memory, memory_of(out, "out"), shape), out
+    def _target(self, memory: AnyMemory, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[AnyMemory, Any]:
+        """Destination and what to return, of a verb whose result has another shape."""
+        if out is None:
+            out = empty_like(memory, shape)
+        return same_kind(memory, self._operand(out, "out", stream), shape), out

@@ -204,7 +204,8 @@ def _check_limits(place: launcher.Place | None, problems: _Problems) -> None:
 
 def _cuda() -> dict[str, Any]:
     why_not = cuda.why_not()
-    works = f"{len(cuda.info()['devices'])} device(s); so far only tensors in host memory are communicated"
+    devices = len(cuda.info()["devices"])
+    works = f"{devices} device(s); `bagua` communicates arrays on them, `bagua.torch_api` only tensors in host memory"
     return {"available": why_not is None, "why": why_not or works}
 
 

@@ -1,4 +1,4 @@
-"""CUDA: whether this process can use it, and what there is. So far nothing is communicated from a device's memory.
+"""CUDA: whether this process can use it, and what there is. The verbs of `bagua` take arrays on its devices.
 
     import bagua.cuda
 

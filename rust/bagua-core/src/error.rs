@@ -47,6 +47,23 @@ impl PartialEq for Source {
 
 impl Eq for Source {}
 
+/// A call of a device's driver, or of a library over it, that failed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceFailure {
+    /// What failed, and why.
+    pub message: String,
+    /// The function, "cuMemAlloc" for instance; empty for a wish that no function refused.
+    pub api: String,
+    /// What it returned.
+    pub code: i32,
+    /// The name of that code.
+    pub name: String,
+    /// Number of the device in this process.
+    pub device: i32,
+    /// Nothing of an operation had begun, and the same call may succeed later: the group goes on.
+    pub harmless: bool,
+}
+
 /// An error of the core. Ranks are world ranks (ranks of the group that `connect` built), so that a text means the same in the log of
 /// every sub-group.
 ///
@@ -100,6 +117,10 @@ pub enum Error {
     UnsupportedType(String),
     /// A feature that does not exist yet. Raised before any communication.
     NotImplemented(String),
+    /// What was asked for cannot be served, as all ranks found out together. Nothing of the operation was sent, and nothing is poisoned.
+    Unavailable(String),
+    /// A call of a device's driver, or of a library over it, failed.
+    Device(Box<DeviceFailure>),
     /// The group could not be built or used, or a system call failed.
     System {
         /// What failed, and why.
@@ -125,9 +146,11 @@ impl fmt::Display for Error {
             Error::Mismatch(text) => write!(f, "ranks disagree: {text}"),
             Error::Aborted(text) => write!(f, "aborted: {text}"),
             Error::NotImplemented(text) => write!(f, "not implemented: {text}"),
-            Error::InvalidArgument(text) | Error::UnsupportedType(text) | Error::System { message: text, .. } => {
-                f.write_str(text)
-            }
+            Error::InvalidArgument(text)
+            | Error::UnsupportedType(text)
+            | Error::Unavailable(text)
+            | Error::System { message: text, .. } => f.write_str(text),
+            Error::Device(failure) => f.write_str(&failure.message),
         }
     }
 }
@@ -180,13 +203,27 @@ impl Error {
             | Error::Aborted(_)
             | Error::InvalidArgument(_)
             | Error::UnsupportedType(_)
-            | Error::NotImplemented(_) => None,
+            | Error::NotImplemented(_)
+            | Error::Unavailable(_)
+            | Error::Device(_) => None,
         }
     }
 
     /// True for errors that are raised before any communication and therefore do not poison the group.
     pub fn is_argument(&self) -> bool {
-        matches!(self, Error::InvalidArgument(_) | Error::UnsupportedType(_) | Error::NotImplemented(_))
+        match self {
+            Error::InvalidArgument(_)
+            | Error::UnsupportedType(_)
+            | Error::NotImplemented(_)
+            | Error::Unavailable(_) => true,
+            Error::Device(failure) => failure.harmless,
+            Error::PeerLost { .. }
+            | Error::Timeout { .. }
+            | Error::PeerRaised { .. }
+            | Error::Mismatch(_)
+            | Error::Aborted(_)
+            | Error::System { .. } => false,
+        }
     }
 }
 

@@ -2,18 +2,19 @@
 //!
 //! Names and numbers are those of the CUDA driver API, <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::path::Path;
-use std::ptr;
+use std::sync::{Arc, Mutex, OnceLock};
 
+use bagua_core as core;
+use bagua_core::wait::lock;
+
+use crate::api::Api;
+use crate::codes::{CUdevice, CUresult, error_name};
+use crate::context::{self, Context, Memory};
 use crate::error::{Error, Result};
-use crate::library::{Library, line};
-
-/// What a call of the driver returns: 0, or the number of an error.
-type CUresult = c_int;
-
-/// Number of a device, as `cuDeviceGet` gives it.
-type CUdevice = c_int;
+use crate::library::Library;
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
 const CAPABILITY_MAJOR: c_int = 75;
@@ -67,6 +68,10 @@ pub struct Driver {
     version: Option<i32>,
     /// The devices, or why there are none.
     devices: Result<Vec<Device>>,
+    /// The functions that operations use; set by the first operation.
+    api: OnceLock<Result<Arc<Api>>>,
+    /// Primary contexts of the devices that were used, by number.
+    contexts: Mutex<BTreeMap<i32, Arc<Context>>>,
 }
 
 /// A device, as the driver describes it. What the driver did not tell is `None`.
@@ -86,7 +91,7 @@ impl Driver {
     /// Initialises the driver and asks for its devices.
     pub fn new(library: Library) -> Driver {
         let (version, devices) = (version(&library), devices(&library));
-        Driver { library, version, devices }
+        Driver { library, version, devices, api: OnceLock::new(), contexts: Mutex::default() }
     }
 
     /// The file.
@@ -102,6 +107,37 @@ impl Driver {
     /// The devices, at least one; else why there are none.
     pub fn devices(&self) -> Result<&[Device]> {
         self.devices.as_deref().map_err(Error::clone)
+    }
+
+    /// The functions that operations use.
+    fn api(&self) -> core::error::Result<&Arc<Api>> {
+        self.devices()?;
+        let api = self.api.get_or_init(|| Api::load(&self.library).map(Arc::new));
+        Ok(api.as_ref().map_err(Error::clone)?)
+    }
+
+    /// The primary context of a device, by its number. The first call for a device may create it, which takes a while.
+    ///
+    /// # Errors
+    /// `System` where there is no CUDA; `Device`.
+    pub fn context(&self, device: i32) -> core::error::Result<Arc<Context>> {
+        let api = self.api()?;
+        let mut contexts = lock(&self.contexts);
+        if let Some(context) = contexts.get(&device) {
+            return Ok(Arc::clone(context));
+        }
+        let context = Context::retain(api, device)?;
+        contexts.insert(device, Arc::clone(&context));
+        Ok(context)
+    }
+
+    /// What an address is.
+    ///
+    /// # Errors
+    /// As [`Driver::context`].
+    pub fn memory_at(&self, address: usize) -> core::error::Result<Memory> {
+        let used = lock(&self.contexts).keys().next().copied();
+        context::memory_at(self.api()?, address, || self.context(used.unwrap_or(0)))
     }
 }
 
@@ -163,34 +199,10 @@ fn describe(functions: &Functions, device: CUdevice) -> Device {
 
 /// An error for any code but 0.
 fn check(library: &Library, function: &'static str, code: CUresult) -> Result<()> {
-    if code == 0 { Ok(()) } else { Err(library.failed(function, error_name(library, code), code)) }
-}
-
-/// The name of an error: the driver's own, else that of the documentation for what `cuInit` may return.
-fn error_name(library: &Library, code: CUresult) -> String {
-    // SAFETY: the signature is the driver's.
-    let get: Option<unsafe extern "C" fn(CUresult, *mut *const c_char) -> CUresult> =
-        unsafe { library.find(c"cuGetErrorName") };
-    let mut text = ptr::null();
-    // SAFETY: it writes one pointer: null, or the address of a static text.
-    if get.is_some_and(|get| unsafe { get(code, &raw mut text) } == 0) && !text.is_null() {
-        // SAFETY: as above.
-        return line(unsafe { CStr::from_ptr(text) }.to_bytes());
+    if code == 0 {
+        return Ok(());
     }
-    let name = match code {
-        1 => "CUDA_ERROR_INVALID_VALUE",
-        2 => "CUDA_ERROR_OUT_OF_MEMORY",
-        3 => "CUDA_ERROR_NOT_INITIALIZED",
-        34 => "CUDA_ERROR_STUB_LIBRARY",
-        46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
-        100 => "CUDA_ERROR_NO_DEVICE",
-        101 => "CUDA_ERROR_INVALID_DEVICE",
-        304 => "CUDA_ERROR_OPERATING_SYSTEM",
-        802 => "CUDA_ERROR_SYSTEM_NOT_READY",
-        803 => "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-        804 => "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-        999 => "CUDA_ERROR_UNKNOWN",
-        _ => "an error that the driver does not name",
-    };
-    name.to_owned()
+    // SAFETY: the signature is the driver's.
+    let get_name = unsafe { library.find(c"cuGetErrorName") };
+    Err(library.failed(function, error_name(get_name, code), code))
 }

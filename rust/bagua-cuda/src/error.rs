@@ -71,3 +71,10 @@ pub enum Error {
 
 /// The result of what needs a library of CUDA.
 pub type Result<T> = std::result::Result<T, Error>;
+
+impl From<Error> for bagua_core::error::Error {
+    /// The error of an operation that cannot use a device at all; its text is that of `why_not`.
+    fn from(error: Error) -> bagua_core::error::Error {
+        bagua_core::error::Error::Unavailable(error.to_string())
+    }
+}

@@ -1,15 +1,25 @@
 //! CUDA, found at run time and never linked.
 //!
-//! So far: which libraries there are, which devices, and kernels, compiled but not launched. Streams and collectives on devices are not
-//! there yet.
+//! So far: which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collective `staged`. The other
+//! collectives are not there yet.
 //!
 //! | file | what it has |
 //! |---|---|
 //! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each looked for at its first use |
 //! | [`driver`] | the driver (`libcuda`): its functions, its version, its devices |
+//! | `codes` | what calls of the driver return, and the names of errors |
+//! | [`api`] | the functions of the driver that operations use |
+//! | [`context`] | the primary context of a device, current around calls only |
+//! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
+//! | [`stage`] | what a lane has on a device: streams, pinned memory, the arrays that are still used |
+//! | [`device`] | [`Place`]: the core's device, one per operation |
+//! | [`staged`] | [`Factory`]: the collective over pinned memory and the host's |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
+//! | [`programs`] | which kernels a context has loaded |
+//! | [`launch`] | loading machine code for a device, and launching kernels |
+//! | [`codec`] | `minmax_u8` on arrays of a device |
 //! | [`cache`] | a folder of machine code |
 //! | [`nccl`] | NCCL (`libnccl`): its version, its functions |
 //! | [`library`] | finding and loading one shared library |
@@ -17,16 +27,32 @@
 //!
 //! What is absent is an error value, never a panic: a library, a function, a device.
 
+pub mod api;
 pub mod cache;
+pub mod codec;
+mod codes;
 pub mod compile;
+pub mod context;
+pub mod device;
 pub mod driver;
 pub mod error;
+pub mod event;
 pub mod kernels;
+pub mod launch;
 pub mod libraries;
 pub mod library;
+pub mod memory;
 pub mod nccl;
 pub mod nvrtc;
+pub mod programs;
+pub mod stage;
+pub mod staged;
+pub mod stream;
 
 pub use cache::Cache;
+pub use context::{Context, Memory};
+pub use device::{Place, Wish};
 pub use error::{Error, Result};
 pub use libraries::{Libraries, Places};
+pub use stage::{Choice, Counts, Stage};
+pub use staged::Factory;

@@ -1,13 +1,16 @@
 //! The libraries of CUDA of one process: each is looked for once, at its first use, and what was found holds from then on.
 
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
+use crate::cache::Cache;
+use crate::compile;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::library::Search;
 use crate::nccl::Nccl;
 use crate::nvrtc::Nvrtc;
+use crate::programs::Compiler;
 
 /// Where libraries may be, as the environment and Python say.
 #[derive(Clone, Debug, Default)]
@@ -74,6 +77,16 @@ impl Libraries {
     pub fn nvrtc(&self, places: &Places) -> Result<&Nvrtc> {
         self.check_owner()?;
         self.nvrtc.get_or_init(|| places.libnvrtc().load().and_then(Nvrtc::new)).as_ref().map_err(Error::clone)
+    }
+
+    /// What makes the machine code of kernels, with NVRTC of these places, and keeps it.
+    pub fn compiler(self: &Arc<Libraries>, places: Places, cache: Cache) -> Compiler {
+        // The libraries have the contexts that have this.
+        let libraries = Arc::downgrade(self);
+        Box::new(move |program, architecture| {
+            let libraries = libraries.upgrade().expect("a context belongs to libraries that live");
+            compile::cubin(libraries.nvrtc(&places)?, &cache, program, architecture)
+        })
     }
 
     /// NCCL. The places count at the first call.

@@ -7,10 +7,12 @@ use bagua_core::codec::{self, CodecOption, Encoded, Scratch, chunks};
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
+use bagua_cuda::codec::{self as on_device, Elements, Records};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::cuda_call::CudaCall;
 use crate::errors;
 use crate::tensor;
 
@@ -150,5 +152,67 @@ impl Codec {
             chunks::decode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?)
         };
         py.detach(work).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Raises NotImplementedError when the codec has no kernels.
+    fn check_device(&self, py: Python<'_>) -> PyResult<()> {
+        on_device::check(&*self.core).map_err(|e| errors::raise(py, e))
+    }
+
+    /// As `encode`, with addresses of a device's memory and on the stream of `call`; `keep` is held until the device is done.
+    ///
+    /// Raises as `encode` and `check_device`; BaguaError without NVRTC, DeviceError.
+    fn encode_on_device(
+        &self,
+        py: Python<'_>,
+        call: &CudaCall,
+        src: usize,
+        count: i64,
+        dtype: u8,
+        chunks: i64,
+        dst: usize,
+        len: usize,
+        keep: Py<PyAny>,
+    ) -> PyResult<()> {
+        self.on_device(py, call, keep, || {
+            let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
+            let from = Elements { address: src, count, dtype };
+            tensor::encode_on_device(call.core(), from, chunks, Records { address: dst, len })
+        })
+    }
+
+    /// As `decode`, as `encode_on_device`. The contents of records are not checked: any bytes decode to something.
+    fn decode_on_device(
+        &self,
+        py: Python<'_>,
+        call: &CudaCall,
+        src: usize,
+        len: usize,
+        dst: usize,
+        count: i64,
+        dtype: u8,
+        chunks: i64,
+        keep: Py<PyAny>,
+    ) -> PyResult<()> {
+        self.on_device(py, call, keep, || {
+            let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
+            let to = Elements { address: dst, count, dtype };
+            tensor::decode_on_device(call.core(), Records { address: src, len }, to, chunks)
+        })
+    }
+}
+
+impl Codec {
+    /// Work on a device, which holds `keep` until that is done.
+    fn on_device(
+        &self,
+        py: Python<'_>,
+        call: &CudaCall,
+        keep: Py<PyAny>,
+        work: impl FnOnce() -> Result<()> + Send,
+    ) -> PyResult<()> {
+        let outcome = py.detach(|| on_device::check(&*self.core).and_then(|()| work()));
+        call.core().keep(Box::new(keep));
+        outcome.map_err(|e| errors::raise(py, e))
     }
 }

@@ -1,6 +1,7 @@
 //! The parameters of a group, from Python's keywords.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use bagua_core::collective::Algorithm;
 use bagua_core::error::Error;
@@ -60,6 +61,6 @@ pub fn config_of(
         streams_per_peer,
         algorithm,
         view: 1,
-        factories: Vec::new(),
+        factories: vec![Arc::new(bagua_cuda::Factory)],
     })
 }

@@ -1,10 +1,15 @@
 //! `CudaLibraries`: which libraries and devices of CUDA this process can use, and the compiler of kernels.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use bagua_cuda::{Cache, Libraries, Places, compile};
+use bagua_core::error::Error;
+use bagua_cuda::{Cache, Libraries, Memory, Places, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+
+use crate::cuda_call::CudaDevice;
+use crate::errors;
 
 /// The attributes of `bagua.config.CudaPlaces`.
 #[derive(FromPyObject)]
@@ -28,14 +33,14 @@ impl From<PlacesArgument> for Places {
 /// what was found holds from then on.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaLibraries {
-    core: Libraries,
+    core: Arc<Libraries>,
 }
 
 #[pymethods]
 impl CudaLibraries {
     #[new]
     fn new() -> CudaLibraries {
-        CudaLibraries { core: Libraries::new() }
+        CudaLibraries { core: Arc::new(Libraries::new()) }
     }
 
     /// Why no device can be used, in one line, the same at each call; None when one can. Initialises the driver.
@@ -111,6 +116,37 @@ impl CudaLibraries {
             compile::cubin(self.core.nvrtc(&places)?, &Cache::new(cache), program, architecture)
         });
         Ok(PyBytes::new(py, &code.map_err(|error| raise(py, &error))?))
+    }
+
+    /// A device, by its number. The first use of a device may create its primary context, which takes a while. The places and the folder
+    /// `cache` (None: nothing is kept) of the first call for a device are those of its kernels.
+    ///
+    /// Raises BaguaError with `why_not()` where there is no CUDA, DeviceError.
+    fn device(
+        &self,
+        py: Python<'_>,
+        places: PlacesArgument,
+        cache: Option<PathBuf>,
+        number: i32,
+    ) -> PyResult<CudaDevice> {
+        let places: Places = places.into();
+        let context = py.detach(|| {
+            let context = self.core.driver(&places).map_err(Error::from)?.context(number)?;
+            context.compile_with(self.core.compiler(places.clone(), Cache::new(cache)));
+            Ok(context)
+        });
+        context.map(CudaDevice::of).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Number of the device whose memory an address is; None for memory of the host, -1 for managed memory. Raises as `device`.
+    fn device_of(&self, py: Python<'_>, places: PlacesArgument, address: usize) -> PyResult<Option<i32>> {
+        let places = places.into();
+        let memory = py.detach(|| self.core.driver(&places).map_err(Error::from)?.memory_at(address));
+        Ok(match memory.map_err(|e| errors::raise(py, e))? {
+            Memory::Device(number) => Some(number),
+            Memory::Managed => Some(-1),
+            Memory::Other => None,
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bagua_core::bucket;
 use bagua_core::collective::gossip::PeerSelection;
@@ -16,6 +16,7 @@ use bagua_core::op::{
 use bagua_core::recorder::Announced;
 use bagua_core::types::DType;
 use bagua_core::wait::{lock, wait_in_slices};
+use bagua_cuda::Place;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -37,16 +38,37 @@ pub struct Handle {
     origin: Option<Origin>,
     /// Of received messages: who sent them.
     senders: Option<core::Senders>,
+    /// Of an operation on a device: when the device is done.
+    device: Option<Arc<Place>>,
 }
 
 impl Handle {
     pub fn of(core: core::Handle, origin: Option<Origin>) -> Handle {
-        Handle { core, origin, senders: None }
+        Handle { core, origin, senders: None, device: None }
     }
 
     /// The handle of messages.
     pub fn of_messages(posted: core::Posted, origin: Origin) -> Handle {
-        Handle { core: posted.handle, origin: Some(origin), senders: Some(posted.senders) }
+        Handle { core: posted.handle, origin: Some(origin), senders: Some(posted.senders), device: None }
+    }
+
+    /// The handle of an operation on a device.
+    pub fn on_device(self, place: Arc<Place>) -> Handle {
+        Handle { device: Some(place), ..self }
+    }
+
+    /// After `finish`: work that the stream (None: the call's) gets from now on sees the result.
+    pub fn order(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        let Some(place) = &self.device else { return Ok(()) };
+        py.detach(|| place.order(stream)).map_err(|e| self.failed(py, e))
+    }
+
+    /// The exception for a failure of the device, which the group's other ranks hear of.
+    fn failed(&self, py: Python<'_>, error: Error) -> PyErr {
+        match &self.origin {
+            Some(origin) => origin.fail(py, error),
+            None => errors::raise(py, error),
+        }
     }
 
     pub fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
@@ -59,11 +81,35 @@ impl Handle {
 impl Handle {
     /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it). Ctrl-C ends the wait.
     ///
-    /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; else what the operation raises.
-    #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+    /// Of an operation on a device, work that `stream` (None: the call's) gets from now on sees the result; the device may still have work.
+    ///
+    /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; NotImplementedError for a stream that is being
+    /// captured; else what the operation raises.
+    #[pyo3(signature = (timeout=None, *, stream=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>, stream: Option<usize>) -> PyResult<()> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        self.finish(py, timeout)
+        self.finish(py, timeout)?;
+        self.order(py, stream)
+    }
+
+    /// Waits until the operation is done, on its device too, at most `timeout` seconds. Ctrl-C ends the wait. Raises as `wait`.
+    #[pyo3(signature = (timeout=None))]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let start = Instant::now();
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        self.finish(py, timeout)?;
+        let Some(place) = &self.device else { return Ok(()) };
+        let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+        let rank = self.origin.as_ref().map_or(0, Origin::rank);
+        let late = move |_| Error::Timeout {
+            after: timeout.unwrap_or_default(),
+            missing: vec![],
+            noticed_by: rank,
+            progress: None,
+        };
+        interrupt::wait_in_slices(py, self.origin.as_ref(), |slice, between| {
+            wait_in_slices(left, slice, |limit| place.wait_for(limit), between, late)
+        })
     }
 
     /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
@@ -105,9 +151,9 @@ impl Handle {
         }
     }
 
-    /// True when the operation is done, well or not.
-    fn is_completed(&self) -> bool {
-        self.core.is_completed()
+    /// True when the operation is done, well or not, and its device with it.
+    fn is_completed(&self, py: Python<'_>) -> bool {
+        self.core.is_completed() && self.device.as_ref().is_none_or(|place| py.detach(|| place.is_done()))
     }
 
     /// The handle of an operation that had nothing to do.
@@ -478,7 +524,7 @@ impl Engine {
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Option<Handle>> {
         let Call { shape, timeout, async_op, keep } = Call::new(shape, timeout, async_op, keep)?;
-        let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root))?;
+        let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root), None)?;
         let op = request.announced();
         self.go(py, async_op, keep, &op, move |lane| request.run(lane, &Options { timeout, shape, ..Options::DEFAULT }))
     }

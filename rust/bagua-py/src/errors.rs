@@ -66,6 +66,20 @@ impl Origin {
     }
 }
 
+impl Origin {
+    /// The exception for a failure on this rank outside of a communication thread; one that is no matter of an argument poisons the group,
+    /// and a group that has failed before raises its first cause.
+    pub fn fail(&self, py: Python<'_>, error: Error) -> PyErr {
+        let error = if error.is_argument() { error } else { py.detach(|| self.0.health.fail(error)) };
+        self.raise(py, error)
+    }
+
+    /// World rank of this process.
+    pub fn rank(&self) -> usize {
+        self.0.health.world_rank(self.0.health.rank())
+    }
+}
+
 /// The exception for a core error, created as `cls(message, **fields)` for classes of `bagua.errors`. The operating system's error, if
 /// there is one, becomes its `__cause__`.
 pub fn raise(py: Python<'_>, error: Error) -> PyErr {
@@ -121,7 +135,14 @@ fn exception(py: Python<'_>, error: Error, (record, note): (Option<String>, Stri
         }
         Error::Mismatch(_) => "MismatchError",
         Error::Aborted(_) => "AbortedError",
-        Error::System { .. } => "BaguaError",
+        Error::System { .. } | Error::Unavailable(_) => "BaguaError",
+        Error::Device(failure) => {
+            fields.set_item("api", failure.api)?;
+            fields.set_item("code", failure.code)?;
+            fields.set_item("name", failure.name)?;
+            fields.set_item("device", failure.device)?;
+            "DeviceError"
+        }
         Error::InvalidArgument(_) => return Ok(PyValueError::new_err(text)),
         Error::UnsupportedType(_) => return Ok(PyTypeError::new_err(text)),
         Error::NotImplemented(_) => return Ok(PyNotImplementedError::new_err(text)),

@@ -3,8 +3,8 @@
 //! Addresses are those of host memory, counts are elements (of one rank's chunk in the verbs that have chunks), element types and
 //! reduce operations are the codes of `bagua_core::types`, ranks are ranks of the group, timeouts are seconds.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 
 use bagua_core::average as core_average;
 use bagua_core::engine as core;
@@ -12,12 +12,15 @@ use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options, PartLayout, Quorum};
 use bagua_core::recorder::Announced;
 use bagua_core::types::Kind;
+use bagua_core::wait::lock;
+use bagua_cuda::{Place, Stage, Wish};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
+use crate::cuda_call::{CudaCall, CudaDevice};
 use crate::door::Door;
 use crate::engine::{Engine, Handle};
 use crate::errors::{self, Origin, seconds};
@@ -36,6 +39,8 @@ pub struct Communicator {
     core: DropWithoutGil<Arc<core::Communicator>>,
     /// The group, for its errors.
     origin: Origin,
+    /// What its main lane has on each device that it has used.
+    stages: Mutex<Vec<Arc<Stage>>>,
     /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
     spins: bool,
 }
@@ -50,7 +55,7 @@ impl Communicator {
     pub fn of(core: core::Communicator) -> Communicator {
         let spins = matches!(core.transports().0, "solo" | "shm");
         let origin = Origin::new(core.group());
-        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, spins }
+        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, stages: Mutex::default(), spins }
     }
 
     pub fn group(&self) -> &Group {
@@ -94,6 +99,67 @@ impl Communicator {
         };
         let handle = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
         Ok(Some(Handle::of(handle, Some(self.origin.clone()))))
+    }
+
+    /// Hands a verb on a device's memory to the communication thread, and waits for the host's part unless it is asynchronous. This thread
+    /// never waits for the device.
+    fn go_on_device(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        place: &Arc<Place>,
+        op: &Announced<'_>,
+        verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
+    ) -> PyResult<Option<Handle>> {
+        let options = call.options();
+        let Call { async_op, keep, .. } = call;
+        let on_device = Arc::clone(place);
+        let job = move |lane: &mut Lane| {
+            let outcome = on_device.stage().prepare().and_then(|()| verb(lane, &options));
+            on_device.keep(Box::new(keep));
+            outcome
+        };
+        py.detach(|| place.start()).map_err(|e| self.origin.fail(py, e))?;
+        let handle = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
+        let handle = Handle::of(handle, Some(self.origin.clone())).on_device(Arc::clone(place));
+        if async_op {
+            return Ok(Some(handle));
+        }
+        handle.finish(py, None)?;
+        handle.order(py, None).map(|()| None)
+    }
+
+    /// What the main lane has on a device.
+    fn stage(&self, device: &CudaDevice) -> Arc<Stage> {
+        let mut stages = lock(&self.stages);
+        let known = stages.iter().find(|stage| Arc::ptr_eq(stage.context(), device.context()));
+        match known {
+            Some(stage) => Arc::clone(stage),
+            None => {
+                let stage = Arc::new(Stage::new(device.context()));
+                stages.push(Arc::clone(&stage));
+                stage
+            }
+        }
+    }
+
+    /// Of the first device that the main lane has used; None before the ranks have chosen a collective.
+    fn cuda_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let stages = lock(&self.stages).clone();
+        let Some((stage, choice)) = stages.iter().find_map(|stage| Some((stage, stage.choice()?))) else {
+            return Ok(None);
+        };
+        let counts = stage.counts();
+        let stats = PyDict::new(py);
+        stats.set_item("collective", choice.collective)?;
+        stats.set_item("why", &choice.why)?;
+        stats.set_item("device", stage.context().device())?;
+        stats.set_item("launches", counts.launches)?;
+        stats.set_item("to_host_bytes", counts.to_host_bytes)?;
+        stats.set_item("to_device_bytes", counts.to_device_bytes)?;
+        stats.set_item("pinned_bytes", counts.pinned_bytes)?;
+        stats.set_item("device_bytes", counts.device_bytes)?;
+        Ok(Some(stats))
     }
 
     /// Starts messages, and waits for them unless they are asynchronous.
@@ -213,7 +279,11 @@ impl Communicator {
     /// count. Otherwise all_gather and gather (on its root) write n * count elements, scatter (on its root) and reduce_scatter read
     /// n * count, and all_to_all does both; `dst` may be None where this rank gets nothing. `op` is a code in `OPS`, `root` a rank of
     /// the group; verbs that have none ignore them. With `async_op` it returns a handle, and `keep` is held until that is done.
-    #[pyo3(signature = (verb, src, dst, count, dtype, op=0, root=0, *, shape=None, timeout=None, async_op=false, keep=None))]
+    ///
+    /// With `place` the addresses are a device's: the verb runs on the communication thread, `keep` is held until the device is done, and
+    /// this thread waits for the other ranks, never for the device. When the verb has returned, the call's stream is ordered after it.
+    #[pyo3(signature = (verb, src, dst, count, dtype, op=0, root=0, *, shape=None, timeout=None, async_op=false, keep=None,
+        place=None))]
     fn run(
         &self,
         py: Python<'_>,
@@ -228,17 +298,22 @@ impl Communicator {
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
+        place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
-        let mut request = Request::new(py, self.group(), (verb, src, dst, count, dtype, op, root))?;
+        let device = place.map(CudaCall::device);
+        let mut request = Request::new(py, self.group(), (verb, src, dst, count, dtype, op, root), device.as_ref())?;
         let op = request.announced();
+        if let Some(place) = place {
+            return self.go_on_device(py, call, place.core(), &op, move |lane, options| request.run(lane, options));
+        }
         self.go(py, call, request.bytes(), &op, move |lane, options| request.run(lane, options))
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
     /// `src_count` and `dst_count` are the elements of the whole buffers. `src` None: in place at `dst` (`src_count` is not used).
     #[pyo3(signature = (src, src_count, dst, dst_count, dtype, send_counts, send_displs, recv_counts, recv_displs, *,
-        timeout=None, async_op=false, keep=None))]
+        timeout=None, async_op=false, keep=None, place=None))]
     fn all_to_all_v(
         &self,
         py: Python<'_>,
@@ -254,19 +329,47 @@ impl Communicator {
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
+        place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
         let kind = with(py, || tensor::dtype(dtype))?;
+        let device = place.map(CudaCall::device);
         let mut operands = with(py, || {
-            let src = src.map(|address| tensor::region_at(address, src_count, kind)).transpose()?;
-            Operands::new(src, tensor::region_at(dst, dst_count, kind)?)
+            let region = |address, count| tensor::region_in(device.as_ref(), address, count, kind);
+            Operands::new(src.map(|address| region(address, src_count)).transpose()?, region(dst, dst_count)?)
         })?;
         let op = request::messages(Kind::AllToAllV, kind, src.map_or(dst_count, |_| dst_count.max(src_count)));
-        self.go(py, call, LONG, &op, move |lane, options| {
+        let verb = move |lane: &mut Lane, options: &Options<'_>| {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
             lane.all_to_all_v(options, kind, operands.io(), send, recv)
-        })
+        };
+        match place {
+            Some(place) => self.go_on_device(py, call, place.core(), &op, verb),
+            None => self.go(py, call, LONG, &op, verb),
+        }
+    }
+
+    /// The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
+    /// call of the verb. `wish` is a value of BAGUA_CUDA_COLLECTIVE.
+    ///
+    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown wish, DeviceError.
+    fn cuda_call(
+        &self,
+        py: Python<'_>,
+        device: &CudaDevice,
+        stream: usize,
+        producers: Vec<usize>,
+        wish: &str,
+    ) -> PyResult<CudaCall> {
+        let wish = with(py, || {
+            Wish::named(wish).ok_or_else(|| {
+                Error::InvalidArgument(format!("BAGUA_CUDA_COLLECTIVE='{wish}' is no way to communicate"))
+            })
+        })?;
+        let stage = self.stage(device);
+        let place = py.detach(|| Place::new(&stage, wish, stream, producers)).map_err(|e| self.origin.fail(py, e))?;
+        Ok(CudaCall::of(Arc::new(place)))
     }
 
     /// One message to rank `to`, which must receive as many elements of the same type with the same tag. Messages run beside the verbs.
@@ -409,7 +512,13 @@ impl Communicator {
 
     /// Says goodbye and closes every connection of this rank. Idempotent; leaving the world leaves its sub-groups.
     fn leave(&self, py: Python<'_>) {
-        py.detach(|| self.group().leave());
+        py.detach(|| {
+            self.group().leave();
+            if !lock(&self.stages).is_empty() {
+                // Its thread lets go of the device's memory, which may outlive the interpreter otherwise.
+                self.core.shutdown();
+            }
+        });
     }
 
     /// Raises the group's first failure, if there is one.
@@ -448,6 +557,7 @@ impl Communicator {
         stats.set_item("connections_refused", group.stats().connections_refused.load(Relaxed))?;
         stats.set_item("peers_seen", group.peers_seen())?;
         stats.set_item("ops", ops)?;
+        stats.set_item("cuda", self.cuda_stats(py)?)?;
         Ok(stats)
     }
 

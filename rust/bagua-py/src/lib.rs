@@ -11,6 +11,7 @@
 //! | [`config`] | the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
 //! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
+//! | [`cuda_call`] | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
 //! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
 //! | [`door`] | `Door`: where a running elastic job lets processes in |
 //! | [`request`] | a verb's codes and addresses become one request |
@@ -34,6 +35,7 @@ mod call_user;
 mod codec;
 mod config;
 mod cuda;
+mod cuda_call;
 mod door;
 mod engine;
 mod errors;
@@ -63,6 +65,8 @@ mod _bagua {
     use crate::codec::Codec;
     #[pymodule_export]
     use crate::cuda::CudaLibraries;
+    #[pymodule_export]
+    use crate::cuda_call::{CudaCall, CudaDevice};
     #[pymodule_export]
     use crate::door::Door;
     #[pymodule_export]

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
+use bagua_core::memory::DeviceRef;
 use bagua_core::recorder::{Announced, What};
 use bagua_core::request::Verb;
 use bagua_core::types::{DType, Kind, Shape};
@@ -57,14 +58,18 @@ pub struct Request {
 pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
 
 impl Request {
-    /// The request that these codes and addresses mean, for this rank of the group.
+    /// The request that these codes and addresses mean, for this rank of the group; `place` is the device of the addresses.
     #[inline]
-    pub fn new(py: Python<'_>, group: &Group, codes: Codes) -> PyResult<Request> {
-        Request::checked(group, codes).map_err(|e| errors::raise(py, e))
+    pub fn new(py: Python<'_>, group: &Group, codes: Codes, place: DeviceRef<'_>) -> PyResult<Request> {
+        Request::checked(group, codes, place).map_err(|e| errors::raise(py, e))
     }
 
     #[inline]
-    fn checked(group: &Group, (kind, src, dst, count, dtype, op, root): Codes) -> Result<Request> {
+    fn checked(
+        group: &Group,
+        (kind, src, dst, count, dtype, op, root): Codes,
+        place: DeviceRef<'_>,
+    ) -> Result<Request> {
         let kind = Kind::from_code(kind).ok_or_else(|| Error::InvalidArgument(format!("no verb has code {kind}")))?;
         let verb = Verb::of(kind, tensor::reduce_op(op)?, root)?;
         let dtype = tensor::dtype(dtype)?;
@@ -80,8 +85,8 @@ impl Request {
                 return Err(Error::InvalidArgument(format!("{} needs a source or a destination", kind.name())));
             }
         };
-        let src = src.map(|address| tensor::shards_at(address, count, src_parts, dtype)).transpose()?;
-        let operands = Operands::new(src, tensor::shards_at(dst, count, dst_parts, dtype)?)?;
+        let src = src.map(|address| tensor::shards_in(place, address, count, src_parts, dtype)).transpose()?;
+        let operands = Operands::new(src, tensor::shards_in(place, dst, count, dst_parts, dtype)?)?;
         Ok(Request { verb, dtype, count, operands })
     }
 

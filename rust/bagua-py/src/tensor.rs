@@ -10,14 +10,43 @@
 use std::sync::Arc;
 
 use bagua_core::error::{Error, Result};
-use bagua_core::memory::{Region, WeightLock, Weights};
+use bagua_core::memory::{DeviceRef, Region, WeightLock, Weights};
 use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
+use bagua_cuda::Place;
+use bagua_cuda::codec::{self, Elements, Records};
 
 /// `count` elements at `address`, by the promise above.
 pub fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
     // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
     unsafe { Region::new(address as *mut u8, count, dtype) }
+}
+
+/// `count` elements at `address` in a device's memory, or in the host's, by the promise above.
+pub fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtype: DType) -> Result<Region> {
+    match place {
+        None => region_at(address, count, dtype),
+        // SAFETY: the caller's promise, for memory of that device.
+        Some(device) => unsafe { Region::on(Arc::clone(device), address as *mut u8, count, dtype) },
+    }
+}
+
+/// Copies between two arrays of a device, on the stream of a call, by the promise above.
+pub fn copy_on_device(call: &Place, to: usize, from: usize, bytes: usize) -> Result<()> {
+    // SAFETY: the caller's promise, for memory of that device.
+    unsafe { call.copy(to, from, bytes) }
+}
+
+/// Encodes an array of a device, on the stream of a call, by the promise above for both arrays.
+pub fn encode_on_device(call: &Place, from: Elements, chunks: usize, to: Records) -> Result<()> {
+    // SAFETY: the caller's promise, for memory of that device.
+    unsafe { codec::encode(call, from, chunks, to) }
+}
+
+/// Decodes an array of a device, on the stream of a call, by the promise above for both arrays.
+pub fn decode_on_device(call: &Place, from: Records, to: Elements, chunks: usize) -> Result<()> {
+    // SAFETY: the caller's promise, for memory of that device.
+    unsafe { codec::decode(call, from, to, chunks) }
 }
 
 /// `count` elements at `address` that are shared under a lock: by the promise above, but for who uses them meanwhile; that is up to
@@ -27,15 +56,15 @@ pub fn weights_at(address: usize, count: usize, dtype: DType, lock: Arc<WeightLo
     unsafe { Weights::new(address as *mut u8, count, dtype, lock) }
 }
 
-/// `per_rank` elements for each of `ranks` ranks at `address`.
-pub fn shards_at(address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
+/// `per_rank` elements for each of `ranks` ranks at `address`, on a device or on the host.
+pub fn shards_in(place: DeviceRef<'_>, address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
     let count = per_rank.checked_mul(ranks).ok_or_else(|| {
         Error::InvalidArgument(format!(
             "{ranks} chunks of {per_rank} {} elements do not fit the address space",
             dtype.name()
         ))
     })?;
-    region_at(address, count, dtype)
+    region_in(place, address, count, dtype)
 }
 
 /// Whether no byte belongs to both: the core's slices must not alias.

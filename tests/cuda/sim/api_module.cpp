@@ -104,8 +104,11 @@ CUresult launch(const char *name, void *handle, const unsigned *grid, const unsi
         std::copy(block, block + 3, launch->block.begin());
         launch->shared_bytes = shared_bytes;
         for (std::size_t at = 0; at < sizes.size(); ++at) {
-            launch->parameters.emplace_back((sizes[at] + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
-            std::memcpy(launch->parameters.back().data(), parameters[at], sizes[at]);
+            auto &parameter =
+                launch->parameters.emplace_back((sizes[at] + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
+            // A max_align_t has bytes that its initialization leaves as they are, and all words are searched for addresses.
+            std::memset(parameter.data(), 0, parameter.size() * sizeof(std::max_align_t));
+            std::memcpy(parameter.data(), parameters[at], sizes[at]);
         }
         std::string wrong;
         const auto memory = memory_of(*launch, stream->context, &wrong);

@@ -60,6 +60,10 @@ pub trait Collective: Send {
     /// it does not reach ([`crate::group::Lane`] asks before).
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()>;
 
+    /// The group's communication thread ends, and no operation follows: what waits for a device may do so here. Not called where
+    /// there was no such thread.
+    fn end(&mut self) {}
+
     /// All messages at once, in both directions; several to one peer arrive in the order given. Send, recv and all_to_all_v are
     /// made of it.
     ///

@@ -269,6 +269,8 @@ impl Shared {
             drop(unread);
             self.jobs.settle();
         }
+        // What it says has nobody to hear it.
+        let _ = catch_unwind(AssertUnwindSafe(|| self.lanes().end()));
     }
 
     /// Records that the thread takes a job; the first operation of the job takes over the ticket.

@@ -429,4 +429,10 @@ impl Collective for ProcessBound {
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.checked()?.exchange(cx, sends, recvs)
     }
+
+    fn end(&mut self) {
+        if let Ok(inner) = self.checked() {
+            inner.end();
+        }
+    }
 }

@@ -3,6 +3,7 @@
 //! A [`Device`] is the seam: this crate names no device. The trivial implementation to read first is the toy device of the
 //! contract tests, whose memory the host cannot read.
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -14,7 +15,9 @@ use crate::error::{Error, Result};
 /// Memory that the host cannot address, and how to copy it. A [`super::Region`] on the host has none.
 ///
 /// Both copies return when the bytes are in place. They run on the thread that calls a verb and on communication threads.
-pub trait Device: Send + Sync + fmt::Debug {
+///
+/// `Any`, so that a collective of another crate finds its own device behind the reference.
+pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Name for errors and reports, e.g. "toy:0".
     fn name(&self) -> &str;
 

@@ -37,6 +37,8 @@ impl Op for CallbackOp {
                 | Error::Timeout { .. }
                 | Error::PeerRaised { .. }
                 | Error::Mismatch(_)
+                | Error::Unavailable(_)
+                | Error::Device(_)
                 | Error::Aborted(_)) => other,
             }
         })

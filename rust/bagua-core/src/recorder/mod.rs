@@ -298,6 +298,8 @@ fn missing(error: &Error, own: usize) -> Vec<usize> {
         | Error::InvalidArgument(_)
         | Error::UnsupportedType(_)
         | Error::NotImplemented(_)
+        | Error::Unavailable(_)
+        | Error::Device(_)
         | Error::System { .. } => Vec::new(),
     };
     ranks.retain(|rank| *rank != own);

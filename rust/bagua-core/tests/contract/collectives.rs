@@ -4,11 +4,9 @@
 use bagua_core::collective::{Io, Verb};
 use bagua_core::types::{DType, Kind, ReduceOp};
 
+use crate::implementations::in_rank_order;
 use crate::oracle::{assert_combined, input, noise};
-use crate::toy::{toy_hier, toy_local, toy_shm};
-use crate::world::{
-    Rank, Ranks, Say, bundled, direct, doubling, each, hier, local, mixed, ring, shm, solo, tcp, tls, world,
-};
+use crate::world::{Rank, Ranks, Say, each, local, world};
 
 macro_rules! contract {
     ($name:ident, $ranks:expr, [$($size:literal),*]) => {
@@ -47,28 +45,6 @@ macro_rules! contract {
             }
         }
     };
-}
-
-contract!(net_local, local, [1, 2, 3, 4, 5, 8, 9, 16, 33]);
-contract!(net_tcp, tcp, [1, 2, 3, 4, 9]);
-contract!(net_tls, tls, [2, 3, 5]);
-contract!(net_mixed, mixed, [3, 4, 5]);
-contract!(net_bundled, bundled, [2, 3, 5]);
-contract!(net_direct, direct, [20]);
-contract!(net_ring, ring, [2, 3, 7]);
-contract!(net_doubling, doubling, [2, 3, 5, 9]);
-contract!(solo, solo, [1]);
-contract!(hier, hier, [1, 2, 3, 4, 5, 8]);
-contract!(toy_local, toy_local, [1, 2, 3, 4]);
-contract!(toy_shm, toy_shm, [1, 2, 3, 4]);
-contract!(toy_hier, toy_hier, [1, 2, 3, 4]);
-contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
-
-/// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling, and not in worlds in which
-/// one of those may be chosen.
-fn in_rank_order(ranks: Ranks, size: usize) -> bool {
-    let is = |other: Ranks| std::ptr::fn_addr_eq(ranks, other);
-    size <= 2 || !is(hier) && !is(toy_hier) && !is(ring) && !is(doubling) && (size <= 16 || is(direct))
 }
 
 const SMALL: [usize; 4] = [0, 1, 7, 1023];
@@ -169,7 +145,7 @@ fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize
     }
 }
 
-fn reductions_equal_the_oracle_in_every_type_and_op(ranks: Ranks, size: usize) {
+pub fn reductions_equal_the_oracle_in_every_type_and_op(ranks: Ranks, size: usize) {
     let in_order = in_rank_order(ranks, size);
     let mut ranks = world(ranks, size);
     for (dtype, op) in legal() {
@@ -182,7 +158,7 @@ fn reductions_equal_the_oracle_in_every_type_and_op(ranks: Ranks, size: usize) {
     }
 }
 
-fn large_reductions_equal_the_oracle(ranks: Ranks, size: usize) {
+pub fn large_reductions_equal_the_oracle(ranks: Ranks, size: usize) {
     let in_order = in_rank_order(ranks, size);
     let mut ranks = world(ranks, size);
     for (dtype, op) in [(DType::F32, ReduceOp::Sum), (DType::BF16, ReduceOp::Avg), (DType::I64, ReduceOp::Max)] {
@@ -197,7 +173,7 @@ fn mark(rank: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| noise(rank, i) as u8).collect()
 }
 
-fn verbs_that_move_bytes_put_each_where_it_belongs(ranks: Ranks, size: usize) {
+pub fn verbs_that_move_bytes_put_each_where_it_belongs(ranks: Ranks, size: usize) {
     let mut ranks = world(ranks, size);
     let n = size;
     let mut sizes = vec![0, 1, 7, 1023];
@@ -260,7 +236,7 @@ fn verbs_that_move_bytes_put_each_where_it_belongs(ranks: Ranks, size: usize) {
     }
 }
 
-fn messages_of_an_exchange_arrive_in_the_order_given(ranks: Ranks, size: usize) {
+pub fn messages_of_an_exchange_arrive_in_the_order_given(ranks: Ranks, size: usize) {
     use bagua_core::collective::{Incoming, Outgoing};
     let mut ranks = world(ranks, size);
     let n = size;
@@ -285,7 +261,7 @@ fn messages_of_an_exchange_arrive_in_the_order_given(ranks: Ranks, size: usize) 
     });
 }
 
-fn a_barrier_waits_for_every_rank(ranks: Ranks, size: usize) {
+pub fn a_barrier_waits_for_every_rank(ranks: Ranks, size: usize) {
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     let mut ranks = world(ranks, size);
     let arrived = AtomicUsize::new(0);
@@ -298,7 +274,7 @@ fn a_barrier_waits_for_every_rank(ranks: Ranks, size: usize) {
     });
 }
 
-fn results_are_bitwise_those_of_local_streams(ranks: Ranks, size: usize) {
+pub fn results_are_bitwise_those_of_local_streams(ranks: Ranks, size: usize) {
     for (dtype, count) in [(DType::F32, 1023), (DType::F16, 70_001), (DType::F32, 300_007), (DType::BF16, 7)] {
         for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
             let bits = |ranks: Ranks| {

@@ -1,8 +1,10 @@
-//! One contract, many implementations: an implementation joins with a factory in `world` and a line in `collectives`,
+//! One contract, many implementations: an implementation joins with a factory in `world` and a line in `implementations`,
 //! `transports` or both.
 
+#[macro_use]
 mod collectives;
 mod failures;
+mod implementations;
 mod oracle;
 mod streams;
 mod toy;

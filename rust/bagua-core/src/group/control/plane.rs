@@ -218,11 +218,21 @@ impl Plane {
     /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
     pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
+        let own = health.rank();
+        let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
         let subscription = health.subscribe_local(move |cause| {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
             {
-                plane.broadcast_failure(id, cause);
+                match cause {
+                    // The others have another device, and no call of theirs failed.
+                    Error::Device(failure) => {
+                        let (kind, message) = ("DeviceError".to_owned(), failure.message.clone());
+                        let raised = Error::PeerRaised { rank, host: host.clone(), kind, message };
+                        plane.broadcast_failure(id, &raised);
+                    }
+                    _ => plane.broadcast_failure(id, cause),
+                }
                 plane.fail_subgroups(id, cause);
             }
         });
@@ -317,6 +327,8 @@ impl Plane {
                 | Error::InvalidArgument(_)
                 | Error::UnsupportedType(_)
                 | Error::NotImplemented(_)
+                | Error::Unavailable(_)
+                | Error::Device(_)
                 | Error::System { .. } => false,
             };
             if concerned {

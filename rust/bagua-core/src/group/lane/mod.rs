@@ -223,6 +223,11 @@ impl Lane {
         self.run(options, DType::U8, Verb::Barrier, Io::none())
     }
 
+    /// See [`Collective::end`].
+    pub(crate) fn end(&mut self) {
+        self.collective.end();
+    }
+
     /// Refuses memory that the collective does not reach, before anything is sent.
     fn check_reach(&self, place: DeviceRef<'_>) -> Result<()> {
         match place {

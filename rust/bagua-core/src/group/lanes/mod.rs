@@ -75,6 +75,17 @@ impl Lanes {
         Ok(hosts)
     }
 
+    /// See [`crate::collective::Collective::end`].
+    pub(crate) fn end(&mut self) {
+        self.global.end();
+        if let Some(hosts) = &mut self.hosts {
+            hosts.intra.end();
+            if let Some(inter) = &mut hosts.inter {
+                inter.end();
+            }
+        }
+    }
+
     /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.
     fn route_is_hierarchical(&self) -> bool {
         let Some(group) = &self.group else { return true };

@@ -1,0 +1,132 @@
+"""DLPack, read here and not by NumPy: NumPy refuses bfloat16 and memory of devices.
+
+https://dmlc.github.io/dlpack/latest/c_api.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from bagua.engine import DTYPES
+
+__all__ = ["CUDA", "DEVICES", "ON_HOST", "Lent", "capsule_of", "contiguous", "lent_by"]
+
+#: Device types of host memory, and of host memory pinned for CUDA or ROCm.
+ON_HOST = (1, 3, 11)
+#: Device type of CUDA memory.
+CUDA = 2
+#: Names of the other device types.
+DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed memory", 14: "oneAPI"}
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_READ_ONLY = 1
+# (code, bits) -> (NumPy type of the memory, name)
+_DLPACK = {
+    (0, 8): ("i1", "int8"),
+    (0, 32): ("i4", "int32"),
+    (0, 64): ("i8", "int64"),
+    (1, 8): ("u1", "uint8"),
+    (2, 16): ("f2", "float16"),
+    (2, 32): ("f4", "float32"),
+    (2, 64): ("f8", "float64"),
+    (4, 16): ("u2", "bfloat16"),
+    (5, 64): ("c8", "complex64"),
+    (5, 128): ("c16", "complex128"),
+    (6, 8): ("?", "bool"),
+}
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype = ctypes.c_void_p
+_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.restype = ctypes.c_int
+_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The memory that a capsule lends, valid as long as the capsule lives."""
+
+    #: Of the first byte.
+    address: int
+    #: Dimensions.
+    shape: tuple[int, ...]
+    #: Elements from one index to the next, by dimension; None: contiguous.
+    strides: tuple[int, ...] | None
+    #: NumPy's name of the type; that of an integer of the same size for bfloat16.
+    typestr: str
+    #: Name of the element type.
+    dtype_name: str
+    #: Whether it may be written, as far as the capsule says.
+    writable: bool
+
+
+def capsule_of(x: Any, what: str, **arguments: Any) -> Any:
+    """The capsule that an array gives; TypeError when it gives none."""
+    try:
+        try:
+            # The newer capsule says whether the memory may be written.
+            return x.__dlpack__(max_version=(1, 0), **arguments)
+        except TypeError:
+            return x.__dlpack__(**arguments)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{what} ({type(x).__name__}) does not lend its memory: {error}") from error
+
+
+def lent_by(capsule: Any, what: str) -> Lent:
+    """What a capsule says of its memory; TypeError for elements that cannot travel."""
+    writable = True
+    if _is_valid(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+        writable = not versioned.flags & _READ_ONLY
+        tensor = versioned.tensor
+    else:
+        tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    form = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if form is None:
+        kind = f"type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"
+        raise TypeError(f"{what} has elements of DLPack {kind}; these can travel: {', '.join(DTYPES)}")
+    typestr, name = form
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
+    return Lent((tensor.data or 0) + tensor.byte_offset, shape, strides, typestr, name, writable)
+
+
+def contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, element: int = 1) -> bool:
+    """Whether elements follow each other in C order; strides in units of which an element has so many."""
+    if strides is None or 0 in shape:
+        return True
+    expected = element
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,189 @@
+//! The primary context of a device: retained once per process, and made current around calls only.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+use bagua_core::error::{Error, Result};
+
+use crate::api::{Api, CAPTURE_IMPLICIT, CAPTURE_MODE_RELAXED, CUcontext, CUdeviceptr, CUstream};
+use crate::programs::Kernels;
+
+/// `CU_MEMORYTYPE_DEVICE`.
+const ON_DEVICE: c_uint = 2;
+
+/// What an address is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// Memory of the device with this number.
+    Device(i32),
+    /// Managed memory, which moves between host and devices.
+    Managed,
+    /// Not memory of a device.
+    Other,
+}
+
+/// The primary context of one device. It is never released: torch and the user's own code may use it as long as the process lives.
+pub struct Context {
+    api: Arc<Api>,
+    /// Number of the device.
+    device: i32,
+    handle: CUcontext,
+    /// The greatest priority of its streams.
+    priority: c_int,
+    kernels: Kernels,
+}
+
+// SAFETY: a context may be made current on any thread, on several at once.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// The context is current on this thread until this is dropped; the one before is current again then.
+#[must_use]
+pub(crate) struct Entered<'a> {
+    context: &'a Context,
+    /// The thread's capture mode before.
+    mode: c_int,
+    /// It must be dropped on the thread that made it.
+    thread: PhantomData<*mut ()>,
+}
+
+impl Context {
+    /// The primary context of a device, created by this call if nobody uses the device yet.
+    pub(crate) fn retain(api: &Arc<Api>, device: i32) -> Result<Arc<Context>> {
+        let mut handle: CUcontext = ptr::null_mut();
+        // SAFETY: it writes one handle; device numbers are checked by the driver.
+        let code = unsafe { (api.functions.primary_context_retain)(&raw mut handle, device) };
+        api.check(device, c"cuDevicePrimaryCtxRetain", code)?;
+        let mut context = Context { api: Arc::clone(api), device, handle, priority: 0, kernels: Kernels::default() };
+        let (mut least, mut greatest) = (0, 0);
+        {
+            let entered = context.enter()?;
+            // SAFETY: it writes two ints, of the current context.
+            let code = unsafe { (api.functions.priority_range)(&raw mut least, &raw mut greatest) };
+            api.check(device, c"cuCtxGetStreamPriorityRange", code)?;
+            drop(entered);
+        }
+        context.priority = greatest;
+        Ok(Arc::new(context))
+    }
+
+    /// Number of the device.
+    pub fn device(&self) -> i32 {
+        self.device
+    }
+
+    pub(crate) fn api(&self) -> &Api {
+        &self.api
+    }
+
+    /// The kernels that were loaded.
+    pub(crate) fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    /// The greatest priority of its streams.
+    pub(crate) fn priority(&self) -> c_int {
+        self.priority
+    }
+
+    /// Makes the context current. Meanwhile calls of this thread disturb no capture of another stream.
+    pub(crate) fn enter(&self) -> Result<Entered<'_>> {
+        if !self.api.is_of_this_process() {
+            return Err(Error::other("this process was forked from the one that uses CUDA, and has none itself"));
+        }
+        // SAFETY: the context is retained.
+        let code = unsafe { (self.api.functions.context_push)(self.handle) };
+        self.check(c"cuCtxPushCurrent", code)?;
+        let mut entered = Entered { context: self, mode: -1, thread: PhantomData };
+        let mut mode = CAPTURE_MODE_RELAXED;
+        // SAFETY: it reads and writes one int.
+        let code = unsafe { (self.api.functions.exchange_capture_mode)(&raw mut mode) };
+        self.check(c"cuThreadExchangeStreamCaptureMode", code)?;
+        entered.mode = mode;
+        Ok(entered)
+    }
+
+    /// An error for any code but 0.
+    pub(crate) fn check(&self, function: &std::ffi::CStr, code: c_int) -> Result<()> {
+        self.api.check(self.device, function, code)
+    }
+
+    /// Refuses streams that are being captured into a graph; asks nothing of their captures.
+    ///
+    /// # Errors
+    /// `NotImplemented` for a stream that is being captured, or the legacy stream while one that is ordered with it is.
+    pub fn refuse_capture(&self, streams: &[usize]) -> Result<()> {
+        let _entered = self.enter()?;
+        for stream in streams {
+            let mut status = 0;
+            // SAFETY: the caller names a stream of this context; it writes one int.
+            let code = unsafe { (self.api.functions.stream_is_capturing)(*stream, &raw mut status) };
+            if code == CAPTURE_IMPLICIT || (code == 0 && status != 0) {
+                let text = "a collective operation on a stream that is being captured into a CUDA graph";
+                return Err(Error::NotImplemented(text.to_owned()));
+            }
+            self.check(c"cuStreamIsCapturing", code)?;
+        }
+        Ok(())
+    }
+
+    /// Copies within the device, on a stream.
+    ///
+    /// # Safety
+    /// Both are `bytes` of this device's memory, which live and are used by nobody else until the stream has come so far.
+    pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize, stream: usize) -> Result<()> {
+        let _entered = self.enter()?;
+        // SAFETY: the caller's promise.
+        let code = unsafe {
+            (self.api.functions.copy_on_device)(to as CUdeviceptr, from as CUdeviceptr, bytes, stream as CUstream)
+        };
+        self.check(c"cuMemcpyDtoDAsync", code)
+    }
+}
+
+/// What an address is. Needs some context: the current one, or else `fallback`'s.
+pub(crate) fn memory_at(api: &Api, address: usize, fallback: impl FnOnce() -> Result<Arc<Context>>) -> Result<Memory> {
+    let mut current: CUcontext = ptr::null_mut();
+    // SAFETY: it writes one handle.
+    let code = unsafe { (api.functions.context_get_current)(&raw mut current) };
+    api.check(0, c"cuCtxGetCurrent", code)?;
+    let fallback = if current.is_null() { Some(fallback()?) } else { None };
+    let _entered = fallback.as_ref().map(|context| context.enter()).transpose()?;
+    let (mut kind, mut managed, mut ordinal): (c_uint, c_uint, c_int) = (0, 0, 0);
+    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL.
+    let mut wanted: [c_int; 3] = [2, 8, 9];
+    let mut answers: [*mut c_void; 3] = [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
+    // SAFETY: three attributes, whose answers have 4 bytes each at most.
+    let code = unsafe {
+        (api.functions.pointer_attributes)(3, wanted.as_mut_ptr(), answers.as_mut_ptr(), address as CUdeviceptr)
+    };
+    api.check(0, c"cuPointerGetAttributes", code)?;
+    Ok(match (kind, managed) {
+        (_, managed) if managed & 1 != 0 => Memory::Managed,
+        (ON_DEVICE, _) => Memory::Device(ordinal),
+        _ => Memory::Other,
+    })
+}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "cuda:{}", self.device)
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let functions = &self.context.api.functions;
+        // What goes wrong here went wrong before: the next call says so.
+        if self.mode >= 0 {
+            // SAFETY: it reads and writes one int.
+            unsafe { (functions.exchange_capture_mode)(&raw mut self.mode) };
+        }
+        let mut popped: CUcontext = ptr::null_mut();
+        // SAFETY: it writes one handle, of the context that `enter` pushed on this thread.
+        unsafe { (functions.context_pop)(&raw mut popped) };
+    }
+}

@@ -1,0 +1,123 @@
+//! Loading the machine code of kernels for a device, and launching them.
+//!
+//! A program is compiled for the device's own architecture and loaded at the first use of one of its kernels; it stays loaded as long as
+//! the process lives, as the primary context does.
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_int, c_void};
+use std::ptr;
+
+use bagua_core::error::{Error, Result};
+use bagua_core::wait::lock;
+
+use crate::api::{CUfunction, CUmodule, CUstream};
+use crate::context::Context;
+use crate::kernels::{Grid, Program, THREADS, program_of};
+use crate::programs::{Compiler, Kernel};
+
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
+const MULTIPROCESSORS: c_int = 16;
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
+const CAPABILITY_MAJOR: c_int = 75;
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
+const CAPABILITY_MINOR: c_int = 76;
+
+impl Context {
+    /// Says where the machine code of this device comes from. The first that is said holds.
+    pub fn compile_with(&self, compiler: Compiler) {
+        let _ = self.kernels().compiler.set(compiler);
+    }
+
+    /// Multiprocessors of the device.
+    pub(crate) fn processors(&self) -> Result<u32> {
+        if let Some(known) = self.kernels().processors.get() {
+            return Ok(*known);
+        }
+        let found = u32::try_from(self.attribute(MULTIPROCESSORS)?).unwrap_or(1).max(1);
+        Ok(*self.kernels().processors.get_or_init(|| found))
+    }
+
+    /// The kernel of that name. The first use of its program takes seconds where its machine code is not in the cache.
+    ///
+    /// # Errors
+    /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
+    pub(crate) fn kernel(&self, name: &str) -> Result<Kernel> {
+        let mut loaded = lock(&self.kernels().loaded);
+        if let Some(kernel) = loaded.get(name) {
+            return Ok(*kernel);
+        }
+        let program = program_of(name).ok_or_else(|| Error::other(format!("there is no kernel named {name}")))?;
+        self.load(program, &mut loaded)?;
+        loaded.get(name).copied().ok_or_else(|| Error::other(format!("{} lacks {name}", program.name)))
+    }
+
+    fn load(&self, program: &'static Program, loaded: &mut BTreeMap<&'static str, Kernel>) -> Result<()> {
+        let architecture = 10 * self.attribute(CAPABILITY_MAJOR)? + self.attribute(CAPABILITY_MINOR)?;
+        let refused = |why: String| {
+            let text = format!("the kernels of {} need NVRTC on cuda:{}: {why}", program.name, self.device());
+            Error::Unavailable(text)
+        };
+        let compiler =
+            self.kernels().compiler.get().ok_or_else(|| refused("nobody said where it may be".to_owned()))?;
+        let code = compiler(program, architecture).map_err(|error| refused(error.to_string()))?;
+        let functions = &self.api().functions;
+        let _entered = self.enter()?;
+        let mut module: CUmodule = ptr::null_mut();
+        // SAFETY: an ELF file for this architecture, which NVRTC made and whose checksum was compared; it writes one handle.
+        let result = unsafe { (functions.module_load_data)(&raw mut module, code.as_ptr().cast()) };
+        self.check(c"cuModuleLoadData", result)?;
+        for name in program.kernels {
+            let symbol = CString::new(*name).expect("no zero byte");
+            let mut function: CUfunction = ptr::null_mut();
+            // SAFETY: the module was loaded; it writes one handle.
+            let result = unsafe { (functions.module_get_function)(&raw mut function, module, symbol.as_ptr()) };
+            self.check(c"cuModuleGetFunction", result)?;
+            loaded.insert(name, Kernel(function));
+        }
+        Ok(())
+    }
+
+    fn attribute(&self, number: c_int) -> Result<c_int> {
+        let mut value = 0;
+        // SAFETY: it writes one int.
+        let code = unsafe { (self.api().functions.device_get_attribute)(&raw mut value, number, self.device()) };
+        self.check(c"cuDeviceGetAttribute", code)?;
+        Ok(value)
+    }
+
+    /// Launches a kernel on a stream. An argument of 4 bytes is the lower half of its word.
+    ///
+    /// # Safety
+    /// The arguments are the kernel's parameters, as `kernels.rs` lists them: what they point to is memory of this device that is large
+    /// enough, and that lives and is used by nobody else until the stream has come so far.
+    pub(crate) unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        grid: Grid,
+        stream: CUstream,
+        arguments: &mut [u64],
+    ) -> Result<()> {
+        // The first bytes of a word are its lower half.
+        const { assert!(cfg!(target_endian = "little")) };
+        let mut places: Vec<*mut c_void> = arguments.iter_mut().map(|word| ptr::from_mut(word).cast()).collect();
+        let [x, y, z] = grid.blocks;
+        let _entered = self.enter()?;
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        let code = unsafe {
+            (self.api().functions.launch_kernel)(
+                kernel.0,
+                x,
+                y,
+                z,
+                THREADS,
+                1,
+                1,
+                grid.shared,
+                stream,
+                places.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        self.check(c"cuLaunchKernel", code)
+    }
+}

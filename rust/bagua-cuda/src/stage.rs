@@ -1,0 +1,251 @@
+//! What one lane has on one device: streams of its own, pinned memory, and the arrays of operations that the device is not done with.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use bagua_core::error::{Error, Result};
+use bagua_core::wait::lock;
+
+use crate::api::before_anything_began;
+use crate::context::Context;
+use crate::event::Event;
+use crate::memory::Pinned;
+use crate::stream::Stream;
+
+/// Bytes of one piece, which is copied while the host sends another. Four of them are all pinned memory of a lane.
+pub(crate) const PIECE: usize = 4 << 20;
+
+/// How long a wait for the device only asks, without a pause.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// The longest pause between two questions.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// How long the end of a lane waits for copies; memory that is still used then is left to the end of the process.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// How the ranks of a lane combine arrays on devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Name of the collective.
+    pub collective: &'static str,
+    /// Why it was chosen.
+    pub why: String,
+}
+
+/// Counters of a lane on a device, since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Kernels that were launched.
+    pub launches: u64,
+    /// Bytes that were copied from the device.
+    pub to_host_bytes: u64,
+    /// Bytes that were copied to the device.
+    pub to_device_bytes: u64,
+    /// Pinned memory that it has, in bytes.
+    pub pinned_bytes: u64,
+    /// Memory of the device that it has, in bytes.
+    pub device_bytes: u64,
+}
+
+/// What an operation holds, with the event after which the device no longer uses it.
+type Held = (Arc<Event>, Box<dyn Any + Send>);
+
+/// See the module.
+pub struct Stage {
+    context: Arc<Context>,
+    /// Set by the lane's first operation on a device.
+    pub(crate) choice: OnceLock<Choice>,
+    pub(crate) to_host: AtomicU64,
+    pub(crate) to_device: AtomicU64,
+    pinned: AtomicU64,
+    /// Used by the thread that runs the lane's operations.
+    buffers: Mutex<Buffers>,
+    /// What operations hold.
+    held: Mutex<Vec<Held>>,
+}
+
+/// The streams and the pinned memory, made by the first operation.
+enum Buffers {
+    None,
+    Some(Box<Copier>),
+    /// The lane has ended.
+    Gone,
+}
+
+/// See [`Stage`].
+pub(crate) struct Copier {
+    context: Arc<Context>,
+    /// Copies from the device.
+    pub(crate) down: Stream,
+    /// Copies to the device.
+    pub(crate) up: Stream,
+    /// Where pieces arrive from the device, by turns.
+    pub(crate) input: [Pinned; 2],
+    /// Where pieces leave for the device, by turns.
+    pub(crate) output: [Pinned; 2],
+    /// Each input is filled.
+    pub(crate) arrived: [Event; 2],
+    /// Each output may be used again.
+    pub(crate) left: [Event; 2],
+    /// The end of the last operation.
+    pub(crate) last: Option<Arc<Event>>,
+}
+
+impl Copier {
+    fn new(context: &Arc<Context>) -> Result<Copier> {
+        let pinned = || Pinned::new(context, PIECE);
+        let event = || Event::new(context);
+        Ok(Copier {
+            down: Stream::new(context)?,
+            up: Stream::new(context)?,
+            input: [pinned()?, pinned()?],
+            output: [pinned()?, pinned()?],
+            arrived: [event()?, event()?],
+            left: [event()?, event()?],
+            last: None,
+            context: Arc::clone(context),
+        })
+    }
+
+    /// Waits until both streams have done what they have, for a while.
+    fn drain(&self) -> Result<()> {
+        let (down, up) = (Event::new(&self.context)?, Event::new(&self.context)?);
+        down.record(self.down.handle())?;
+        up.record(self.up.handle())?;
+        let start = Instant::now();
+        let patience = || match start.elapsed() < PATIENCE {
+            true => Ok(()),
+            false => Err(Error::other("the device is not done")),
+        };
+        wait_until_reached(&down, patience)?;
+        wait_until_reached(&up, patience)
+    }
+}
+
+impl Stage {
+    /// For a lane that uses this device. Makes nothing on it yet.
+    pub fn new(context: &Arc<Context>) -> Stage {
+        Stage {
+            context: Arc::clone(context),
+            choice: OnceLock::new(),
+            to_host: AtomicU64::new(0),
+            to_device: AtomicU64::new(0),
+            pinned: AtomicU64::new(0),
+            buffers: Mutex::new(Buffers::None),
+            held: Mutex::default(),
+        }
+    }
+
+    /// The device.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// What was chosen; `None` before the first operation.
+    pub fn choice(&self) -> Option<&Choice> {
+        self.choice.get()
+    }
+
+    /// The counters.
+    pub fn counts(&self) -> Counts {
+        Counts {
+            to_host_bytes: self.to_host.load(Ordering::Relaxed),
+            to_device_bytes: self.to_device.load(Ordering::Relaxed),
+            pinned_bytes: self.pinned.load(Ordering::Relaxed),
+            ..Counts::default()
+        }
+    }
+
+    /// Makes the streams and the pinned memory, if they are not there yet. Before anything of the operation is sent.
+    ///
+    /// # Errors
+    /// `Device`; harmless where memory is short.
+    pub fn prepare(&self) -> Result<()> {
+        self.release();
+        self.copier(|_| Ok(())).map_err(before_anything_began)
+    }
+
+    /// Runs `work` with the streams and the pinned memory, which are its own meanwhile.
+    pub(crate) fn copier<T>(&self, work: impl FnOnce(&mut Copier) -> Result<T>) -> Result<T> {
+        let mut buffers: MutexGuard<'_, Buffers> = lock(&self.buffers);
+        if matches!(*buffers, Buffers::None) {
+            *buffers = Buffers::Some(Box::new(Copier::new(&self.context)?));
+            self.pinned.store(4 * PIECE as u64, Ordering::Relaxed);
+        }
+        match &mut *buffers {
+            Buffers::Some(copier) => work(copier),
+            Buffers::None | Buffers::Gone => Err(Error::Aborted("the group was left".to_owned())),
+        }
+    }
+
+    /// Keeps something until an event is reached.
+    pub(crate) fn hold(&self, until: &Arc<Event>, what: Box<dyn Any + Send>) {
+        lock(&self.held).push((Arc::clone(until), what));
+    }
+
+    /// Lets go of what the device is done with. Does not wait.
+    pub fn release(&self) {
+        let mut done = Vec::new();
+        let mut held = lock(&self.held);
+        let mut at = 0;
+        while at < held.len() {
+            // After an error of the device nothing of ours runs on it any more.
+            if held[at].0.is_reached().unwrap_or(true) { done.push(held.swap_remove(at)) } else { at += 1 }
+        }
+        drop(held);
+        // Dropped without the lock: what is dropped may be anything.
+        drop(done);
+    }
+
+    /// Waits for the device, for a while, and frees everything: on the thread that ran the operations. No operation follows.
+    pub(crate) fn end(&self) {
+        let before = std::mem::replace(&mut *lock(&self.buffers), Buffers::Gone);
+        if let Buffers::Some(copier) = before {
+            match copier.drain() {
+                // A device that failed uses nothing any more, either.
+                Ok(()) | Err(Error::Device(_)) => drop(copier),
+                Err(_) => {
+                    std::mem::forget(copier);
+                    std::mem::forget(std::mem::take(&mut *lock(&self.held)));
+                }
+            }
+        }
+        self.pinned.store(0, Ordering::Relaxed);
+        self.release();
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        if self.context.api().is_of_this_process() {
+            self.end();
+        } else if let Buffers::Some(copier) = std::mem::replace(&mut *lock(&self.buffers), Buffers::Gone) {
+            std::mem::forget(copier);
+        }
+    }
+}
+
+impl std::fmt::Debug for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Stage({:?})", self.context)
+    }
+}
+
+/// Waits for the device on this thread: asks again and again, so that `go_on` can end the wait.
+pub(crate) fn wait_until_reached(event: &Event, mut go_on: impl FnMut() -> Result<()>) -> Result<()> {
+    let start = Instant::now();
+    let mut pause = Duration::from_micros(20);
+    while !event.is_reached()? {
+        go_on()?;
+        if start.elapsed() < SPIN {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(pause);
+            pause = PAUSE.min(pause * 2);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,41 @@
+"""`make cuda-breaks`: for each way in which the simulated driver can be wrong, a test that notices."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.cuda.simulated import ROOT, built
+
+#: Way -> the tests that are run on such a driver, of which at least one has to fail.
+WAYS = {
+    "no-wait": "tests/cuda/test_staged_order.py",
+    "eager-free": "tests/cuda/test_staged_order.py",
+    "short-copy": "tests/cuda/test_staged_values.py",
+    "short-kernel": "tests/cuda/test_codec_on_device.py",
+}
+
+
+def main() -> int:
+    """Prints each way with the first test that fails; 1 when there is none."""
+    built()
+    unnoticed = 0
+    for way, tests in WAYS.items():
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--exitfirst", "--tb=no", "-p", "no:cacheprovider", tests],
+            cwd=ROOT,
+            env=os.environ | {"BAGUA_SIM_BREAK": way},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        failed = re.search(r"^FAILED (\S+)", ran.stdout, re.MULTILINE)
+        unnoticed += failed is None
+        print(f"{way:<12} {failed[1] if failed else 'UNNOTICED'}", flush=True)
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

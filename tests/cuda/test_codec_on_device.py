@@ -1,0 +1,429 @@
+"""The codec minmax_u8 on CUDA arrays: the host's bytes, the order of streams, lifetimes, refusals, failures.
+
+On the simulated driver, which runs the kernels that the machine code names, compiled for the host. Where there is no
+NVRTC, a pretended one names them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda import kernel_cases as cases
+from tests.cuda.device_arrays import LEGACY, Cuda, DeviceArray
+from tests.cuda.pretended_nvrtc import pretended_nvrtc
+from tests.cuda.ranks import Ranks
+from tests.cuda.simulated import built
+
+ONES = np.ones(1000, np.float32)
+RECORD = 32 + 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    built("cuda-kernels-host")
+
+
+#: Ends with 1 where there is no NVRTC; in a process of its own, which loads it.
+NVRTC = "import bagua.cuda, sys; sys.exit(bagua.cuda.info()['nvrtc']['path'] is None)"
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where machine code comes from and where it is kept: these tests compile once."""
+    folder = tmp_path_factory.mktemp("compiled")
+    variables = {"XDG_CACHE_HOME": str(folder)}
+    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
+        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
+    return variables
+
+
+@pytest.fixture
+def rank(ranks: Ranks, compiler: dict[str, str]) -> Any:
+    """`rank(function, …)` runs it in a process of its own, which must leave nothing behind and wait for nothing."""
+
+    def run(function: Any, *arguments: Any, **variables: Any) -> Any:
+        return ranks(1, function, *arguments, **compiler | variables)[0]
+
+    return run
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def part(whole: DeviceArray, first: int, count: int) -> DeviceArray:
+    """Elements of an array, from `first` on."""
+    found = copy.copy(whole)
+    found.address, found.shape = whole.address + first * whole.dtype.itemsize, (count,)
+    found.nbytes = count * whole.dtype.itemsize
+    return found
+
+
+def coded(cuda: Cuda, name: str, size: int) -> DeviceArray:
+    """An array for elements of a type, whose values are integers of its size."""
+    if name == "bf16":
+        return cuda.empty(size, np.uint16, dlpack=True, bfloat16=True)
+    return cuda.empty(size, {"f32": np.float32, "f16": np.float16}[name])
+
+
+def check(cuda: Cuda, name: str, held: Any, chunks: int = 1, offset: int = 0, shift: int = 0) -> None:
+    """Records and decoded elements are the host's, and nothing beside them is written."""
+    codec, size = bagua.Codec("minmax_u8"), held.itemsize
+    expected = cases.core_encode("minmax_u8", name, held, chunks)
+    whole = coded(cuda, name, offset + held.size)
+    whole.write(np.concatenate([np.zeros(offset, held.dtype), held]).view(whole.dtype), whole.stream)
+    records = cuda.array(np.full(shift + expected.size + 7, 0xA5, np.uint8))
+    at = part(records, shift, expected.size)
+    assert codec.encode(part(whole, offset, held.size), chunks=chunks, out=at) is at
+    found = records.read()
+    assert np.array_equal(found[shift : shift + expected.size], expected)
+    assert (np.delete(found, np.s_[shift : shift + expected.size]) == 0xA5).all()
+    back = coded(cuda, name, offset + held.size + 3)
+    back.write(np.full(back.nbytes, 0xA5, np.uint8).view(back.dtype), back.stream)
+    codec.decode(at, part(back, offset, held.size), chunks=chunks)
+    restored = cases.core_decode("minmax_u8", name, expected, held.size, chunks)
+    found, inside = back.read().view(np.uint8), np.s_[offset * size : (offset + held.size) * size]
+    assert np.array_equal(found[inside], restored.view(np.uint8))
+    assert (np.delete(found, inside) == 0xA5).all()
+    for array in (whole, records, back):
+        array.free()
+
+
+def every_kind(rank: int, name: str) -> None:
+    cuda = Cuda()
+    for kind in cases.KINDS:
+        for count in (1, 2, 31, 32, 33, 1000, 4099):
+            check(cuda, name, cases.elements(kind, name, count, seed=count))
+    cuda.close()
+
+
+@pytest.mark.parametrize("name", cases.CODED)
+def test_records_and_values_are_those_of_the_host(rank: Any, name: str) -> None:
+    rank(every_kind, name)
+
+
+def every_place(rank: int, name: str) -> None:
+    cuda = Cuda()
+    for offset, shift in ((1, 0), (0, 1), (3, 5), (7, 13), (8, 32)):
+        check(cuda, name, cases.elements("normal", name, 613, seed=offset), offset=offset, shift=shift)
+    for chunks, each in ((2, 1), (3, 61), (7, 600), (40, 3)):
+        held = cases.elements("normal", name, chunks * each, seed=chunks)
+        held[0] = cases.elements("one NaN", name, 1)[0]
+        check(cuda, name, held, chunks, offset=chunks % 4, shift=chunks % 5)
+    check(cuda, name, cases.elements("normal", name, 1)[:0])
+    cuda.close()
+
+
+@pytest.mark.parametrize("name", cases.CODED)
+def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(rank: Any, name: str) -> None:
+    rank(every_place, name)
+
+
+def a_million(rank: int) -> None:
+    cuda = Cuda()
+    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000))
+    check(cuda, "f16", cases.elements("normal", "f16", 1_000_000), 5, offset=1)
+    check(cuda, "bf16", cases.elements("huge", "bf16", 1_000_000), 32, shift=3)
+    cuda.close()
+
+
+def test_a_million_elements_are_encoded_by_many_blocks(rank: Any) -> None:
+    rank(a_million)
+
+
+def several_passes(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    # Three chunks of 8 MiB: two fit the second-level cache at a time.
+    held = np.tile(cases.elements("normal", "f32", 1 << 10), 3 << 11)
+    held[::999_983] = cases.elements("huge", "f32", 7)
+    x, out = cuda.array(held.view(np.float32)), cuda.empty(codec.encoded_bytes(held.size, chunks=3), np.uint8)
+    codec.encode(x, chunks=3, out=out)
+    assert np.array_equal(out.read(), cases.core_encode("minmax_u8", "f32", held, 3))
+    cuda.close()
+
+
+def test_chunks_that_do_not_fit_a_cache_together_are_encoded_in_several_passes(rank: Any, ranks: Ranks) -> None:
+    rank(several_passes)
+    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 4
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def in_order(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    own, other, call = cuda.stream(), cuda.stream(), cuda.stream()
+    expected = codec.encode(ONES)
+    late = np.full(RECORD, 7, np.uint8)
+
+    def encoded(x: DeviceArray, stream: int | None, *, dlpack: bool = False) -> None:
+        # What another stream writes to `out` before the call is written before the result.
+        out = cuda.array(late, stream=other, dlpack=dlpack)
+        codec.encode(x, out=out, stream=stream)
+        back = cuda.array(3 * ONES, stream=other, dlpack=dlpack)
+        codec.decode(out, back, stream=stream)
+        assert back.read(LEGACY if stream is None else stream).tolist() == ONES.tolist()
+        assert np.array_equal(out.read(LEGACY if stream is None else stream), expected)
+
+    # The interface names a stream, of each array; DLPack orders the stream that it is given.
+    encoded(cuda.array(ONES, stream=own), call)
+    encoded(cuda.array(ONES, stream=own, dlpack=True), call, dlpack=True)
+    encoded(cuda.array(ONES, stream=own), None)
+    # It names none: the work is that of the call's stream.
+    x = cuda.array(ONES, stream=call)
+    x.stream = None  # type: ignore[assignment]
+    encoded(x, call)
+    # The stream of the calling thread.
+    encoded(cuda.array(ONES, stream=own), 2)
+    cuda.close()
+
+
+def test_the_work_is_behind_that_of_every_producer_and_before_that_of_the_stream(rank: Any) -> None:
+    rank(in_order)
+
+
+def on_threads(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    arrays = [cuda.array(ONES * number) for number in range(4)]
+    outs = [cuda.empty(RECORD, np.uint8) for _ in arrays]
+    other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1))
+    errors: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            # Threads without a context, and with that of another device.
+            if number % 2:
+                cuda.driver.cuCtxSetCurrent(other)
+            for _ in range(3):
+                codec.encode(arrays[number], out=outs[number])
+            assert (cuda.driver.get("cuCtxGetCurrent") or 0) == (other if number % 2 else 0)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for number, out in enumerate(outs):
+        assert np.array_equal(out.read(), codec.encode(ONES * number))
+    cuda.close()
+
+
+def test_any_thread_with_any_context_may_encode(rank: Any) -> None:
+    rank(on_threads)
+
+
+def another_device(rank: int) -> None:
+    codec = bagua.Codec("minmax_u8")
+    for number in (1, 0):
+        cuda = Cuda(number)
+        x, out = cuda.array(ONES, dlpack=True), cuda.empty(RECORD, np.uint8)
+        codec.encode(x, out=out)
+        assert np.array_equal(out.read(), codec.encode(ONES))
+        cuda.close()
+
+
+def test_every_device_loads_the_kernels(rank: Any, ranks: Ranks) -> None:
+    rank(another_device)
+    assert ranks.reports[0]["calls"]["cuModuleLoadData"] == 2
+
+
+def held(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
+    cuda.arrays.remove(x)
+    weakref.finalize(x, cuda.driver.cuMemFree_v2, x.address)
+    alive = weakref.ref(x)
+    codec.encode(x, out=out)
+    del x
+    gc.collect()
+    # The kernels have not run yet; a later call finds that out, and holds on.
+    back = cuda.empty(1000, np.float32)
+    codec.decode(out, back)
+    assert alive() is not None
+    assert back.read().tolist() == ONES.tolist()
+    # The device is done, and a later call lets go.
+    codec.decode(out, back)
+    gc.collect()
+    assert alive() is None
+    cuda.close()
+
+
+def test_a_call_holds_its_arrays_until_the_device_is_done(rank: Any) -> None:
+    rank(held)
+
+
+def captured(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    stream = cuda.stream()
+    x, out = cuda.array(ONES, stream=stream), cuda.empty(RECORD, np.uint8)
+    x.read(stream)
+    cuda.driver.cuStreamBeginCapture_v2(stream, 0)
+    for call in (lambda: codec.encode(x, out=out, stream=stream), lambda: codec.decode(out, x, stream=stream)):
+        with pytest.raises(NotImplementedError, match="captured"):
+            call()
+    graph = cuda.driver.get("cuStreamEndCapture", stream, first=False)
+    cuda.driver.cuGraphDestroy(graph)
+    x.stream = LEGACY
+    codec.encode(x, out=out)
+    assert np.array_equal(out.read(), codec.encode(ONES))
+    cuda.close()
+
+
+def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(rank: Any) -> None:
+    rank(captured)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
+
+    def refuse(kind: type[Exception], text: str, x: Any = x, out: Any = out, **options: Any) -> None:
+        with pytest.raises(kind, match=text):
+            codec.encode(x, out=out, **options)
+        if out is not None:
+            with pytest.raises(kind, match=text.replace("out is", "(data|out) is").replace("x is", "(data|out) is")):
+                codec.decode(out, x, **options)
+
+    refuse(TypeError, "out=", out=None)
+    refuse(TypeError, "is on the host, x is on cuda:0", out=np.empty(RECORD, np.uint8))
+    refuse(TypeError, "is on cuda:0, x is on the host", x=ONES.copy())
+    refuse(TypeError, "uint8", out=cuda.empty(RECORD, np.int8))
+    refuse(TypeError, "float64", x=cuda.empty(1000, np.float64))
+    refuse(ValueError, "which have 1056", out=cuda.empty(RECORD - 32, np.uint8))
+    refuse(ValueError, "3 equal", chunks=3)
+    refuse(ValueError, "chunks", chunks=0)
+    refuse(ValueError, "contiguous", x=cuda.array(ONES, strides=(8,)))
+    refuse(ValueError, "contiguous", out=cuda.empty(RECORD, np.uint8, strides=(2,)))
+    refuse(ValueError, "overlap", out=cuda.empty(RECORD, np.uint8, data=(x.address, False)))
+    refuse(
+        ValueError, "aligned", x=cuda.empty(999, np.float32, data=(x.address + 2, False)), out=part(out, 0, 1024 + 32)
+    )
+    refuse(ValueError, "no stream", stream=0)
+    refuse(TypeError, "CUstream", stream="1")
+    for read_only, call in (
+        (cuda.empty(RECORD, np.uint8, data=(out.address, True)), lambda it: codec.encode(x, out=it)),
+        (cuda.empty(1000, np.float32, data=(x.address, True)), lambda it: codec.decode(out, it)),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            call(read_only)
+    other = Cuda(1)
+    there = other.empty(RECORD, np.uint8)
+    refuse(TypeError, "is on cuda:1, x is on cuda:0|is on cuda:0, x is on cuda:1", out=there)
+    for name in ("f16", "bf16", "block_i8", "top_k", "random_k", "onebit"):
+        unknown = bagua.Codec(name)
+        with pytest.raises(NotImplementedError, match=f"codec {name} "):
+            unknown.encode(x, out=out)
+        with pytest.raises(NotImplementedError, match=f"codec {name} "):
+            unknown.decode(out, x)
+    cuda.driver.start()
+    codec.encode(x, out=out)
+    assert np.array_equal(out.read(), codec.encode(ONES))
+    cuda.close()
+    other.close()
+
+
+def test_what_cannot_be_encoded_is_refused_before_anything_is_launched(rank: Any, ranks: Ranks) -> None:
+    rank(refused)
+    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 2
+
+
+def without_nvrtc(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
+    for call in (lambda: codec.encode(x, out=out), lambda: codec.decode(out, x)):
+        with pytest.raises(bagua.BaguaError, match=r"minmax_u8 need NVRTC .*BAGUA_LIBNVRTC=/nowhere"):
+            call()
+    assert codec.encode(ONES).size == RECORD
+    assert x.read().tolist() == ONES.tolist()
+    cuda.close()
+
+
+def test_without_nvrtc_the_error_names_it(rank: Any, tmp_path: Path) -> None:
+    rank(without_nvrtc, BAGUA_LIBNVRTC="/nowhere/libnvrtc.so", XDG_CACHE_HOME=tmp_path)
+
+
+def cached(rank: int) -> list[str]:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    codec.encode(cuda.array(ONES), out=cuda.empty(RECORD, np.uint8))
+    cuda.close()
+    return os.listdir(os.path.join(os.environ["XDG_CACHE_HOME"], "bagua", "cuda"))
+
+
+def test_machine_code_for_the_device_is_kept(rank: Any, tmp_path: Path) -> None:
+    names = rank(cached, XDG_CACHE_HOME=tmp_path)
+    assert len(names) == 1
+    assert names[0].startswith("minmax_u8.sm_90.")
+    assert rank(cached, XDG_CACHE_HOME=tmp_path) == names
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, functions: list[str]) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
+    for function in functions:
+        with pytest.raises(bagua.DeviceError, match=f"{function} failed") as raised:
+            codec.encode(x, out=out)
+        assert (raised.value.api, raised.value.code, raised.value.device) == (function, 2, 0)
+    codec.encode(x, out=out)
+    assert np.array_equal(out.read(), codec.encode(ONES))
+    back = cuda.empty(1000, np.float32)
+    codec.decode(out, back)
+    assert back.read().tolist() == ONES.tolist()
+    cuda.close()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "cuModuleLoadData:1",
+        "cuModuleGetFunction:3",
+        "cuStreamIsCapturing:1",
+        "cuMemAllocAsync:1",
+        "cuLaunchKernel:1",
+        "cuLaunchKernel:2",
+        "cuMemFreeAsync:1",
+    ],
+)
+def test_a_call_that_fails_is_an_error_and_the_next_one_works(ranks: Ranks, compiler: Any, calls: str) -> None:
+    fails, variables = calls.split(":")[0], compiler | {"BAGUA_SIM_FAIL": f"{calls}:2"}
+    # Memory whose freeing failed is not freed.
+    ranks(1, failing, [fails], clean=fails != "cuMemFreeAsync", **variables)
+    assert ranks.reports[0]["faults"] == []
+    assert ranks.reports[0]["leaked"] == (fails == "cuMemFreeAsync")
+
+
+# --- breaks -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(rank: int) -> bool:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    x, out = cuda.array(np.arange(100_000, dtype=np.float32)), cuda.empty(codec.encoded_bytes(100_000), np.uint8)
+    codec.encode(x, out=out)
+    same = np.array_equal(out.read(), codec.encode(np.arange(100_000, dtype=np.float32)))
+    cuda.close()
+    return same
+
+
+@pytest.mark.parametrize(("broken", "right"), [("short-kernel", False), ("no-such-way", True)])
+def test_a_block_that_does_not_run_is_noticed(rank: Any, broken: str, right: bool) -> None:
+    assert rank(blocks, BAGUA_SIM_BREAK=broken) is right

@@ -1,0 +1,234 @@
+"""CUDA arrays when something fails: a driver call, memory that is short, a rank that dies, a deadline."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.ranks import Ranks
+from tests.cuda.simulated import NEVER
+from tests.world import World
+
+ONES = np.ones(1000, np.float32)
+#: CUDA_ERROR_OUT_OF_MEMORY, _UNKNOWN, _ILLEGAL_ADDRESS.
+SHORT, UNKNOWN, ILLEGAL = 2, 999, 700
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    fields = {name: getattr(error, name, None) for name in ("api", "code", "name", "device", "rank", "kind")}
+    return {"class": type(error).__name__, "text": str(error), **fields}
+
+
+def fails_on_rank_1(rank: int) -> list[dict[str, Any]]:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    found: list[dict[str, Any]] = []
+    # A rank that has the others' data before one of them fails hears of it at its next call.
+    while len(found) < 2:
+        try:
+            group.all_reduce(x, timeout=20.0)
+        except bagua.BaguaError as error:
+            found.append(told(error))
+    bagua.shutdown()
+    return found
+
+
+def only(rank: int, **variables: object) -> Any:
+    """Variables for one rank only."""
+    return lambda each: {name: str(value) for name, value in variables.items()} if each == rank else {}
+
+
+def run(ranks: Ranks, size: int, function: Any, *arguments: Any, each: Any = None, **variables: object) -> list[Any]:
+    """As `ranks`, with variables of each rank; the reports may have faults, but the ranks must end by themselves."""
+    base = {"BAGUA_LIBCUDA": str(ranks.library), "BAGUA_SIM_DELAY_US": str(NEVER)}
+    base |= {name: str(value) for name, value in variables.items()}
+    world = World(size, env=lambda rank: base | (each(rank) if each else {}), timeout=60)
+    found = world.run(function, *arguments)
+    for text in world.output:
+        assert "panicked" not in text, text
+    return found
+
+
+@pytest.mark.parametrize("code", [UNKNOWN, ILLEGAL])
+@pytest.mark.parametrize("api", ["cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventQuery"])
+def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_there(
+    ranks: Ranks, api: str, code: int
+) -> None:
+    # The second copy to the device is the operation's; the first was that of the test.
+    nth = 2 if api == "cuMemcpyHtoDAsync" else 1
+    there, here = run(ranks, 2, fails_on_rank_1, each=only(1, BAGUA_SIM_FAIL=f"{api}:{nth}:{code}"))
+    for error in here:
+        assert (error["class"], error["api"], error["code"], error["device"]) == ("DeviceError", api, code, 0)
+        assert error["name"] == {UNKNOWN: "CUDA_ERROR_UNKNOWN", ILLEGAL: "CUDA_ERROR_ILLEGAL_ADDRESS"}[code]
+        assert f"{api} failed on device 0: {error['name']} ({code})" in error["text"]
+    for error in there:
+        assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", 1, "DeviceError")
+        assert api in error["text"]
+
+
+def short_of_memory(rank: int) -> dict[str, Any]:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    with pytest.raises(bagua.DeviceError) as raised:
+        group.all_reduce(x)
+    group.barrier()
+    group.all_reduce(x)
+    assert x.read().tolist() == [2.0] * 1000
+    bagua.shutdown()
+    cuda.close()
+    return told(raised.value)
+
+
+def test_memory_that_is_short_before_anything_was_sent_poisons_nothing(ranks: Ranks) -> None:
+    # The first pinned memory is the test's.
+    for error in ranks(2, short_of_memory, BAGUA_SIM_FAIL=f"cuMemHostAlloc:3:{SHORT}"):
+        assert (error["api"], error["name"]) == ("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def one_dies(rank: int, folder: str) -> Any:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(np.ones(8 << 20, np.float32))
+    group.all_reduce(x)
+    if rank == 1:
+        group.all_reduce(x, async_op=True)
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The first of these meets the one that rank 1 has begun.
+    lost = None
+    while lost is None:
+        try:
+            group.all_reduce(x, async_op=True).wait(30.0)
+        except bagua.PeerLostError as error:
+            lost = error
+    after = time.time() - Path(folder, "dying").stat().st_mtime
+    bagua.shutdown()
+    cuda.close()
+    return lost.rank, after
+
+
+def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
+    with ranks.world(2) as world:
+        world._expect_exit = {1: -signal.SIGKILL}
+        (lost, after), _ = world.run(one_dies, str(tmp_path))
+    assert (lost, after < 1.0) == (1, True), after
+    ranks.check()
+
+
+def waits_for_the_other(rank: int) -> Any:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    found: Any = None
+    if rank == 0:
+        with pytest.raises(bagua.BaguaTimeoutError) as raised:
+            group.all_reduce(x, timeout=0.5)
+        found = raised.value.missing
+    else:
+        # It is told as soon as the other one gives up.
+        with pytest.raises(bagua.BaguaTimeoutError):
+            group.recv(np.empty_like(ONES), 0)
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_a_deadline_names_the_rank_that_did_not_come(ranks: Ranks) -> None:
+    missing, _ = ranks(2, waits_for_the_other)
+    assert missing == (1,)
+
+
+#: What the product calls, by the symbol's name without its version.
+CALLED = (
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuCtxGetStreamPriorityRange",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamCreateWithPriority",
+    "cuStreamDestroy",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuEventCreate",
+    "cuEventDestroy",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoDAsync",
+    "cuPointerGetAttributes",
+)
+
+
+#: Their failure has nobody to hear it, and comes after the operation.
+NOBODY_HEARS = ("cuCtxPopCurrent", "cuStreamDestroy", "cuEventDestroy", "cuMemFreeHost")
+
+
+def any_call_fails(rank: int, verbs: bool) -> str:
+    """Every kind of call, by blocking verbs and handles. Returns what the rank was told, and ends by itself."""
+    cuda = Cuda()
+    x, y, out = (cuda.array(ONES) for _ in range(3))
+    lent = cuda.array(ONES, dlpack=True)
+    if not verbs:
+        return ""
+    group = bagua.init()
+    told = "done"
+    try:
+        group.all_reduce(x)
+        handle = group.all_reduce(y, async_op=True)
+        group.broadcast(x, 1, out=out)
+        handle.wait(20.0)
+        handle.synchronize(20.0)
+        handle.is_completed()
+        group.all_reduce(lent)
+        group.barrier()
+    except bagua.BaguaError as error:
+        told = type(error).__name__
+    bagua.shutdown()
+    return told
+
+
+@pytest.fixture(scope="module")
+def calls(_driver_of_ranks: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """How often each function is called before the verbs and altogether, on a rank where nothing fails."""
+    found = []
+    for verbs in (False, True):
+        ranks = Ranks(_driver_of_ranks)
+        ranks(2, any_call_fails, verbs, clean=False)
+        counts = [report["calls"] for report in ranks.reports]
+        found.append({name.split("_v")[0]: max(each.get(name, 0) for each in counts) for name in counts[0] | counts[1]})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("function", CALLED)
+def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
+    ranks: Ranks, calls: tuple[dict[str, int], dict[str, int]], function: str
+) -> None:
+    before, after = (counts.get(function, 0) for counts in calls)
+    assert after > before, "the scenario calls it"
+    for nth in sorted({before + 1, before + 2, (before + after) // 2, after} - {before}):
+        fail = f"{function}:{nth}:{UNKNOWN}"
+        told = run(ranks, 2, any_call_fails, True, each=only(1, BAGUA_SIM_FAIL=fail), BAGUA_TIMEOUT=10)
+        if nth == before + 1 and function not in NOBODY_HEARS:
+            assert told[1] == "DeviceError", (fail, told)
+        assert set(told) <= {"done", "DeviceError", "PeerRaisedError", "BaguaTimeoutError", "PeerLostError"}, (
+            fail,
+            told,
+        )
+
+
+def test_the_functions_that_may_fail_are_those_that_the_product_names() -> None:
+    source = Path(__file__).resolve().parents[2] / "rust/bagua-cuda/src/api.rs"
+    named = re.findall(r'= c"(cu\w+?)(?:_v2)?"\(', source.read_text())
+    assert sorted(named) == sorted(CALLED)

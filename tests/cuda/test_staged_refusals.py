@@ -1,0 +1,173 @@
+"""CUDA arrays that are refused: before anything is sent, and so that the group goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.ranks import Ranks
+
+ONES = np.ones((2, 4), np.float32)
+
+
+def refused(rank: int) -> None:
+    cuda, group = Cuda(), bagua.init()
+
+    def refuse(kind: type[Exception], text: str, x: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=text):
+            group.all_reduce(x, **options)
+
+    good = cuda.array(ONES)
+    refuse(TypeError, "version 1", cuda.array(ONES, version=1))
+    refuse(TypeError, "mask", cuda.array(ONES, mask=object()))
+    refuse(TypeError, "these can travel", cuda.array(ONES, typestr="<u4"))
+    refuse(TypeError, "byte|these can travel", cuda.array(ONES, typestr=">f4"))
+    refuse(ValueError, "contiguous", cuda.array(ONES, strides=(4, 8)))
+    refuse(ValueError, "read-only", cuda.array(ONES, data=(good.address, True)))
+    refuse(ValueError, "stream 0", _named(cuda, 0))
+    refuse(TypeError, "its memory is not", cuda.array(ONES, data=(ONES.ctypes.data, False)))
+    for stream in (0, -1):
+        refuse(ValueError, "no stream", good, stream=stream)
+    refuse(TypeError, "CUstream", good, stream="1")
+    refuse(TypeError, "out is on the host, the array is on cuda:0", good, out=ONES.copy())
+    refuse(TypeError, "out is on cuda:0, the array is on the host", ONES.copy(), out=good)
+    refuse(ValueError, "shape", good, out=cuda.empty((4, 2), "float32"))
+    refuse(TypeError, "float64", good, out=cuda.empty((2, 4), "float64"))
+    # A result of another shape needs a place.
+    for verb in (group.all_gather, group.gather, group.reduce_scatter, group.scatter):
+        if rank == 0 or verb in (group.all_gather, group.reduce_scatter):
+            with pytest.raises(TypeError, match="out="):
+                verb(good)
+    # What is not there yet.
+    for call in (lambda: group.send(good, 1 - rank), lambda: group.recv(good, 1 - rank)):
+        with pytest.raises(TypeError, match="CUDA"):
+            call()
+    with pytest.raises(TypeError, match="CUDA"):
+        bagua.Bucket("bucket", {"x": good})
+    # A read-only array may be a source, and the group goes on.
+    readable = cuda.array(ONES, data=(good.address, True))
+    out = cuda.empty((2, 4), "float32")
+    group.all_reduce(readable, out=out)
+    assert out.read().tolist() == (2 * ONES).tolist()
+    group.all_reduce(good, stream=2)
+    bagua.shutdown()
+    cuda.close()
+
+
+def _named(cuda: Cuda, stream: int) -> Any:
+    x = cuda.array(ONES)
+    x.stream = stream
+    return x
+
+
+def test_arrays_that_cannot_travel_are_refused_and_the_group_goes_on(ranks: Ranks) -> None:
+    ranks(2, refused)
+
+
+def here_and_there(rank: int) -> str:
+    cuda, group = Cuda(), bagua.init()
+    x: Any = ONES.copy() if rank == 0 else cuda.array(ONES)
+    with pytest.raises(bagua.MismatchError) as raised:
+        group.all_reduce(x, timeout=20.0)
+    bagua.shutdown()
+    cuda.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("variables", [{"BAGUA_TRANSPORT": "tcp"}, {}], ids=["tcp", "shm"])
+def test_host_memory_on_one_rank_and_a_device_on_another_is_a_mismatch_on_both(
+    ranks: Ranks, variables: dict[str, str]
+) -> None:
+    for text in ranks(2, here_and_there, **variables):
+        assert "device" in text, text
+
+
+class Pretended:
+    """An array that says that it is on a device, where there is none."""
+
+    __cuda_array_interface__ = {  # noqa: RUF012 - that is the protocol
+        "version": 3,
+        "shape": (1,),
+        "typestr": "<f4",
+        "data": (4096, False),
+    }
+
+
+def without_cuda(rank: int) -> tuple[str, str]:
+    import bagua.cuda
+
+    group = bagua.init()
+    with pytest.raises(bagua.BaguaError) as raised:
+        group.all_reduce(Pretended())
+    x = ONES.copy()
+    group.all_reduce(x)
+    assert x.tolist() == (2 * ONES).tolist()
+    bagua.shutdown()
+    return str(raised.value), bagua.cuda.why_not() or ""
+
+
+def test_without_cuda_the_error_says_why_not_and_the_group_goes_on(ranks: Ranks) -> None:
+    for text, why_not in ranks(2, without_cuda, clean=False, BAGUA_LIBCUDA="/nowhere/libcuda.so.1"):
+        assert text == why_not
+        assert "/nowhere/libcuda.so.1" in text
+
+
+def wishes(rank: int, wanted: list[str]) -> tuple[str, Any, str]:
+    import os
+
+    os.environ["BAGUA_CUDA_COLLECTIVE"] = wanted[rank]
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    text = ""
+    try:
+        group.all_reduce(x)
+    except (bagua.BaguaError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}"
+    found = bagua.stats()["groups"]["world"]["cuda"]
+    os.environ["BAGUA_CUDA_COLLECTIVE"] = "staged"
+    group.all_reduce(x)
+    why = bagua.stats()["groups"]["world"]["cuda"]["why"]
+    bagua.shutdown()
+    cuda.close()
+    return text, found, why
+
+
+@pytest.mark.parametrize("wish", ["nccl", "ipc"])
+def test_a_collective_that_is_not_there_yet_is_refused_on_all_ranks_and_the_group_goes_on(
+    ranks: Ranks, wish: str
+) -> None:
+    for text, stats, why in ranks(2, wishes, [wish, wish]):
+        assert text.startswith(f"BaguaError: BAGUA_CUDA_COLLECTIVE={wish}: "), text
+        assert stats is None
+        assert why == "BAGUA_CUDA_COLLECTIVE=staged"
+
+
+def test_ranks_with_different_wishes_are_told_on_all_ranks(ranks: Ranks) -> None:
+    for text, _, _ in ranks(2, wishes, ["auto", "staged"]):
+        assert text.startswith("BaguaError: BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 1")
+
+
+def test_an_unknown_wish_is_refused_before_anything_is_sent(ranks: Ranks) -> None:
+    for text, _, _ in ranks(2, wishes, ["fastest", "fastest"]):
+        assert text.startswith("ValueError: BAGUA_CUDA_COLLECTIVE='fastest' is none of auto, nccl, ipc, staged")
+
+
+def test_auto_takes_staged_and_says_why(ranks: Ranks) -> None:
+    for text, stats, _ in ranks(2, wishes, ["auto", "auto"]):
+        assert text == ""
+        assert (stats["collective"], stats["why"].split(":")[0]) == ("staged", "auto")
+        assert set(stats) == {
+            "collective",
+            "why",
+            "device",
+            "launches",
+            "to_host_bytes",
+            "to_device_bytes",
+            "pinned_bytes",
+            "device_bytes",
+        }
+        assert (stats["to_host_bytes"], stats["to_device_bytes"]) == (ONES.nbytes, ONES.nbytes)
