@@ -402,6 +402,8 @@ def failing(rank: int, functions: list[str]) -> None:
         "cuLaunchKernel:1",
         "cuLaunchKernel:2",
         "cuMemFreeAsync:1",
+        # After two for each of the two devices.
+        "cuDeviceGetAttribute:5",
     ],
 )
 def test_a_call_that_fails_is_an_error_and_the_next_one_works(ranks: Ranks, compiler: Any, calls: str) -> None:
