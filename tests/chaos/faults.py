@@ -222,7 +222,11 @@ def _between(stage: Stage, first: int, second: int) -> list[socket.socket]:
 
     def leads_there(stream: socket.socket) -> bool:
         if stage.network is not None:
-            return stream.getpeername() in names
+            try:
+                return stream.getpeername() in names
+            except OSError:
+                # It has ended since.
+                return False
         pid, _, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return bool(pid == theirs)
 
