@@ -85,7 +85,7 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
     doing = (Action if elastic else ACTIONS[action])(rank, size, Path(folder))
     if doing.uses_torch:
         # The first server leaves a pipe open, with or without Bagua.
-        TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
+        TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)
     before = held()
     try:
         if elastic:
