@@ -133,23 +133,43 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 		cargo test -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
 
 CUDA_SIM := $(patsubst tests/cuda/sim/%.cpp,target/cuda-sim/objects/%.o,$(wildcard tests/cuda/sim/*.cpp))
+CUDA_NCCL := $(patsubst tests/cuda/nccl/%.cpp,target/cuda-sim/objects/nccl/%.o,$(wildcard tests/cuda/nccl/*.cpp))
 
 .PHONY: cuda-sim
-cuda-sim: target/cuda-sim/libcuda.so.1 ## Builds the simulated CUDA driver for tests without a GPU (needs g++ only)
+cuda-sim: target/cuda-sim/libcuda.so.1 target/cuda-sim/libnccl.so.2 ## Builds the simulated CUDA driver and a strict NCCL for tests without a GPU (needs g++ only)
 
 .PHONY: cuda-breaks
 cuda-breaks: setup cuda-sim ## For each way in which the simulated CUDA driver can be wrong, prints a test that notices
 	$(BIN)/python -m tests.cuda.breaks
 
+# With another Python that has torch, numpy and pytest, and with the extension built: PYTHONPATH=python python3 -m tests.gpu
+.PHONY: gpu-test
+gpu-test: setup ## Runs the tests of tests/gpu on this machine's GPU, and prints a table; "skipped: …" without one
+	$(BIN)/python -m tests.gpu
+
+.PHONY: gpu-bench
+gpu-bench: setup ## Measures on this machine's GPU, and prints a table with the goals; "skipped: …" without one
+	$(BIN)/python benchmarks/gpu.py
+
 target/cuda-sim/libcuda.so.1: $(CUDA_SIM)
 	g++ -shared -pthread -Wl,-soname,libcuda.so.1 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
 	mv $@.new $@
 
+target/cuda-sim/libnccl.so.2: $(CUDA_NCCL)
+	g++ -shared -pthread -Wl,-soname,libnccl.so.2 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
+	mv $@.new $@
+
+CXX_SIM = g++ -std=c++20 -O1 -g -MMD -MP -Wall -Wextra -Werror -fPIC -fvisibility=hidden -pthread -c -o $@ $<
+
 target/cuda-sim/objects/%.o: tests/cuda/sim/%.cpp
 	@mkdir -p $(@D)
-	g++ -std=c++20 -O1 -g -MMD -MP -Wall -Wextra -Werror -fPIC -fvisibility=hidden -pthread -c -o $@ $<
+	$(CXX_SIM)
 
--include $(CUDA_SIM:.o=.d)
+target/cuda-sim/objects/nccl/%.o: tests/cuda/nccl/%.cpp
+	@mkdir -p $(@D)
+	$(CXX_SIM)
+
+-include $(CUDA_SIM:.o=.d) $(CUDA_NCCL:.o=.d)
 
 .PHONY: docs
 docs: $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
@@ -210,12 +230,16 @@ bench-mpi: $(MPIS:%=.venv-mpi-%/.packages) ## Installs Intel MPI, MPICH and Open
 	$(UV) pip install --python .venv-mpi-$*/bin/python --constraint requirements/constraints.txt numpy mpi4py $(patsubst impi,impi-rt,$*)
 	touch $@
 
+# Zig would link an unwinder of its own, and glibc ends threads by that of libgcc_s, which cannot read its frames. The library of this
+# machine asks for a newer glibc than the wheel does; the loader finds the user's.
+UNWINDER = -Clink-arg=$(shell cc -print-file-name=libgcc_s.so.1) -Clink-arg=-Wl,--allow-shlib-undefined
+
 .PHONY: wheel
 wheel: $(VENV)/.wheel ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it
 
 $(VENV)/.wheel: $(VENV)/.packages tools/wheel.py tools/elf.py README.md LICENSE $(PYTHON_SOURCES) $(RUST_SOURCES)
 	rm -rf dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --strip --compatibility manylinux_2_17 --out dist
+	RUSTFLAGS="$(UNWINDER)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --strip --compatibility manylinux_2_17 --out dist
 	$(BIN)/python tools/wheel.py audit dist/*.whl
 	$(BIN)/python tools/wheel.py smoke dist/*.whl
 	touch $@

@@ -74,6 +74,7 @@ INTERNAL = (
     "bagua.config",
     "bagua.cuda.arrays",
     "bagua.cuda.kernels",
+    "bagua.cuda.tensors",
     "bagua.distributed.agent",
     "bagua.distributed.flags",
     "bagua.distributed.processes",

@@ -41,6 +41,29 @@ if group.rank == 0:
 bagua.shutdown()
 """
 
+#: Rank 0 ends while a callback computes: Python ends the callback's thread by unwinding its stack, through our frames.
+ENDING = """
+import contextlib
+import numpy as np
+import bagua
+
+group = bagua.init()
+other = group.new_group([0, 1])
+if group.rank == 1:
+    with contextlib.suppress(bagua.PeerLostError):
+        group.recv(np.ones(1), 0)
+else:
+    def compute(error):
+        while True:
+            sum(range(1000))
+
+    print("the exit names a callback that does not return:")
+    other.barrier(async_op=True).then(compute)
+"""
+
+#: The library whose unwinder glibc uses to end a thread. With another one, linked statically, that is a crash.
+UNWINDER = "libgcc_s.so.1"
+
 
 def audit(wheel: Path) -> list[str]:
     """What is wrong with the wheel; empty when nothing is."""
@@ -74,6 +97,8 @@ def audit(wheel: Path) -> list[str]:
                 libraries = elf.needed(extracted)
                 print(f"{name} links {', '.join(libraries)}")
                 problems += [f"{name} links {library}" for library in elf.foreign(libraries)]
+                if UNWINDER not in libraries:
+                    problems.append(f"{name} does not link {UNWINDER}: it has an unwinder of its own")
                 problems += [f"{name} needs {symbol}" for symbol in elf.of_cuda(elf.undefined(extracted))]
     print(f"{wheel.name}: {size:.2f} MiB")
     return problems
@@ -86,24 +111,30 @@ def smoke(wheel: Path) -> list[str]:
         python = Path(folder) / "venv" / "bin" / "python"
         subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, python.parent.parent], check=True)
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, wheel.resolve()], check=True)
+        return [problem for program in (PROGRAM, ENDING) for problem in two_ranks(python, program)]
+
+
+def two_ranks(python: Path, program: str) -> list[str]:
+    """What went wrong in a program that two ranks ran; empty when nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(2):
             environment = {name: os.environ[name] for name in ("HOME", "LANG", "PATH") if name in os.environ}
             environment |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
             # A file in the folder instead of a port, so that nothing can be taken by somebody else.
-            program = PROGRAM.replace("bagua.init()", f"bagua.init(init_method='file://{folder}/rendezvous')")
-            ranks.append(subprocess.Popen([python, "-c", program], cwd=folder, env=environment))
+            code = program.replace("bagua.init()", f"bagua.init(init_method='file://{folder}/rendezvous')")
+            ranks.append(subprocess.Popen([python, "-c", code], cwd=folder, env=environment))
         problems = []
         for rank, process in enumerate(ranks):
             try:
-                code = process.wait(DEADLINE_S)
+                status = process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
                 problems.append(f"rank {rank} was not done after {DEADLINE_S} s")
                 continue
-            if code != 0:
-                problems.append(f"rank {rank} exited with {code}")
+            if status != 0:
+                problems.append(f"rank {rank} exited with {status}")
         return problems
 
 

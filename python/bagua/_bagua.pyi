@@ -35,6 +35,7 @@ __all__ = [
     "CudaLibraries",
     "Door",
     "Engine",
+    "GroupConfig",
     "Handle",
     "RendezvousServer",
     "TensorReader",
@@ -87,7 +88,7 @@ class Tls:
     def __new__(cls, certificate: bytes | None = None, key: bytes | None = None, ca: bytes | None = None) -> Tls: ...
 
 @final
-class Bootstrap:
+class GroupConfig:
     def __new__(
         cls,
         rank: int,
@@ -106,32 +107,17 @@ class Bootstrap:
         streams_per_peer: int,
         algorithm: str,
         tls: Tls | None = None,
-    ) -> Bootstrap: ...
+    ) -> GroupConfig: ...
+
+@final
+class Bootstrap:
+    def __new__(cls, config: GroupConfig) -> Bootstrap: ...
     def address(self) -> bytes: ...
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
 
 @final
 class Door:
-    def __new__(
-        cls,
-        rank: int,
-        world_size: int,
-        token: bytes,
-        *,
-        name: str,
-        host_id: str,
-        host_name: str,
-        secret: bytes,
-        listen_host: str,
-        listen_port: int,
-        timeout: float,
-        connect_timeout: float,
-        heartbeat_timeout: float,
-        transport: str,
-        streams_per_peer: int,
-        algorithm: str,
-        tls: Tls | None = None,
-    ) -> Door: ...
+    def __new__(cls, config: GroupConfig, token: bytes) -> Door: ...
     @property
     def address(self) -> str: ...
     @property
@@ -144,13 +130,14 @@ class Door:
     def join(
         self,
         name: str,
-        weights: Sequence[tuple[int, int, int]],
-        buffers: Sequence[tuple[int, int, int]],
+        weights: Sequence[tuple[int, int, int, bool]],
+        buffers: Sequence[tuple[int, int, int, bool]],
         lock: WeightLock,
         interval: float,
         codec: Codec | None,
         digest: bytes,
         timeout: float,
+        device: tuple[CudaDevice, int, object] | None = None,
     ) -> Averager: ...
 
 @final
@@ -284,7 +271,10 @@ class Communicator:
         keep: object = None,
         place: CudaCall | None = None,
     ) -> Handle | None: ...
-    def cuda_call(self, device: CudaDevice, stream: int, producers: Sequence[int], wish: str) -> CudaCall: ...
+    def cuda_call(
+        self, device: CudaDevice, stream: int, producers: Sequence[int], wish: str, check: bool = False
+    ) -> CudaCall: ...
+    def cuda_messages(self, device: CudaDevice, stream: int, producers: Sequence[int]) -> CudaCall: ...
     def send(
         self,
         address: int,
@@ -296,6 +286,7 @@ class Communicator:
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,
+        place: CudaCall | None = None,
     ) -> Handle | None: ...
     def recv(
         self,
@@ -308,6 +299,7 @@ class Communicator:
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,
+        place: CudaCall | None = None,
     ) -> Handle | None: ...
     def exchange(
         self,
@@ -319,6 +311,7 @@ class Communicator:
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,
+        place: CudaCall | None = None,
     ) -> Handle | None: ...
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator | None: ...
     def shrink(self, timeout: float | None = None, *, quorum: str = "majority") -> tuple[Communicator, list[int]]: ...
@@ -327,14 +320,15 @@ class Communicator:
     def averager(
         self,
         name: str,
-        weights: Sequence[tuple[int, int, int]],
+        weights: Sequence[tuple[int, int, int, bool]],
         lock: WeightLock,
         interval: float,
         codec: Codec | None,
         *,
-        buffers: Sequence[tuple[int, int, int]],
+        buffers: Sequence[tuple[int, int, int, bool]],
         door: Door | None,
         digest: bytes,
+        device: tuple[CudaDevice, int, object] | None = None,
     ) -> Averager: ...
     def raise_(self, kind: str, message: str) -> None: ...
     def abort(self, reason: str) -> None: ...
@@ -354,7 +348,16 @@ class Arena:
 @final
 class Bucket:
     # (name, address, count, dtype, padding)
-    def __new__(cls, name: str, tensors: Sequence[tuple[str, int, int, int, bool]]) -> Bucket: ...
+    def __new__(
+        cls,
+        name: str,
+        tensors: Sequence[tuple[str, int, int, int, bool]],
+        *,
+        device: CudaDevice | None = None,
+        wish: str = "auto",
+        check: bool = False,
+        keep: object = None,
+    ) -> Bucket: ...
     @property
     def name(self) -> str: ...
     @property
@@ -367,13 +370,22 @@ class Bucket:
     def choice(self) -> str | None: ...
     def append_decentralized(self, peer_selection_mode: str, hierarchical: bool) -> None: ...
     def append_low_precision_decentralized(self, codec: Codec, hierarchical: bool) -> None: ...
-    def append_asynchronous_model_average(self, lock: WeightLock) -> AsyncModelAverage: ...
-    def copy_from_extra(self, name: str) -> None: ...
+    def append_asynchronous_model_average(self, lock: WeightLock, *, elsewhere: bool = False) -> AsyncModelAverage: ...
+    def copy_from_extra(self, name: str, *, stream: int | None = None) -> None: ...
     @property
     def step(self) -> int: ...
     def set_step(self, step: int) -> None: ...
     def append_callback(self, function: Callable[[str], object]) -> None: ...
-    def attach(self, name: str, address: int, count: int, dtype: int) -> None: ...
+    def attach(
+        self,
+        name: str,
+        address: int,
+        count: int,
+        dtype: int,
+        *,
+        device: CudaDevice | None = None,
+        keep: object = None,
+    ) -> None: ...
     def clear_ops(self) -> None: ...
     def ops(self) -> list[str]: ...
 
@@ -386,11 +398,13 @@ class AsyncModelAverage:
 @final
 class WeightLock:
     def __new__(cls) -> WeightLock: ...
-    def lock(self) -> None: ...
-    def unlock(self) -> None: ...
-    def begin_training(self) -> None: ...
-    def pause_training(self, limit: float) -> None: ...
-    def end_training(self) -> None: ...
+    def lock(self, *, stream: int | None = None) -> None: ...
+    def unlock(self, *, stream: int | None = None) -> None: ...
+    def begin_training(self, *, stream: int | None = None) -> None: ...
+    def pause_training(self, limit: float, *, stream: int | None = None) -> None: ...
+    def end_training(self, *, stream: int | None = None) -> None: ...
+    def order(self, *, stream: int | None = None) -> None: ...
+    def mark(self, *, stream: int | None = None) -> None: ...
     def is_used_here(self) -> bool: ...
     @property
     def waited(self) -> float: ...
@@ -412,8 +426,20 @@ class Averager:
 @final
 class Engine:
     def register(self, buckets: Sequence[Bucket]) -> list[str]: ...
-    def mark_ready(self, number: int, address: int | None = None, count: int | None = None) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+    def mark_ready(
+        self,
+        number: int,
+        address: int | None = None,
+        count: int | None = None,
+        *,
+        stream: int | None = None,
+        producers: Sequence[int] | None = None,
+        keep: object = None,
+    ) -> None: ...
+    def wait(self, timeout: float | None = None, *, stream: int | None = None) -> int: ...
+    def cuda_call(
+        self, device: CudaDevice, stream: int, producers: Sequence[int], wish: str, check: bool = False
+    ) -> CudaCall: ...
     def unready(self) -> list[str]: ...
     def shutdown(self) -> None: ...
     def run(
@@ -430,6 +456,7 @@ class Engine:
         timeout: float | None = None,
         async_op: bool = False,
         keep: object = None,
+        place: CudaCall | None = None,
     ) -> Handle | None: ...
 
 def rendezvous_tcp(

@@ -129,6 +129,9 @@ class Memory:
     def call(self, communicator: Communicator, others: Iterable[AnyMemory | None]) -> CudaCall | None:
         """None: no device takes part in an operation on this array."""
 
+    def call_messages(self, communicator: Communicator, others: Iterable[AnyMemory | None]) -> CudaCall | None:
+        """None, as `call`."""
+
 
 def operand(x: Any, what: str = "the array", stream: int | None = None) -> AnyMemory:
     """The memory of an array on the host or on a CUDA device; the device's work begins after what `stream` has.

@@ -20,6 +20,7 @@ __all__ = [
     "announce",
     "attempt",
     "cuda_cache",
+    "cuda_check",
     "cuda_collective",
     "cuda_places",
     "default_trace_dir",
@@ -215,6 +216,8 @@ class CudaPlaces:
     libnccl: str | None
     #: Folders of this Python's packages, in which `nvidia/*/lib` may be.
     site_packages: list[str]
+    #: NCCL 2.30 or newer may let several ranks use one device.
+    nccl_multi_rank_gpu: bool = False
 
 
 def cuda_places() -> CudaPlaces:
@@ -227,6 +230,7 @@ def cuda_places() -> CudaPlaces:
         libnvrtc=text("BAGUA_LIBNVRTC"),
         libnccl=text("BAGUA_LIBNCCL"),
         site_packages=list(dict.fromkeys(folders)),
+        nccl_multi_rank_gpu=text("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
     )
 
 
@@ -237,6 +241,11 @@ def cuda_cache() -> str | None:
     if caches is None or not os.path.isabs(caches):
         caches = os.path.expanduser("~/.cache")
     return os.path.join(caches, "bagua", "cuda") if os.path.isabs(caches) else None
+
+
+def cuda_check() -> bool:
+    """Whether ranks compare each call on CUDA arrays before it is put on a device: BAGUA_CUDA_CHECK."""
+    return flag("BAGUA_CUDA_CHECK")
 
 
 _CUDA_COLLECTIVES = ("auto", "nccl", "ipc", "staged")

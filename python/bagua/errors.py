@@ -156,7 +156,7 @@ class AbortedError(BaguaError):
 class DeviceError(BaguaError):
     """A call of a device's driver, or of a library over it, failed on this rank."""
 
-    #: The function, e.g. "cuMemcpyDtoHAsync".
+    #: The function, e.g. "cuMemcpyDtoHAsync" or "ncclAllReduce".
     api: str
     #: What it returned.
     code: int

@@ -223,14 +223,30 @@ def join(
     """
     chosen = config.settings(timeout=timeout, secret=secret)
     lifecycle.install(_leave_all)
-    bootstrap = engine.Bootstrap(
+    host = listen_host(towards, world_size, local_world_size)
+    bootstrap = engine.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
+    addresses = [bytes(address) for address in spread(bootstrap.address())]
+    return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
+
+
+def parameters(
+    chosen: config.Settings,
+    rank: int,
+    world_size: int,
+    *,
+    name: str,
+    listen_host: str,
+    secret: bytes | None = None,
+) -> engine.GroupConfig:
+    """Parameters of a group that listens on any free port of `listen_host`; `secret` None is that of `chosen`."""
+    return engine.GroupConfig(
         rank,
         world_size,
         name=name,
         host_id=chosen.host_id,
         host_name="",
-        secret=chosen.secret,
-        listen_host=listen_host(towards, world_size, local_world_size),
+        secret=chosen.secret if secret is None else secret,
+        listen_host=listen_host,
         listen_port=0,
         timeout=chosen.timeout,
         connect_timeout=chosen.timeout,
@@ -240,8 +256,6 @@ def join(
         algorithm=chosen.algorithm,
         tls=chosen.tls,
     )
-    addresses = [bytes(address) for address in spread(bootstrap.address())]
-    return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
 
 
 # An address that is reserved for documentation: the way to it is the default route, and nothing is sent.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from bagua import engine
-from bagua.arrays import Array, empty_like, memory_of, operand
+from bagua.arrays import Array, empty_like, operand
 from bagua.errors import DeviceError
 
 __all__ = ["Handle", "Messages", "outcome", "same_kind", "writable"]
@@ -206,6 +206,7 @@ class Messages:
         tag: int = 0,
         async_op: Literal[False] = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> list[Any]: ...
     @overload
     def exchange(
@@ -216,6 +217,7 @@ class Messages:
         tag: int = 0,
         async_op: Literal[True],
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[list[Any]]: ...
     def exchange(
         self,
@@ -225,18 +227,23 @@ class Messages:
         tag: int = 0,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any:
         """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
 
         All arrays have one element type. Messages to one peer arrive in the order given; the peer may take one with
         `recv`, too. Returns the arrays of `recvs`, which are filled in place. Only the ranks named take part.
+
+        The arrays are all on the host, or all on one CUDA device (TypeError), where `stream` is as in `all_reduce`.
         """
-        given = [(self._peer(peer, "peer"), memory_of(x).to_read()) for peer, x in sends]
-        wanted = [(self._peer(peer, "peer"), writable(memory_of(x))) for peer, x in recvs]
+        given = [(self._peer(peer, "peer"), self._operand(x, "the array", stream).to_read()) for peer, x in sends]
+        wanted = [(self._peer(peer, "peer"), writable(self._operand(x, "the array", stream))) for peer, x in recvs]
         result = [x for _, x in recvs]
         memories = [memory for _, memory in (*given, *wanted)]
         if len(kinds := {memory.dtype_name for memory in memories}) > 1:
             raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
+        if len(places := {memory.where for memory in memories}) > 1:
+            raise TypeError(f"exchange: the arrays are in different places: {', '.join(sorted(places))}")
         raw = self._communicator.exchange(
             [(peer, memory.address, memory.count) for peer, memory in given],
             [(peer, memory.address, memory.count) for peer, memory in wanted],
@@ -245,58 +252,129 @@ class Messages:
             timeout=timeout,
             async_op=async_op,
             keep=memories,
+            place=memories[0].call_messages(self._communicator, memories) if memories else None,
         )
         return outcome(raw, result, memories)
 
     @overload
     def send(
-        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+        self,
+        x: Array,
+        dst: int,
+        *,
+        tag: int = 0,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> None: ...
     @overload
     def send(
-        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        dst: int,
+        *,
+        tag: int = 0,
+        async_op: Literal[True],
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[None]: ...
-    def send(self, x: Array, dst: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
+    def send(
+        self,
+        x: Array,
+        dst: int,
+        *,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
         """Sends the array to rank `dst`, whose receive has the same `tag` (0 to 2**32 - 1).
 
         Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done
-        when it is on its way, a longer one when the receiver has it.
+        when it is on its way, a longer one when the receiver has it. An array on a CUDA device travels through host
+        memory, and may be received on the host; `stream` is as in `all_reduce`.
         """
         to = self._peer(dst, "dst")
-        src = memory_of(x).to_read()
+        src = self._operand(x, "the array", stream).to_read()
         raw = self._communicator.send(
-            src.address, src.count, src.dtype, to, tag=_tag(tag), timeout=timeout, async_op=async_op, keep=src
+            src.address,
+            src.count,
+            src.dtype,
+            to,
+            tag=_tag(tag),
+            timeout=timeout,
+            async_op=async_op,
+            keep=src,
+            place=src.call_messages(self._communicator, [src]),
         )
         return outcome(raw, None, src)
 
     @overload
     def recv(
-        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+        self,
+        x: Array,
+        src: int,
+        *,
+        tag: int = 0,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Any: ...
     @overload
     def recv(
-        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[True], timeout: float | None = None
+        self,
+        x: Array,
+        src: int,
+        *,
+        tag: int = 0,
+        async_op: Literal[True],
+        timeout: float | None = None,
+        stream: int | None = None,
     ) -> Handle[Any]: ...
-    def recv(self, x: Array, src: int, *, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Receives the next message of rank `src` with this `tag` into `x`, which has its size and type."""
-        sender = self._peer(src, "src")
-        dst = writable(memory_of(x))
-        raw = self._communicator.recv(
-            dst.address, dst.count, dst.dtype, sender, tag=_tag(tag), timeout=timeout, async_op=async_op, keep=dst
-        )
+    def recv(
+        self,
+        x: Array,
+        src: int,
+        *,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Receives the next message of rank `src` with this `tag` into `x`, which has its size and type.
+
+        `x` may be on a CUDA device; `stream` is as in `all_reduce`.
+        """
+        raw, dst = self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream)
         return outcome(raw, x, dst)
 
-    def recv_any(self, x: Array, *, tag: int = 0, timeout: float | None = None) -> tuple[Any, int]:
+    def recv_any(
+        self, x: Array, *, tag: int = 0, timeout: float | None = None, stream: int | None = None
+    ) -> tuple[Any, int]:
         """As :meth:`recv`, from whichever rank's message comes first: `(x, its rank)`."""
-        dst = writable(memory_of(x))
-        raw = self._communicator.recv(
-            dst.address, dst.count, dst.dtype, None, tag=_tag(tag), timeout=timeout, async_op=True, keep=dst
-        )
+        raw, _ = self._receive(x, None, tag, True, timeout, stream)
         assert raw is not None, "an asynchronous call returns a handle"
         raw.wait()
         (sender,) = raw.senders()
         assert sender is not None, "the message has come"
         return x, sender
+
+    def _receive(
+        self, x: Array, sender: int | None, tag: int, async_op: bool, timeout: float | None, stream: int | None
+    ) -> tuple[engine.Handle | None, AnyMemory]:
+        dst = writable(self._operand(x, "the array", stream))
+        raw = self._communicator.recv(
+            dst.address,
+            dst.count,
+            dst.dtype,
+            sender,
+            tag=_tag(tag),
+            timeout=timeout,
+            async_op=async_op,
+            keep=dst,
+            place=dst.call_messages(self._communicator, [dst]),
+        )
+        return raw, dst
 
     def _operand(self, x: Any, what: str, stream: int | None) -> AnyMemory:
         """The memory of an array. A device that fails meanwhile ends the group: the others wait for this rank."""

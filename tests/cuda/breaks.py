@@ -9,20 +9,30 @@ import sys
 
 from tests.cuda.simulated import ROOT, built
 
-#: Way -> the tests that are run on such a driver, of which at least one has to fail.
-WAYS = {
-    "no-wait": "tests/cuda/test_staged_order.py",
-    "eager-free": "tests/cuda/test_staged_order.py",
-    "short-copy": "tests/cuda/test_staged_values.py",
-    "short-kernel": "tests/cuda/test_codec_on_device.py",
-}
+#: Way, and tests that are run on such a driver, of which at least one has to fail.
+WAYS = (
+    ("no-wait", "tests/cuda/test_staged_order.py"),
+    ("no-wait", "tests/cuda/test_buckets_order.py"),
+    ("no-wait", "tests/cuda/test_cuda_training.py"),
+    ("no-wait", "tests/cuda/test_ipc_order.py"),
+    ("no-wait", "tests/cuda/test_averaging_on_devices.py"),
+    ("eager-free", "tests/cuda/test_staged_order.py"),
+    ("eager-free", "tests/cuda/test_buckets_order.py"),
+    ("short-copy", "tests/cuda/test_staged_values.py"),
+    ("short-copy", "tests/cuda/test_buckets_values.py"),
+    ("short-copy", "tests/cuda/test_ipc_values.py"),
+    ("short-kernel", "tests/cuda/test_ipc_values.py"),
+    ("short-kernel", "tests/cuda/test_codec_on_device.py"),
+    ("short-kernel", "tests/cuda/test_compressed_on_device.py"),
+    ("no-wait", "tests/cuda/test_compressed_on_device.py"),
+)
 
 
 def main() -> int:
     """Prints each way with the first test that fails; 1 when there is none."""
     built()
     unnoticed = 0
-    for way, tests in WAYS.items():
+    for way, tests in WAYS:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--exitfirst", "--tb=no", "-p", "no:cacheprovider", tests],
             cwd=ROOT,

@@ -1,8 +1,13 @@
-"""Arrays on the simulated driver, by ctypes: what a framework with CUDA arrays would give to Bagua's verbs."""
+"""Arrays on the simulated driver or a true one, by ctypes: what a framework with CUDA arrays would give to Bagua."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,16 +42,23 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 class Cuda:
-    """The simulated driver of a rank, with the primary context of one device current on the thread that made it."""
+    """The driver of a rank, with the primary context of one device current on the thread that made it.
 
-    def __init__(self, device: int = 0) -> None:
+    By default it is device 0, and a device of the rank's own where ranks communicate by NCCL, or OWN_DEVICE is set.
+    """
+
+    def __init__(self, device: int | None = None) -> None:
         self.driver = Driver()
+        if device is None:
+            own = os.environ.get("BAGUA_CUDA_COLLECTIVE") == "nccl" or "OWN_DEVICE" in os.environ
+            device = int(os.environ["RANK"]) if own else 0
         self.device = device
         self.driver.start(device)
         self.arrays: list[DeviceArray] = []
         # Bytes that copies of ours on streams read from or write to, until `close`.
         self._pinned: list[Any] = []
         self._streams: list[int] = []
+        self._gates: list[Gate] = []
 
     def stream(self) -> int:
         """A stream that is not ordered with the legacy stream."""
@@ -79,8 +91,19 @@ class Cuda:
         self.driver.cuStreamWaitEvent(after, event, 0)
         self.driver.cuEventDestroy_v2(event)
 
+    def late(self, stream: int) -> Gate:
+        """What the stream gets from now on does not begin before the gate is opened.
+
+        On the simulated driver it begins when somebody needs it, gate or not.
+        """
+        gate = Gate(self, stream)
+        self._gates.append(gate)
+        return gate
+
     def close(self) -> None:
         """Waits for the device and frees everything."""
+        for gate in self._gates:
+            gate.open()
         self.driver.cuCtxSynchronize()
         for array in self.arrays:
             array.free()
@@ -88,6 +111,35 @@ class Cuda:
             self.driver.free_pinned(each)
         for stream in self._streams:
             self.driver.cuStreamDestroy_v2(stream)
+
+
+class Gate:
+    """Work of a stream that waits until the host opens it."""
+
+    def __init__(self, cuda: Cuda, stream: int) -> None:
+        self._word = None if cuda.driver.simulated else cuda.pinned(4)
+        if self._word is not None:
+            self._word.raw = bytes(4)
+            # Legacy and other streams are ordered behind a stream that waits for the word: 1 is "greater or equal".
+            own = cuda.stream()
+            cuda.driver.cuStreamWaitValue32_v2(own, self._word, 1, 0)
+            cuda.order(own, stream)
+
+    def open(self) -> None:
+        """Lets the stream go on."""
+        if self._word is not None:
+            self._word.raw = (1).to_bytes(4, "little")
+
+    @contextmanager
+    def opened_after(self, seconds: float) -> Iterator[None]:
+        """Opens it so many seconds after now, from another thread, which has ended when this ends."""
+        timer = threading.Timer(seconds, self.open)
+        timer.start()
+        try:
+            yield
+        finally:
+            self.open()
+            timer.join()
 
 
 class DeviceArray:
@@ -134,7 +186,7 @@ class DeviceArray:
             event = self.cuda.driver.event()
             self.cuda.driver.cuEventRecord(event, stream)
             while (code := self.cuda.driver.code("cuEventQuery", event)) == 600:
-                pass
+                time.sleep(1e-4)  # the other ranks need the processor
             assert code == 0, code
             self.cuda.driver.cuEventDestroy_v2(event)
         return np.frombuffer(bytes(pinned.raw[: self.nbytes]), self.dtype).reshape(self.shape).copy()

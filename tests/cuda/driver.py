@@ -1,4 +1,4 @@
-"""The CUDA driver API by ctypes, for scenarios that run on the simulated driver (and would on a true one)."""
+"""The CUDA driver API by ctypes, for scenarios on the simulated driver and on a true one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ class Driver:
     """`cuda.cuMemFree_v2(…)` raises where the call fails; `cuda.code("cuMemFree_v2", …)` returns what it returned."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL(os.environ["BAGUA_LIBCUDA"])
+        self.library = ctypes.CDLL(os.environ.get("BAGUA_LIBCUDA", "libcuda.so.1"))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether this is the simulated driver, whose work begins when somebody needs it."""
+        return hasattr(self.library, "simFault")
 
     def code(self, name: str, *arguments: Any) -> int:
         """What a call returns. Integers are passed in 64 bits, which every integer parameter can be read from."""

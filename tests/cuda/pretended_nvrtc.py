@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 
 from bagua.engine import CUDA_KERNELS
@@ -34,10 +35,14 @@ int nvrtcGetCUBIN(void *program, char *to) { memcpy(to, text, sizeof text); retu
 
 
 def pretended_nvrtc(folder: Path) -> Path:
-    """The library, made by the C compiler in a folder."""
+    """The library, made by the C compiler in a folder, where another process may use it or make it at the same time."""
+    folder.mkdir(exist_ok=True)
     kernels = [name for names in CUDA_KERNELS.values() for name in names]
     text = "\n".join([".version 8.0", ".target sm_90", *(f".visible .entry {name}() {{ ret; }}" for name in kernels)])
-    source, library = folder / "nvrtc.c", folder / "libnvrtc.so"
-    source.write_text(_SOURCE.replace("TEXT", json.dumps(text)))
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    library = folder / "libnvrtc.so"
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        source, new = Path(made, "nvrtc.c"), Path(made, "libnvrtc.so")
+        source.write_text(_SOURCE.replace("TEXT", json.dumps(text)))
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", new, source], check=True)
+        new.replace(library)
     return library

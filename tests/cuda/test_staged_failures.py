@@ -14,18 +14,22 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
+from tests.cuda.failing_calls import (
+    SHORT,
+    UNKNOWN,
+    Calls,
+    check_each,
+    count_calls,
+    is_lost_within_a_second,
+    only,
+    run,
+    told,
+)
 from tests.cuda.ranks import Ranks
-from tests.cuda.simulated import NEVER
-from tests.world import World
 
 ONES = np.ones(1000, np.float32)
-#: CUDA_ERROR_OUT_OF_MEMORY, _UNKNOWN, _ILLEGAL_ADDRESS.
-SHORT, UNKNOWN, ILLEGAL = 2, 999, 700
-
-
-def told(error: BaseException) -> dict[str, Any]:
-    fields = {name: getattr(error, name, None) for name in ("api", "code", "name", "device", "rank", "kind")}
-    return {"class": type(error).__name__, "text": str(error), **fields}
+#: CUDA_ERROR_ILLEGAL_ADDRESS.
+ILLEGAL = 700
 
 
 def fails_on_rank_1(rank: int) -> list[dict[str, Any]]:
@@ -39,22 +43,6 @@ def fails_on_rank_1(rank: int) -> list[dict[str, Any]]:
         except bagua.BaguaError as error:
             found.append(told(error))
     bagua.shutdown()
-    return found
-
-
-def only(rank: int, **variables: object) -> Any:
-    """Variables for one rank only."""
-    return lambda each: {name: str(value) for name, value in variables.items()} if each == rank else {}
-
-
-def run(ranks: Ranks, size: int, function: Any, *arguments: Any, each: Any = None, **variables: object) -> list[Any]:
-    """As `ranks`, with variables of each rank; the reports may have faults, but the ranks must end by themselves."""
-    base = {"BAGUA_LIBCUDA": str(ranks.library), "BAGUA_SIM_DELAY_US": str(NEVER)}
-    base |= {name: str(value) for name, value in variables.items()}
-    world = World(size, env=lambda rank: base | (each(rank) if each else {}), timeout=60)
-    found = world.run(function, *arguments)
-    for text in world.output:
-        assert "panicked" not in text, text
     return found
 
 
@@ -116,11 +104,7 @@ def one_dies(rank: int, folder: str) -> Any:
 
 
 def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
-    with ranks.world(2) as world:
-        world._expect_exit = {1: -signal.SIGKILL}
-        (lost, after), _ = world.run(one_dies, str(tmp_path))
-    assert (lost, after < 1.0) == (1, True), after
-    ranks.check()
+    is_lost_within_a_second(ranks, one_dies, tmp_path)
 
 
 def waits_for_the_other(rank: int) -> Any:
@@ -171,6 +155,18 @@ CALLED = (
 )
 
 
+#: What `ipc` calls beside these.
+CALLED_BY_IPC = (
+    "cuDeviceCanAccessPeer",
+    "cuMemAlloc",
+    "cuMemFree",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle",
+    "cuIpcCloseMemHandle",
+    "cuIpcGetEventHandle",
+    "cuIpcOpenEventHandle",
+)
+
 #: Their failure has nobody to hear it, and comes after the operation.
 NOBODY_HEARS = ("cuCtxPopCurrent", "cuStreamDestroy", "cuEventDestroy", "cuMemFreeHost")
 
@@ -200,37 +196,22 @@ def any_call_fails(rank: int, verbs: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def calls(_driver_of_ranks: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """How often each function is called before the verbs and altogether, on a rank where nothing fails."""
-    found = []
-    for verbs in (False, True):
-        ranks = Ranks(_driver_of_ranks)
-        ranks(2, any_call_fails, verbs, clean=False)
-        counts = [report["calls"] for report in ranks.reports]
-        found.append({name.split("_v")[0]: max(each.get(name, 0) for each in counts) for name in counts[0] | counts[1]})
-    return found[0], found[1]
+def calls(_driver_of_ranks: Path) -> Calls:
+    """How often each function is called where nothing fails."""
+    return count_calls(Ranks(_driver_of_ranks), any_call_fails)
 
 
 @pytest.mark.parametrize("function", CALLED)
 def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
-    ranks: Ranks, calls: tuple[dict[str, int], dict[str, int]], function: str
+    ranks: Ranks, calls: Calls, function: str
 ) -> None:
-    before, after = (counts.get(function, 0) for counts in calls)
-    assert after > before, "the scenario calls it"
-    for nth in sorted({before + 1, before + 2, (before + after) // 2, after} - {before}):
-        fail = f"{function}:{nth}:{UNKNOWN}"
-        told = run(ranks, 2, any_call_fails, True, each=only(1, BAGUA_SIM_FAIL=fail), BAGUA_TIMEOUT=10)
-        if nth == before + 1 and function not in NOBODY_HEARS:
-            assert told[1] == "DeviceError", (fail, told)
-        assert set(told) <= {"done", "DeviceError", "PeerRaisedError", "BaguaTimeoutError", "PeerLostError"}, (
-            fail,
-            told,
-        )
+    check_each(ranks, any_call_fails, calls, function, heard=set(CALLED) - set(NOBODY_HEARS), last=True)
 
 
 def test_the_functions_that_may_fail_are_those_that_the_product_names() -> None:
     source = Path(__file__).resolve().parents[2] / "rust/bagua-cuda/src/api.rs"
     named = re.findall(r'= c"(cu\w+?)(?:_v2)?"\(', source.read_text())
-    # Those of kernels fail in test_codec_on_device.py.
-    kernels = ["cuDeviceGetAttribute", "cuLaunchKernel", "cuMemAllocAsync", "cuMemFreeAsync"]
-    assert sorted(named) == sorted([*CALLED, *kernels, "cuModuleGetFunction", "cuModuleLoadData"])
+    # Those of kernels fail in test_codec_on_device.py and test_compressed_on_device.py, those of ipc in
+    # test_ipc_failures.py.
+    kernels = ["cuDeviceGetAttribute", "cuLaunchKernel", "cuMemAllocAsync", "cuMemFreeAsync", "cuMemsetD8Async"]
+    assert sorted(named) == sorted([*CALLED, *kernels, "cuModuleGetFunction", "cuModuleLoadData", *CALLED_BY_IPC])

@@ -188,8 +188,8 @@ def test_dropped_handles_leave_nothing_behind_when_the_group_is_left(ranks: Rank
 def contexts(rank: int) -> None:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(ONES)
-    other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1))
-    mine = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 0))
+    other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1 - cuda.device))
+    mine = int(cuda.driver.get("cuDevicePrimaryCtxRetain", cuda.device))
     for current in (0, other, mine):
         cuda.driver.cuCtxSetCurrent(current)
         group.all_reduce(x)

@@ -33,7 +33,7 @@ def main(folder: Path, dies: bool) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     checkpoint, first = folder / "checkpoint", 0
     if checkpoint.exists():
-        state: dict[str, Any] = torch.load(checkpoint)
+        state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"]

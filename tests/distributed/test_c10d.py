@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 
 from bagua.errors import BaguaTimeoutError
 from tests.distributed.c10d_ranks import Case, Pair, check, run_cases, same
+from tests.distributed.left_out import needs_backend_class
 
 # Those that gloo adds up too.
 DTYPES = (
@@ -221,6 +222,7 @@ def scattering_equals_gloo(pair: Pair) -> None:
     assert torch.equal(output, total[pair.rank])
 
 
+@needs_backend_class("its gloo has no all_to_all of lists")
 def all_to_all_equals_gloo(pair: Pair) -> None:
     def lists(group: dist.ProcessGroup) -> Any:
         outputs = [torch.zeros(2) for _ in range(pair.size)]
@@ -391,6 +393,7 @@ def functional_collectives_work(pair: Pair) -> None:
     assert part.item() == pair.size
 
 
+@needs_backend_class("an event cannot end on another thread")
 def operations_are_events_of_the_profiler(pair: Pair) -> None:
     with torch.autograd.profiler.profile() as profile:
         dist.all_reduce(torch.ones(3), group=pair.ours)

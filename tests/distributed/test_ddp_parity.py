@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.distributed.left_out import needs_torch
 from tests.distributed.parity_ranks import Found, Net, agree, as_torch, trained
 from tests.distributed.torch_ranks import Case, check, run_cases
 
@@ -59,6 +60,7 @@ def all_ranks_begin_as_rank_0(rank: int) -> None:
         as_torch(rank, make=Buffered, forward_sync_buffers=False)
 
 
+@needs_torch((2, 7), "its wrapper has no init_sync")
 def init_sync_false_keeps_what_each_rank_has(rank: int) -> None:
     as_torch(rank, make=Buffered, init_sync=False)
 
@@ -71,6 +73,7 @@ def the_mean_of_the_means_of_uneven_batches(rank: int) -> None:
     as_torch(rank, samples=lambda: torch.randn(4 + 3 * rank, 8))
 
 
+@needs_torch((2, 15), "its wrapper refuses that")
 def two_forwards_before_one_backward(rank: int) -> None:
     def step(model: Any, optimizer: Any, loss: Any, number: int) -> None:
         optimizer.zero_grad()
@@ -232,6 +235,7 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight).abs()
 
 
+@needs_torch((2, 11), "its gloo adds no complex numbers")
 def complex_weights(rank: int) -> None:
     as_torch(rank, make=Complex, optimizer=SGD)
 

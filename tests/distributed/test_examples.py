@@ -73,6 +73,7 @@ def test_the_horovod_example_draws_its_loss(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_backend_draws_its_loss(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: make setup")
     picture = tmp_path / "loss.png"
     world = World(2, timeout=240.0)
     assert world.run(run_example, "ddp_backend.py", ["--png", str(picture)]) == [0, 0]

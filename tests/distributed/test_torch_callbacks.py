@@ -38,6 +38,9 @@ def a_future_gets_the_error(rank: int) -> None:
         comm.raw.abort("by the test")
         with pytest.raises(AbortedError, match="by the test"):
             future.wait()
+    # The other rank does not leave the group before.
+    bagua.barrier()
+    del comm
 
 
 def tensors_that_travel_together_are_in_place_before_the_call(rank: int) -> None:

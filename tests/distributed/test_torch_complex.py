@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
 from bagua.torch_api import ReduceOp
+from tests.distributed.left_out import needs_torch
 from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
 
 STEPS = 5
@@ -57,6 +58,7 @@ def train(model: torch.nn.Module, parameters: list[torch.nn.Parameter], dtype: t
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
+@needs_torch((2, 11), "its gloo adds no complex numbers")
 def complex_parameters_train_as_under_torch(rank: int) -> None:
     size = bagua.get_world_size()
     for dtype in COMPLEX:

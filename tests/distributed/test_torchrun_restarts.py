@@ -28,7 +28,7 @@ def run(folder: Path, *arguments: str) -> dict[str, torch.Tensor]:
         check=False,
     )
     assert done.returncode == 0, done.stderr + "".join(text for _, text in sorted(logs(folder).items()))
-    weights: dict[str, torch.Tensor] = torch.load(folder / "weights")
+    weights: dict[str, torch.Tensor] = torch.load(folder / "weights", weights_only=True)
     return weights
 
 

@@ -123,6 +123,7 @@ def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
         client = connect(HOST, port, 2, PATIENCE)
         requests = StoreRequests(connection=client.connection)
         server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED)
         try:
             with pytest.raises(TimeoutError):
                 requests.ask(lambda: client.store.add("count", 1), 0.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -16,16 +16,20 @@ FILES = ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi", "bagua-0.1.0
 ENTRIES = "bagua-0.1.0.dist-info/entry_points.txt"
 
 
-def build(folder: Path, name: str = GOOD, without: str = "", extension: str = "bagua/_bagua.abi3.so") -> Path:
-    """A wheel whose extension is a program of the system: it links libc and its friends."""
-    path = folder / name
+def build(
+    folder: Path, name: str = GOOD, without: str = "", extension: str = "bagua/_bagua.abi3.so", links: str = "-lgcc_s"
+) -> Path:
+    """A wheel with an extension that has no code."""
+    path, library = folder / name, folder / "library.so"
+    command = ["cc", "-shared", "-Wl,--no-as-needed", "-x", "c", "/dev/null", *links.split(), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
     with zipfile.ZipFile(path, "w") as archive:
         if without != ENTRIES:
             archive.writestr(ENTRIES, f"[torch.distributed.backends]\n{wheel.BACKEND}\n")
         for file in FILES:
             if file != without:
                 archive.writestr(file, "")
-        archive.write(Path(shutil.which("true") or "/bin/true").resolve(), extension)
+        archive.write(library, extension)
     return path
 
 
@@ -59,6 +63,10 @@ def test_a_wheel_with_a_library_of_somebody_else_is_refused(tmp_path: Path) -> N
         "not bagua/_bagua.abi3.so alone" in problem
         for problem in wheel.audit(build(tmp_path, extension="bagua.libs/libtorch.so"))
     )
+
+
+def test_a_wheel_with_an_unwinder_of_its_own_is_refused(tmp_path: Path) -> None:
+    assert any("libgcc_s" in problem for problem in wheel.audit(build(tmp_path, links="-lm")))
 
 
 def test_a_wheel_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

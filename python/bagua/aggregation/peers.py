@@ -135,8 +135,9 @@ class TorchPeers:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         # Such as "cpu:gloo,cuda:nccl".
-        backends = str(dist.get_backend_config(group))
-        self._devices = {part.partition(":")[0] for part in backends.split(",") if ":" in part}
+        backends = str(dist.get_backend_config(group)).split(",")
+        # Messages of our own backend travel through host memory anyway.
+        self._devices = {part.partition(":")[0] for part in backends if ":" in part and part != "cuda:bagua"}
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
         """Host memory, unless CUDA is wished and possible, or the backend (NCCL) knows nothing else."""

@@ -1,4 +1,4 @@
-"""The backend "bagua" of torch.distributed, on CPU tensors.
+"""The backend "bagua" of torch.distributed, on CPU tensors; its collectives take CUDA tensors too.
 
     import bagua.c10d  # where torch does not find backends by their entry points (before 2.15)
 

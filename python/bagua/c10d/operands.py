@@ -42,8 +42,8 @@ class Operand(NamedTuple):
 def _check(tensor: Any, what: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{what} is on {tensor.device}: the backend 'bagua' communicates CPU tensors only")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{what} is on {tensor.device}: the backend 'bagua' takes CPU and CUDA tensors")
     if tensor.layout != torch.strided:
         raise NotImplementedError(f"{what} is {tensor.layout}: only all_reduce with SUM takes sparse tensors")
     return tensor
@@ -69,7 +69,20 @@ def _written(tensor: torch.Tensor) -> None:
 def source(tensor: Any, what: str) -> Operand:
     """A tensor to read."""
     tensor = _check(tensor, what).detach()
-    return _operand(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
+    return _operand(tensor if _is_plain(tensor) else _contiguous(tensor))
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    _refuse_capture(tensor)
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _refuse_capture(tensor: torch.Tensor) -> None:
+    """Before a copy would become part of a graph."""
+    if tensor.is_cuda:
+        from bagua.cuda import tensors
+
+        tensors.refuse_capture(tensor.device)
 
 
 def _copying(tensor: torch.Tensor, memory: torch.Tensor) -> Callable[[], None]:
@@ -86,7 +99,7 @@ def target(tensor: Any, what: str) -> Operand:
     _written(tensor)
     if _is_plain(tensor):
         return _operand(tensor.detach())
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return _operand(memory, _copying(tensor, memory))
 
 
@@ -96,7 +109,7 @@ def inout(tensor: Any, what: str) -> Operand:
     _written(tensor)
     if _is_plain(tensor):
         return _operand(tensor.detach())
-    memory = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    memory = _contiguous(tensor.detach())
     return _operand(memory, _copying(tensor, memory))
 
 
@@ -109,6 +122,8 @@ def _like(tensors: Sequence[Any], one: torch.Tensor | None, parts: int | None, w
         _check(tensor, f"{what}[{i}]")
         if tensor.dtype != first.dtype:
             raise TypeError(f"{what}[{i}] has dtype {tensor.dtype}, not {first.dtype}")
+        if tensor.device != first.device:
+            raise TypeError(f"{what}[{i}] is on {tensor.device}, not on {first.device}")
         if one is not None and tensor.numel() != one.numel():
             raise ValueError(f"{what}[{i}] has {tensor.numel()} elements, not {one.numel()}")
     return first
@@ -117,7 +132,8 @@ def _like(tensors: Sequence[Any], one: torch.Tensor | None, parts: int | None, w
 def whole(tensors: Sequence[torch.Tensor], one: torch.Tensor | None, parts: int | None, what: str) -> Operand:
     """Tensors to read, one after the other in one memory. `one`: what each must have the size and dtype of."""
     first = _like(tensors, one, parts, what)
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype)
+    _refuse_capture(first)
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
     start = 0
     for tensor in tensors:
         flat[start : start + tensor.numel()].copy_(tensor.detach().reshape(-1))
@@ -128,7 +144,7 @@ def whole(tensors: Sequence[torch.Tensor], one: torch.Tensor | None, parts: int 
 def gathered(tensors: Sequence[torch.Tensor], one: torch.Tensor | None, parts: int | None, what: str) -> Operand:
     """Tensors to write, from one memory that has them one after the other."""
     first = _like(tensors, one, parts, what)
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype)
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
     for tensor in tensors:
         _written(tensor)
 

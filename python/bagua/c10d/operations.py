@@ -8,13 +8,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import engine
 
 from .operands import Operand, gathered, inout, reduction, source, target, whole
+
+if TYPE_CHECKING:
+    from .work import Handle
 
 __all__ = [
     "Operation",
@@ -36,6 +40,42 @@ __all__ = [
 _UINT8 = engine.DTYPES["uint8"]
 
 
+class Begin:
+    """Starts a verb: (asynchronous, seconds) -> the handle of an asynchronous operation."""
+
+    def __init__(
+        self,
+        raw: engine.Communicator,
+        verb: Callable[..., engine.Handle | None],
+        keep: Sequence[Operand | None],
+        *,
+        message: bool = False,
+    ) -> None:
+        self._raw = raw
+        self._message = message
+        self._verb = verb
+        self._keep = keep
+        # All are at one place.
+        self._device = next((held.memory.device for held in keep if held is not None), torch.device("cpu"))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its tensors are on a CUDA device."""
+        return self._device.type == "cuda"
+
+    def __call__(self, async_op: bool, timeout: float, finish: Callable[[], None] | None = None) -> Handle | None:
+        """On a device, `finish` becomes part of the operation; on the host it is not used."""
+        if not self.on_device:
+            return self._verb(timeout=timeout, async_op=async_op, keep=self._keep)
+        # Here, because importing bagua.cuda decides to which process CUDA belongs.
+        from bagua.cuda.tensors import TensorPlace
+
+        place = TensorPlace(self._device)
+        call = place.call_messages(self._raw) if self._message else place.call(self._raw)
+        handle = self._verb(timeout=timeout, async_op=async_op, keep=self._keep, place=call)
+        return place.handle(handle, finish)
+
+
 @dataclass
 class Operation:
     """What is ready to be started."""
@@ -43,7 +83,7 @@ class Operation:
     #: The verb, as torch's profiler calls it.
     name: str
     #: (asynchronous, seconds) -> the handle of an asynchronous operation.
-    begin: Callable[[bool, float], engine.Handle | None]
+    begin: Begin
     #: The tensors that are written.
     result: list[torch.Tensor]
     #: Copies the results to them.
@@ -60,12 +100,9 @@ def _run(
     *,
     op: int = 0,
     root: int = 0,
-    keep: object,
-) -> Callable[[bool, float], engine.Handle | None]:
-    def begin(async_op: bool, timeout: float) -> engine.Handle | None:
-        return raw.run(verb, src, dst, count, code, op, root, timeout=timeout, async_op=async_op, keep=keep)
-
-    return begin
+    keep: Sequence[Operand | None],
+) -> Begin:
+    return Begin(raw, partial(raw.run, verb, src, dst, count, code, op, root), keep)
 
 
 def _root(raw: engine.Communicator, root: int) -> int:
@@ -83,9 +120,11 @@ def _divide(memory: torch.Tensor, ranks: int, then: Callable[[], None] | None) -
     return finish
 
 
-def _same_dtype(one: torch.Tensor, other: torch.Tensor) -> None:
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> None:
     if one.dtype != other.dtype:
         raise TypeError(f"the input has dtype {one.dtype}, the output {other.dtype}: they must be equal")
+    if one.device != other.device:
+        raise TypeError(f"the input is on {one.device}, the output on {other.device}: they must be in one place")
 
 
 def _require(right: bool, inputs: int, outputs: int, ranks: int) -> None:
@@ -97,7 +136,7 @@ def all_reduce(raw: engine.Communicator, tensor: Any, op: Any) -> Operation:
     """Every rank gets the reduction of all, in place."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     mine = inout(tensor, "the tensor")
-    begin = _run(raw, engine.ALL_REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, keep=mine)
+    begin = _run(raw, engine.ALL_REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, keep=[mine])
     finish = _divide(mine.memory, raw.size, mine.finish) if how.divides else mine.finish
     return Operation("all_reduce", begin, [tensor], finish)
 
@@ -107,7 +146,7 @@ def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operati
     how, root = reduction(op, getattr(tensor, "dtype", None) or torch.uint8), _root(raw, root)
     here = raw.rank == root
     mine = inout(tensor, "the tensor") if here else source(tensor, "the tensor")
-    begin = _run(raw, engine.REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, root=root, keep=mine)
+    begin = _run(raw, engine.REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, root=root, keep=[mine])
     finish = _divide(mine.memory, raw.size, mine.finish) if how.divides and here else mine.finish
     return Operation("reduce", begin, [tensor], finish)
 
@@ -116,7 +155,7 @@ def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
     """Every rank gets the root's values, in place."""
     root = _root(raw, root)
     mine = source(tensor, "the tensor") if raw.rank == root else target(tensor, "the tensor")
-    begin = _run(raw, engine.BROADCAST, None, mine.address, mine.numel, mine.code, root=root, keep=mine)
+    begin = _run(raw, engine.BROADCAST, None, mine.address, mine.numel, mine.code, root=root, keep=[mine])
     return Operation("broadcast", begin, [tensor], mine.finish)
 
 
@@ -125,14 +164,14 @@ def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: 
     size = 1 if mine.numel == 0 else mine.memory.numel() * mine.memory.element_size() // mine.numel
     inside = mine.numel > 0 and mine.address == room.address + raw.rank * mine.numel * size
     src = None if inside else mine.address
-    begin = _run(raw, engine.ALL_GATHER, src, room.address, mine.numel, mine.code, keep=(mine, room))
+    begin = _run(raw, engine.ALL_GATHER, src, room.address, mine.numel, mine.code, keep=[mine, room])
     return Operation("all_gather", begin, result, room.finish)
 
 
 def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
     """Every rank gets every rank's tensor, one after the other in `output`."""
     mine = source(tensor, "the input")
-    _same_dtype(tensor, output)
+    _same_kind(tensor, output)
     _require(output.numel() == tensor.numel() * raw.size, tensor.numel(), output.numel(), raw.size)
     return _gather_all(raw, mine, target(output, "the output"), [output])
 
@@ -151,7 +190,7 @@ def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any,
         own = outputs[raw.rank]
         if isinstance(own, torch.Tensor) and own.numel() != tensor.numel():
             raise ValueError(f"the output[{raw.rank}] has {own.numel()} elements, the input {tensor.numel()}")
-        _same_dtype(tensor, outputs[0])
+        _same_kind(tensor, outputs[0])
     room = gathered(outputs, None, raw.size, "the output")
     # Bytes where the core has no code. Not all are empty, or they would be equal.
     unit = room.numel // room.memory.numel()
@@ -168,7 +207,7 @@ def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int)
     if raw.rank == root:
         if output is None:
             raise ValueError("the destination of gather needs an output")
-        _same_dtype(tensor, output)
+        _same_kind(tensor, output)
         _require(output.numel() == tensor.numel() * raw.size, tensor.numel(), output.numel(), raw.size)
         room = target(output, "the output")
     return _gather(raw, mine, room, root, [] if room is None else [output])
@@ -185,7 +224,7 @@ def _gather(
     raw: engine.Communicator, mine: Operand, room: Operand | None, root: int, result: list[torch.Tensor | Any]
 ) -> Operation:
     whole_at = None if room is None else room.address
-    begin = _run(raw, engine.GATHER, mine.address, whole_at, mine.numel, mine.code, root=root, keep=(mine, room))
+    begin = _run(raw, engine.GATHER, mine.address, whole_at, mine.numel, mine.code, root=root, keep=[mine, room])
     return Operation("gather", begin, result, None if room is None else room.finish)
 
 
@@ -198,7 +237,7 @@ def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root:
         held = whole(tensors, output, raw.size, "the input")
         address = held.address
     mine = target(output, "the output")
-    begin = _run(raw, engine.SCATTER, address, mine.address, mine.numel, mine.code, root=root, keep=(mine, held))
+    begin = _run(raw, engine.SCATTER, address, mine.address, mine.numel, mine.code, root=root, keep=[mine, held])
     return Operation("scatter", begin, [output], mine.finish)
 
 
@@ -206,7 +245,7 @@ def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) 
     """Rank r gets the reduction of every rank's r-th part."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     room = source(tensor, "the input")
-    _same_dtype(tensor, output)
+    _same_kind(tensor, output)
     _require(output.numel() * raw.size == tensor.numel(), tensor.numel(), output.numel(), raw.size)
     return _reduce_scatter(raw, room, output, how.code, how.divides)
 
@@ -222,7 +261,7 @@ def _reduce_scatter(raw: engine.Communicator, room: Operand, output: Any, op: in
     mine = target(output, "the output")
     # NCCL defines in place by the same rule.
     src, dst = (None, room.address) if inside and mine.finish is None else (room.address, mine.address)
-    begin = _run(raw, engine.REDUCE_SCATTER, src, dst, mine.numel, mine.code, op=op, keep=(mine, room))
+    begin = _run(raw, engine.REDUCE_SCATTER, src, dst, mine.numel, mine.code, op=op, keep=[mine, room])
     finish = _divide(mine.memory, raw.size, mine.finish) if divides else mine.finish
     return Operation("reduce_scatter", begin, [output], finish)
 
@@ -244,14 +283,14 @@ def all_to_all(
 ) -> Operation:
     """Rank r gets the r-th part of every rank's tensor. Splits are rows for each rank; none: equal parts."""
     mine = source(tensor, "the input")
-    _same_dtype(tensor, output)
+    _same_kind(tensor, output)
     sends = _counts(input_splits, tensor, mine, raw.size, "the input")
     shape = source(output, "the output")
     recvs = _counts(output_splits, output, shape, raw.size, "the output")
     room = target(output, "the output")
     if not output_splits and not input_splits:
         _require(output.numel() == tensor.numel(), tensor.numel(), output.numel(), raw.size)
-        begin = _run(raw, engine.ALL_TO_ALL, mine.address, room.address, sends[0], mine.code, keep=(mine, room))
+        begin = _run(raw, engine.ALL_TO_ALL, mine.address, room.address, sends[0], mine.code, keep=[mine, room])
         return Operation("all_to_all", begin, [output], room.finish)
     return _all_to_all_v(raw, mine, sends, room, recvs, [output])
 
@@ -260,7 +299,7 @@ def all_to_all_list(raw: engine.Communicator, outputs: Sequence[Any], tensors: S
     """Rank r gets every rank's r-th tensor, in a list by rank; sizes may differ."""
     mine = whole(tensors, None, raw.size, "the input")
     room = gathered(outputs, None, raw.size, "the output")
-    _same_dtype(tensors[0], outputs[0])
+    _same_kind(tensors[0], outputs[0])
     # Bytes where the core has no code.
     unit = 1 if mine.memory.numel() == 0 else mine.numel // mine.memory.numel()
     sends = [tensor.numel() * unit for tensor in tensors]
@@ -284,25 +323,22 @@ def _all_to_all_v(
     if send_starts is not None:
         starts[0] = send_starts
 
-    def begin(async_op: bool, timeout: float) -> engine.Handle | None:
-        return raw.all_to_all_v(
-            mine.address,
-            mine.numel,
-            room.address,
-            room.numel,
-            mine.code,
-            sends,
-            starts[0],
-            recvs,
-            starts[1],
-            timeout=timeout,
-            async_op=async_op,
-            keep=(mine, room),
-        )
-
+    verb = partial(
+        raw.all_to_all_v,
+        mine.address,
+        mine.numel,
+        room.address,
+        room.numel,
+        mine.code,
+        sends,
+        starts[0],
+        recvs,
+        starts[1],
+    )
+    begin = Begin(raw, verb, [mine, room])
     return Operation(name, begin, result, room.finish)
 
 
 def barrier(raw: engine.Communicator) -> Operation:
     """Done when every rank has called it."""
-    return Operation("barrier", _run(raw, engine.BARRIER, None, None, 0, _UINT8, keep=None), [])
+    return Operation("barrier", _run(raw, engine.BARRIER, None, None, 0, _UINT8, keep=[]), [])

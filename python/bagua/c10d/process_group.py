@@ -11,22 +11,27 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from bagua.group import Group
+from bagua.lifecycle import at_exit
 
 from . import operations, sparse
-from .operands import source, target
-from .operations import Operation
+from .operands import Operand, source, target
+from .operations import Begin, Operation
 from .profiling import Event
 from .profiling import begin as begin_event
-from .torch_c10d import c10d
+from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
 from .uncompiled import uncompiled
 from .work import Handle, Together, Work, WorkHandle, seconds
 
 __all__ = ["BaguaProcessGroup", "Life"]
+
+#: So many Works are kept at most that nobody waits for.
+_MOST_KEPT = 1000
 
 
 @dataclass
@@ -87,6 +92,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._coalescing: list[Work] | None = None
         # The Python half of the Backend, which torch's C++ code may not keep.
         self._backend = _register(self)
+        # Where torch has no such Backend, it keeps only the C++ half of a Work: the Works that nobody has waited for.
+        self._kept: list[Work] = []
+        if self._backend is None:
+            # Such a torch does not call `shutdown` when the group is destroyed.
+            at_exit(self._kept.clear)
+        # And has no place for the name.
+        self._name = ""
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 
@@ -219,12 +231,11 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, beside the collectives."""
-        number, peer, held = _tag(tag), self._peer(dst), source(_one(tensors, "send"), "the tensor")
+        number, peer, tensor = _tag(tag), self._peer(dst), _one(tensors, "send")
+        held = source(tensor, "the tensor")
         event = begin_event("send")
-        handle = self._raw.send(
-            held.address, held.numel, held.code, peer, tag=number, timeout=self._limit(), async_op=True, keep=held
-        )
-        return self._message(Work(handle, [held.memory]), handle, event)
+        send = partial(self._raw.send, held.address, held.numel, held.code, peer, tag=number)
+        return self._message(Begin(self._raw, send, [held], message=True), held, held.memory, event)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receives a rank's next message with this tag."""
@@ -237,15 +248,20 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
         number, room = _tag(tag), target(tensor, "the tensor")
         event = begin_event("recvAnySource" if src is None else "recv")
-        handle = self._raw.recv(
-            room.address, room.numel, room.code, src, tag=number, timeout=self._limit(), async_op=True, keep=room
-        )
-        return self._message(Work(handle, [tensor], room.finish), handle, event)
+        recv = partial(self._raw.recv, room.address, room.numel, room.code, src, tag=number)
+        return self._message(Begin(self._raw, recv, [room], message=True), room, tensor, event)
 
-    def _message(self, work: Work, handle: Handle | None, event: Event | None) -> Work:
-        if event is not None and handle is not None:
-            handle.then(event.end)
-        return self._remember(work)
+    def _message(self, begin: Begin, operand: Operand, result: torch.Tensor, event: Event | None) -> Work:
+        handle = begin(True, self._limit(), operand.finish)
+        finish = operand.finish
+        if handle is not None:
+            if event is not None:
+                handle.then(event.end)
+            if begin.on_device and finish is not None:
+                # The handle copies the result, without anybody who waits, too.
+                handle.then(lambda _: None)
+                finish = None
+        return self._remember(Work(handle, [result], finish, on_device=begin.on_device))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -258,7 +274,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def _start_coalescing(self, device_type: Any = None) -> None:
         """The operations until :meth:`_end_coalescing` become one Work. They begin at once."""
-        self._require_backend("coalescing by device")
         if self._coalescing is not None:
             raise RuntimeError("coalescing has begun already")
         self._coalescing = []
@@ -269,9 +284,19 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if works is None:
             raise RuntimeError("coalescing has not begun")
         tensors = [tensor for work in works for tensor in work.result()]
-        return Work(Together([WorkHandle(work) for work in works]), tensors)
+        on_device = any(work.on_device for work in works)
+        return Work(Together([WorkHandle(work) for work in works]), tensors, on_device=on_device)
 
     # --- the group ----------------------------------------------------------------------------------------------------
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls the group, the same on all its ranks."""
+        return super().group_name if self._backend is not None else self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
 
     def split_group(
         self,
@@ -304,10 +329,12 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leaves the group. Operations that still run fail with AbortedError."""
+        self._kept.clear()
         self._life.ended(self)
 
     def abort(self) -> None:
         """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
+        self._kept.clear()
         self.bagua_group.abort("torch.distributed aborted the group")
         self._life.ended(self)
 
@@ -355,7 +382,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _start(self, call: _Call, *parts: Operation) -> Work:
         """Begins operations whose arguments have all been checked."""
         result = [tensor for part in parts for tensor in part.result]
-        finishes = [part.finish for part in parts if part.finish is not None]
+        # On a device the handle of an asynchronous operation copies its results itself.
+        copying = [part for part in parts if part.finish is not None and part.begin.on_device and call.async_op]
+        finishes = [part.finish for part in parts if part.finish is not None and part not in copying]
 
         def finish() -> None:
             for one in finishes:
@@ -365,7 +394,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         event = begin_event(parts[0].name) if parts else None
         handles: list[Handle] = []
         for part in parts:
-            handle = part.begin(call.async_op, call.timeout)
+            handle = part.begin(call.async_op, call.timeout, part.finish)
             if handle is not None:
                 handles.append(handle)
         if not call.async_op or not parts:
@@ -376,11 +405,18 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         pending = handles[0] if len(handles) == 1 else Together(handles)
         if event is not None:
             pending.then(event.end)
-        return self._remember(Work(pending, result, finish if finishes else None))
+        if copying:
+            # Without anybody who waits, too.
+            pending.then(lambda _: None)
+        on_device = any(part.begin.on_device for part in parts)
+        return self._remember(Work(pending, result, finish if finishes else None, on_device=on_device))
 
     def _remember(self, work: Work) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if self._backend is None:
+            self._kept[:] = [one for one in self._kept[-_MOST_KEPT:] if not one.asked]
+            self._kept.append(work)
         return work
 
     # torch's names before 2.12, which its C++ code calls too.
@@ -491,10 +527,11 @@ uncompiled(_Backend)
 
 def _register(group: BaguaProcessGroup) -> _Backend | None:
     """Registers the half for C++ where torch has a Backend that can be subclassed."""
-    if "__init__" not in vars(c10d.Backend):
+    if not BACKEND_HAS_CONSTRUCTOR:
         return None
     backend = _Backend(group)
     kind = c10d.ProcessGroup.BackendType.CUSTOM
-    group._register_backend(torch.device("cpu"), kind, backend)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     return backend

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from .torch_c10d import BACKEND_HAS_CONSTRUCTOR
+
 __all__ = ["Event", "begin"]
 
 _profiled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -31,5 +33,7 @@ class Event:
 
 
 def begin(name: str) -> Event | None:
-    """Begins an event; None where this thread is not profiled."""
-    return Event(name) if _profiled() else None
+    """Begins an event; None where this thread is not profiled, and with an older torch."""
+    # In 2.5 and 2.7, which lack that constructor too, an event that ends on another thread damages the memory of
+    # the profile.
+    return Event(name) if BACKEND_HAS_CONSTRUCTOR and _profiled() else None

@@ -10,6 +10,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Makes "bagua" a backend of torch.distributed, for CPU tensors. Idempotent; importing `bagua.c10d` calls it."""
+    """Makes "bagua" a backend of torch.distributed, for CPU and CUDA tensors. Idempotent.
+
+    Importing `bagua.c10d` calls it.
+    """
     if "BAGUA" not in dist.Backend._plugins:
-        dist.Backend.register_backend("bagua", create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("bagua", create, extended_api=True, devices=["cpu", "cuda"])

@@ -23,6 +23,8 @@ def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout:
     """Every rank gets the sum, in place. NotImplementedError for another reduction."""
     if getattr(op, "op", op) != c10d.ReduceOp.RedOpType.SUM:
         raise NotImplementedError(f"a sparse tensor is reduced by SUM alone, not by {op}")
+    if tensor.is_cuda:
+        raise NotImplementedError(f"the sparse tensor is on {tensor.device}: only those of the CPU are reduced yet")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
     counts = torch.empty(raw.size, dtype=torch.int64)

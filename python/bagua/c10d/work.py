@@ -56,15 +56,24 @@ class Work(c10d.Work):  # type: ignore[misc]
     """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them."""
 
     def __init__(
-        self, handle: Handle | None, result: Sequence[torch.Tensor] = (), finish: Callable[[], None] | None = None
+        self,
+        handle: Handle | None,
+        result: Sequence[torch.Tensor] = (),
+        finish: Callable[[], None] | None = None,
+        *,
+        on_device: bool = False,
     ) -> None:
         super().__init__()
+        #: Tensors are on a CUDA device; then the handle copies results itself.
+        self.on_device = on_device
         self._handle = handle
         self._result = list(result)
         # None once it ran.
         self._finish = finish
         self._error: Exception | None = None
         self._future: Future[list[torch.Tensor]] | None = None
+        #: Whether somebody has waited for it, or its future is done.
+        self.asked = False
         # Re-entrant: a handle that is done already calls back at once.
         self._lock = threading.RLock()
         if handle is not None and finish is not None:
@@ -77,13 +86,14 @@ class Work(c10d.Work):  # type: ignore[misc]
         """Waits until it is done, or raises its error. After `timeout` BaguaTimeoutError, and the operation goes on."""
         if self._handle is not None:
             self._handle.wait(seconds(timeout))
+        self.asked = True
         self._copy_results()
         if self._error is not None:
             raise self._error
         return True
 
     def synchronize(self) -> None:
-        """As :meth:`wait`: there is no stream to order."""
+        """As :meth:`wait`, which orders torch's current stream after operations on a CUDA device."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -110,7 +120,14 @@ class Work(c10d.Work):  # type: ignore[misc]
         return self._result
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of :meth:`result`. Continuations run when the operation is done, on a thread of their own."""
+        """A future of :meth:`result`. Continuations run when the operation is done, on a thread of their own.
+
+        NotImplementedError for tensors on a CUDA device.
+        """
+        if self.on_device:
+            raise NotImplementedError(
+                "the backend 'bagua' has no futures of operations on CUDA tensors yet: use wait()"
+            )
         with self._lock:
             if self._future is None:
                 done: Future[None] = Future()
@@ -186,6 +203,7 @@ class Work(c10d.Work):  # type: ignore[misc]
                 self._finish = None
 
     def _outcome(self, _: Future[None]) -> list[torch.Tensor]:
+        self.asked = True
         if self._error is not None:
             raise self._error
         return self._result

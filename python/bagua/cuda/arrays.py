@@ -16,7 +16,7 @@ from bagua import config, lifecycle
 from bagua.dlpack import capsule_of, contiguous, lent_by
 from bagua.engine import DTYPES, Communicator, CudaCall, CudaDevice
 
-__all__ = ["CudaMemory", "memory_of"]
+__all__ = ["CudaMemory", "device_of", "memory_of"]
 
 #: The legacy stream, by DLPack's number.
 _LEGACY = 1
@@ -93,6 +93,11 @@ class CudaMemory:
             raise ValueError(f"{what} is on a CUDA device and not contiguous in C order: make a contiguous copy")
         return self
 
+    @property
+    def producers(self) -> list[int]:
+        """The stream of its own, where it names another one than the call's."""
+        return self._producers([self])
+
     def nothing(self) -> CudaMemory:
         """No elements, at the same place."""
         return dataclasses.replace(self, shape=(0,))
@@ -102,8 +107,12 @@ class CudaMemory:
 
         NotImplementedError for a stream that is being captured, before anything is enqueued.
         """
-        wish = config.cuda_collective()
-        return communicator.cuda_call(self.device, self.stream, self._producers(others), wish)
+        wish, check = config.cuda_collective(), config.cuda_check()
+        return communicator.cuda_call(self.device, self.stream, self._producers(others), wish, check)
+
+    def call_messages(self, communicator: Communicator, others: Iterable[Any]) -> CudaCall:
+        """As `call`, for messages."""
+        return communicator.cuda_messages(self.device, self.stream, self._producers(others))
 
     def call_alone(self, others: Iterable[CudaMemory]) -> CudaCall:
         """As `call`, for what this process does by itself."""
@@ -123,7 +132,7 @@ def memory_of(x: Any, what: str, stream: int | None) -> CudaMemory:
     """
     stream = _stream(stream)
     if hasattr(x, "__dlpack__"):
-        device = _device(int(x.__dlpack_device__()[1]))
+        device = device_of(int(x.__dlpack_device__()[1]))
         device.refuse_capture([stream])
         capsule = capsule_of(x, what, stream=stream)
         lent = lent_by(capsule, what)
@@ -163,7 +172,7 @@ def _from_interface(x: Any, what: str, stream: int) -> CudaMemory:
         int(address or 0),
         shape,
         name,
-        _device(_number(int(address or 0), what) if 0 not in shape else 0),
+        device_of(_number(int(address or 0), what) if 0 not in shape else 0),
         stream,
         None if producer is None else int(producer),
         contiguous(shape, None if strides is None else tuple(strides), kind.itemsize),
@@ -183,8 +192,8 @@ def _stream(stream: int | None) -> int:
     return stream
 
 
-def _device(number: int) -> CudaDevice:
-    """A device, by its number."""
+def device_of(number: int) -> CudaDevice:
+    """A device, by its number. BaguaError with `why_not()` without CUDA, DeviceError."""
     devices = lifecycle.process.cuda_devices
     found = devices.get(number)
     if found is None:

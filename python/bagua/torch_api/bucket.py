@@ -10,7 +10,8 @@ from bagua import engine
 from bagua.codecs import Compression, raw_codec
 from bagua.lifecycle import torch_state
 
-from .process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
+from . import devices
+from .process_group import Communicator, ProcessGroup, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous
 
@@ -21,23 +22,30 @@ def _communicator_of(group: ProcessGroup | None) -> Communicator | None:
     return communicator if isinstance(communicator, Communicator) else None
 
 
-def _flat_memory(group: ProcessGroup | None, count: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Zeros in an arena of the group (``None``: the default group); in private memory on a rank outside any group."""
+def _flat_memory(group: ProcessGroup | None, count: int, like: torch.Tensor, name: str) -> torch.Tensor:
+    """Zeros of the dtype of ``like``, at its place: in an arena of the group (``None``: the default group); in private
+    memory on a rank outside any group, and on a device.
+    """
+    if like.device.type != "cpu":
+        return torch.zeros(count, dtype=like.dtype, device=like.device)
     communicator = _communicator_of(group)
     if communicator is not None:
-        return communicator.empty(count, dtype, label=f"bagua-bucket-{name}")
-    return torch.zeros(count, dtype=dtype)
+        return communicator.empty(count, like.dtype, label=f"bagua-bucket-{name}")
+    return torch.zeros(count, dtype=like.dtype)
 
 
 class DecentralizedSynchronousOp:
     """What :meth:`BaguaBucket.append_decentralized_synchronous_op` returns."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
 
     def copy_back_peer_weight(self, bucket: engine.Bucket) -> None:
         """Copies the result into the tensors of ``bucket.backend_bucket``, after the wait for the bucket.
 
         ValueError while the bucket is being communicated.
         """
-        bucket.copy_from_extra("peer_weight")
+        bucket.copy_from_extra("peer_weight", **devices.stream_options(self._device))
 
 
 class AsyncModelAverageOp:
@@ -46,19 +54,24 @@ class AsyncModelAverageOp:
     The lock is held by whoever uses or changes the weights; the same thread may lock again.
     """
 
-    def __init__(self, core: engine.AsyncModelAverage, lock: engine.WeightLock) -> None:
+    def __init__(
+        self, core: engine.AsyncModelAverage, lock: engine.WeightLock, device: torch.device | None = None
+    ) -> None:
         self._core = core
         self._lock = lock
+        self._device = device
         # Of an algorithm that makes the rounds: its abort, resume and state.
         self._control: tuple[Callable[[], None], Callable[[], None], Callable[[], str]] | None = None
 
     def lock_weight(self) -> None:
-        """Takes the lock; waits for a round that copies or writes the weights."""
-        self._lock.lock()
+        """Takes the lock; waits for a round that copies or writes the weights. On a CUDA device work that torch's
+        current stream gets from now on comes behind that of the round.
+        """
+        self._lock.lock(**devices.stream_options(self._device))
 
     def unlock_weight(self) -> None:
         """Gives it back. BaguaError, a RuntimeError, on a thread that does not hold it."""
-        self._lock.unlock()
+        self._lock.unlock(**devices.stream_options(self._device))
 
     def control_by(self, abort: Callable[[], None], reset: Callable[[], None], status: Callable[[], str]) -> None:
         """An algorithm makes the rounds: it does what the methods below do."""
@@ -89,10 +102,10 @@ class BaguaBucket:
     """Bagua tensors of one dtype and device under one name.
 
     With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the ranks of a host share,
-    and reduce without a copy. All ranks of ``group`` (``None``: the default group) then build the bucket, in the same
-    order; without any group the memory is private. With ``alignment`` > 1 a tensor of zeros is added where needed, so
-    that the number of elements can be divided by it. Lazy negations and conjugates (``is_neg()``, ``is_conj()``) are
-    resolved with ``flatten``, and a ValueError without.
+    and reduce without a copy; tensors on a CUDA device into contiguous memory there. All ranks of ``group`` (``None``:
+    the default group) then build the bucket, in the same order; without any group the memory is private. With
+    ``alignment`` > 1 a tensor of zeros is added where needed, so that the number of elements can be divided by it. Lazy
+    negations and conjugates (``is_neg()``, ``is_conj()``) are resolved with ``flatten``, and a ValueError without.
     """
 
     def __init__(
@@ -137,7 +150,11 @@ class BaguaBucket:
         self.flatten = flatten
         # What the core was told of must stay alive as long as it knows of it.
         self._registered = self._effective()
-        self.backend_bucket = engine.Bucket(name, self._described())
+        #: The CUDA device of its tensors; None for the host.
+        self.device = devices.device_of(self._registered[0])
+        # Without hooks and graphs, which may refer to the bucket.
+        keep = None if self.device is None else [values.detach() for values in self._registered]
+        self.backend_bucket = engine.Bucket(name, self._described(), **devices.bucket_options(self.device, keep))
 
     def _check(self) -> None:
         names = [registration(tensor).name for tensor in self.tensors]
@@ -147,9 +164,13 @@ class BaguaBucket:
         first = effective(self.tensors[0])
         for tensor, label in zip(self.tensors, names, strict=True):
             values = effective(tensor)
-            check_on_cpu(values, f"tensor {label!r} of bucket {self.name!r}")
+            devices.check_place(values, f"tensor {label!r} of bucket {self.name!r}")
             dtype_code(values, f"tensor {label!r} of bucket {self.name!r}")
-            if (values.dtype, values.device) != (first.dtype, first.device):
+            if values.device != first.device:
+                raise TypeError(
+                    f"bucket {self.name!r} mixes {names[0]!r} on {first.device} with {label!r} on {values.device}"
+                )
+            if values.dtype != first.dtype:
                 raise ValueError(
                     f"bucket {self.name!r} mixes {names[0]!r} ({first.dtype} on {first.device}) "
                     f"with {label!r} ({values.dtype} on {values.device})"
@@ -188,7 +209,7 @@ class BaguaBucket:
 
     def _flatten(self, group: ProcessGroup | None) -> None:
         parts = self._effective()
-        flat = self._filled(_flat_memory(group, sum(part.numel() for part in parts), parts[0].dtype, self.name))
+        flat = self._filled(_flat_memory(group, sum(part.numel() for part in parts), parts[0], self.name))
         storage, offset = flat.untyped_storage(), 0
         for tensor in self._members():
             BaguaTensor.bagua_set_storage(tensor, storage, offset)
@@ -215,10 +236,10 @@ class BaguaBucket:
         all ranks call it in the same order.
         """
         values = self._registered
-        count, dtype = sum(part.numel() for part in values), values[0].dtype
+        count = sum(part.numel() for part in values)
         if not self.flatten:
-            return torch.zeros(count, dtype=dtype)
-        return _flat_memory(self._built_for, count, dtype, f"{self.name}-{name}")
+            return torch.zeros(count, dtype=values[0].dtype, device=values[0].device)
+        return _flat_memory(self._built_for, count, values[0], f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat tensor with the bucket's elements (padding may be left out), by the names of its tensors."""
@@ -250,7 +271,8 @@ class BaguaBucket:
     def append_python_op(
         self, python_function: Callable[[str], None], group: ProcessGroup | None = None
     ) -> BaguaBucket:
-        """Runs ``python_function(bucket name)`` on the communication thread.
+        """Runs ``python_function(bucket name)`` on the communication thread. Of a bucket on a CUDA device its work on
+        the default stream comes between that of the other operations.
 
         What it raises, the wait for the bucket raises.
         """
@@ -287,7 +309,7 @@ class BaguaBucket:
             self.backend_bucket.append_compressed(codec, average, hierarchical, error_feedback)
             if error_feedback:
                 count = sum(values.numel() for _, values in zip(self.tensors, self._registered, strict=False))
-                self.error = torch.zeros(count, dtype=torch.float32)
+                self.error = torch.zeros(count, dtype=torch.float32, device=self._registered[0].device)
                 self._attach("error", self.error)
         self._group = group or self._group
         return self
@@ -330,7 +352,7 @@ class BaguaBucket:
         self.backend_bucket.append_decentralized(peer_selection_mode, hierarchical)
         self._attach("peer_weight", peer_weight)
         self._group = group or self._group
-        return DecentralizedSynchronousOp()
+        return DecentralizedSynchronousOp(self.device)
 
     def append_low_precision_decentralized_synchronous_op(
         self,
@@ -359,8 +381,13 @@ class BaguaBucket:
         self._group = group or self._group
 
     def _check_length(self, name: str, tensor: torch.Tensor) -> None:
-        check_on_cpu(tensor, f"{name} of bucket {self.name!r}")
+        devices.check_place(tensor, f"{name} of bucket {self.name!r}")
         values = self._registered
+        if tensor.device != values[0].device:
+            raise TypeError(
+                f"bucket {self.name!r} mixes {registration(self.tensors[0]).name!r} on {values[0].device} "
+                f"with {name!r} on {tensor.device}"
+            )
         count, dtype = sum(part.numel() for part in values), values[0].dtype
         if tensor.numel() != count or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
@@ -371,7 +398,8 @@ class BaguaBucket:
     def _attach(self, name: str, tensor: torch.Tensor) -> None:
         """Registers a tensor of the operations, and keeps it alive."""
         code = dtype_code(tensor, f"{name} of bucket {self.name!r}")
-        self.backend_bucket.attach(name, tensor.data_ptr(), tensor.numel(), code)
+        options = devices.memory_options(self.device, tensor.detach())
+        self.backend_bucket.attach(name, tensor.data_ptr(), tensor.numel(), code, **options)
         self._extra[name] = tensor
 
     def append_asynchronous_model_average_op(
@@ -389,8 +417,11 @@ class BaguaBucket:
         """
         if peer_selection_mode != "all":
             raise ValueError(f"no peer selection mode {peer_selection_mode!r} for an asynchronous average; known: all")
+        # That of an algorithm orders streams with rounds which are none of the bucket's.
+        elsewhere = lock is not None
         lock = engine.WeightLock() if lock is None else lock
-        self._async_op = AsyncModelAverageOp(self.backend_bucket.append_asynchronous_model_average(lock), lock)
+        core = self.backend_bucket.append_asynchronous_model_average(lock, elsewhere=elsewhere)
+        self._async_op = AsyncModelAverageOp(core, lock, self.device)
         self._group = group or self._group
         return self._async_op
 

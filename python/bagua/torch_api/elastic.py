@@ -179,24 +179,8 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     secret = chosen.secret + token
     towards = book.towards if local_world_size < world_size else None
     host = neutral.listen_host(towards, world_size, local_world_size)
-    door = engine.Door(
-        rank,
-        world_size,
-        token,
-        name="elastic",
-        host_id=chosen.host_id,
-        host_name="",
-        secret=secret,
-        listen_host=host,
-        listen_port=0,
-        timeout=chosen.timeout,
-        connect_timeout=chosen.timeout,
-        heartbeat_timeout=chosen.heartbeat_timeout,
-        transport=chosen.transport,
-        streams_per_peer=chosen.streams_per_peer,
-        algorithm=chosen.algorithm,
-        tls=chosen.tls,
-    )
+    entering = neutral.parameters(chosen, rank, world_size, name="elastic", listen_host=host, secret=secret)
+    door = engine.Door(entering, token)
     other = _ask(door, rank, book.read(f"rank-{rank}"))
     if other is not None:
         raise BaguaError(f"rank {rank} is alive: another process of this job has it")

@@ -71,7 +71,7 @@ fn engine(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(marks.len() as u64));
         group.bench_function(BenchmarkId::from_parameter(format!("{buckets}x{tensors}")), |bencher| {
             bencher.iter(|| {
-                marks.iter().for_each(|mark| engine.mark_ready(*mark, None).expect("in turn"));
+                marks.iter().for_each(|mark| engine.mark_ready(*mark, None, None).expect("in turn"));
                 assert_eq!(engine.wait(None).expect("nothing can fail"), buckets);
             });
         });

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::memory::Region;
+use crate::memory::{DeviceRef, Region, name_of, same_place};
 use crate::op::{ExtraTensor, Op};
 use crate::types::DType;
 
@@ -54,7 +54,8 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// A bucket of these tensors, all of one dtype; empty lists, repeated names and mixed dtypes are refused by name.
+    /// A bucket of these tensors, all of one dtype and in one place; empty lists, repeated names, mixed dtypes and places are refused by
+    /// name.
     pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> {
         let Some(first) = tensors.first() else {
             return Err(Error::InvalidArgument(format!("bucket '{name}' has no tensors")));
@@ -71,6 +72,7 @@ impl Bucket {
                     dtype.name()
                 )));
             }
+            check_same_place(name, (&first.name, &first.region), (&tensor.name, &tensor.region))?;
             if !tensor.padding && !names.insert(tensor.name.as_str()) {
                 return Err(Error::InvalidArgument(format!("bucket '{name}' has two tensors named '{}'", tensor.name)));
             }
@@ -115,6 +117,11 @@ impl Bucket {
         self.regions.as_deref()
     }
 
+    /// The device that its tensors are on; `None` for the host, and while it is checked out.
+    pub fn device(&self) -> DeviceRef<'_> {
+        self.regions.as_ref()?.first()?.device()
+    }
+
     /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
         self.check_idle()?;
@@ -155,7 +162,16 @@ impl Bucket {
                 region.dtype().name()
             )));
         }
+        let named = &described.name;
         if let Some(regions) = &mut self.regions {
+            let before = &regions[tensor];
+            if !same_place(before.device(), region.device()) {
+                return Err(Error::UnsupportedType(format!(
+                    "tensor '{named}' is on {}, its new memory on {}",
+                    name_of(before.device()),
+                    name_of(region.device())
+                )));
+            }
             regions[tensor] = region;
         }
         Ok(())
@@ -185,9 +201,12 @@ impl Bucket {
     ///
     /// # Errors
     /// `InvalidArgument` while the bucket is being communicated, for a size or dtype that an operation refuses, and for memory that
-    /// another tensor of the bucket has too.
+    /// another tensor of the bucket has too; `UnsupportedType` for another place than the bucket's.
     pub fn attach(&mut self, extra: ExtraTensor) -> Result<()> {
         self.check_idle()?;
+        if let Some((first, region)) = self.tensors.first().zip(self.regions.iter().flatten().next()) {
+            check_same_place(&self.name, (&first.name, region), (&extra.name, &extra.region))?;
+        }
         self.ops.iter().try_for_each(|op| self.check_extra(&**op, &extra))?;
         let others = self.extra.iter().filter(|known| known.name != extra.name).map(|known| &known.region);
         if let Some(other) = self.regions.iter().flatten().chain(others).find(|other| other.overlaps(&extra.region)) {
@@ -232,6 +251,7 @@ impl Bucket {
         match error {
             Error::UnsupportedType(text) => Error::UnsupportedType(format!("bucket '{}': {text}", self.name)),
             Error::InvalidArgument(text) => Error::InvalidArgument(format!("bucket '{}': {text}", self.name)),
+            Error::NotImplemented(text) => Error::NotImplemented(format!("bucket '{}': {text}", self.name)),
             other => other,
         }
     }
@@ -241,28 +261,27 @@ impl Bucket {
         self.tensors.iter().rev().take_while(|tensor| tensor.padding).map(|tensor| tensor.count).sum()
     }
 
-    /// Copies an extra tensor, as long as the bucket, into the bucket's tensors.
+    /// Copies an extra tensor, as long as the bucket, into the bucket's tensors; on a device as work of `stream`.
     ///
     /// # Errors
     /// `InvalidArgument` while the bucket is being communicated, or for an extra tensor that it lacks or that has another length;
-    /// `UnsupportedType` for device memory.
-    pub fn copy_from_extra(&mut self, name: &str) -> Result<()> {
+    /// whatever the device reports.
+    pub fn copy_from_extra(&mut self, name: &str, stream: Option<usize>) -> Result<()> {
         self.check_idle()?;
         let Some(extra) = self.extra.iter().find(|extra| extra.name == name) else {
             return Err(Error::InvalidArgument(format!("bucket '{}' has no extra tensor '{name}'", self.name)));
         };
-        let mut rest = extra.region.as_host()?;
-        if rest.len() != self.bytes() {
-            let (bytes, extra) = (self.bytes(), rest.len());
+        if extra.region.len() != self.bytes() {
+            let (bytes, extra) = (self.bytes(), extra.region.len());
             return Err(Error::InvalidArgument(format!(
                 "bucket '{}' has {bytes} bytes, its extra tensor '{name}' {extra}",
                 self.name
             )));
         }
+        let mut at = 0;
         for region in self.regions.iter_mut().flatten() {
-            let (head, tail) = rest.split_at(region.len());
-            region.as_host_mut()?.copy_from_slice(head);
-            rest = tail;
+            region.copy_from_region(&extra.region, at, stream)?;
+            at += region.len();
         }
         Ok(())
     }
@@ -275,6 +294,18 @@ impl Bucket {
     fn in_flight(&self) -> Error {
         Error::InvalidArgument(format!("bucket '{}' is still being communicated; wait() first", self.name))
     }
+}
+
+/// Refuses two tensors of a bucket that are in different places.
+fn check_same_place(bucket: &str, (first, region): (&str, &Region), (second, other): (&str, &Region)) -> Result<()> {
+    if same_place(region.device(), other.device()) {
+        return Ok(());
+    }
+    Err(Error::UnsupportedType(format!(
+        "bucket '{bucket}': tensor '{second}' is on {} but '{first}' is on {}",
+        name_of(other.device()),
+        name_of(region.device())
+    )))
 }
 
 #[cfg(test)]

@@ -241,7 +241,7 @@ fn during(progress: &Option<Box<Progress>>) -> String {
 
 fn ranks(missing: &[usize]) -> String {
     match missing {
-        [] => "the communication thread".to_owned(),
+        [] => "the communication thread or the device".to_owned(),
         [one] => format!("rank {one}"),
         many => format!("ranks {}", many.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
     }

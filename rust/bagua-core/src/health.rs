@@ -16,6 +16,9 @@ use crate::wait::{blocking_wait, lock, wait_on_for};
 /// lost. Long enough for a control message in flight, short enough to report a dead peer within one second.
 const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 
+/// The text of the cause that this rank's own leaving is.
+pub const LEAVING: &str = "this rank left the group";
+
 /// The reason of `PeerLost` for a peer that left in order.
 pub const LEFT: &str = "it left the group";
 
@@ -87,6 +90,8 @@ pub struct GroupHealth {
     rank: usize,
     /// Called with the first cause. Never locked while a listener runs.
     listeners: Arc<Mutex<Listeners>>,
+    /// Itself.
+    shared: Weak<GroupHealth>,
 }
 
 impl GroupHealth {
@@ -94,7 +99,8 @@ impl GroupHealth {
     pub fn new(rank: usize, world_ranks: Vec<usize>, hosts: Vec<String>) -> Arc<GroupHealth> {
         assert_eq!(world_ranks.len(), hosts.len());
         let departed = world_ranks.iter().map(|_| AtomicBool::new(false)).collect();
-        Arc::new(GroupHealth {
+        Arc::new_cyclic(|shared| GroupHealth {
+            shared: Weak::clone(shared),
             cause: OnceLock::new(),
             failed: AtomicBool::new(false),
             changed: (Mutex::new(()), Condvar::new()),
@@ -109,6 +115,11 @@ impl GroupHealth {
     /// The health of `size` ranks that are threads of one process, without a control plane: for tests and benchmarks.
     pub fn local(rank: usize, size: usize) -> Arc<GroupHealth> {
         GroupHealth::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
+    }
+
+    /// The same, for a thread that outlives the borrow.
+    pub fn shared(&self) -> Arc<GroupHealth> {
+        self.shared.upgrade().expect("who borrows it holds it")
     }
 
     /// This process's rank in the group.

@@ -2,11 +2,10 @@
 //! UCC's `ucc_coll_args` do, instead of having a method per verb.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
-use crate::memory::{Buffer, BufferMut, DeviceRef};
+use crate::memory::{Buffer, BufferMut, DeviceRef, name_of, same_place};
 use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::Deadline;
@@ -234,18 +233,11 @@ impl<'a> Io<'a> {
             Io::InPlace(data) => return Ok(data.device()),
             Io::Split { src, dst } => (src.device(), dst.device()),
         };
-        let together = match (src, dst) {
-            (None, None) => true,
-            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
-            _ => false,
-        };
-        let name =
-            |place: DeviceRef<'_>| place.map_or_else(|| "the host".to_owned(), |device| device.name().to_owned());
-        if together {
-            Ok(src)
-        } else {
-            Err(Error::UnsupportedType(format!("the source is on {}, the destination on {}", name(src), name(dst))))
+        if same_place(src, dst) {
+            return Ok(src);
         }
+        let (src, dst) = (name_of(src), name_of(dst));
+        Err(Error::UnsupportedType(format!("the source is on {src}, the destination on {dst}")))
     }
 
     /// The buffers as slices, where they are on the host.

@@ -92,7 +92,7 @@ fn text<T>(result: Result<T>) -> String {
 }
 
 fn mark(engine: &Engine, tensors: &str) {
-    tensors.chars().for_each(|tensor| engine.mark_ready(number(engine, &tensor.to_string()), None).unwrap());
+    tensors.chars().for_each(|tensor| engine.mark_ready(number(engine, &tensor.to_string()), None, None).unwrap());
 }
 
 /// Number of the tensor of this name; one that no tensor has for an unknown name.
@@ -115,7 +115,9 @@ fn buckets_are_communicated_in_registered_order_while_the_caller_continues() {
     assert_eq!(engine.unready(), ["d", "e"]);
     mark(&engine, "ed");
     assert!(engine.unready().is_empty());
-    assert!(text(engine.mark_ready(number(&engine, "a"), None)).contains("bucket '0' is still being communicated"));
+    assert!(
+        text(engine.mark_ready(number(&engine, "a"), None, None)).contains("bucket '0' is still being communicated")
+    );
     drop(open);
     assert_eq!(engine.wait(LONG).unwrap(), 3);
     assert_eq!(*log.lock().unwrap(), ["0", "1", "2"]);
@@ -163,8 +165,8 @@ fn a_tensor_marked_twice_or_unknown_is_refused_and_the_step_continues() {
     let (engine, _) = single_rank_engine();
     engine.register(buckets("ab")).unwrap();
     mark(&engine, "a");
-    assert!(text(engine.mark_ready(number(&engine, "a"), None)).contains("'a' was marked ready twice"));
-    assert!(text(engine.mark_ready(2, None)).contains("no tensor has number 2"));
+    assert!(text(engine.mark_ready(number(&engine, "a"), None, None)).contains("'a' was marked ready twice"));
+    assert!(text(engine.mark_ready(2, None, None)).contains("no tensor has number 2"));
     mark(&engine, "b");
     assert_eq!(engine.wait(LONG).unwrap(), 1);
 }
@@ -205,7 +207,7 @@ fn the_error_of_a_callback_names_its_bucket_and_is_returned_by_this_and_every_la
     let expected = Error::InvalidArgument("in the callback of bucket '0': no".into());
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
     assert_eq!(health.cause(), Some(expected.clone()));
-    assert_eq!(engine.mark_ready(number(&engine, "b"), None), Err(expected.clone()));
+    assert_eq!(engine.mark_ready(number(&engine, "b"), None, None), Err(expected.clone()));
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
     assert_eq!(engine.submit(|_| Ok(())).err(), Some(expected));
     // The bucket is no longer in use.
@@ -248,7 +250,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
     engine.register(buckets).unwrap();
     mark(&engine, "ab");
     begins.recv().unwrap();
-    assert_eq!(engine.wait_for(Duration::ZERO), Waited::Pending);
+    assert_eq!(engine.wait_for(Duration::ZERO, None), Waited::Pending);
     let mut open = Some(open);
     let finish_both = || {
         if open.take().is_some() {
@@ -257,7 +259,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
         }
         Ok::<(), ()>(())
     };
-    assert_eq!(engine.wait_in_slices(LONG, Duration::ZERO, finish_both), Ok(Ok(2)));
+    assert_eq!(engine.wait_in_slices(LONG, Duration::ZERO, None, finish_both), Ok(Ok(2)));
 }
 
 #[test]
@@ -266,7 +268,7 @@ fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
     engine.register(buckets("a b c")).unwrap();
     for step in 0..5000 {
         mark(&engine, "abc");
-        let waited = engine.wait_in_slices(None, Duration::ZERO, || Ok::<(), ()>(()));
+        let waited = engine.wait_in_slices(None, Duration::ZERO, None, || Ok::<(), ()>(()));
         assert_eq!(waited, Ok(Ok(3)), "step {step}");
     }
 }
@@ -291,7 +293,7 @@ fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
         }
         Ok::<(), ()>(())
     };
-    assert_eq!(engine.wait_in_slices(None, Duration::ZERO, notice_late), Ok(Err(lost)));
+    assert_eq!(engine.wait_in_slices(None, Duration::ZERO, None, notice_late), Ok(Err(lost)));
     assert!(slices >= 100);
 }
 
@@ -315,11 +317,11 @@ fn marking_with_new_memory_communicates_that_memory() {
     buckets[0].append(Arc::new(Doubles)).unwrap();
     engine.register(buckets).unwrap();
     let (address, region) = memory(&[21.0]);
-    engine.mark_ready(number(&engine, "a"), Some(region)).unwrap();
+    engine.mark_ready(number(&engine, "a"), Some(region), None).unwrap();
     engine.wait(LONG).unwrap();
     assert_eq!(values(address, 1), [42.0]);
     let wrong = memory(&[1.0, 2.0]).1;
-    assert!(text(engine.mark_ready(number(&engine, "a"), Some(wrong))).contains("its new memory has 2"));
+    assert!(text(engine.mark_ready(number(&engine, "a"), Some(wrong), None)).contains("its new memory has 2"));
     mark(&engine, "a");
     engine.wait(LONG).unwrap();
     assert_eq!(values(address, 1), [84.0]);
@@ -364,7 +366,7 @@ fn dropping_an_idle_engine_does_not_poison_its_group() {
     mark(&engine, "a");
     engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
     engine.shutdown();
-    assert_eq!(text(engine.mark_ready(number(&engine, "b"), None)), "aborted: engine 'model' was shut down");
+    assert_eq!(text(engine.mark_ready(number(&engine, "b"), None, None)), "aborted: engine 'model' was shut down");
     drop(engine);
     assert!(health.check().is_ok());
 }
@@ -520,11 +522,11 @@ fn jobs_queued_behind_a_failure_end_with_its_cause() {
 fn a_completed_step_is_not_failed_by_a_later_failure() {
     let (engine, health) = single_rank_engine();
     engine.register(buckets("a")).unwrap();
-    engine.mark_ready(number(&engine, "a"), None).unwrap();
+    engine.mark_ready(number(&engine, "a"), None, None).unwrap();
     // Runs after the bucket, so the bucket is done when this is.
     engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
     let _ = health.fail(Error::Aborted("a peer failed in its next step".to_owned()));
     assert_eq!(engine.wait(LONG).unwrap(), 1);
-    assert!(matches!(engine.mark_ready(number(&engine, "a"), None), Err(Error::Aborted(_))));
+    assert!(matches!(engine.mark_ready(number(&engine, "a"), None, None), Err(Error::Aborted(_))));
     assert!(matches!(engine.wait(LONG), Err(Error::Aborted(_))));
 }

@@ -32,7 +32,7 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_and_the_parent_continues(
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = |result: Result<(), Error>| matches!(result, Err(Error::System { message, .. }) if message.contains("forked"));
-        let marked = refused(engine.mark_ready(0, None));
+        let marked = refused(engine.mark_ready(0, None, None));
         let waited = refused(engine.wait(Some(Duration::from_secs(1))).map(drop));
         let submitted = refused(engine.submit(|_| Ok(())).map(drop));
         drop(engine);
@@ -43,6 +43,6 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_and_the_parent_continues(
     // SAFETY: waits for the child of this process, with a valid pointer for its status.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "the child ended with {status}");
-    engine.mark_ready(0, None).unwrap();
+    engine.mark_ready(0, None, None).unwrap();
     assert_eq!(engine.wait(Some(Duration::from_secs(60))).unwrap(), 1);
 }

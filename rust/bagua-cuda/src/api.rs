@@ -3,7 +3,7 @@
 //!
 //! Names and numbers are those of the CUDA driver API, <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 
 use bagua_core::error::{DeviceFailure, Error, Result};
 
@@ -27,6 +27,11 @@ pub(crate) type CUfunction = *mut c_void;
 
 /// An address in a device's memory.
 pub(crate) type CUdeviceptr = u64;
+
+/// Names memory or an event to other processes: `CUipcMemHandle` and `CUipcEventHandle`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) const OUT_OF_MEMORY: CUresult = 2;
@@ -101,6 +106,8 @@ functions! {
     copy_to_device = c"cuMemcpyHtoDAsync_v2"(CUdeviceptr, *const c_void, usize, CUstream);
     /// Copies within a device, on a stream.
     copy_on_device = c"cuMemcpyDtoDAsync_v2"(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    /// Sets bytes of a device, on a stream.
+    fill_on_device = c"cuMemsetD8Async"(CUdeviceptr, c_uchar, usize, CUstream);
     /// Some attributes of an address; 0 for what is not known of it.
     pointer_attributes = c"cuPointerGetAttributes"(c_uint, *mut c_int, *mut *mut c_void, CUdeviceptr);
     /// One of a device's attributes.
@@ -109,6 +116,22 @@ functions! {
     alloc_ordered = c"cuMemAllocAsync"(*mut CUdeviceptr, usize, CUstream);
     /// Frees memory when a stream has come so far.
     free_ordered = c"cuMemFreeAsync"(CUdeviceptr, CUstream);
+    /// Whether a device can reach the memory of another: 0 if not.
+    device_can_access_peer = c"cuDeviceCanAccessPeer"(*mut c_int, CUdevice, CUdevice);
+    /// Memory of the device, which can be shared with other processes.
+    alloc = c"cuMemAlloc_v2"(*mut CUdeviceptr, usize);
+    /// Frees it. Waits for the device.
+    free = c"cuMemFree_v2"(CUdeviceptr);
+    /// The name of such memory for other processes.
+    ipc_name_memory = c"cuIpcGetMemHandle"(*mut IpcHandle, CUdeviceptr);
+    /// Maps memory of another process.
+    ipc_open_memory = c"cuIpcOpenMemHandle_v2"(*mut CUdeviceptr, IpcHandle, c_uint);
+    /// Unmaps it.
+    ipc_close_memory = c"cuIpcCloseMemHandle"(CUdeviceptr);
+    /// The name of an event for other processes.
+    ipc_name_event = c"cuIpcGetEventHandle"(*mut IpcHandle, CUevent);
+    /// An event of another process.
+    ipc_open_event = c"cuIpcOpenEventHandle"(*mut CUevent, IpcHandle);
     /// Loads machine code into the current context.
     module_load_data = c"cuModuleLoadData"(*mut CUmodule, *const c_void);
     /// A kernel, by its name.

@@ -6,10 +6,12 @@ use bagua_core::codec::{Codec, MinMaxU8, chunks};
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
-use crate::api::{CUdeviceptr, CUstream};
+use crate::api::CUstream;
 use crate::context::Context;
 use crate::device::Place;
 use crate::kernels::{self, Grid, short_name};
+use crate::memory::Scratch;
+use crate::programs::Kernel;
 
 /// Elements on a device.
 #[derive(Clone, Copy, Debug)]
@@ -59,29 +61,65 @@ pub unsafe fn encode(place: &Place, from: Elements, chunks: usize, to: Records) 
     if from.count == 0 {
         return Ok(());
     }
-    let context = place.stage().context();
-    let name = short_name(from.dtype);
-    let range = context.kernel(&format!("minmax_u8_range_{name}"))?;
-    let encode = context.kernel(&format!("minmax_u8_encode_{name}"))?;
-    let count = from.count / chunks;
-    let processors = context.processors()?;
-    let passes = || kernels::encode(from.dtype, count as u64, chunks as u64, processors);
-    let bytes = passes().map(|pass| pass.ranges).max().unwrap_or(0);
-    place.on_stream(|stream| {
-        let ranges = Ranges::new(context, bytes, stream)?;
+    let stage = place.stage();
+    let encoder = Encoder::new(stage.context(), from.dtype)?;
+    // SAFETY: the caller's promise for both arrays, whose sizes were checked.
+    place.on_stream(|stream| unsafe { encoder.launch(stream, from, chunks, to.address) }.map(drop))
+}
+
+/// The kernels that encode.
+pub(crate) struct Encoder<'a> {
+    context: &'a Context,
+    range: Kernel,
+    encode: Kernel,
+    processors: u32,
+}
+
+impl<'a> Encoder<'a> {
+    /// For elements of this type.
+    ///
+    /// # Errors
+    /// `Unavailable` without NVRTC; `Device`.
+    pub(crate) fn new(context: &'a Context, dtype: DType) -> Result<Encoder<'a>> {
+        let name = short_name(dtype);
+        Ok(Encoder {
+            range: context.kernel(&format!("minmax_u8_range_{name}"))?,
+            encode: context.kernel(&format!("minmax_u8_encode_{name}"))?,
+            processors: context.processors()?,
+            context,
+        })
+    }
+
+    /// Encodes elements, at least one, in equal chunks. Returns the number of launches.
+    ///
+    /// # Safety
+    /// The elements, and the records' bytes from `to` on, are memory of the context's device, which lives and is used by nobody else until the
+    /// stream has come so far; the elements are of the encoder's type and aligned to it.
+    ///
+    /// # Errors
+    /// `Device`.
+    pub(crate) unsafe fn launch(&self, stream: CUstream, from: Elements, chunks: usize, to: usize) -> Result<u64> {
+        let Encoder { context, range, encode, processors } = *self;
+        let count = from.count / chunks;
+        let passes = || kernels::encode(from.dtype, count as u64, chunks as u64, processors);
+        let bytes = passes().map(|pass| pass.ranges).max().unwrap_or(0);
+        let ranges = Scratch::new(context, bytes, stream)?;
+        let mut launches = 0;
         for pass in passes() {
             let elements = from.address as u64 + pass.first * (count * from.dtype.size()) as u64;
-            let records = to.address as u64 + pass.first * MinMaxU8.record_len(count, from.dtype) as u64;
-            let mut arguments = [elements, count as u64, pass.chunks, ranges.address, records, 0];
-            // SAFETY: the caller's promise for both arrays, whose sizes were checked; the ranges are as many as the passes ask for, and
-            // freed on the stream after both launches.
+            let records = to as u64 + pass.first * MinMaxU8.record_len(count, from.dtype) as u64;
+            let mut arguments = [elements, count as u64, pass.chunks, ranges.address() as u64, records, 0];
+            // SAFETY: the caller's promise for both arrays; the ranges are as many as the passes ask for, and freed on the stream after both
+            // launches.
             unsafe {
                 context.launch(range, pass.grid, stream, &mut arguments[..4])?;
                 context.launch(encode, pass.grid, stream, &mut arguments)?;
             }
+            launches += 2;
         }
-        ranges.free()
-    })
+        ranges.free()?;
+        Ok(launches)
+    }
 }
 
 /// Decodes records into elements, in `chunks` equal parts. Never waits for the device.
@@ -96,13 +134,43 @@ pub unsafe fn decode(place: &Place, from: Records, to: Elements, chunks: usize) 
     if to.count == 0 {
         return Ok(());
     }
-    let context = place.stage().context();
-    let kernel = context.kernel(&format!("minmax_u8_decode_{}", short_name(to.dtype)))?;
-    let count = (to.count / chunks) as u64;
-    let grid = Grid::decode(to.dtype, count, chunks as u64, context.processors()?);
-    let mut arguments = [from.address as u64, count, chunks as u64, to.address as u64];
+    let stage = place.stage();
+    let decoder = Decoder::new(stage.context(), to.dtype)?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
-    place.on_stream(|stream| unsafe { context.launch(kernel, grid, stream, &mut arguments) })
+    place.on_stream(|stream| unsafe { decoder.launch(stream, from.address, to, chunks) })
+}
+
+/// The kernel that decodes.
+pub(crate) struct Decoder<'a> {
+    context: &'a Context,
+    decode: Kernel,
+    processors: u32,
+}
+
+impl<'a> Decoder<'a> {
+    /// For elements of this type.
+    ///
+    /// # Errors
+    /// As [`Encoder::new`].
+    pub(crate) fn new(context: &'a Context, dtype: DType) -> Result<Decoder<'a>> {
+        let decode = context.kernel(&format!("minmax_u8_decode_{}", short_name(dtype)))?;
+        Ok(Decoder { decode, processors: context.processors()?, context })
+    }
+
+    /// Decodes records into elements, at least one, in equal chunks: one launch.
+    ///
+    /// # Safety
+    /// As [`Encoder::launch`], with the records' bytes from `from` on.
+    ///
+    /// # Errors
+    /// `Device`.
+    pub(crate) unsafe fn launch(&self, stream: CUstream, from: usize, to: Elements, chunks: usize) -> Result<()> {
+        let count = (to.count / chunks) as u64;
+        let grid = Grid::decode(to.dtype, count, chunks as u64, self.processors);
+        let mut arguments = [from as u64, count, chunks as u64, to.address as u64];
+        // SAFETY: the caller's promise for both arrays.
+        unsafe { self.context.launch(self.decode, grid, stream, &mut arguments) }
+    }
 }
 
 fn check_memory(elements: Elements, chunks: usize, records: Records) -> Result<()> {
@@ -121,46 +189,6 @@ fn check_memory(elements: Elements, chunks: usize, records: Records) -> Result<(
         return Err(Error::InvalidArgument("source and destination overlap".to_owned()));
     }
     Ok(())
-}
-
-/// Memory for the ranges between two launches, which belongs to a stream: it is there for work behind this, until work behind `free`.
-struct Ranges<'a> {
-    context: &'a Context,
-    stream: CUstream,
-    address: CUdeviceptr,
-}
-
-impl<'a> Ranges<'a> {
-    /// So many bytes, not 0.
-    fn new(context: &'a Context, bytes: usize, stream: CUstream) -> Result<Ranges<'a>> {
-        let _entered = context.enter()?;
-        let mut address: CUdeviceptr = 0;
-        // SAFETY: it writes one address, of the current context's device.
-        let code = unsafe { (context.api().functions.alloc_ordered)(&raw mut address, bytes, stream) };
-        context.check(c"cuMemAllocAsync", code)?;
-        Ok(Ranges { context, stream, address })
-    }
-
-    /// Frees it when the stream has come so far.
-    fn free(mut self) -> Result<()> {
-        let address = std::mem::take(&mut self.address);
-        self.context.check(c"cuMemFreeAsync", self.free_ordered(address)?)
-    }
-
-    fn free_ordered(&self, address: CUdeviceptr) -> Result<std::ffi::c_int> {
-        let _entered = self.context.enter()?;
-        // SAFETY: it was allocated on this stream, and nothing that is enqueued later uses it.
-        Ok(unsafe { (self.context.api().functions.free_ordered)(address, self.stream) })
-    }
-}
-
-impl Drop for Ranges<'_> {
-    fn drop(&mut self) {
-        if self.address != 0 {
-            // After an error, which the caller gets.
-            let _ = self.free_ordered(self.address);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -3,11 +3,12 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bagua_core::error::{Error, Result};
 
 use crate::api::{Api, CAPTURE_IMPLICIT, CAPTURE_MODE_RELAXED, CUcontext, CUdeviceptr, CUstream};
+use crate::nccl::Source;
 use crate::programs::Kernels;
 
 /// `CU_MEMORYTYPE_DEVICE`.
@@ -33,6 +34,10 @@ pub struct Context {
     /// The greatest priority of its streams.
     priority: c_int,
     kernels: Kernels,
+    /// Identifiers of all devices of this process, by number, where the driver tells them.
+    uuids: Vec<Option<[u8; 16]>>,
+    /// Set with the first use of the device.
+    nccl: OnceLock<Source>,
 }
 
 // SAFETY: a context may be made current on any thread, on several at once.
@@ -52,12 +57,20 @@ pub(crate) struct Entered<'a> {
 
 impl Context {
     /// The primary context of a device, created by this call if nobody uses the device yet.
-    pub(crate) fn retain(api: &Arc<Api>, device: i32) -> Result<Arc<Context>> {
+    pub(crate) fn retain(api: &Arc<Api>, device: i32, uuids: Vec<Option<[u8; 16]>>) -> Result<Arc<Context>> {
         let mut handle: CUcontext = ptr::null_mut();
         // SAFETY: it writes one handle; device numbers are checked by the driver.
         let code = unsafe { (api.functions.primary_context_retain)(&raw mut handle, device) };
         api.check(device, c"cuDevicePrimaryCtxRetain", code)?;
-        let mut context = Context { api: Arc::clone(api), device, handle, priority: 0, kernels: Kernels::default() };
+        let mut context = Context {
+            api: Arc::clone(api),
+            device,
+            handle,
+            priority: 0,
+            kernels: Kernels::default(),
+            uuids,
+            nccl: OnceLock::new(),
+        };
         let (mut least, mut greatest) = (0, 0);
         {
             let entered = context.enter()?;
@@ -73,6 +86,34 @@ impl Context {
     /// Number of the device.
     pub fn device(&self) -> i32 {
         self.device
+    }
+
+    /// Its identifier, equal in all processes; `None` where the driver does not tell it.
+    pub(crate) fn uuid(&self) -> Option<[u8; 16]> {
+        usize::try_from(self.device).ok().and_then(|number| *self.uuids.get(number)?)
+    }
+
+    /// Whether it can reach the memory of another device; `None` for one that this process does not see.
+    pub(crate) fn reaches(&self, uuid: [u8; 16]) -> Result<Option<bool>> {
+        let Some(other) = self.uuids.iter().position(|known| *known == Some(uuid)) else { return Ok(None) };
+        let other = i32::try_from(other).map_err(|_| Error::other("more devices than the driver can count"))?;
+        if other == self.device {
+            return Ok(Some(true));
+        }
+        let mut can = 0;
+        // SAFETY: it writes one int.
+        let code = unsafe { (self.api.functions.device_can_access_peer)(&raw mut can, self.device, other) };
+        self.check(c"cuDeviceCanAccessPeer", code).map(|()| Some(can != 0))
+    }
+
+    /// Says where NCCL is. The first that is said holds.
+    pub fn find_nccl_with(&self, source: Source) {
+        let _ = self.nccl.set(source);
+    }
+
+    /// Where NCCL is; `None` where nobody said so.
+    pub(crate) fn nccl(&self) -> Option<&Source> {
+        self.nccl.get()
     }
 
     pub(crate) fn api(&self) -> &Api {
@@ -130,11 +171,28 @@ impl Context {
         Ok(())
     }
 
+    /// Sets bytes of the device to 0, on a stream.
+    ///
+    /// # Safety
+    /// They are `bytes` of this device's memory, which live and are used by nobody else until the stream has come so far.
+    pub(crate) unsafe fn clear(&self, at: usize, bytes: usize, stream: CUstream) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _entered = self.enter()?;
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.api.functions.fill_on_device)(at as CUdeviceptr, 0, bytes, stream) };
+        self.check(c"cuMemsetD8Async", code)
+    }
+
     /// Copies within the device, on a stream.
     ///
     /// # Safety
     /// Both are `bytes` of this device's memory, which live and are used by nobody else until the stream has come so far.
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize, stream: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
         let _entered = self.enter()?;
         // SAFETY: the caller's promise.
         let code = unsafe {

@@ -1,20 +1,25 @@
-//! A device as the core knows it: one value per operation, which also says when the operation may begin on the device and when it is done.
+//! A device as the core knows it: one value per operation or bucket, which also says when an operation may begin on the device and when it is
+//! done.
 
 use std::any::Any;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Device, DeviceRef};
 use bagua_core::wait::{Waited, lock};
 
+use crate::api::before_anything_began;
 use crate::event::Event;
-use crate::stage::{PIECE, Stage, wait_until_reached};
+use crate::stage::{Copier, PIECE, Stage, wait_until_reached};
 
 /// Kind of a CUDA device in fingerprints: DLPack's number.
 pub const KIND: u8 = 2;
+
+/// The legacy stream, by DLPack's number.
+const LEGACY: usize = 1;
 
 /// What the caller wants of the choice of a collective: `BAGUA_CUDA_COLLECTIVE`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,22 +60,46 @@ const RECORDED: u8 = 1;
 /// It could not be: nobody knows when the device is done.
 const LOST: u8 = 2;
 
-/// The device of one operation.
+/// What comes before the next operation.
+#[derive(Default)]
+struct Marks {
+    /// Recorded on streams: the operation begins after them. Those that were marked say on which stream.
+    start: Vec<(Option<usize>, Arc<Event>)>,
+    /// Events that were waited for, to be recorded again.
+    spare: Vec<Arc<Event>>,
+    /// What must live until the device is done with the operation.
+    kept: Vec<Box<dyn Any + Send>>,
+}
+
+/// The device of one operation, or of the tensors of a bucket.
 pub struct Place {
     name: String,
-    stage: Arc<Stage>,
+    /// What the lane has that runs the operations. A bucket's changes with its engine.
+    stage: Mutex<Arc<Stage>>,
+    /// Of a bucket: what the engine has that it is being registered with.
+    next_stage: Mutex<Option<Arc<Stage>>>,
     /// What the caller wants of the choice.
     pub(crate) wish: Wish,
     /// The caller's stream.
     stream: usize,
     /// Other streams that have work on the arrays.
     producers: Vec<usize>,
-    /// Recorded on these streams when the operation was called: it begins after them.
-    start: Mutex<Vec<Event>>,
-    /// Recorded behind the operation's last copy.
-    done: Arc<Event>,
+    marks: Mutex<Marks>,
+    /// Recorded behind the operation's last copy; made when it is needed.
+    done: Mutex<Option<Arc<Event>>>,
     state: AtomicU8,
+    /// Of a bucket: who has the tensors.
+    owner: Mutex<Vec<Box<dyn Any + Send>>>,
+    /// Why the device's part failed after the host's part was over.
+    failure: Arc<OnceLock<Error>>,
+    /// The ranks compare their calls before anything is put on the device: `BAGUA_CUDA_CHECK`.
+    pub(crate) check: bool,
+    /// Of a bucket: number of its last registration with an engine, of all in this process; 0 before the first.
+    registration: AtomicU64,
 }
+
+/// Registrations of buckets in this process.
+static REGISTRATIONS: AtomicU64 = AtomicU64::new(0);
 
 impl Place {
     /// The device of an operation that begins after the work of `stream` and of `producers`, and that `stream` is ordered after by default.
@@ -86,16 +115,67 @@ impl Place {
             wish,
             stream,
             producers,
-            start: Mutex::default(),
-            done: Arc::new(Event::new(stage.context())?),
-            stage: Arc::clone(stage),
+            marks: Mutex::default(),
+            done: Mutex::new(Some(Arc::new(Event::new(stage.context())?))),
+            stage: Mutex::new(Arc::clone(stage)),
+            next_stage: Mutex::default(),
             state: AtomicU8::new(NOTHING_BEGAN),
+            owner: Mutex::default(),
+            failure: Arc::default(),
+            check: false,
+            registration: AtomicU64::new(0),
         })
     }
 
+    /// The device of a bucket's tensors, which `owner` has: it is dropped when the device is done with them. Touches nothing of the device.
+    pub fn of_bucket(stage: &Arc<Stage>, wish: Wish, owner: Box<dyn Any + Send>) -> Place {
+        Place {
+            name: format!("cuda:{}", stage.context().device()),
+            wish,
+            stream: LEGACY,
+            producers: Vec::new(),
+            marks: Mutex::default(),
+            done: Mutex::default(),
+            stage: Mutex::new(Arc::clone(stage)),
+            next_stage: Mutex::default(),
+            state: AtomicU8::new(NOTHING_BEGAN),
+            owner: Mutex::new(vec![owner]),
+            failure: Arc::default(),
+            check: false,
+            registration: AtomicU64::new(0),
+        }
+    }
+
+    /// The same; with `check`, all ranks compare their calls over the host first.
+    #[must_use]
+    pub fn checked(mut self, check: bool) -> Place {
+        self.check = check;
+        self
+    }
+
+    /// Of a bucket: number of its last registration; `None` for operations.
+    pub(crate) fn registration(&self) -> Option<u64> {
+        Some(self.registration.load(Ordering::Relaxed)).filter(|number| *number != 0)
+    }
+
     /// What its lane has on the device.
-    pub fn stage(&self) -> &Arc<Stage> {
-        &self.stage
+    pub fn stage(&self) -> Arc<Stage> {
+        Arc::clone(&lock(&self.stage))
+    }
+
+    /// Of a bucket: the lane of the next registration has this on the device.
+    pub fn move_to(&self, stage: Arc<Stage>) {
+        *lock(&self.next_stage) = Some(stage);
+    }
+
+    /// Of a bucket: `what` lives as long as the owner of its tensors.
+    pub fn keep_always(&self, what: Box<dyn Any + Send>) {
+        lock(&self.owner).push(what);
+    }
+
+    /// Of a bucket: `what` lives until the device is done with the communication that comes next, or that runs.
+    pub fn keep_marked(&self, what: Box<dyn Any + Send>) {
+        lock(&self.marks).kept.push(what);
     }
 
     /// The operation begins after what the streams have now. On the calling thread, which never waits for the device.
@@ -103,13 +183,14 @@ impl Place {
     /// # Errors
     /// `Device`.
     pub fn start(&self) -> Result<()> {
+        let stage = self.stage();
         let mut start = Vec::with_capacity(1 + self.producers.len());
         for stream in self.producers.iter().chain([&self.stream]) {
-            let event = Event::new(self.stage.context())?;
+            let event = Event::new(stage.context())?;
             event.record(*stream)?;
-            start.push(event);
+            start.push((None, Arc::new(event)));
         }
-        *lock(&self.start) = start;
+        lock(&self.marks).start = start;
         Ok(())
     }
 
@@ -119,7 +200,7 @@ impl Place {
     /// `Device`.
     pub fn follow_producers(&self) -> Result<()> {
         for stream in &self.producers {
-            let event = Event::new(self.stage.context())?;
+            let event = Event::new(self.stage().context())?;
             event.record(*stream)?;
             event.order(self.stream)?;
         }
@@ -132,7 +213,7 @@ impl Place {
     /// As [`crate::context::Context::copy`].
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.stage.context().copy(to, from, bytes, self.stream) }
+        unsafe { self.stage().context().copy(to, from, bytes, self.stream) }
     }
 
     /// Puts work on the caller's stream, behind that of its producers, and marks its end on the device.
@@ -143,22 +224,76 @@ impl Place {
         self.follow_producers()?;
         let outcome = work(self.stream);
         // Also after an error: some of the work may be there.
-        let recorded = self.done.record(self.stream);
+        let recorded = self.done().and_then(|done| done.record(self.stream));
         self.ended(recorded.is_ok());
         outcome.and(recorded)
     }
 
-    /// Streams of ours begin after the operation's start.
+    /// Streams of ours begin after the operation's start: all that it uses, because later calls do nothing until something is marked.
     pub(crate) fn order_after_start(&self, streams: &[usize]) -> Result<()> {
-        for event in lock(&self.start).iter() {
+        let mut marks = lock(&self.marks);
+        for (_, event) in &marks.start {
             streams.iter().try_for_each(|stream| event.order(*stream))?;
         }
+        let Marks { start, spare, .. } = &mut *marks;
+        // One that others know must not be recorded again.
+        spare.extend(start.drain(..).map(|(_, event)| event).filter(|event| Arc::strong_count(event) == 1));
         Ok(())
     }
 
     /// The operation's end on the device.
-    pub(crate) fn done(&self) -> &Arc<Event> {
-        &self.done
+    ///
+    /// # Errors
+    /// `Device`.
+    pub(crate) fn done(&self) -> Result<Arc<Event>> {
+        let mut done = lock(&self.done);
+        match &*done {
+            Some(done) => Ok(Arc::clone(done)),
+            None => Ok(Arc::clone(done.insert(Arc::new(Event::new(self.stage().context())?)))),
+        }
+    }
+
+    /// Marks the operation's end on the device: behind the copies to the device, and behind those from it where one may be `under_way`.
+    ///
+    /// # Errors
+    /// `Device`.
+    pub(crate) fn mark_end(&self, copier: &mut Copier, under_way: bool) -> Result<()> {
+        let mark = || {
+            if under_way {
+                copier.arrived[0].record(copier.down.handle())?;
+                copier.arrived[0].order(copier.up.handle())?;
+            }
+            let done = self.done()?;
+            done.record(copier.up.handle())?;
+            self.stage().set_last(&done);
+            Ok(())
+        };
+        let marked = mark();
+        self.ended(marked.is_ok());
+        marked
+    }
+
+    /// Runs what puts work on the lane's streams; also after an error its end on the device is known.
+    pub(crate) fn on_lane<T>(&self, work: impl FnOnce(&Stage, &mut Copier) -> Result<T>) -> Result<T> {
+        let stage = self.stage();
+        stage.copier(|copier| {
+            let begun = self.order_after_start(&[copier.down.handle(), copier.up.handle()]);
+            let outcome = begun.and_then(|()| work(&stage, copier));
+            if outcome.is_err() {
+                // The first error says more; that of this call is in the state.
+                let _ = self.mark_end(copier, true);
+            }
+            outcome
+        })
+    }
+
+    /// Holds a failure of the device's part that comes after the host's part is over.
+    pub(crate) fn failure(&self) -> &Arc<OnceLock<Error>> {
+        &self.failure
+    }
+
+    fn failed(&self) -> Result<()> {
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     /// Whether `done` was recorded behind all copies.
@@ -170,35 +305,64 @@ impl Place {
     pub fn keep(&self, what: Box<dyn Any + Send>) {
         match self.state.load(Ordering::Acquire) {
             NOTHING_BEGAN => drop(what),
-            RECORDED => self.stage.hold(&self.done, what),
+            RECORDED => match &*lock(&self.done) {
+                Some(done) => self.stage().hold(done, what),
+                None => drop(what),
+            },
             _ => std::mem::forget(what),
         }
+    }
+
+    /// Holds `what` until the value that this returns is dropped, and then until the device is done with the operation.
+    pub fn keeper(self: &Arc<Place>, what: Box<dyn Any + Send>) -> Keeper {
+        Keeper { place: Arc::clone(self), kept: Some(what) }
     }
 
     /// Work that `stream` (`None`: the call's) gets from now on sees the result. After the host's part; does not wait.
     ///
     /// # Errors
-    /// `NotImplemented` for a stream that is being captured; `Device`.
+    /// `NotImplemented` for a stream that is being captured; `Device`; what the device's part failed of.
     pub fn order(&self, stream: Option<usize>) -> Result<()> {
         let stream = stream.unwrap_or(self.stream);
-        self.stage.context().refuse_capture(&[stream])?;
-        self.done.order(stream)
+        self.stage().context().refuse_capture(&[stream])?;
+        self.failed()?;
+        // What was marked and no operation has waited for.
+        lock(&self.marks).start.iter().try_for_each(|(_, event)| event.order(stream))?;
+        let done = lock(&self.done).clone();
+        done.map_or(Ok(()), |done| done.order(stream))
     }
 
     /// Whether the device is done; after the host's part.
     pub fn is_done(&self) -> bool {
-        self.done.is_reached().unwrap_or(true)
+        self.failure.get().is_some() || lock(&self.done).as_ref().is_none_or(|done| done.is_reached().unwrap_or(true))
     }
 
     /// Waits until the device is done, for at most `limit`; after the host's part.
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = std::time::Instant::now();
         let mut late = false;
-        let waited = wait_until_reached(&self.done, || {
-            late = start.elapsed() >= limit;
-            if late { Err(Error::other("late")) } else { Ok(()) }
+        let done = lock(&self.done).clone();
+        let waited = done.map_or(Ok(()), |done| {
+            wait_until_reached(&done, || {
+                late = start.elapsed() >= limit;
+                if late { Err(Error::other("late")) } else { self.failed() }
+            })
         });
-        if late && waited.is_err() { Waited::Pending } else { Waited::Done(waited) }
+        if late && waited.is_err() { Waited::Pending } else { Waited::Done(waited.and_then(|()| self.failed())) }
+    }
+}
+
+/// See [`Place::keeper`].
+pub struct Keeper {
+    place: Arc<Place>,
+    kept: Option<Box<dyn Any + Send>>,
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(what) = self.kept.take() {
+            self.place.keep(what);
+        }
     }
 }
 
@@ -224,39 +388,169 @@ impl Device for Place {
     }
 
     unsafe fn copy_to_host(&self, from: NonNull<u8>, into: &mut [u8]) -> Result<()> {
-        self.stage.copier(|copier| {
-            self.order_after_start(&[copier.down.handle()])?;
-            if let Some(last) = &copier.last {
-                last.order(copier.down.handle())?;
-            }
+        self.on_lane(|stage, copier| {
+            stage.order_after_last(copier.down.handle())?;
             for (number, piece) in into.chunks_mut(PIECE).enumerate() {
                 let at = from.as_ptr() as usize + number * PIECE;
-                // SAFETY: the caller's promise, and the copy is waited for below.
+                // SAFETY: the caller's promise, and the copy is waited for below, or its end is marked.
                 unsafe { copier.input[0].fill(0..piece.len(), at, copier.down.handle()) }?;
                 copier.arrived[0].record(copier.down.handle())?;
-                wait_until_reached(&copier.arrived[0], || Ok(()))?;
+                wait_until_reached(&copier.arrived[0], || stage.check())?;
                 piece.copy_from_slice(copier.input[0].bytes(piece.len()));
             }
-            self.stage.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
+            stage.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
             Ok(())
         })
     }
 
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()> {
-        self.stage.copier(|copier| {
+        self.on_lane(|stage, copier| {
             let up = copier.up.handle();
-            self.order_after_start(&[up])?;
+            stage.order_after_last(up)?;
             for (number, piece) in from.chunks(PIECE).enumerate() {
-                wait_until_reached(&copier.left[0], || Ok(()))?;
+                wait_until_reached(&copier.left[0], || stage.check())?;
                 copier.output[0].bytes_mut(piece.len()).copy_from_slice(piece);
                 let at = to.as_ptr() as usize + number * PIECE;
-                // SAFETY: the caller's promise, and the copy is waited for below.
+                // SAFETY: as above.
                 unsafe { copier.output[0].spill(0..piece.len(), at, up) }?;
                 copier.left[0].record(up)?;
             }
-            wait_until_reached(&copier.left[0], || Ok(()))?;
-            self.stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
+            wait_until_reached(&copier.left[0], || stage.check())?;
+            stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
             Ok(())
         })
+    }
+
+    fn prepare(&self) -> Result<()> {
+        if let Some(next) = lock(&self.next_stage).take() {
+            let done = lock(&self.done).take();
+            // The lane before may still have copies under way.
+            lock(&self.marks).start.extend(done.map(|done| (None, done)));
+            *lock(&self.stage) = next;
+        }
+        self.registration.store(REGISTRATIONS.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+        self.stage().prepare()
+    }
+
+    fn mark(&self, stream: Option<usize>) -> Result<()> {
+        let (stage, stream) = (self.stage(), stream.unwrap_or(self.stream));
+        stage.context().refuse_capture(&[stream])?;
+        let mut marks = lock(&self.marks);
+        if let Some((_, event)) = marks.start.iter().find(|(of, _)| *of == Some(stream)) {
+            // The handle may be that of another stream than then.
+            event.order(stream)?;
+            return event.record(stream);
+        }
+        let event = match marks.spare.pop() {
+            Some(event) => event,
+            None => Arc::new(Event::new(stage.context()).map_err(before_anything_began)?),
+        };
+        event.record(stream)?;
+        marks.start.push((Some(stream), event));
+        Ok(())
+    }
+
+    fn order(&self, stream: Option<usize>) -> Result<()> {
+        Place::order(self, stream)
+    }
+
+    fn is_ready(&self) -> Result<bool> {
+        for (_, event) in &lock(&self.marks).start {
+            if !event.is_reached()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn finish(&self) -> Result<()> {
+        let stage = self.stage();
+        stage.release();
+        let (marked, kept) = {
+            let mut marks = lock(&self.marks);
+            (!marks.start.is_empty(), std::mem::take(&mut marks.kept))
+        };
+        if marked {
+            // Nothing of ours has waited for it, such as a callback's work.
+            self.on_lane(|_, copier| self.mark_end(copier, false))?;
+        }
+        if !kept.is_empty() {
+            let end = stage.copier(|copier| {
+                let end = Event::new(stage.context())?;
+                end.record(copier.up.handle()).map(|()| end)
+            });
+            match end {
+                Ok(end) => stage.hold(&Arc::new(end), Box::new(kept)),
+                Err(error) => {
+                    std::mem::forget(kept);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&self) {
+        let drained = self.stage().end();
+        if !drained {
+            self.ended(false);
+        }
+        let Marks { kept, .. } = std::mem::take(&mut *lock(&self.marks));
+        match self.state.load(Ordering::Acquire) {
+            LOST => std::mem::forget(kept),
+            _ => self.state.store(NOTHING_BEGAN, Ordering::Release),
+        }
+        lock(&self.done).take();
+    }
+
+    unsafe fn gather(&self, from: &[(NonNull<u8>, usize)]) -> Result<Option<NonNull<u8>>> {
+        self.on_lane(|stage, copier| {
+            let down = copier.down.handle();
+            stage.order_after_last(down)?;
+            let first = copier.room(stage, from.iter().map(|(_, len)| len).sum())?;
+            let mut at = first;
+            for (piece, len) in from {
+                // SAFETY: the caller's promise; the room is large enough, and ours.
+                unsafe { stage.context().copy(at, piece.as_ptr() as usize, *len, down) }?;
+                at += len;
+            }
+            // What comes next may fail before it puts anything on the device.
+            self.mark_end(copier, true)?;
+            Ok(NonNull::new(first as *mut u8))
+        })
+    }
+
+    unsafe fn scatter(&self, to: &[(NonNull<u8>, usize)]) -> Result<()> {
+        self.on_lane(|stage, copier| {
+            let up = copier.up.handle();
+            // The operation between may have been on a stream of another library.
+            stage.order_after_last(up)?;
+            let mut at = copier.room(stage, to.iter().map(|(_, len)| len).sum())?;
+            for (piece, len) in to {
+                // SAFETY: as in `gather`.
+                unsafe { stage.context().copy(piece.as_ptr() as usize, at, *len, up) }?;
+                at += len;
+            }
+            self.mark_end(copier, false)
+        })
+    }
+
+    unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
+        Place::order(self, stream)?;
+        let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);
+        // SAFETY: the caller's promise.
+        unsafe { self.stage().context().copy(to, from, len, stream.unwrap_or(self.stream)) }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let kept = std::mem::take(&mut lock(&self.marks).kept);
+        let owner = std::mem::take(&mut *lock(&self.owner));
+        if !owner.is_empty() {
+            self.keep(Box::new((owner, kept)));
+            // The lane may have ended, and no later call lets go.
+            self.stage().release();
+        }
     }
 }

@@ -126,7 +126,8 @@ impl Driver {
         if let Some(context) = contexts.get(&device) {
             return Ok(Arc::clone(context));
         }
-        let context = Context::retain(api, device)?;
+        let uuids = self.devices()?.iter().map(|device| device.uuid).collect();
+        let context = Context::retain(api, device, uuids)?;
         contexts.insert(device, Arc::clone(&context));
         Ok(context)
     }

@@ -100,6 +100,21 @@ impl Context {
         // The first bytes of a word are its lower half.
         const { assert!(cfg!(target_endian = "little")) };
         let mut places: Vec<*mut c_void> = arguments.iter_mut().map(|word| ptr::from_mut(word).cast()).collect();
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with(kernel, grid, stream, &mut places) }
+    }
+
+    /// The same; each argument is at an address, with as many bytes as its parameter has.
+    ///
+    /// # Safety
+    /// As [`Context::launch`].
+    pub(crate) unsafe fn launch_with(
+        &self,
+        kernel: Kernel,
+        grid: Grid,
+        stream: CUstream,
+        places: &mut [*mut c_void],
+    ) -> Result<()> {
         let [x, y, z] = grid.blocks;
         let _entered = self.enter()?;
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.

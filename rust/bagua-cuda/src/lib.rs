@@ -1,7 +1,6 @@
 //! CUDA, found at run time and never linked.
 //!
-//! So far: which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collective `staged`. The other
-//! collectives are not there yet.
+//! Which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collectives `staged`, `nccl` and `ipc`.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -13,15 +12,21 @@
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
 //! | [`stage`] | what a lane has on a device: streams, pinned memory, the arrays that are still used |
 //! | [`device`] | [`Place`]: the core's device, one per operation |
-//! | [`staged`] | [`Factory`]: the collective over pinned memory and the host's |
+//! | [`factory`] | [`Factory`]: a lane's collective, which hands arrays on devices to the one that was chosen |
+//! | [`choice`] | which one the ranks choose, and why |
+//! | `parts` | where the shards of an operation are |
+//! | [`staged`] | the collective over pinned memory and the host's |
+//! | `ipc` | the collective of ranks that read each other's device memory, inside hosts; `hier` over several hosts |
+//! | `reduction` | reductions by our kernels |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
 //! | [`programs`] | which kernels a context has loaded |
 //! | [`launch`] | loading machine code for a device, and launching kernels |
 //! | [`codec`] | `minmax_u8` on arrays of a device |
+//! | `compressed` | `minmax_u8` for compressed all_reduce: records between a device and the host |
 //! | [`cache`] | a folder of machine code |
-//! | [`nccl`] | NCCL (`libnccl`): its version, its functions |
+//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them |
 //! | [`library`] | finding and loading one shared library |
 //! | [`error`] | why there is no CUDA |
 //!
@@ -29,14 +34,18 @@
 
 pub mod api;
 pub mod cache;
+pub mod choice;
 pub mod codec;
 mod codes;
 pub mod compile;
+mod compressed;
 pub mod context;
 pub mod device;
 pub mod driver;
 pub mod error;
 pub mod event;
+pub mod factory;
+mod ipc;
 pub mod kernels;
 pub mod launch;
 pub mod libraries;
@@ -44,15 +53,19 @@ pub mod library;
 pub mod memory;
 pub mod nccl;
 pub mod nvrtc;
+mod parts;
 pub mod programs;
+mod reduction;
 pub mod stage;
 pub mod staged;
 pub mod stream;
+pub mod weights;
 
 pub use cache::Cache;
 pub use context::{Context, Memory};
 pub use device::{Place, Wish};
 pub use error::{Error, Result};
+pub use factory::Factory;
 pub use libraries::{Libraries, Places};
 pub use stage::{Choice, Counts, Stage};
-pub use staged::Factory;
+pub use weights::{Averaged, Averaging, WeightOrder};

@@ -8,7 +8,7 @@ use crate::compile;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::library::Search;
-use crate::nccl::Nccl;
+use crate::nccl::{self, Nccl};
 use crate::nvrtc::Nvrtc;
 use crate::programs::Compiler;
 
@@ -23,6 +23,8 @@ pub struct Places {
     pub libnccl: Option<PathBuf>,
     /// Folders of Python's packages.
     pub site_packages: Vec<PathBuf>,
+    /// `NCCL_MULTI_RANK_GPU_ENABLE=1`: NCCL 2.30 lets several ranks use one device.
+    pub nccl_multi_rank_gpu: bool,
 }
 
 impl Places {
@@ -56,7 +58,7 @@ pub struct Libraries {
     owner: u32,
     driver: OnceLock<Result<Driver>>,
     nvrtc: OnceLock<Result<Nvrtc>>,
-    nccl: OnceLock<Result<Nccl>>,
+    nccl: OnceLock<Result<Arc<Nccl>>>,
 }
 
 impl Libraries {
@@ -90,9 +92,22 @@ impl Libraries {
     }
 
     /// NCCL. The places count at the first call.
-    pub fn nccl(&self, places: &Places) -> Result<&Nccl> {
+    pub fn nccl(&self, places: &Places) -> Result<&Arc<Nccl>> {
         self.check_owner()?;
-        self.nccl.get_or_init(|| places.libnccl().load().and_then(Nccl::new)).as_ref().map_err(Error::clone)
+        let load = || places.libnccl().load().and_then(Nccl::new).map(Arc::new);
+        self.nccl.get_or_init(load).as_ref().map_err(Error::clone)
+    }
+
+    /// NCCL of these places for collectives, looked for when they need it.
+    pub fn nccl_source(self: &Arc<Libraries>, places: Places) -> nccl::Source {
+        // As in `compiler`.
+        let libraries = Arc::downgrade(self);
+        let several = places.nccl_multi_rank_gpu;
+        let load = Box::new(move || {
+            let libraries = libraries.upgrade().expect("a context belongs to libraries that live");
+            libraries.nccl(&places).cloned()
+        });
+        nccl::Source { load, several }
     }
 
     /// Why there is no CUDA device that can be used; `None` when there is one. The same at each call.

@@ -1,4 +1,4 @@
-//! Pinned memory of the host, and copies between it and a device.
+//! Pinned memory of the host, and copies between it and a device; memory of a device that lasts for a while on a stream.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -96,6 +96,51 @@ impl Drop for Pinned {
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: no copy uses it, by the promise at the type.
             unsafe { (self.context.api().functions.host_free)(self.at.as_ptr().cast()) };
+        }
+    }
+}
+
+/// Memory of a device that belongs to a stream: it is there for work behind this, until work behind `free`.
+pub(crate) struct Scratch<'a> {
+    context: &'a Context,
+    stream: CUstream,
+    address: CUdeviceptr,
+}
+
+impl<'a> Scratch<'a> {
+    /// So many bytes, not 0.
+    pub(crate) fn new(context: &'a Context, bytes: usize, stream: CUstream) -> Result<Scratch<'a>> {
+        let _entered = context.enter()?;
+        let mut address: CUdeviceptr = 0;
+        // SAFETY: it writes one address, of the current context's device.
+        let code = unsafe { (context.api().functions.alloc_ordered)(&raw mut address, bytes, stream) };
+        context.check(c"cuMemAllocAsync", code)?;
+        Ok(Scratch { context, stream, address })
+    }
+
+    /// Of the first byte.
+    pub(crate) fn address(&self) -> usize {
+        self.address as usize
+    }
+
+    /// Frees it when the stream has come so far.
+    pub(crate) fn free(mut self) -> Result<()> {
+        let address = std::mem::take(&mut self.address);
+        self.context.check(c"cuMemFreeAsync", self.free_ordered(address)?)
+    }
+
+    fn free_ordered(&self, address: CUdeviceptr) -> Result<std::ffi::c_int> {
+        let _entered = self.context.enter()?;
+        // SAFETY: it was allocated on this stream, and nothing that is enqueued later uses it.
+        Ok(unsafe { (self.context.api().functions.free_ordered)(address, self.stream) })
+    }
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        if self.address != 0 {
+            // After an error, which the caller gets.
+            let _ = self.free_ordered(self.address);
         }
     }
 }

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
+use bagua_core::health::GroupHealth;
 use bagua_core::wait::lock;
 
-use crate::api::before_anything_began;
+use crate::api::{CUdeviceptr, CUstream, before_anything_began};
 use crate::context::Context;
 use crate::event::Event;
 use crate::memory::Pinned;
@@ -17,6 +18,15 @@ use crate::stream::Stream;
 /// Bytes of one piece, which is copied while the host sends another. Four of them are all pinned memory of a lane.
 pub(crate) const PIECE: usize = 4 << 20;
 
+/// Name of the collective over host memory.
+pub(crate) const STAGED: &str = "staged";
+
+/// Name of the collective of ranks of one host that read each other's memory.
+pub(crate) const IPC: &str = "ipc";
+
+/// Name of the same over several hosts, between which it needs pinned memory.
+pub(crate) const HIER: &str = "hier";
+
 /// How long a wait for the device only asks, without a pause.
 const SPIN: Duration = Duration::from_micros(50);
 
@@ -24,7 +34,7 @@ const SPIN: Duration = Duration::from_micros(50);
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// How long the end of a lane waits for copies; memory that is still used then is left to the end of the process.
-const PATIENCE: Duration = Duration::from_secs(3);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
 
 /// How the ranks of a lane combine arrays on devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,11 +70,20 @@ pub struct Stage {
     pub(crate) choice: OnceLock<Choice>,
     pub(crate) to_host: AtomicU64,
     pub(crate) to_device: AtomicU64,
+    pub(crate) launches: AtomicU64,
     pinned: AtomicU64,
+    /// Memory of the device that the lane has for tensors that are gathered.
+    room: AtomicU64,
+    /// Memory of the device that it shares with other ranks.
+    windows: AtomicU64,
+    /// The group's state of failure, which ends waits for the device; `None` without a group.
+    health: Option<Arc<GroupHealth>>,
     /// Used by the thread that runs the lane's operations.
     buffers: Mutex<Buffers>,
     /// What operations hold.
     held: Mutex<Vec<Held>>,
+    /// The end of the last operation.
+    last: Mutex<Option<Arc<Event>>>,
 }
 
 /// The streams and the pinned memory, made by the first operation.
@@ -90,8 +109,8 @@ pub(crate) struct Copier {
     pub(crate) arrived: [Event; 2],
     /// Each output may be used again.
     pub(crate) left: [Event; 2],
-    /// The end of the last operation.
-    pub(crate) last: Option<Arc<Event>>,
+    /// Memory of the device where tensors that are not adjacent are gathered: address and bytes.
+    room: Option<(CUdeviceptr, usize)>,
 }
 
 impl Copier {
@@ -105,9 +124,36 @@ impl Copier {
             output: [pinned()?, pinned()?],
             arrived: [event()?, event()?],
             left: [event()?, event()?],
-            last: None,
+            room: None,
             context: Arc::clone(context),
         })
+    }
+
+    /// So many bytes of the device, the same at each call unless it needs more: their address. Work of `down`, and what comes after it, finds
+    /// them.
+    pub(crate) fn room(&mut self, stage: &Stage, bytes: usize) -> Result<usize> {
+        if let Some((address, _)) = self.room.filter(|(_, len)| *len >= bytes) {
+            return Ok(address as usize);
+        }
+        self.free_room()?;
+        let _entered = self.context.enter()?;
+        let mut address: CUdeviceptr = 0;
+        // SAFETY: it writes one address; the stream is ours.
+        let code =
+            unsafe { (self.context.api().functions.alloc_ordered)(&raw mut address, bytes.max(1), self.down.handle()) };
+        self.context.check(c"cuMemAllocAsync", code)?;
+        self.room = Some((address, bytes));
+        stage.room.store(bytes as u64, Ordering::Relaxed);
+        Ok(address as usize)
+    }
+
+    /// Gives the room back, behind the work of `up`, which comes after that of `down` on it.
+    fn free_room(&mut self) -> Result<()> {
+        let Some((address, _)) = self.room.take() else { return Ok(()) };
+        let _entered = self.context.enter()?;
+        // SAFETY: ours, from `room`; nobody uses it after the stream has come so far.
+        let code = unsafe { (self.context.api().functions.free_ordered)(address, self.up.handle()) };
+        self.context.check(c"cuMemFreeAsync", code)
     }
 
     /// Waits until both streams have done what they have, for a while.
@@ -125,6 +171,13 @@ impl Copier {
     }
 }
 
+impl Drop for Copier {
+    fn drop(&mut self) {
+        // As in `Event::drop`.
+        let _ = self.free_room();
+    }
+}
+
 impl Stage {
     /// For a lane that uses this device. Makes nothing on it yet.
     pub fn new(context: &Arc<Context>) -> Stage {
@@ -133,10 +186,27 @@ impl Stage {
             choice: OnceLock::new(),
             to_host: AtomicU64::new(0),
             to_device: AtomicU64::new(0),
+            launches: AtomicU64::new(0),
             pinned: AtomicU64::new(0),
+            room: AtomicU64::new(0),
+            windows: AtomicU64::new(0),
+            health: None,
             buffers: Mutex::new(Buffers::None),
             held: Mutex::default(),
+            last: Mutex::default(),
         }
+    }
+
+    /// As `new`, for a lane of a group with this state of failure.
+    pub fn of_group(context: &Arc<Context>, health: Arc<GroupHealth>) -> Stage {
+        let mut stage = Stage::new(context);
+        stage.health = Some(health);
+        stage
+    }
+
+    /// The group's first cause of failure, if there is one.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.health.as_ref().map_or(Ok(()), |health| health.check())
     }
 
     /// The device.
@@ -152,10 +222,11 @@ impl Stage {
     /// The counters.
     pub fn counts(&self) -> Counts {
         Counts {
+            launches: self.launches.load(Ordering::Relaxed),
             to_host_bytes: self.to_host.load(Ordering::Relaxed),
             to_device_bytes: self.to_device.load(Ordering::Relaxed),
             pinned_bytes: self.pinned.load(Ordering::Relaxed),
-            ..Counts::default()
+            device_bytes: self.room.load(Ordering::Relaxed) + self.windows.load(Ordering::Relaxed),
         }
     }
 
@@ -165,7 +236,15 @@ impl Stage {
     /// `Device`; harmless where memory is short.
     pub fn prepare(&self) -> Result<()> {
         self.release();
+        if self.choice().is_some_and(|choice| ![STAGED, HIER].contains(&choice.collective)) {
+            return Ok(());
+        }
         self.copier(|_| Ok(())).map_err(before_anything_began)
+    }
+
+    /// The lane has so many bytes of the device more.
+    pub(crate) fn count_memory(&self, bytes: usize) {
+        self.room.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// Runs `work` with the streams and the pinned memory, which are its own meanwhile.
@@ -179,6 +258,41 @@ impl Stage {
             Buffers::Some(copier) => work(copier),
             Buffers::None | Buffers::Gone => Err(Error::Aborted("the group was left".to_owned())),
         }
+    }
+
+    /// Frees the pinned memory of a lane that does not need it; an operation that does makes it again.
+    pub(crate) fn unprepare(&self) {
+        let mut buffers = lock(&self.buffers);
+        // Not while the first operation's tensors are gathered in its room.
+        if matches!(&*buffers, Buffers::Some(copier) if copier.room.is_none()) {
+            *buffers = Buffers::None;
+            self.pinned.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// A stream of ours begins after the last operation's end.
+    pub(crate) fn order_after_last(&self, stream: CUstream) -> Result<()> {
+        lock(&self.last).as_ref().map_or(Ok(()), |last| last.order(stream))
+    }
+
+    /// The end of the last operation.
+    pub(crate) fn last(&self) -> Option<Arc<Event>> {
+        lock(&self.last).clone()
+    }
+
+    /// Says what it is.
+    pub(crate) fn set_last(&self, end: &Arc<Event>) {
+        *lock(&self.last) = Some(Arc::clone(end));
+    }
+
+    /// The lane shares so many bytes of the device's memory with other ranks.
+    pub(crate) fn set_windows(&self, bytes: usize) {
+        self.windows.store(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Keeps what operations hold for ever: nobody knows when the device is done with it.
+    pub(crate) fn forget(&self) {
+        std::mem::forget(std::mem::take(&mut *lock(&self.held)));
     }
 
     /// Keeps something until an event is reached.
@@ -201,20 +315,41 @@ impl Stage {
     }
 
     /// Waits for the device, for a while, and frees everything: on the thread that ran the operations. No operation follows.
-    pub(crate) fn end(&self) {
+    /// Whether the device is known to be done.
+    pub fn end(&self) -> bool {
+        let mut drained = true;
         let before = std::mem::replace(&mut *lock(&self.buffers), Buffers::Gone);
         if let Buffers::Some(copier) = before {
-            match copier.drain() {
+            // The last operation may have used the room on a stream of another library.
+            match self.order_after_last(copier.up.handle()).and_then(|()| copier.drain()) {
                 // A device that failed uses nothing any more, either.
                 Ok(()) | Err(Error::Device(_)) => drop(copier),
                 Err(_) => {
+                    drained = false;
                     std::mem::forget(copier);
-                    std::mem::forget(std::mem::take(&mut *lock(&self.held)));
+                    self.forget();
                 }
             }
         }
         self.pinned.store(0, Ordering::Relaxed);
+        self.room.store(0, Ordering::Relaxed);
+        let last = lock(&self.last).take();
+        let shares = self.choice().is_some_and(|choice| [IPC, HIER].contains(&choice.collective));
+        if let Some(last) = last.filter(|_| shares && drained) {
+            // Its streams are not the copier's.
+            let start = Instant::now();
+            let patience = || match start.elapsed() < PATIENCE {
+                true => Ok(()),
+                false => Err(Error::other("the device is not done")),
+            };
+            if !matches!(wait_until_reached(&last, patience), Ok(()) | Err(Error::Device(_))) {
+                drained = false;
+                self.forget();
+            }
+        }
+        self.windows.store(0, Ordering::Relaxed);
         self.release();
+        drained
     }
 }
 
@@ -234,18 +369,34 @@ impl std::fmt::Debug for Stage {
     }
 }
 
-/// Waits for the device on this thread: asks again and again, so that `go_on` can end the wait.
-pub(crate) fn wait_until_reached(event: &Event, mut go_on: impl FnMut() -> Result<()>) -> Result<()> {
-    let start = Instant::now();
-    let mut pause = Duration::from_micros(20);
-    while !event.is_reached()? {
-        go_on()?;
-        if start.elapsed() < SPIN {
+/// The pauses between questions whose answer comes soon.
+pub(crate) struct Pauses {
+    start: Instant,
+    next: Duration,
+}
+
+impl Pauses {
+    pub(crate) fn new() -> Pauses {
+        Pauses { start: Instant::now(), next: Duration::from_micros(20) }
+    }
+
+    /// At first only for others to run.
+    pub(crate) fn pause(&mut self) {
+        if self.start.elapsed() < SPIN {
             std::thread::yield_now();
         } else {
-            std::thread::sleep(pause);
-            pause = PAUSE.min(pause * 2);
+            std::thread::sleep(self.next);
+            self.next = PAUSE.min(self.next * 2);
         }
+    }
+}
+
+/// Waits for the device on this thread: asks again and again, so that `go_on` can end the wait.
+pub(crate) fn wait_until_reached(event: &Event, mut go_on: impl FnMut() -> Result<()>) -> Result<()> {
+    let mut pauses = Pauses::new();
+    while !event.is_reached()? {
+        go_on()?;
+        pauses.pause();
     }
     Ok(())
 }

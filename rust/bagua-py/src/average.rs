@@ -1,19 +1,21 @@
 //! `WeightLock` and `Averager`: asynchronous averaging of a model's weights.
 
 use std::cell::Cell;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use bagua_core::average as core;
 use bagua_core::codec::Codec;
 use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::Door;
-use bagua_core::memory::{self, Owner};
-use bagua_core::wait::{Waited, wait_in_slices};
+use bagua_core::memory::{self, Device, Owner};
+use bagua_core::wait::{Waited, lock, wait_in_slices};
+use bagua_cuda::{Averaging, Place, Stage, WeightOrder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::cuda_call::CudaDevice;
 use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
@@ -30,12 +32,23 @@ fn this_thread() -> Owner {
     })
 }
 
+/// The legacy stream, by DLPack's number.
+const LEGACY: usize = 1;
+
 /// The lock of one model's weights, between its training, its averaging and its user: first come, first served.
+///
+/// Of weights on a CUDA device who takes it has work that its `stream` gets from then on come behind that of the holders before; who gives
+/// it back says where its own work is. None is the legacy stream. Nobody waits for the device. A stream that is being captured is a
+/// NotImplementedError, and the lock is not taken; it is given back whatever is raised.
 ///
 /// Without effect in a forked child, where nothing averages.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct WeightLock {
     core: Arc<memory::WeightLock>,
+    /// Of weights that are averaged on a device.
+    order: OnceLock<Arc<WeightOrder>>,
+    /// Of buckets on devices whose operations take the lock.
+    places: Mutex<Vec<Arc<Place>>>,
     /// The process that made it.
     owner: u32,
     /// Nanoseconds that threads of Python have waited for it.
@@ -47,14 +60,50 @@ impl WeightLock {
         Arc::clone(&self.core)
     }
 
+    /// From now on it orders streams with what operations do with a bucket's tensors.
+    pub fn follow(&self, place: &Arc<Place>) {
+        lock(&self.places).push(Arc::clone(place));
+    }
+
     fn is_foreign(&self) -> bool {
         std::process::id() != self.owner
     }
 
-    fn take(&self, py: Python<'_>, training: bool) -> PyResult<()> {
+    fn take(&self, py: Python<'_>, training: bool, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
             return Ok(());
         }
+        self.take_on_host(py, training)?;
+        let ordered = self.on_device(py, |order| order.enter(stream.unwrap_or(LEGACY)), |place| place.order(stream));
+        if ordered.is_err() {
+            if training { self.core.end_training() } else { drop(self.core.unlock(this_thread())) }
+        }
+        ordered
+    }
+
+    /// What the holder's stream has now comes before the next holder's work.
+    fn leave(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        self.on_device(py, |order| order.leave(stream.unwrap_or(LEGACY)), |place| Device::mark(&**place, stream))
+    }
+
+    fn on_device(
+        &self,
+        py: Python<'_>,
+        of_weights: impl FnOnce(&WeightOrder) -> Result<()> + Send,
+        of_bucket: impl Fn(&Arc<Place>) -> Result<()> + Send,
+    ) -> PyResult<()> {
+        let (order, places) = (self.order.get(), lock(&self.places).clone());
+        if order.is_none() && places.is_empty() {
+            return Ok(());
+        }
+        let done = py.detach(|| {
+            order.map_or(Ok(()), |order| of_weights(order))?;
+            places.iter().try_for_each(of_bucket)
+        });
+        done.map_err(|e| errors::raise(py, e))
+    }
+
+    fn take_on_host(&self, py: Python<'_>, training: bool) -> PyResult<()> {
         let mut request = self.core.ask(this_thread(), training);
         if request.wait(Duration::ZERO) {
             return Ok(());
@@ -73,41 +122,78 @@ impl WeightLock {
 impl WeightLock {
     #[new]
     fn new() -> WeightLock {
-        WeightLock { core: memory::WeightLock::new(), owner: std::process::id(), waited: AtomicU64::new(0) }
+        WeightLock {
+            core: memory::WeightLock::new(),
+            order: OnceLock::new(),
+            places: Mutex::default(),
+            owner: std::process::id(),
+            waited: AtomicU64::new(0),
+        }
     }
 
     /// Takes it for this thread, which may have it already. Waits without the GIL, and hears Ctrl-C.
-    fn lock(&self, py: Python<'_>) -> PyResult<()> {
-        self.take(py, false)
+    #[pyo3(signature = (*, stream=None))]
+    fn lock(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        self.take(py, false, stream)
     }
 
     /// Gives one `lock` of this thread back. Raises BaguaError on a thread that does not hold it.
-    fn unlock(&self, py: Python<'_>) -> PyResult<()> {
+    #[pyo3(signature = (*, stream=None))]
+    fn unlock(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
             return Ok(());
         }
-        self.core.unlock(this_thread()).map_err(|e| errors::raise(py, e))
+        let left = self.leave(py, stream);
+        self.core.unlock(this_thread()).map_err(|e| errors::raise(py, e))?;
+        left
     }
 
     /// Takes it for the training, from whichever thread; counts once. Ends a pause.
-    fn begin_training(&self, py: Python<'_>) -> PyResult<()> {
-        self.take(py, true)
+    #[pyo3(signature = (*, stream=None))]
+    fn begin_training(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        self.take(py, true, stream)
     }
 
     /// Lets others take it after `limit` seconds, unless the training goes on before.
-    fn pause_training(&self, limit: f64) -> PyResult<()> {
+    #[pyo3(signature = (limit, *, stream=None))]
+    fn pause_training(&self, py: Python<'_>, limit: f64, stream: Option<usize>) -> PyResult<()> {
         let limit = seconds("limit", limit)?;
-        if !self.is_foreign() {
-            self.core.pause(limit);
+        if self.is_foreign() {
+            return Ok(());
         }
-        Ok(())
+        let left = self.leave(py, stream);
+        self.core.pause(limit);
+        left
     }
 
     /// Ends the training's hold; without effect when others have taken it.
-    fn end_training(&self) {
-        if !self.is_foreign() {
-            self.core.end_training();
+    #[pyo3(signature = (*, stream=None))]
+    fn end_training(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        if self.is_foreign() {
+            return Ok(());
         }
+        let left = self.leave(py, stream);
+        self.core.end_training();
+        left
+    }
+
+    /// Work that `stream` gets from now on comes behind that of all who held the lock before, without taking it.
+    #[pyo3(signature = (*, stream=None))]
+    fn order(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        if self.is_foreign() {
+            return Ok(());
+        }
+        self.on_device(py, |order| order.enter(stream.unwrap_or(LEGACY)), |place| place.order(stream))
+    }
+
+    /// Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which nobody else used the
+    /// weights, so that no lock was needed.
+    #[pyo3(signature = (*, stream=None))]
+    fn mark(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        if self.is_foreign() {
+            return Ok(());
+        }
+        self.leave(py, stream)
     }
 
     /// True while this thread uses it: a wait for a round would then never end.
@@ -243,8 +329,39 @@ pub fn settings(
     Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec, elastic })
 }
 
-/// Memory that is used under a lock: a list of (address, count, dtype).
-pub fn weights_at(py: Python<'_>, list: Vec<(usize, usize, u8)>, lock: &WeightLock) -> PyResult<Vec<memory::Weights>> {
-    let one = |(address, count, dtype)| tensor::weights_at(address, count, tensor::dtype(dtype)?, lock.core());
-    list.into_iter().map(one).collect::<Result<_>>().map_err(|e| errors::raise(py, e))
+/// Memory that is used under a lock: its address, its count, its element type, and whether it is on the device of the averaging.
+pub type Described = (usize, usize, u8, bool);
+
+/// The device of an averaging, for Python's arguments: the device, the stream that has the last work on the weights, and who has them.
+pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
+
+/// The memory of a model. `stage`, where it is on a device: what the averaging has there.
+///
+/// # Errors
+/// As [`tensor::averaged_at`], and `NotImplemented` for a stream that is being captured.
+pub fn model(
+    py: Python<'_>,
+    (weights, buffers): (Vec<Described>, Vec<Described>),
+    lock: &WeightLock,
+    device: Option<OnDevice<'_>>,
+    stage: impl FnOnce(&CudaDevice) -> Arc<Stage>,
+) -> Result<core::Model> {
+    let averaging = device.map(|(device, stream, keep)| -> Result<Arc<Averaging>> {
+        let order = lock.order.get_or_init(|| Arc::new(WeightOrder::new(device.context())));
+        order.begin(device.context())?;
+        // The training has used the weights without the lock so far.
+        order.leave(stream)?;
+        Ok(Averaging::new(stage(&device), Arc::clone(order), Box::new(keep)))
+    });
+    let (averaging, core) = (averaging.transpose()?, lock.core());
+    let one = |(address, count, dtype, on_device)| {
+        let dtype = tensor::dtype(dtype)?;
+        match averaging.as_ref().filter(|_| on_device) {
+            Some(averaging) => tensor::averaged_at(averaging, address, count, dtype, Arc::clone(&core)),
+            None => tensor::weights_at(address, count, dtype, Arc::clone(&core)),
+        }
+    };
+    let all = |list: Vec<Described>| list.into_iter().map(one).collect::<Result<_>>();
+    // The kernels may have to be compiled.
+    py.detach(|| Ok(core::Model { weights: all(weights)?, buffers: all(buffers)? }))
 }

@@ -18,12 +18,13 @@ pub struct PlacesArgument {
     libnvrtc: Option<PathBuf>,
     libnccl: Option<PathBuf>,
     site_packages: Vec<PathBuf>,
+    nccl_multi_rank_gpu: bool,
 }
 
 impl From<PlacesArgument> for Places {
     fn from(from: PlacesArgument) -> Places {
-        let PlacesArgument { libcuda, libnvrtc, libnccl, site_packages } = from;
-        Places { libcuda, libnvrtc, libnccl, site_packages }
+        let PlacesArgument { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu } = from;
+        Places { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu }
     }
 }
 
@@ -119,7 +120,7 @@ impl CudaLibraries {
     }
 
     /// A device, by its number. The first use of a device may create its primary context, which takes a while. The places and the folder
-    /// `cache` (None: nothing is kept) of the first call for a device are those of its kernels.
+    /// `cache` (None: nothing is kept) of the first call for a device are those of its kernels and of NCCL.
     ///
     /// Raises BaguaError with `why_not()` where there is no CUDA, DeviceError.
     fn device(
@@ -133,6 +134,7 @@ impl CudaLibraries {
         let context = py.detach(|| {
             let context = self.core.driver(&places).map_err(Error::from)?.context(number)?;
             context.compile_with(self.core.compiler(places.clone(), Cache::new(cache)));
+            context.find_nccl_with(self.core.nccl_source(places.clone()));
             Ok(context)
         });
         context.map(CudaDevice::of).map_err(|e| errors::raise(py, e))

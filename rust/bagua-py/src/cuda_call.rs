@@ -1,12 +1,20 @@
 //! `CudaDevice` and `CudaCall`: a CUDA device, and the device's side of one operation.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
+use bagua_core::engine as core;
+use bagua_core::error::{Error, Result};
+use bagua_core::group::{Group, Lane, Options};
+use bagua_core::health::GroupHealth;
 use bagua_core::memory::Device;
-use bagua_cuda::{Context, Place, Stage, Wish};
+use bagua_core::wait::lock;
+use bagua_cuda::{Context, Counts, Place, Stage, Wish};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
-use crate::errors;
+use crate::errors::{self, Origin};
+use crate::handle::Handle;
+use crate::request::Call;
 use crate::tensor;
 
 /// A CUDA device of this process, with its primary context: see `CudaLibraries.device`.
@@ -24,6 +32,11 @@ impl CudaDevice {
 
     pub fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// The device of a bucket's tensors, which `owner` has, until an engine registers the bucket.
+    pub fn of_bucket(&self, wish: Wish, check: bool, owner: Option<Py<PyAny>>) -> Arc<Place> {
+        Arc::new(Place::of_bucket(&self.stage, wish, Box::new(owner)).checked(check))
     }
 }
 
@@ -52,6 +65,125 @@ impl CudaDevice {
     fn release(&self) {
         self.stage.release();
     }
+}
+
+/// What a lane has on each device that it has used.
+pub struct Stages {
+    /// The group's, which ends waits for a device.
+    health: Arc<GroupHealth>,
+    list: Mutex<Vec<Arc<Stage>>>,
+}
+
+impl Stages {
+    pub fn new(group: &Group) -> Stages {
+        Stages { health: Arc::clone(group.health()), list: Mutex::default() }
+    }
+
+    /// Of a thread with a lane of its own.
+    pub fn of(group: &Group, stage: Arc<Stage>) -> Stages {
+        Stages { health: Arc::clone(group.health()), list: Mutex::new(vec![stage]) }
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<Arc<Stage>> {
+        lock(&self.list).clone()
+    }
+
+    /// What it has on a device.
+    pub fn on(&self, context: &Arc<Context>) -> Arc<Stage> {
+        let mut list = lock(&self.list);
+        let known = list.iter().find(|stage| Arc::ptr_eq(stage.context(), context));
+        match known {
+            Some(stage) => Arc::clone(stage),
+            None => {
+                let stage = Arc::new(Stage::of_group(context, Arc::clone(&self.health)));
+                list.push(Arc::clone(&stage));
+                stage
+            }
+        }
+    }
+
+    /// See `Communicator.cuda_call`.
+    #[expect(clippy::too_many_arguments, reason = "those of the call from Python")]
+    pub fn call(
+        &self,
+        py: Python<'_>,
+        origin: &Origin,
+        device: &CudaDevice,
+        stream: usize,
+        producers: Vec<usize>,
+        wish: &str,
+        check: bool,
+    ) -> PyResult<CudaCall> {
+        let wish = wish_named(wish).map_err(|e| errors::raise(py, e))?;
+        let stage = self.on(device.context());
+        let place = py.detach(|| Place::new(&stage, wish, stream, producers)).map_err(|e| origin.fail(py, e))?;
+        Ok(CudaCall::of(Arc::new(place.checked(check))))
+    }
+}
+
+/// A verb on a lane.
+pub type LaneJob = Box<dyn FnOnce(&mut Lane) -> Result<()> + Send>;
+
+/// Hands a verb on a device's memory to a communication thread, by `submit`. This thread never waits for the device.
+pub fn submit(
+    py: Python<'_>,
+    origin: &Origin,
+    call: Call,
+    place: &Arc<Place>,
+    verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
+    submit: impl FnOnce(LaneJob) -> Result<core::Handle> + Send,
+) -> PyResult<Handle> {
+    let options = call.options();
+    let keep = call.keep;
+    let on_device = Arc::clone(place);
+    let job = move |lane: &mut Lane| {
+        let outcome = on_device.stage().prepare().and_then(|()| verb(lane, &options));
+        on_device.keep(Box::new(keep));
+        outcome
+    };
+    py.detach(|| place.start()).map_err(|e| origin.fail(py, e))?;
+    let handle = py.detach(|| submit(Box::new(job))).map_err(|e| origin.raise(py, e))?;
+    Ok(Handle::of(handle, Some(origin.clone())).on_device(Arc::clone(place)))
+}
+
+/// The handle, or None when the ranks' part is over and the call's stream is ordered after it.
+pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Option<Handle>> {
+    if async_op {
+        return Ok(Some(handle));
+    }
+    handle.finish(py, None)?;
+    handle.order(py, None).map(|()| None)
+}
+
+/// The value of BAGUA_CUDA_COLLECTIVE with this name.
+pub fn wish_named(name: &str) -> Result<Wish> {
+    let text = || format!("BAGUA_CUDA_COLLECTIVE='{name}' is no way to communicate");
+    Wish::named(name).ok_or_else(|| Error::InvalidArgument(text()))
+}
+
+/// Of several lanes of a group; None before one of them has used a device. Without a collective where the ranks have chosen none so far, and
+/// codecs or copies are all that there was.
+pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<Stages>]) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let stages: Vec<_> = lanes.iter().flat_map(|lane| lane.all()).collect();
+    let used = |counts: Counts| counts.launches + counts.to_host_bytes + counts.to_device_bytes > 0;
+    let chosen = stages.iter().find(|stage| stage.choice().is_some());
+    let Some(first) = chosen.or_else(|| stages.iter().find(|stage| used(stage.counts()))) else {
+        return Ok(None);
+    };
+    let choice = first.choice();
+    let counts: Vec<_> = stages.iter().map(|stage| stage.counts()).collect();
+    let sum = |each: fn(&Counts) -> u64| counts.iter().map(each).sum::<u64>();
+    let stats = PyDict::new(py);
+    stats.set_item("collective", choice.map(|choice| choice.collective))?;
+    stats.set_item("why", choice.map(|choice| &choice.why))?;
+    stats.set_item("device", first.context().device())?;
+    stats.set_item("launches", sum(|counts| counts.launches))?;
+    stats.set_item("to_host_bytes", sum(|counts| counts.to_host_bytes))?;
+    stats.set_item("to_device_bytes", sum(|counts| counts.to_device_bytes))?;
+    stats.set_item("pinned_bytes", sum(|counts| counts.pinned_bytes))?;
+    stats.set_item("device_bytes", sum(|counts| counts.device_bytes))?;
+    Ok(Some(stats))
 }
 
 /// The device's side of one operation: see `Communicator.cuda_call`.

@@ -3,24 +3,25 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use bagua_core::average::{self, Model};
+use bagua_core::average as core;
 use bagua_core::error::Error;
 use bagua_core::group;
 use bagua_core::wait::Deadline;
+use bagua_cuda::Stage;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::average::{Averager, WeightLock, settings, weights_at};
+use crate::average::{self, Averager, WeightLock, settings};
 use crate::codec::Codec;
-use crate::config::config_of;
+use crate::config::GroupConfig;
+use crate::cuda_call::CudaDevice;
 use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
-use crate::tls::{Tls, tls_of};
 
 /// The door of one rank of an elastic job: it listens, lets in who knows the secret and the token, and visits other doors.
 ///
-/// The configuration is that of `Bootstrap`, of groups that this process enters through doors; `token` is a random number of the job.
+/// `config` is that of the groups that this process enters through doors; `token` is a random number of the job.
 /// Addresses are "host:port". Raises BaguaError when the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Door {
@@ -41,43 +42,8 @@ fn address(py: Python<'_>, text: &str) -> PyResult<SocketAddr> {
 #[pymethods]
 impl Door {
     #[new]
-    #[pyo3(signature = (rank, world_size, token, *, name, host_id, host_name, secret, listen_host, listen_port, timeout,
-        connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm, tls=None))]
-    #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and they are keywords there")]
-    fn new(
-        py: Python<'_>,
-        rank: usize,
-        world_size: usize,
-        token: Vec<u8>,
-        name: String,
-        host_id: String,
-        host_name: String,
-        secret: Vec<u8>,
-        listen_host: &str,
-        listen_port: u16,
-        timeout: f64,
-        connect_timeout: f64,
-        heartbeat_timeout: f64,
-        transport: &str,
-        streams_per_peer: usize,
-        algorithm: &str,
-        tls: Option<Bound<'_, Tls>>,
-    ) -> PyResult<Door> {
-        let config = config_of(
-            py,
-            rank,
-            world_size,
-            name,
-            host_id,
-            host_name,
-            secret,
-            (listen_host, listen_port),
-            [timeout, connect_timeout, heartbeat_timeout],
-            transport,
-            streams_per_peer,
-            algorithm,
-            tls_of(tls.as_ref()),
-        )?;
+    fn new(py: Python<'_>, config: &GroupConfig, token: Vec<u8>) -> PyResult<Door> {
+        let config = config.core();
         let core = py.detach(|| group::Door::open(config, &token)).map_err(|e| errors::raise(py, e))?;
         Ok(Door { core: DropWithoutGil::new(Arc::new(core)) })
     }
@@ -129,22 +95,25 @@ impl Door {
     ///
     /// Raises MismatchError for a model that does not fit, BaguaTimeoutError after `timeout` seconds.
     #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
+    #[pyo3(signature = (name, weights, buffers, lock, interval, codec, digest, timeout, device=None))]
     fn join(
         &self,
         py: Python<'_>,
         name: &str,
-        weights: Vec<(usize, usize, u8)>,
-        buffers: Vec<(usize, usize, u8)>,
+        weights: Vec<average::Described>,
+        buffers: Vec<average::Described>,
         lock: &WeightLock,
         interval: f64,
         codec: Option<&Codec>,
         digest: [u8; 32],
         timeout: f64,
+        device: Option<average::OnDevice<'_>>,
     ) -> PyResult<Averager> {
         let settings = settings(name, interval, codec.map(Codec::core), Some((self.core(), digest)))?;
-        let model = Model { weights: weights_at(py, weights, lock)?, buffers: weights_at(py, buffers, lock)? };
+        let stage = |device: &CudaDevice| Arc::new(Stage::new(device.context()));
+        let model = average::model(py, (weights, buffers), lock, device, stage).map_err(|e| errors::raise(py, e))?;
         let deadline = Deadline::after(seconds("timeout", timeout)?);
-        let core = interrupt::run_on_thread(py, move || average::Averager::join(model, settings, &deadline))?;
+        let core = interrupt::run_on_thread(py, move || core::Averager::join(model, settings, &deadline))?;
         Ok(Averager::of(core, self.core.rank()))
     }
 }

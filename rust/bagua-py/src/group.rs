@@ -1,8 +1,9 @@
 //! `Communicator`: a group's verbs by address.
 //!
-//! Addresses are those of host memory, counts are elements (of one rank's chunk in the verbs that have chunks), element types and
+//! Addresses are those of host memory, or with `place` of a device's; counts are elements (of one rank's chunk in the verbs that have chunks), element types and
 //! reduce operations are the codes of `bagua_core::types`, ranks are ranks of the group, timeouts are seconds.
 
+use std::any::Any;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
@@ -12,7 +13,7 @@ use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options, PartLayout, Quorum};
 use bagua_core::recorder::Announced;
 use bagua_core::types::Kind;
-use bagua_core::wait::lock;
+use bagua_core::wait as sync;
 use bagua_cuda::{Place, Stage, Wish};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -20,11 +21,12 @@ use pyo3::types::PyDict;
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
-use crate::cuda_call::{CudaCall, CudaDevice};
+use crate::cuda_call::{self, CudaCall, CudaDevice, LaneJob, Stages};
 use crate::door::Door;
-use crate::engine::{Engine, Handle};
+use crate::engine::Engine;
 use crate::errors::{self, Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
+use crate::handle::Handle;
 use crate::interrupt;
 use crate::request::{self, Call, Request};
 use crate::tensor::{self, Operands};
@@ -39,14 +41,18 @@ pub struct Communicator {
     core: DropWithoutGil<Arc<core::Communicator>>,
     /// The group, for its errors.
     origin: Origin,
-    /// What its main lane has on each device that it has used.
-    stages: Mutex<Vec<Arc<Stage>>>,
+    /// What its main lane has on devices, its messages, and then its engines.
+    stages: Mutex<Vec<Arc<Stages>>>,
     /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
     spins: bool,
 }
 
 /// A verb on more bytes than this may take longer than the GIL should be held.
 const BRIEF: usize = 64 << 10;
+
+/// Where its main lane and its messages are in `Communicator::stages`.
+const MAIN: usize = 0;
+const MESSAGES: usize = 1;
 
 /// Of a verb that never keeps the GIL.
 const LONG: usize = usize::MAX;
@@ -55,7 +61,8 @@ impl Communicator {
     pub fn of(core: core::Communicator) -> Communicator {
         let spins = matches!(core.transports().0, "solo" | "shm");
         let origin = Origin::new(core.group());
-        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, stages: Mutex::default(), spins }
+        let stages = Mutex::new((0..2).map(|_| Arc::new(Stages::new(core.group()))).collect());
+        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, stages, spins }
     }
 
     pub fn group(&self) -> &Group {
@@ -111,55 +118,14 @@ impl Communicator {
         op: &Announced<'_>,
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
-        let options = call.options();
-        let Call { async_op, keep, .. } = call;
-        let on_device = Arc::clone(place);
-        let job = move |lane: &mut Lane| {
-            let outcome = on_device.stage().prepare().and_then(|()| verb(lane, &options));
-            on_device.keep(Box::new(keep));
-            outcome
-        };
-        py.detach(|| place.start()).map_err(|e| self.origin.fail(py, e))?;
-        let handle = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
-        let handle = Handle::of(handle, Some(self.origin.clone())).on_device(Arc::clone(place));
-        if async_op {
-            return Ok(Some(handle));
-        }
-        handle.finish(py, None)?;
-        handle.order(py, None).map(|()| None)
+        let async_op = call.async_op;
+        let submit = |job: LaneJob| self.core.submit_op(op, job);
+        let handle = cuda_call::submit(py, &self.origin, call, place, verb, submit)?;
+        cuda_call::finished(py, handle, async_op)
     }
 
-    /// What the main lane has on a device.
-    fn stage(&self, device: &CudaDevice) -> Arc<Stage> {
-        let mut stages = lock(&self.stages);
-        let known = stages.iter().find(|stage| Arc::ptr_eq(stage.context(), device.context()));
-        match known {
-            Some(stage) => Arc::clone(stage),
-            None => {
-                let stage = Arc::new(Stage::new(device.context()));
-                stages.push(Arc::clone(&stage));
-                stage
-            }
-        }
-    }
-
-    /// Of the first device that the main lane has used; None before the ranks have chosen a collective.
-    fn cuda_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let stages = lock(&self.stages).clone();
-        let Some((stage, choice)) = stages.iter().find_map(|stage| Some((stage, stage.choice()?))) else {
-            return Ok(None);
-        };
-        let counts = stage.counts();
-        let stats = PyDict::new(py);
-        stats.set_item("collective", choice.collective)?;
-        stats.set_item("why", &choice.why)?;
-        stats.set_item("device", stage.context().device())?;
-        stats.set_item("launches", counts.launches)?;
-        stats.set_item("to_host_bytes", counts.to_host_bytes)?;
-        stats.set_item("to_device_bytes", counts.to_device_bytes)?;
-        stats.set_item("pinned_bytes", counts.pinned_bytes)?;
-        stats.set_item("device_bytes", counts.device_bytes)?;
-        Ok(Some(stats))
+    fn stages(&self) -> Vec<Arc<Stages>> {
+        sync::lock(&self.stages).clone()
     }
 
     /// Starts messages, and waits for them unless they are asynchronous.
@@ -169,22 +135,36 @@ impl Communicator {
         call: Call,
         sends: Vec<core::Message>,
         receives: Vec<core::Message>,
+        place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let Call { timeout, async_op, keep, .. } = call;
-        let posted = py.detach(|| self.core.post(sends, receives, timeout, Box::new(keep)));
-        let handle = Handle::of_messages(posted.map_err(|e| self.origin.raise(py, e))?, self.origin.clone());
-        if async_op {
-            return Ok(Some(handle));
+        let keep: Box<dyn Any + Send> = match place {
+            Some(place) => {
+                py.detach(|| place.core().start()).map_err(|e| self.origin.fail(py, e))?;
+                Box::new(place.core().keeper(Box::new(keep)))
+            }
+            None => Box::new(keep),
+        };
+        let posted = py.detach(|| self.core.post(sends, receives, timeout, keep));
+        let mut handle = Handle::of_messages(posted.map_err(|e| self.origin.raise(py, e))?, self.origin.clone());
+        if let Some(place) = place {
+            handle = handle.on_device(Arc::clone(place.core()));
         }
-        handle.finish(py, None).map(|()| None)
+        cuda_call::finished(py, handle, async_op)
     }
 }
 
-/// Messages of one type and tag: each has a peer, an address and a count.
-fn messages(list: Vec<(Option<usize>, usize, usize)>, code: u8, tag: u32) -> Result<Vec<core::Message>> {
-    let dtype = tensor::dtype(code)?;
-    let message =
-        |(peer, address, count)| Ok(core::Message { peer, tag, data: tensor::region_at(address, count, dtype)? });
+/// Messages of one type and tag: each has a peer, an address, of memory at `place`, and a count.
+fn messages(
+    list: Vec<(Option<usize>, usize, usize)>,
+    code: u8,
+    tag: u32,
+    place: Option<&CudaCall>,
+) -> Result<Vec<core::Message>> {
+    let (dtype, device) = (tensor::dtype(code)?, place.map(CudaCall::device));
+    let message = |(peer, address, count)| {
+        Ok(core::Message { peer, tag, data: tensor::region_in(device.as_ref(), address, count, dtype)? })
+    };
     list.into_iter().map(message).collect()
 }
 
@@ -351,9 +331,10 @@ impl Communicator {
     }
 
     /// The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
-    /// call of the verb. `wish` is a value of BAGUA_CUDA_COLLECTIVE.
+    /// call of the verb. `wish` is a value of BAGUA_CUDA_COLLECTIVE; with `check` the ranks compare their calls first, as BAGUA_CUDA_CHECK says.
     ///
     /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown wish, DeviceError.
+    #[pyo3(signature = (device, stream, producers, wish, check=false))]
     fn cuda_call(
         &self,
         py: Python<'_>,
@@ -361,19 +342,25 @@ impl Communicator {
         stream: usize,
         producers: Vec<usize>,
         wish: &str,
+        check: bool,
     ) -> PyResult<CudaCall> {
-        let wish = with(py, || {
-            Wish::named(wish).ok_or_else(|| {
-                Error::InvalidArgument(format!("BAGUA_CUDA_COLLECTIVE='{wish}' is no way to communicate"))
-            })
-        })?;
-        let stage = self.stage(device);
-        let place = py.detach(|| Place::new(&stage, wish, stream, producers)).map_err(|e| self.origin.fail(py, e))?;
-        Ok(CudaCall::of(Arc::new(place)))
+        self.stages()[MAIN].call(py, &self.origin, device, stream, producers, wish, check)
+    }
+
+    /// As `cuda_call`, for messages.
+    fn cuda_messages(
+        &self,
+        py: Python<'_>,
+        device: &CudaDevice,
+        stream: usize,
+        producers: Vec<usize>,
+    ) -> PyResult<CudaCall> {
+        self.stages()[MESSAGES].call(py, &self.origin, device, stream, producers, Wish::default().name(), false)
     }
 
     /// One message to rank `to`, which must receive as many elements of the same type with the same tag. Messages run beside the verbs.
-    #[pyo3(signature = (address, count, dtype, to, *, tag=0, timeout=None, async_op=false, keep=None))]
+    /// With `place`, which `cuda_messages` makes, the address is a device's: its bytes travel through host memory.
+    #[pyo3(signature = (address, count, dtype, to, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn send(
         &self,
         py: Python<'_>,
@@ -385,15 +372,16 @@ impl Communicator {
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
+        place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let sends = with(py, || messages(vec![(Some(to), address, count)], dtype, tag))?;
-        self.post(py, call, sends, Vec::new())
+        let sends = with(py, || messages(vec![(Some(to), address, count)], dtype, tag, place))?;
+        self.post(py, call, sends, Vec::new(), place)
     }
 
     /// One message from rank `from_`, or from anybody when that is None: `Handle.senders` says who it was. `keep` is held until the message
     /// has come, also by a blocking call, which Ctrl-C may end before.
-    #[pyo3(signature = (address, count, dtype, from_, *, tag=0, timeout=None, async_op=false, keep=None))]
+    #[pyo3(signature = (address, count, dtype, from_, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn recv(
         &self,
         py: Python<'_>,
@@ -405,14 +393,15 @@ impl Communicator {
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
+        place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let receives = with(py, || messages(vec![(from_, address, count)], dtype, tag))?;
-        self.post(py, call, Vec::new(), receives)
+        let receives = with(py, || messages(vec![(from_, address, count)], dtype, tag, place))?;
+        self.post(py, call, Vec::new(), receives, place)
     }
 
     /// Many messages at once, in both directions: lists of (peer, address, count); the peer of a receive may be None.
-    #[pyo3(signature = (sends, recvs, dtype, *, tag=0, timeout=None, async_op=false, keep=None))]
+    #[pyo3(signature = (sends, recvs, dtype, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn exchange(
         &self,
         py: Python<'_>,
@@ -423,10 +412,12 @@ impl Communicator {
         timeout: Option<f64>,
         async_op: bool,
         keep: Option<Py<PyAny>>,
+        place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let (sends, recvs) = with(py, || Ok((messages(sends, dtype, tag)?, messages(recvs, dtype, tag)?)))?;
-        self.post(py, call, sends, recvs)
+        let (sends, recvs) =
+            with(py, || Ok((messages(sends, dtype, tag, place)?, messages(recvs, dtype, tag, place)?)))?;
+        self.post(py, call, sends, recvs, place)
     }
 
     /// The group of some members, given as ranks of this group: its rank r is `ranks[r]`. None when this rank is not among them. The
@@ -467,7 +458,9 @@ impl Communicator {
     fn engine(&self, py: Python<'_>, name: &str) -> PyResult<Engine> {
         let group = self.group().clone();
         let engine = gil::run_released(py, self.group(), &self.origin, || core::Engine::new(&group, name))?;
-        Ok(Engine::of(engine, group, self.origin.clone()))
+        let stages = Arc::new(Stages::new(&group));
+        sync::lock(&self.stages).push(Arc::clone(&stages));
+        Ok(Engine::of(engine, group, self.origin.clone(), stages))
     }
 
     /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
@@ -476,25 +469,35 @@ impl Communicator {
     /// In an elastic job `door` is this rank's: ranks that are lost leave the averaging, and processes that come in through a door get
     /// the average, and a rank's `buffers`; `digest` is that of what must be equal on all ranks.
     ///
+    /// Entries of `weights` and `buffers` end in whether they are on the CUDA device of `device`, a tuple (device, stream, keep): the first
+    /// snapshot comes behind what the stream has now, and `keep` is held until the averager has stopped and the device is done.
+    ///
     /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
-    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, door, digest))]
+    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, door, digest, device=None))]
     fn averager(
         &self,
         py: Python<'_>,
         name: &str,
-        weights: Vec<(usize, usize, u8)>,
+        weights: Vec<average::Described>,
         lock: &WeightLock,
         interval: f64,
         codec: Option<&Codec>,
-        buffers: Vec<(usize, usize, u8)>,
+        buffers: Vec<average::Described>,
         door: Option<&Door>,
         digest: [u8; 32],
+        device: Option<average::OnDevice<'_>>,
     ) -> PyResult<Averager> {
         let elastic = door.map(|door| (door.core(), digest));
         let settings = average::settings(name, interval, codec.map(Codec::core), elastic)?;
-        let weights = average::weights_at(py, weights, lock)?;
-        let model = core_average::Model { weights, buffers: average::weights_at(py, buffers, lock)? };
         let group = self.group();
+        let on_device = |device: &CudaDevice| {
+            // Its thread looks at failures of its own group.
+            let stage = Arc::new(Stage::new(device.context()));
+            sync::lock(&self.stages).push(Arc::new(Stages::of(group, Arc::clone(&stage))));
+            stage
+        };
+        let model = average::model(py, (weights, buffers), lock, device, on_device);
+        let model = model.map_err(|e| self.origin.fail(py, e))?;
         let start = || self.core.run(|lane| core_average::Averager::start(group, lane, model, settings));
         let core = gil::run_released(py, group, &self.origin, start)?;
         Ok(Averager::of(core, group.ranks()[group.rank()]))
@@ -514,9 +517,11 @@ impl Communicator {
     fn leave(&self, py: Python<'_>) {
         py.detach(|| {
             self.group().leave();
-            if !lock(&self.stages).is_empty() {
+            let stages = self.stages();
+            if !stages[MAIN].all().is_empty() || !stages[MESSAGES].all().is_empty() {
                 // Its thread lets go of the device's memory, which may outlive the interpreter otherwise.
                 self.core.shutdown();
+                stages[MESSAGES].all().iter().for_each(|stage| _ = stage.end());
             }
         });
     }
@@ -557,7 +562,7 @@ impl Communicator {
         stats.set_item("connections_refused", group.stats().connections_refused.load(Relaxed))?;
         stats.set_item("peers_seen", group.peers_seen())?;
         stats.set_item("ops", ops)?;
-        stats.set_item("cuda", self.cuda_stats(py)?)?;
+        stats.set_item("cuda", cuda_call::stats(py, &self.stages())?)?;
         Ok(stats)
     }
 

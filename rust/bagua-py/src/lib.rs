@@ -6,9 +6,11 @@
 //! | [`group`] | `Communicator`: a group's verbs by address |
 //! | [`fast_path`] | its blocking verbs on plain tensors in one call |
 //! | [`arena`] | `Arena`: memory that the ranks of a host share |
-//! | [`engine`] | `Engine`, `Bucket`, `Handle`: what runs on a communication thread |
+//! | [`engine`] | `Engine`: a queue of buckets with a communication thread |
+//! | [`bucket`] | `Bucket`: tensors that are communicated together, and their operations |
+//! | [`handle`] | `Handle`: an operation that may still be running |
 //! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
-//! | [`config`] | the parameters of a group |
+//! | [`config`] | `GroupConfig`: the parameters of a group |
 //! | [`codec`] | `Codec`: compression |
 //! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | [`cuda_call`] | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
@@ -31,6 +33,7 @@ mod arena;
 mod average;
 mod book;
 mod bootstrap;
+mod bucket;
 mod call_user;
 mod codec;
 mod config;
@@ -42,6 +45,7 @@ mod errors;
 mod fast_path;
 mod gil;
 mod group;
+mod handle;
 mod interrupt;
 mod recorder;
 mod rendezvous;
@@ -62,7 +66,11 @@ mod _bagua {
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
+    use crate::bucket::{AsyncModelAverage, Bucket, check_peer_selection};
+    #[pymodule_export]
     use crate::codec::Codec;
+    #[pymodule_export]
+    use crate::config::GroupConfig;
     #[pymodule_export]
     use crate::cuda::CudaLibraries;
     #[pymodule_export]
@@ -70,9 +78,11 @@ mod _bagua {
     #[pymodule_export]
     use crate::door::Door;
     #[pymodule_export]
-    use crate::engine::{AsyncModelAverage, Bucket, Engine, Handle, check_peer_selection, wait_for_callbacks};
+    use crate::engine::Engine;
     #[pymodule_export]
     use crate::group::Communicator;
+    #[pymodule_export]
+    use crate::handle::{Handle, wait_for_callbacks};
     #[pymodule_export]
     use crate::interrupt::listen_for_interrupts;
     #[pymodule_export]

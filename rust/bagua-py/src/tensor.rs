@@ -13,8 +13,8 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{DeviceRef, Region, WeightLock, Weights};
 use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
-use bagua_cuda::Place;
 use bagua_cuda::codec::{self, Elements, Records};
+use bagua_cuda::{Averaged, Averaging, Place};
 
 /// `count` elements at `address`, by the promise above.
 pub fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
@@ -54,6 +54,19 @@ pub fn decode_on_device(call: &Place, from: Records, to: Elements, chunks: usize
 pub fn weights_at(address: usize, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Result<Weights> {
     // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
     unsafe { Weights::new(address as *mut u8, count, dtype, lock) }
+}
+
+/// The same on the device of an averaging.
+pub fn averaged_at(
+    of: &Arc<Averaging>,
+    address: usize,
+    count: usize,
+    dtype: DType,
+    lock: Arc<WeightLock>,
+) -> Result<Weights> {
+    // SAFETY: as in `weights_at`; the averaging has the owner.
+    let device = unsafe { Averaged::new(of, address, count, dtype) }?;
+    Ok(Weights::on_device(Box::new(device), count, dtype, lock))
 }
 
 /// `per_rank` elements for each of `ranks` ranks at `address`, on a device or on the host.

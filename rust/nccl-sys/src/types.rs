@@ -62,6 +62,21 @@ impl ncclResult_t {
     pub const REMOTE_ERROR: Self = Self(6);
     /// `ncclInProgress`: the work of a non-blocking communicator has not been enqueued yet.
     pub const IN_PROGRESS: Self = Self(7);
+
+    /// Its name in NCCL's header; one that is not listed here is "ncclResult_t".
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SUCCESS => "ncclSuccess",
+            Self::UNHANDLED_CUDA_ERROR => "ncclUnhandledCudaError",
+            Self::SYSTEM_ERROR => "ncclSystemError",
+            Self::INTERNAL_ERROR => "ncclInternalError",
+            Self::INVALID_ARGUMENT => "ncclInvalidArgument",
+            Self::INVALID_USAGE => "ncclInvalidUsage",
+            Self::REMOTE_ERROR => "ncclRemoteError",
+            Self::IN_PROGRESS => "ncclInProgress",
+            _ => "ncclResult_t",
+        }
+    }
 }
 
 /// Type of elements.

@@ -45,6 +45,9 @@ CUresult record(const char *function, void *handle, void *stream_handle) {
         Stream *stream;
         if (const CUresult code = find_stream(function, stream_handle, &stream)) return code;
         if (stream->context != event->context) return CUDA_ERROR_INVALID_HANDLE;
+        if (stream->announced > 0)
+            fault(std::string(function) + ": " + std::to_string(stream->announced) +
+                  " call(s) of NCCL have not put their work on the stream yet");
         if (stream->capture) {
             if (stream->capture->status != CAPTURE_ACTIVE) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
             event->capture = stream->capture;

@@ -24,6 +24,7 @@
 // kernels.*    launches: the same kernels, compiled for the host; image.*: which kernels an image has
 // ipc.*        memory and events of other processes
 // names.cpp    names of errors
+// library.h    what pretended libraries over the driver may ask (tests/cuda/nccl)
 // api_*.cpp    the exported functions
 //
 // A fault is a mistake of the caller, in words. Where the true driver would notice it, the call fails as there; an
@@ -86,4 +87,12 @@ SIM_EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function, int
 
 SIM_EXPORT CUresult cuGetProcAddress(const char *symbol, void **function, int version, std::uint64_t flags) {
     return cuGetProcAddress_v2(symbol, function, version, flags, nullptr);
+}
+
+// For tests that find a mistake themselves: it goes into the report.
+SIM_EXPORT CUresult simFault(const char *text) {
+    return call("simFault", Needs::nothing, [&](Lock &) {
+        fault(text);
+        return CUDA_SUCCESS;
+    });
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "context.h"
+#include "library.h"
 #include "memory.h"
 
 namespace sim {
@@ -19,14 +20,6 @@ using std::chrono::microseconds;
 
 struct Stream;
 struct Capture;
-
-// The page that all processes with an inter-process event map.
-struct SharedEvent {
-    std::atomic<unsigned long long> recorded;   // number of the newest record, from 1
-    std::atomic<unsigned long long> completed;  // number of the newest record that was reached
-    std::atomic<unsigned long long> wanted;     // the newest record that somebody waits for
-    std::atomic<int> recorder;                  // the process that recorded last
-};
 
 using EventPage = std::shared_ptr<SharedEvent>;
 
@@ -76,6 +69,7 @@ struct Stream {
     std::deque<Work> queue;              // what has not ended
     Work last;                           // what was enqueued last, null or ended where nothing pends
     std::shared_ptr<Capture> capture;    // what it is captured into, null outside a capture
+    int announced = 0;                   // calls of a library over the driver whose work has not reached it yet
 
     // Whether it is ordered with the legacy stream.
     bool blocking() const { return !legacy && !(flags & CU_STREAM_NON_BLOCKING); }

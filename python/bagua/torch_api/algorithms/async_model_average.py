@@ -17,9 +17,9 @@ import torch
 
 from bagua import engine
 from bagua.codecs import Compression, raw_codec
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, DeviceError
 
-from .. import elastic
+from .. import devices, elastic
 from ..bucket import BaguaBucket
 from ..model_engine.backend import AveragedMemory
 from ..model_engine.exchange import Exchange
@@ -116,6 +116,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._stepping = 0
         # The averaging thread reads and writes it until it has stopped.
         self._memory: list[torch.Tensor] = []
+        # The CUDA device of the weights, on which the lock is an order of streams; None for the host.
+        self._device: torch.device | None = None
 
     # --- what travels, and when -------------------------------------------------------------------------------------
 
@@ -124,8 +126,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._weights is None
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """ValueError without ``do_flatten``, and for a warm-up without an optimizer whose steps count; TypeError for
-        parameters that are complex or that the codec does not encode, by name.
+        """ValueError without ``do_flatten``, and for a warm-up without an optimizer whose steps count. By name:
+        TypeError for parameters that are complex or that the codec does not encode.
         """
         if not bagua_ddp.do_flatten:
             raise ValueError("asynchronous averaging needs the weights in buckets of their own: do_flatten=True")
@@ -191,21 +193,28 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         described = AveragedMemory(
             self._memory[: len(self._memory) - len(buffers)], buffers, self._lock, job.door if job else None, ddp.digest
         )
+        self._device = described.device
         interval, codec, limit = self.sync_interval_ms / 1000, raw_codec(self.compression), self._communicator().timeout
         if job is None or not job.rejoined:
             self._averager = ddp.backend.start_averager(described, interval, codec)
         else:
             self._averager = ddp.backend.join_averager(described, interval, codec, limit)
             self._averager.wait_joined(limit)
+            self._lock.order(**self._stream)
             ddp.bagua_train_step_counter = self._averager.forwards
         if self._aborted:
             self._averager.abort(limit)
 
     def end(self) -> None:
         """Stops the averaging; a round in progress ends first."""
-        self._lock.end_training()
+        self._lock.end_training(**self._stream)
         if self._averager is not None:
             self._averager.stop(_PAUSE * 10)
+
+    @property
+    def _stream(self) -> dict[str, Any]:
+        """What the lock takes: torch's current stream, where the weights are on a device."""
+        return devices.stream_options(self._device)
 
     # --- the weight lock --------------------------------------------------------------------------------------------
 
@@ -214,12 +223,17 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._weights is None or self._averager is None:
             return
         if with_grad:
-            self._averager.check()
+            try:
+                self._averager.check()
+            except DeviceError as error:
+                # No other rank knows of it.
+                bagua_ddp.backend.reported(error)
+                raise
             if elastic.job() is None:
                 # A loss, or an exception of another rank, that the averaging does not need to hear of.
                 self._communicator().cause()
             self._averager.set_forwards(bagua_ddp.bagua_train_step_counter)
-        self._lock.begin_training()
+        self._lock.begin_training(**self._stream)
         if with_grad:
             if not self._awaited:
                 self._awaited_until = None
@@ -237,7 +251,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def backward_begins(self, bagua_ddp: WrappedModel) -> None:
         """Takes the lock again where a round has taken it since the forward."""
         if self._averager is not None:
-            self._lock.begin_training()
+            self._lock.begin_training(**self._stream)
 
     def backward_ends(self, bagua_ddp: WrappedModel) -> None:
         """Gives the lock back."""
@@ -248,7 +262,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Holds the lock in each step."""
         if self._averager is not None:
-            self._lock.begin_training()
+            self._lock.begin_training(**self._stream)
         self._stepping += 1
         if self._averager is not None:
             self._release()
@@ -274,27 +288,27 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def _release(self) -> None:
         """Ends the training's hold, or has it lapse where a backward is to come or a step goes on around a closure."""
         if self._stepping:
-            self._lock.pause_training(_STEP)
+            self._lock.pause_training(_STEP, **self._stream)
             return
         left = 0.0
         if self._awaited and self._awaited_until is not None:
             left = self._awaited_until - time.monotonic()
         if left > 0.0:
-            self._lock.pause_training(left)
+            self._lock.pause_training(left, **self._stream)
         else:
             # Forwards that waited too long are forgotten: the next one has its own second.
             self._awaited = 0
-            self._lock.end_training()
+            self._lock.end_training(**self._stream)
 
     @contextlib.contextmanager
     def lock(self, bagua_module: Any) -> Iterator[None]:
         """Inside, no round changes the weights, and other threads that lock them wait. The thread may lock again."""
         self._check_module(bagua_module)
-        self._lock.lock()
+        self._lock.lock(**self._stream)
         try:
             yield
         finally:
-            self._lock.unlock()
+            self._lock.unlock(**self._stream)
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -309,6 +323,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._averager is not None:
             self._check_unlocked("abort")
             self._averager.abort(self._communicator().timeout if timeout is None else timeout)
+            self._lock.order(**self._stream)
 
     def resume(self, bagua_module: Any) -> None:
         """This rank is in from the next round on; its weights count as they are. Not collective; returns at once.
@@ -318,6 +333,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._check_module(bagua_module)
         self._aborted = False
         if self._averager is not None:
+            # Without rounds the weights may have been used without the lock.
+            self._lock.mark(**self._stream)
             self._averager.resume()
 
     def synchronize(self, bagua_module: Any, timeout: float | None = None) -> None:
@@ -330,6 +347,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._averager is not None:
             self._check_unlocked("synchronize")
             self._averager.synchronize(self._communicator().timeout if timeout is None else timeout)
+            self._lock.order(**self._stream)
 
     def stats(self) -> dict[str, Any]:
         """ "state" ("warmup", "running", "stopped"), "view" (grows with each change of membership), "ranks" (sorted

@@ -71,14 +71,14 @@ class _Matrix:
         self.n, self.m, self.r = param.shape[0], param.numel() // param.shape[0], r
         self.dtype = _COMPUTED_IN[param.dtype]
         # What earlier rounds lost of this rank's gradient, in the parameter's shape; None without error feedback.
-        self.error = torch.zeros(param.shape, dtype=self.dtype) if feedback else None
+        self.error = torch.zeros(param.shape, dtype=self.dtype, device=param.device) if feedback else None
         # m x r, the same on all ranks.
         self.q = torch.empty(0)
 
     def draw(self, seed: int, number: int) -> torch.Tensor:
         """Q for round ``number``: standard normal numbers, alike on every processor."""
         drawn = np.random.default_rng([seed, number, self.number]).standard_normal((self.m, self.r))
-        return torch.from_numpy(drawn).to(self.dtype)
+        return torch.from_numpy(drawn).to(self.dtype).to(self.param.device)
 
     def scaled_q(self) -> torch.Tensor:
         """Q with columns times powers of two, so that a product with M neither underflows nor overflows for its sake.
@@ -86,7 +86,8 @@ class _Matrix:
         That changes no direction and no bit of the columns' significands.
         """
         exponents = torch.frexp(self.q.abs().amax(0)).exponent.clamp(-120, 120).tolist()
-        return self.q * torch.tensor([math.ldexp(1.0, -exponent) for exponent in exponents], dtype=self.dtype)
+        scales = [math.ldexp(1.0, -exponent) for exponent in exponents]
+        return self.q * torch.tensor(scales, dtype=self.dtype, device=self.q.device)
 
     def given(self, grad: torch.Tensor) -> torch.Tensor:
         """M, n x m: new memory."""
@@ -168,7 +169,8 @@ class PowerSGDExchange(GradientExchange):
 
     def _bases(self, matrices: Sequence[_Matrix], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
         """P of each matrix; None, on all ranks, where it is not finite."""
-        sums = _Flat({matrix.name: (matrix.n, matrix.r, matrix.dtype) for matrix in matrices})
+        shapes = {matrix.name: (matrix.n, matrix.r, matrix.dtype) for matrix in matrices}
+        sums = _Flat(shapes, matrices[0].param.device)
         for matrix in matrices:
             if _is_finite(given[matrix.name]):
                 torch.mm(given[matrix.name], matrix.scaled_q(), out=sums.parts[matrix.name])
@@ -187,7 +189,8 @@ class PowerSGDExchange(GradientExchange):
         bases: Mapping[str, torch.Tensor | None],
     ) -> dict[str, torch.Tensor]:
         """Q' of each matrix. What ``given`` has becomes the rank's new error."""
-        means = _Flat({matrix.name: (matrix.m, matrix.r, matrix.dtype) for matrix in matrices})
+        shapes = {matrix.name: (matrix.m, matrix.r, matrix.dtype) for matrix in matrices}
+        means = _Flat(shapes, matrices[0].param.device)
         for matrix in matrices:
             own, basis = means.parts[matrix.name], bases[matrix.name]
             if basis is None:
@@ -225,14 +228,14 @@ def _grad_of(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 class _Flat:
-    """Matrices by name, one after the other in memory, with one all_reduce for each dtype."""
+    """Matrices by name, one after the other in memory of a device, with one all_reduce for each dtype."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int, torch.dtype]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, int, torch.dtype]], device: torch.device) -> None:
         self.parts: dict[str, torch.Tensor] = {}
         self._flats: list[torch.Tensor] = []
         for dtype in sorted({dtype for _, _, dtype in shapes.values()}, key=str):
             wanted = {name: (rows, columns) for name, (rows, columns, of) in shapes.items() if of == dtype}
-            flat = torch.empty(sum(rows * columns for rows, columns in wanted.values()), dtype=dtype)
+            flat = torch.empty(sum(rows * columns for rows, columns in wanted.values()), dtype=dtype, device=device)
             end = 0
             for name, (rows, columns) in wanted.items():
                 start, end = end, end + rows * columns

@@ -49,9 +49,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     the model's.
 
     ``dim`` other than 0, ``mixed_precision``, ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` raise
-    NotImplementedError; ``device_ids`` and ``output_device`` for a model on the CPU ValueError; a model without a
-    parameter that needs a gradient BaguaError. MismatchError names the parameter when the ranks' models differ,
-    ValueError says "already" when another model communicates it; the group stays usable after both.
+    NotImplementedError; ``device_ids`` and ``output_device`` ValueError for a model on the CPU, and unless they name
+    the one device of the model; a model without a parameter that needs a gradient BaguaError. MismatchError names the
+    parameter when the ranks' models differ, ValueError says "already" when another model communicates it; the group
+    stays usable after both.
     """
 
     module: torch.nn.Module
@@ -94,7 +95,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 raise NotImplementedError(f"DistributedDataParallel: {name} is not supported")
         if check_reduction:
             warnings.warn("check_reduction has no effect, as in torch", DeprecationWarning, stacklevel=2)
-        _check_devices(module, device_ids, output_device)
+        device = _device_of(module, device_ids, output_device)
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")
         if device_mesh is not None:
@@ -106,7 +107,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.device_ids = self.output_device = None
+        self.device_ids = None if device is None else [device.index]
+        self.output_device = None if device is None else device.index
+        self._device = device
         self.dim = dim
         self._given_group = process_group
         self._bucket_size = None if bucket_cap_mb is None else max(int(bucket_cap_mb * (1 << 20)), 1)
@@ -153,7 +156,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward. With ``device_ids`` the tensors of its inputs are brought to that device."""
+        if self._device is not None:
+            inputs, kwargs = _moved((inputs, kwargs), self._device)
         if is_recorded():
             return self.module(*inputs, **kwargs)
         if not self._before_forward(inputs):
@@ -250,7 +255,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """``hook(state, bucket)`` communicates the buckets from now on, as with torch's DistributedDataParallel.
 
         Called by all ranks, once. TypeError and ValueError for what is no communication hook; NotImplementedError for
-        algorithms other than gradient_allreduce, and where gradients are sparse.
+        algorithms other than gradient_allreduce, for models on a CUDA device, and where gradients are sparse.
         """
         self._at_work().register_comm_hook(state, hook)
 
@@ -334,15 +339,37 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self._state_of_copy()
 
 
-def _check_devices(
+def _moved(value: Any, device: torch.device) -> Any:
+    """Inputs with their tensors on a device, in the order of its current stream."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(each, device) for each in value))
+    if type(value) in (list, tuple):
+        return type(value)(_moved(each, device) for each in value)
+    if type(value) is dict:
+        return {key: _moved(each, device) for key, each in value.items()}
+    return value
+
+
+def _device_of(
     module: torch.nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: Any
-) -> None:
+) -> torch.device | None:
+    """The CUDA device to which forward brings its inputs; None where the caller does."""
     if not device_ids and output_device is None:
-        return
-    if all(tensor.device.type == "cpu" for tensor in module.parameters()):
-        raise ValueError(
-            f"device_ids={device_ids}, output_device={output_device} for a model on the CPU: leave them out"
-        )
+        return None
+    places = list(dict.fromkeys(param.device for param in module.parameters()))
+    given = f"device_ids={device_ids}, output_device={output_device}"
+    if all(place.type == "cpu" for place in places):
+        raise ValueError(f"{given} for a model on the CPU: leave them out")
+    wanted = [_as_device(each) for each in [*(device_ids or ()), *([] if output_device is None else [output_device])]]
+    if len(device_ids or ()) > 1 or any(each not in places for each in wanted):
+        raise ValueError(f"{given} for a model on {', '.join(map(str, places))}: a model is on one device, name that")
+    return places[0] if device_ids else None
+
+
+def _as_device(named: Any) -> torch.device:
+    return torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
 
 
 def _group_of(device_mesh: Any, process_group: Any) -> dist.ProcessGroup:

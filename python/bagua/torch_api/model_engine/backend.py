@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bagua import engine
 from bagua.lifecycle import torch_state
 
+from .. import devices
 from ..bucket import BaguaBucket
 from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
 from ..tensor import effective, registration, require_resolved
@@ -34,10 +36,30 @@ class AveragedMemory:
     #: Of what must be equal on all ranks.
     digest: bytes
 
-    def described_buffers(self) -> list[tuple[int, int, int]]:
+    @property
+    def device(self) -> torch.device | None:
+        """The CUDA device of the weights; None for the host."""
+        return devices.device_of(self.weights[0]) if self.weights else None
+
+    def described_weights(self) -> list[tuple[int, int, int, bool]]:
+        """Address, count, dtype, and whether it is on a device."""
+        return [(part.data_ptr(), part.numel(), DTYPES[part.dtype], part.is_cuda) for part in self.weights]
+
+    def described_buffers(self) -> list[tuple[int, int, int, bool]]:
         """Their bytes, of whatever dtype."""
         code = DTYPES[torch.uint8]
-        return [(buffer.data_ptr(), buffer.numel() * buffer.element_size(), code) for buffer in self.buffers]
+        return [
+            (buffer.data_ptr(), buffer.numel() * buffer.element_size(), code, buffer.is_cuda) for buffer in self.buffers
+        ]
+
+    def on_device(self) -> tuple[engine.CudaDevice, int, object] | None:
+        """The device, torch's current stream there, and who has the memory; None for the host."""
+        device = self.device
+        if device is None:
+            return None
+        keep = [part.detach() for part in (*self.weights, *self.buffers)]
+        options = devices.memory_options(device, keep) | devices.stream_options(device)
+        return options["device"], options["stream"], keep
 
 
 class Backend:
@@ -56,6 +78,9 @@ class Backend:
         self._averagers: list[engine.Averager] = []
         # Number of each registered tensor, padding left out.
         self._numbers: dict[str, int] = {}
+        # CUDA devices of the buckets, and that of each registered tensor by number.
+        self._devices: list[torch.device] = []
+        self._places: list[torch.device | None] = []
         _state.all_backends.add(self)
 
     @property
@@ -75,6 +100,8 @@ class Backend:
         names = self._engine.register([bucket.backend_bucket for bucket in buckets])
         self._numbers = {name: number for number, name in enumerate(names)}
         self._buckets = list(buckets)
+        self._places = [bucket.device for bucket in buckets for _ in bucket.tensors]
+        self._devices = list(dict.fromkeys(place for place in self._places if place is not None))
 
     def number(self, name: str) -> int:
         """The number by which a registered tensor is marked ready. ValueError for an unknown name."""
@@ -87,24 +114,52 @@ class Backend:
         """A registered tensor has its final values for this step. ValueError for a lazy negation or conjugate."""
         values, name = effective(tensor), registration(tensor).name
         require_resolved(values, f"tensor {name!r}")
-        self.mark_ready(self.number(name), values.data_ptr(), values.numel())
+        self.mark_ready(self.number(name), values)
 
-    def mark_ready(self, number: int, ptr: int | None = None, count: int | None = None) -> None:
-        """The same by :meth:`number`. ``ptr`` is the address of the values, if it changed; they must live until the
-        wait."""
-        self._engine.mark_ready(number, ptr, count)
+    def mark_ready(self, number: int, values: torch.Tensor | None = None) -> None:
+        """The same by :meth:`number`. ``values`` has them, if their address changed, and must live until the wait.
+
+        On a CUDA device they are final when torch's current stream there has come so far, and the engine keeps
+        ``values`` until the device is done with them.
+        """
+        where = () if values is None else (values.data_ptr(), values.numel())
+        # A model on the host asks nothing of CUDA, not even whether it is there. The engine refuses an unknown number.
+        device = self._places[number] if self._devices and 0 <= number < len(self._places) else None
+        if device is None:
+            self._engine.mark_ready(number, *where)
+            return
+        keep = None if values is None else values.detach()
+        self._engine.mark_ready(number, *where, keep=keep, **devices.stream_options(device))
 
     def wait_pending_comm_ops(self) -> int:
-        """Waits until every bucket that was complete is communicated, and returns how many were."""
-        return self._engine.wait()
+        """Waits until every bucket that was complete is communicated, and returns how many were.
+
+        Of buckets on CUDA devices, work that torch's current streams there get from now on sees the results, whether or
+        not the devices have come so far.
+        """
+        if not self._devices:
+            return self._engine.wait()
+        first, *others = self._devices
+        done = self._engine.wait(**devices.stream_options(first))
+        for device in others:
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(first))
+        return done
+
+    def _run(self, on: torch.Tensor, *codes: Any) -> Handle:
+        """A verb by address on the memory of ``on``, in order with the buckets."""
+        device = devices.device_of(on)
+        if device is None:
+            return _present(self._engine.run(*codes, async_op=True, keep=on))
+        from bagua.cuda.tensors import TensorPlace
+
+        place = TensorPlace(device)
+        handle = self._engine.run(*codes, async_op=True, keep=on.detach(), place=place.call(self._engine))
+        return _present(place.handle(handle))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         """In place, in order with the buckets."""
         code = DTYPES[tensor.dtype]
-        handle = self._engine.run(
-            engine.ALL_REDUCE, None, tensor.data_ptr(), tensor.numel(), code, int(op), async_op=True, keep=tensor
-        )
-        return _present(handle)
+        return self._run(tensor, engine.ALL_REDUCE, None, tensor.data_ptr(), tensor.numel(), code, int(op))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, by rank in the first dimension; in order with the buckets."""
@@ -116,10 +171,7 @@ class Backend:
     def all_gather_inplace(self, everybody: torch.Tensor) -> None:
         """The same where this rank's is in its place already."""
         code, count = DTYPES[everybody.dtype], everybody.numel() // self.size
-        handle = self._engine.run(
-            engine.ALL_GATHER, None, everybody.data_ptr(), count, code, async_op=True, keep=everybody
-        )
-        _present(handle).wait()
+        self._run(everybody, engine.ALL_GATHER, None, everybody.data_ptr(), count, code).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, in order with the buckets."""
@@ -128,23 +180,21 @@ class Backend:
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         """The same without the wait."""
         code = DTYPES[tensor.dtype]
-        handle = self._engine.run(
-            engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root, async_op=True, keep=tensor
-        )
-        return _present(handle)
+        return self._run(tensor, engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root)
 
     def start_averager(self, memory: AveragedMemory, interval: float, codec: engine.Codec | None) -> engine.Averager:
         """Averages weights every ``interval`` seconds on a thread of its own, until it is stopped. The memory must live
         until then. Collective."""
         averager = self.communicator.raw.averager(
             self.name,
-            [(part.data_ptr(), part.numel(), DTYPES[part.dtype]) for part in memory.weights],
+            memory.described_weights(),
             memory.lock,
             interval,
             codec,
             buffers=memory.described_buffers(),
             door=memory.door,
             digest=memory.digest,
+            device=memory.on_device(),
         )
         self._averagers.append(averager)
         return averager
@@ -156,13 +206,14 @@ class Backend:
         assert memory.door is not None
         averager = memory.door.join(
             self.name,
-            [(part.data_ptr(), part.numel(), DTYPES[part.dtype]) for part in memory.weights],
+            memory.described_weights(),
             memory.described_buffers(),
             memory.lock,
             interval,
             codec,
             memory.digest,
             timeout,
+            memory.on_device(),
         )
         self._averagers.append(averager)
         return averager

@@ -11,7 +11,8 @@ import torch
 
 from bagua.errors import MismatchError
 
-from ..process_group import Communicator, check_on_cpu
+from .. import devices
+from ..process_group import Communicator
 
 #: Bytes of one broadcast of parameters: enough for full speed, little beside the model.
 _PIECE = 64 << 20
@@ -66,17 +67,18 @@ def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
     frozen = "" if tensor.requires_grad or kind == "buffer" else "frozen "
-    return f"{frozen}{kind} {name!r} {dtype}{list(tensor.shape)}{strides}"
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{frozen}{kind} {name!r} {dtype}{list(tensor.shape)}{strides}{place}"
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Room for the bytes of tensors of any dtypes in one piece, and where each starts."""
+    """Room for the bytes of tensors of any dtypes, all in one place, in one piece there, and where each starts."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
         size = tensor.numel() * tensor.element_size()
         end += size + -size % ALIGN
-    return torch.empty(end, dtype=torch.uint8), starts
+    return torch.empty(end, dtype=torch.uint8, device=tensors[0].device), starts
 
 
 def _window(room: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,19 +117,21 @@ def start_broadcast(
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors that have elements, in messages of about :data:`_PIECE` bytes."""
-    batch: list[torch.Tensor] = []
-    size = 0
+    """The tensors that have elements, in messages of about :data:`_PIECE` bytes, each of one place."""
+    # By device, bytes and tensors. The ranks' devices may have other numbers, and are seen in the same order.
+    filling: dict[torch.device, tuple[int, list[torch.Tensor]]] = {}
     for tensor in tensors:
-        check_on_cpu(tensor, "a parameter, buffer or optimizer state")
+        devices.check_place(tensor, "a parameter, buffer or optimizer state")
         if tensor.numel() == 0:
             continue
-        batch.append(tensor.data)
+        size, batch = filling.pop(tensor.device, (0, []))
         size += tensor.numel() * tensor.element_size()
+        batch.append(tensor.data)
         if size >= _PIECE:
             yield batch
-            batch, size = [], 0
-    if batch:
+        else:
+            filling[tensor.device] = size, batch
+    for _, batch in filling.values():
         yield batch
 
 
@@ -159,10 +163,12 @@ class _Slot:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
+        #: Not its device, which is another on each rank.
+        self.on_device = tensor.device.type == "cuda"
 
-    def tensor(self) -> torch.Tensor:
-        """A tensor to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype)
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """A tensor to receive into, on the host or that device."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else None)
 
 
 def broadcast_optimizer(
@@ -178,6 +184,8 @@ def broadcast_optimizer(
     ``own`` are parameters that are not communicated, whose state each rank keeps.
     """
     apart = {id(param) for param in own}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    place = next((param.device for param in params if param.is_cuda), torch.device("cuda"))
     leaves: list[torch.Tensor] = []
 
     def take_out(value: Any) -> Any:
@@ -188,7 +196,7 @@ def broadcast_optimizer(
 
     def put_in(value: Any) -> Any:
         if isinstance(value, _Slot):
-            leaves.append(value.tensor())
+            leaves.append(value.tensor(place))
             return leaves[-1]
         return _rebuilt(value, put_in)
 

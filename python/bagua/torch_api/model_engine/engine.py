@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from bagua.errors import BaguaError
 from bagua.lifecycle import torch_state
 
-from .. import elastic, env
+from .. import devices, elastic, env
 from ..algorithms.base import Algorithm
 from ..bucket import BaguaBucket
-from ..process_group import Communicator, ProcessGroup, check_on_cpu, dtype_code
+from ..process_group import Communicator, ProcessGroup, dtype_code
 from ..tensor import forget
 from . import backend as backends
 from . import bucketing
@@ -230,6 +230,11 @@ class ModelEngine:
                     "only asynchronous averaging does"
                 )
             sparse = sparse_parameters(module, self._tracked)
+            if sparse and sparse[0][1].is_cuda:
+                raise NotImplementedError(
+                    f"parameter {sparse[0][0]!r} on {sparse[0][1].device} has sparse gradients, which are communicated "
+                    "on the CPU only: make its embedding with sparse=False"
+                )
             if sparse and self.bagua_algorithm.sparse_op() is None:
                 raise NotImplementedError(
                     f"parameter {sparse[0][0]!r} has sparse gradients, "
@@ -543,6 +548,8 @@ def _ignored(module: torch.nn.Module) -> frozenset[str]:
 
 
 def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    # The first tensor, and its place.
+    first: tuple[str, torch.device] | None = None
     for name, param in module.named_parameters():
         if name in ignored:
             continue
@@ -550,7 +557,9 @@ def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
         if hasattr(param, "placements"):
             raise NotImplementedError(f"parameter {name!r} is a DTensor, which the other ranks have parts of")
-        check_on_cpu(param, f"parameter {name!r}")
+        devices.check_place(param, f"parameter {name!r}")
+        first = first or (f"parameter {name!r}", param.device)
+        _check_same_place(first, f"parameter {name!r}", param)
         if param.requires_grad:
             dtype_code(param, f"parameter {name!r}")
             # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
@@ -562,4 +571,15 @@ def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
                 )
     for name, buffer in module.named_buffers():
         if name not in ignored:
-            check_on_cpu(buffer, f"buffer {name!r}")
+            devices.check_place(buffer, f"buffer {name!r}")
+            # One on the host beside parameters on a device is broadcast by itself.
+            if first is not None and buffer.is_cuda:
+                _check_same_place(first, f"buffer {name!r}", buffer)
+
+
+def _check_same_place(first: tuple[str, torch.device], what: str, tensor: torch.Tensor) -> None:
+    """TypeError for a tensor in another place than the model's first one."""
+    if tensor.device != first[1]:
+        raise TypeError(
+            f"{first[0]} is on {first[1]}, and {what} on {tensor.device}: a model is on the host or on one device"
+        )

@@ -221,10 +221,7 @@ class GradientExchange(Exchange):
         try:
             if slot.number is None:
                 slot.number = self._backend.number(slot.name)
-            if wire is None:
-                self._backend.mark_ready(slot.number)
-            else:
-                self._backend.mark_ready(slot.number, wire.data_ptr(), wire.numel())
+            self._backend.mark_ready(slot.number, wire)
         except (BaguaError, ValueError) as failure:
             self._now.failure = failure
 

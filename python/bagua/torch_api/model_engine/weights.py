@@ -165,7 +165,7 @@ class WeightAverage(WeightTensors):
         for entry in self._averaged:
             entry.version = entry.slot.param._version
         for entry in self._averaged:
-            self._backend.mark_ready(entry.slot.number, entry.copy.data_ptr(), entry.copy.numel())
+            self._backend.mark_ready(entry.slot.number, entry.copy)
 
     def finish(self) -> None:
         """The backward is done: waits for what :meth:`begin` began, and takes it over. Nothing when nothing was begun,
@@ -277,4 +277,4 @@ class WeightUpdate(WeightTensors):
                 copy = None if waits and slot.in_place() else torch.empty_like(slot.memory).copy_(slot.param)
                 values = slot.memory if copy is None else copy
                 self._sent.append((slot, copy))
-                self._backend.mark_ready(slot.number, values.data_ptr(), values.numel())
+                self._backend.mark_ready(slot.number, values)

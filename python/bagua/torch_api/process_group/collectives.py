@@ -10,14 +10,17 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from bagua import engine
 
 from ..utils import flatten, unflatten
-from .tensor_args import ReduceOp, check_op, own_shard, reader, same_dtype, seen, source, target
+from .tensor_args import ReduceOp, check_op, own_shard, reader, same_kind, seen, source, target
+
+if TYPE_CHECKING:
+    from bagua.cuda.tensors import TensorPlace
 
 
 class Handle(Protocol):
@@ -124,18 +127,46 @@ class Collectives:
             raise ValueError(f"{what} {rank} is not a rank of a group of {self.raw.size}")
         return rank
 
+    def _at(self, on: torch.Tensor, verb: Callable[..., Any]) -> Callable[..., Handle | None]:
+        """A verb by address, for the place of ``on`` and of the other tensors."""
+        return self._on_device(on.device, verb) if on.is_cuda else verb
+
+    def _on_device(self, device: torch.device, verb: Callable[..., Any]) -> Callable[..., Handle | None]:
+        # Here, because importing bagua.cuda decides to which process CUDA belongs.
+        from bagua.cuda.tensors import TensorPlace
+
+        def run(*codes: Any, **options: Any) -> Handle | None:
+            place = TensorPlace(device)
+            return place.handle(verb(*codes, **options, place=place.call(self.raw)))
+
+        return run
+
+    def _message_at(self, on: torch.Tensor, verb: Callable[..., Any]) -> Callable[..., Handle | None]:
+        """A message by address, for the place of ``on``."""
+        if not on.is_cuda:
+            return verb
+        from bagua.cuda.tensors import TensorPlace
+
+        def run(*codes: Any, **options: Any) -> Handle | None:
+            place = TensorPlace(on.device)
+            return place.handle(verb(*codes, **options, place=place.call_messages(self.raw)))
+
+        return run
+
     # --- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Handle | None:
         """Sends a tensor to rank ``dst``, which must receive as many elements."""
         address, count, code, _, held = source(tensor, "tensor")
-        return self.raw.send(address, count, code, self._peer(dst, "dst"), async_op=async_op, keep=held)
+        send = self._message_at(held, self.raw.send)
+        return send(address, count, code, self._peer(dst, "dst"), async_op=async_op, keep=held)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Handle | None:
         """Receives a tensor from rank ``src``: its next message, beside the collectives of the group."""
         src = self._peer(src, "src")
         _, count, code, _, _ = found = seen(tensor, "tensor")
-        return self.raw.recv(target(found, "tensor"), count, code, src, async_op=async_op, keep=tensor)
+        recv = self._message_at(tensor, self.raw.recv)
+        return recv(target(found, "tensor"), count, code, src, async_op=async_op, keep=tensor)
 
     # --- broadcast ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +180,7 @@ class Collectives:
         else:
             _, count, code, shape, held = found = seen(tensor, "tensor")
             address = target(found, "tensor")
-        return self.raw.run(
+        return self._at(tensor, self.raw.run)(
             engine.BROADCAST, None, address, count, code, 0, src, shape=shape, async_op=async_op, keep=held
         )
 
@@ -235,7 +266,7 @@ class Collectives:
         else:
             src, count, code, shape, held = source(send, "send_tensor")
             _, room, other, _, _ = found = seen(recv, "recv_tensor")
-            same_dtype(code, other)
+            same_kind(code, other, send, recv)
             _require(count, room, "they must be equal", count == room)
             number = check_op(op, code)
             dst = target(found, "recv_tensor")
@@ -243,10 +274,12 @@ class Collectives:
                 src = None
         keep = (held, recv)
         if root is not None:
-            return self.raw.run(
+            return self._at(recv, self.raw.run)(
                 engine.REDUCE, src, dst, count, code, number, root, shape=shape, async_op=async_op, keep=keep
             )
-        return self.raw.run(engine.ALL_REDUCE, src, dst, count, code, number, shape=shape, async_op=async_op, keep=keep)
+        return self._at(recv, self.raw.run)(
+            engine.ALL_REDUCE, src, dst, count, code, number, shape=shape, async_op=async_op, keep=keep
+        )
 
     def allreduce_coalesced_inplace(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
@@ -268,14 +301,21 @@ class Collectives:
         n = self.nranks()
         whole, room, code, _, held = source(send_tensor, "send_tensor")
         _, count, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_dtype(code, other)
+        same_kind(code, other, send_tensor, recv_tensor)
         _require(room, count, f"{n} ranks need {count * n} to send", room == count * n)
         number = check_op(op, code)
         mine = target(found, "recv_tensor")
         inside = own_shard(mine, count, whole, self.rank(), code) is None
         src, dst = (None, whole) if inside else (whole, mine)
-        return self.raw.run(
-            engine.REDUCE_SCATTER, src, dst, count, code, number, async_op=async_op, keep=(held, recv_tensor)
+        return self._at(recv_tensor, self.raw.run)(
+            engine.REDUCE_SCATTER,
+            src,
+            dst,
+            count,
+            code,
+            number,
+            async_op=async_op,
+            keep=(held, recv_tensor),
         )
 
     def reduce_scatter_inplace(
@@ -287,7 +327,9 @@ class Collectives:
         _, room, code, _, _ = found = seen(tensor, "tensor")
         count, number = _shard(room, self.nranks()), check_op(op, code)
         dst = target(found, "tensor")
-        return self.raw.run(engine.REDUCE_SCATTER, None, dst, count, code, number, async_op=async_op, keep=tensor)
+        return self._at(tensor, self.raw.run)(
+            engine.REDUCE_SCATTER, None, dst, count, code, number, async_op=async_op, keep=tensor
+        )
 
     # --- gather and scatter -------------------------------------------------------------------------------------------
 
@@ -300,11 +342,13 @@ class Collectives:
         n = self.nranks()
         address, count, code, _, held = source(send_tensor, "send_tensor")
         _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_dtype(code, other)
+        same_kind(code, other, send_tensor, recv_tensor)
         _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
         whole = target(found, "recv_tensor")
         mine = own_shard(address, count, whole, self.rank(), code)
-        return self.raw.run(engine.ALL_GATHER, mine, whole, count, code, async_op=async_op, keep=(held, recv_tensor))
+        return self._at(recv_tensor, self.raw.run)(
+            engine.ALL_GATHER, mine, whole, count, code, async_op=async_op, keep=(held, recv_tensor)
+        )
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
@@ -312,7 +356,7 @@ class Collectives:
             return None
         _, room, code, _, _ = found = seen(tensor, "tensor")
         count = _shard(room, self.nranks())
-        return self.raw.run(
+        return self._at(tensor, self.raw.run)(
             engine.ALL_GATHER, None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor
         )
 
@@ -326,18 +370,20 @@ class Collectives:
         whole, keep = None, None
         if self.rank() == root:
             _, room, other, _, keep = found = seen(recv_tensor, "recv_tensor")
-            same_dtype(code, other)
+            same_kind(code, other, send_tensor, recv_tensor)
             _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
             whole = target(found, "recv_tensor")
             mine = own_shard(address, count, whole, root, code)
-        return self.raw.run(engine.GATHER, mine, whole, count, code, 0, root, async_op=async_op, keep=(held, keep))
+        return self._at(send_tensor, self.raw.run)(
+            engine.GATHER, mine, whole, count, code, 0, root, async_op=async_op, keep=(held, keep)
+        )
 
     def gather_inplace(self, tensor: torch.Tensor, count: int, dst: int, *, async_op: bool = False) -> Handle | None:
         """:func:`gather` in place: rank r's ``count`` elements lie at r * count of its tensor."""
         _, room, code, _, _ = found = seen(tensor, "tensor")
         root = self._peer(dst, "dst")
         _require_room(room, count, self.nranks())
-        return self.raw.run(
+        return self._at(tensor, self.raw.run)(
             engine.GATHER, None, target(found, "tensor"), count, code, 0, root, async_op=async_op, keep=tensor
         )
 
@@ -351,11 +397,19 @@ class Collectives:
         address, held = 0, None
         if self.rank() == root:
             address, whole, other, _, held = source(send_tensor, "send_tensor")
-            same_dtype(other, code)
+            same_kind(other, code, send_tensor, recv_tensor)
             _require(whole, count, f"{n} ranks need {count * n} to send", whole == count * n)
         mine = target(found, "recv_tensor")
-        return self.raw.run(
-            engine.SCATTER, address, mine, count, code, 0, root, async_op=async_op, keep=(held, recv_tensor)
+        return self._at(recv_tensor, self.raw.run)(
+            engine.SCATTER,
+            address,
+            mine,
+            count,
+            code,
+            0,
+            root,
+            async_op=async_op,
+            keep=(held, recv_tensor),
         )
 
     def scatter_inplace(self, tensor: torch.Tensor, count: int, src: int, *, async_op: bool = False) -> Handle | None:
@@ -365,7 +419,7 @@ class Collectives:
         _, room, code, _, _ = found = seen(tensor, "tensor")
         root = self._peer(src, "src")
         _require_room(room, count, self.nranks())
-        return self.raw.run(
+        return self._at(tensor, self.raw.run)(
             engine.SCATTER, None, target(found, "tensor"), count, code, 0, root, async_op=async_op, keep=tensor
         )
 
@@ -379,11 +433,13 @@ class Collectives:
             return None
         src, whole, code, _, held = source(send_tensor, "send_tensor")
         _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_dtype(code, other)
+        same_kind(code, other, send_tensor, recv_tensor)
         _require(whole, room, "they must be equal", whole == room)
         count = _shard(whole, self.nranks())
         dst = target(found, "recv_tensor")
-        return self.raw.run(engine.ALL_TO_ALL, src, dst, count, code, async_op=async_op, keep=(held, recv_tensor))
+        return self._at(recv_tensor, self.raw.run)(
+            engine.ALL_TO_ALL, src, dst, count, code, async_op=async_op, keep=(held, recv_tensor)
+        )
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`alltoall` in place."""
@@ -391,7 +447,7 @@ class Collectives:
             return None
         _, whole, code, _, _ = found = seen(tensor, "tensor")
         count = _shard(whole, self.nranks())
-        return self.raw.run(
+        return self._at(tensor, self.raw.run)(
             engine.ALL_TO_ALL, None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor
         )
 
@@ -410,11 +466,21 @@ class Collectives:
         n = self.nranks()
         src, whole, code, _, held = source(send_tensor, "send_tensor")
         _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_dtype(code, other)
+        same_kind(code, other, send_tensor, recv_tensor)
         sends = _counts(send_counts, send_displs, whole, n, "send_tensor")
         recvs = _counts(recv_counts, recv_displs, room, n, "recv_tensor")
         dst, keep = target(found, "recv_tensor"), (held, recv_tensor)
-        return self.raw.all_to_all_v(src, whole, dst, room, code, *sends, *recvs, async_op=async_op, keep=keep)
+        return self._at(recv_tensor, self.raw.all_to_all_v)(
+            src,
+            whole,
+            dst,
+            room,
+            code,
+            *sends,
+            *recvs,
+            async_op=async_op,
+            keep=keep,
+        )
 
     def alltoall_v_inplace(
         self, tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], *, async_op: bool = False
@@ -423,7 +489,9 @@ class Collectives:
         _, size, code, _, _ = found = seen(tensor, "tensor")
         both = _counts(counts, displs, size, self.nranks(), "tensor")
         dst = target(found, "tensor")
-        return self.raw.all_to_all_v(None, size, dst, size, code, *both, *both, async_op=async_op, keep=tensor)
+        return self._at(tensor, self.raw.all_to_all_v)(
+            None, size, dst, size, code, *both, *both, async_op=async_op, keep=tensor
+        )
 
     def barrier(self, *, async_op: bool = False) -> Handle | None:
         """Returns when every rank of the group has called it."""
@@ -438,16 +506,33 @@ def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, collective: Any)
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1:
         raise TypeError(f"tensors of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
+    place = _place_of(tensors)
     with torch.no_grad():
         flat = flatten([tensor.detach() for tensor in tensors])
 
     def copy_back() -> None:
         with torch.no_grad():
             for tensor, piece in zip(tensors, unflatten(flat, tensors), strict=True):
-                tensor.copy_(piece)
+                # torch 2.5 gives those without elements another shape.
+                if tensor.numel() > 0:
+                    tensor.copy_(piece)
 
     handle = collective(flat)
-    if async_op:
-        return _WithEpilogue(handle, copy_back)
-    copy_back()
-    return None
+    if not async_op:
+        copy_back()
+        return None
+    return _WithEpilogue(handle, copy_back) if place is None else place.handle(handle.raw, copy_back)
+
+
+def _place_of(tensors: Sequence[torch.Tensor]) -> TensorPlace | None:
+    """Where tensors are that are to be one; None for the host. NotImplementedError while their stream is captured."""
+    places = {tensor.device for tensor in tensors}
+    if len(places) > 1:
+        raise TypeError(f"tensors in different places cannot be coalesced: {sorted(map(str, places))}")
+    device = places.pop()
+    if device.type != "cuda":
+        return None
+    from bagua.cuda import tensors as on_device
+
+    on_device.refuse_capture(device)
+    return on_device.TensorPlace(device)

@@ -99,13 +99,14 @@ def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
 
 
 def seen(tensor: torch.Tensor, what: str) -> Seen:
-    """Address, count and dtype of a tensor that can be communicated, plain or not."""
+    """Address, count and dtype of a tensor that can be communicated, plain or not, on the host or a CUDA device."""
     found = reader.at(tensor)
     if found is not None:
         return found
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
-    check_on_cpu(tensor, what)
+    if not tensor.is_cuda or tensor.layout != torch.strided:
+        check_on_cpu(tensor, what)
     return None, tensor.numel(), dtype_code(tensor, what), tuple(tensor.shape), tensor
 
 
@@ -113,6 +114,11 @@ def source(tensor: torch.Tensor, what: str) -> tuple[int, int, int, tuple[int, .
     """A tensor to read; the last value owns the memory, which may be a copy."""
     address, count, code, shape, _ = seen(tensor, what)
     if address is None:
+        if tensor.is_cuda and (not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()):
+            from bagua.cuda import tensors
+
+            # Before the copy would become part of the graph.
+            tensors.refuse_capture(tensor.device)
         # The core reads contiguous memory: strides, a lazy negation and a lazy conjugate need a copy.
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         address = tensor.data_ptr()
@@ -136,11 +142,15 @@ def target(found: Seen, what: str) -> int:
     return address
 
 
-def same_dtype(send: int, recv: int) -> None:
-    """Refuses two tensors of different element types."""
+def same_kind(send: int, recv: int, send_tensor: torch.Tensor, recv_tensor: torch.Tensor) -> None:
+    """Refuses two tensors of different element types, given by their codes, or in different places."""
     if send != recv:
         raise TypeError(
             f"send_tensor has dtype torch.{_NAMES[send]}, recv_tensor torch.{_NAMES[recv]}: they must be equal"
+        )
+    if (send_tensor.is_cuda or recv_tensor.is_cuda) and send_tensor.device != recv_tensor.device:
+        raise TypeError(
+            f"send_tensor is on {send_tensor.device}, recv_tensor on {recv_tensor.device}: they must be in one place"
         )
 
 

@@ -16,6 +16,9 @@
 //! 2. A round's update is written by all of its ranks or by none, so that a round keeps the sum of what its ranks hold.
 //! 3. After `abort` has returned nothing writes to the weights.
 //!
+//! Weights on a device are copied there under the lock, and updated there; the copy is averaged on the host. The lock is then an order of the
+//! device's work, and nobody who holds it waits for the device ([`crate::memory::DeviceWeights`]).
+//!
 //! In an elastic job ranks may be lost at any moment, and the others go on ([`Settings::elastic`]): the group of the averaging is replaced
 //! by a smaller one (`Group::shrink`), or by one with a newcomer (`admit`), which gets the average of a round in which its own
 //! weights did not count.
@@ -24,6 +27,7 @@
 
 mod admit;
 mod control;
+mod part;
 mod peers;
 mod round;
 mod shared;

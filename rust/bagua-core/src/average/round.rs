@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use super::admit::{Newcomer, Refused};
+use super::part::{self, Part};
 use super::peers::{Peers, Status};
 use super::shared::{Control, Shared};
 use super::{Elastic, Model, Settings, State};
-use crate::collective::compressed::Workspace;
 use crate::error::{Error, Result, Source};
-use crate::group::{Asked, CompressedAllReduce, Door, Options};
+use crate::group::{Asked, CompressedAllReduce, Door, Group, Options};
 use crate::health::LEFT;
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
 use crate::reduce;
@@ -37,18 +37,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// The averaging thread among the owners of weight locks; threads of callers have other numbers.
 pub const AVERAGING: Owner = Owner::MAX;
-
-/// The weights of one dtype, and what a round needs beside them.
-struct Part {
-    weights: Weights,
-    /// What the weights were when the round began.
-    snapshot: Vec<u8>,
-    /// Their average over the ranks.
-    average: ArenaBuffer,
-    /// The last average, which all ranks of the set know; empty without a codec or when there is none.
-    last: Vec<u8>,
-    work: Workspace,
-}
 
 /// The thread.
 pub(super) struct Rounds {
@@ -106,13 +94,7 @@ impl Rounds {
         settings: Settings,
     ) -> Rounds {
         let Model { weights, buffers } = model;
-        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| Part {
-            snapshot: vec![0; weights.len()],
-            weights,
-            average,
-            last: Vec::new(),
-            work: Workspace::default(),
-        });
+        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| Part::new(weights, average));
         let (parts, set) = (parts.collect(), peers.world_ranks.clone());
         if let Some(Elastic { door, digest }) = &settings.elastic {
             door.welcome(&settings.name, *digest);
@@ -340,32 +322,46 @@ impl Rounds {
         let known = ranks.first().copied().or_else(|| all.iter().position(|status| !status.is_new));
         let Some(root) = known else { return Err(Error::other("no rank has the weights of the job")) };
         let (gives, takes) = (peers.group.rank() == root, all[peers.group.rank()].is_new);
+        let group = peers.group.clone();
+        let go_on = || goes_on(shared, &group);
         let mut copies: Vec<Vec<u8>> = buffers.iter().map(|buffer| vec![0; buffer.len()]).collect();
         let mut forwards = shared.forwards.load(Relaxed).to_le_bytes();
         if gives && let Some(guard) = hold(shared, parts)? {
             for part in parts.iter_mut().filter(|_| !averaged) {
-                let bytes = part.snapshot.len();
-                part.average.bytes()[..bytes].copy_from_slice(part.weights.bytes(&guard));
+                part.take_snapshot(&guard)?;
             }
             for (copy, buffer) in copies.iter_mut().zip(buffers.iter_mut()) {
-                copy.copy_from_slice(buffer.bytes(&guard));
+                part::take_snapshot(buffer, &guard, copy)?;
+            }
+            drop(guard);
+            for part in parts.iter_mut().filter(|_| !averaged) {
+                part.read_snapshot(&go_on)?;
+                let bytes = part.snapshot.len();
+                part.average.bytes()[..bytes].copy_from_slice(&part.snapshot);
+            }
+            for (copy, buffer) in copies.iter_mut().zip(buffers.iter_mut()) {
+                part::read_snapshot(buffer, &go_on, copy)?;
             }
         }
         let options = Options { label: &settings.name, ..Options::DEFAULT };
-        let averages = parts.iter_mut().map(|part| {
-            let bytes = part.snapshot.len();
-            &mut part.average.bytes()[..bytes]
-        });
+        let averages = parts.iter_mut().map(Part::average);
         for bytes in averages.chain(copies.iter_mut().map(Vec::as_mut_slice)).chain([forwards.as_mut_slice()]) {
             peers.lane().run(&options, DType::U8, Verb::Broadcast { root }, Io::in_place(bytes))?;
         }
-        if takes && let Some(guard) = hold(shared, parts)? {
+        if takes {
             for part in parts.iter_mut() {
-                let bytes = part.snapshot.len();
-                part.weights.bytes(&guard).copy_from_slice(&part.average.bytes()[..bytes]);
+                part.hand_in_average(&go_on)?;
             }
             for (copy, buffer) in copies.iter().zip(buffers.iter_mut()) {
-                buffer.bytes(&guard).copy_from_slice(copy);
+                part::hand_in(buffer, &go_on, copy)?;
+            }
+        }
+        if takes && let Some(guard) = hold(shared, parts)? {
+            for part in parts.iter_mut() {
+                part.replace(&guard)?;
+            }
+            for (copy, buffer) in copies.iter().zip(buffers.iter_mut()) {
+                part::replace(buffer, &guard, copy)?;
             }
             shared.forwards.store(u64::from_le_bytes(forwards), Relaxed);
             let mut control = shared.lock();
@@ -469,6 +465,8 @@ impl Rounds {
     /// Averages the weights of a set; returns the optimizer's steps between snapshot and update.
     fn average(&mut self, set: &[usize], synchronizes: bool) -> Result<u64> {
         let Rounds { shared, peers, parts, settings, exchanges, open, .. } = self;
+        let group = shared.group().clone();
+        let go_on = || goes_on(shared, &group);
         let Some(lanes) = peers.as_mut().map(|peers| peers.lanes(set, &settings.name)).transpose()?.flatten() else {
             return Ok(0);
         };
@@ -476,12 +474,15 @@ impl Rounds {
         let steps = shared.steps.load(Relaxed);
         if let Some(guard) = &held {
             for part in parts.iter_mut() {
-                part.snapshot.copy_from_slice(part.weights.bytes(guard));
+                part.take_snapshot(guard)?;
             }
         }
         if !synchronizes {
             // Invariant 1.
             held = None;
+        }
+        for part in parts.iter_mut() {
+            part.read_snapshot(&go_on)?;
         }
         let options = Options { label: &settings.name, ..Options::DEFAULT };
         for (number, part) in parts.iter_mut().enumerate() {
@@ -504,10 +505,14 @@ impl Rounds {
                         elements: part.weights.count(),
                         error: None,
                     };
-                    lanes.compressed_all_reduce(&options, dtype, average, how, &mut part.work)?;
+                    lanes.compressed_all_reduce(&options, dtype, average.into(), how, &mut part.work)?;
                     reduce::combine(dtype, ReduceOp::Sum, &[Some(&part.last), None], average);
                 }
             }
+        }
+        // What may fail comes before the agreement.
+        for part in parts.iter_mut() {
+            part.hand_in_average(&go_on)?;
         }
         *open = Some(Open { round: *exchanges, steps });
         // Invariant 2: whoever passes this knows that all have the average.
@@ -523,11 +528,10 @@ impl Rounds {
         let passed = self.shared.steps.load(Relaxed) - steps;
         if let Some(guard) = &held {
             for part in &mut self.parts {
-                let average = &part.average.bytes()[..part.snapshot.len()];
-                reduce::correct(part.weights.dtype(), part.weights.bytes(guard), average, &part.snapshot);
+                part.correct(guard)?;
                 if self.settings.codec.is_some() {
                     part.last.clear();
-                    part.last.extend_from_slice(average);
+                    part.last.extend_from_slice(&part.average.bytes()[..part.snapshot.len()]);
                 }
             }
         }
@@ -566,8 +570,22 @@ pub(super) fn rooms<'a>(
 /// be gone.
 fn hold(shared: &Shared, parts: &[Part]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
+    check_stopping(shared)?;
+    Ok(guard)
+}
+
+fn check_stopping(shared: &Shared) -> Result<()> {
     if shared.lock().stopping {
         return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
     }
-    Ok(guard)
+    Ok(())
+}
+
+/// What ends a wait for a device: this rank leaves, or the group has failed.
+///
+/// # Errors
+/// `Aborted`, or the group's first failure.
+fn goes_on(shared: &Shared, group: &Group) -> Result<()> {
+    check_stopping(shared)?;
+    group.health().check()
 }

@@ -108,7 +108,7 @@ impl<G: Leave> Shared<G> {
         self.changed.wait_timeout(control, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    fn group(&self) -> MutexGuard<'_, G> {
+    pub(super) fn group(&self) -> MutexGuard<'_, G> {
         self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -9,13 +9,19 @@
 //! **Error feedback** (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv:1901.09847): what encoding lost is added to
 //! the next tensor. Invariant: at every step, the sum over ranks of (given + error before) = divisor * result + the sum of (error after),
 //! within float32 rounding. So the owner of a chunk keeps what its second encoding lost, times the divisor.
+//!
+//! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes there, and the records travel through host memory.
+//! They are the host's, byte for byte, so that some members may do it there and others on the host.
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
+pub use super::{Chunks, DeviceCodec};
 use super::{Collective, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::codec::{Codec, Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
+use crate::memory::BufferMut;
 use crate::reduce::sum_over;
 use crate::types::DType;
 
@@ -55,12 +61,45 @@ pub struct Workspace {
     scratch: Scratch,
 }
 
-/// Combines `data`, of the type that the fingerprint says, in place. Alone it changes nothing but the padding.
+/// Combines `data`, of the type that the fingerprint says, in place. Alone it changes nothing but the padding. On a device where the
+/// collective has the codec, and without error feedback, it is encoded there; on others a copy on the host is.
 ///
 /// # Errors
 /// `InvalidArgument` for error memory of another length or options of the codec that do not fit the count; otherwise as
-/// [`Collective::run`].
+/// [`Collective::codec_on`] and [`Collective::run`].
 pub fn all_reduce(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    mut data: BufferMut<'_>,
+    how: &mut Compression<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    let place = data.device();
+    if place.is_none() {
+        return on_host(collective, cx, data.into_host()?, how, work);
+    }
+    if data.is_empty() {
+        return Ok(());
+    }
+    if collective.size() == 1 {
+        let carried = data.len().min(how.elements * cx.dtype().size());
+        let (_, mut padding) = data.split_at(carried);
+        let zeros = vec![0; padding.len()];
+        return if zeros.is_empty() { Ok(()) } else { padding.copy_from(&zeros) };
+    }
+    if how.error.is_none()
+        && how.codec.exchange() == Exchange::TwoShot
+        && let Some(mut codec) = collective.codec_on(place, how.codec, cx.dtype())?
+    {
+        return two_shot_on(&mut *codec, collective, cx, data, how, work);
+    }
+    let mut host = vec![0; data.len()];
+    data.as_buffer().copy_to(&mut host)?;
+    on_host(collective, cx, &mut host, how, work)?;
+    data.copy_from(&host)
+}
+
+fn on_host(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     data: &mut [u8],
@@ -166,6 +205,46 @@ fn two_shot(
     Ok(())
 }
 
+/// As `two_shot`, where the tensor is on a device. What encoding took is counted with the copies of records.
+fn two_shot_on(
+    codec: &mut dyn DeviceCodec,
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    data: BufferMut<'_>,
+    how: &Compression<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
+    let total = data.len() / dtype.size();
+    let count = total.div_ceil(members);
+    how.codec.check_count(count)?;
+    let record = how.codec.record_len(count, dtype);
+    let chunks = Chunks { dtype, chunks: members, count, elements: how.elements.min(total), record };
+    work.resize(members * record, 0, 0);
+    let Workspace { sent, received, .. } = work;
+
+    let start = Instant::now();
+    codec.encode(cx, &chunks, data.as_buffer(), sent)?;
+    let lost = |sent: &[u8]| sent.chunks(record).filter(|record| codec.is_nonfinite(&chunks, record)).count() as u64;
+    cx.stats.nonfinite_records.fetch_add(lost(sent), Relaxed);
+    cx.stats.add_encode(start.elapsed());
+    all_to_all(collective, cx, sent, received, record)?;
+
+    let start = Instant::now();
+    received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
+    let own = &mut sent[..record];
+    codec.combine(cx, &chunks, received, how.divisor, own)?;
+    cx.stats.nonfinite_records.fetch_add(u64::from(codec.is_nonfinite(&chunks, own)), Relaxed);
+    cx.stats.add_encode(start.elapsed());
+    all_gather(collective, cx, own, received)?;
+
+    let start = Instant::now();
+    received[me * record..][..record].copy_from_slice(own);
+    codec.decode(cx, &chunks, received, data)?;
+    cx.stats.add_encode(start.elapsed());
+    Ok(())
+}
+
 fn one_shot(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
@@ -207,7 +286,7 @@ impl Workspace {
 
 fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &mut [u8], scratch: &mut Scratch) {
     if how.codec.encode(cx.dtype(), elements, record, how.draw, scratch) == Encoded::NonFinite {
-        cx.stats.nonfinite_records.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        cx.stats.nonfinite_records.fetch_add(1, Relaxed);
     }
 }
 

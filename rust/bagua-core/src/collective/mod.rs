@@ -28,8 +28,57 @@ pub use crate::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 
 use std::fmt::Debug;
 
+use crate::codec::Codec;
 use crate::error::Result;
-use crate::memory::DeviceRef;
+use crate::memory::{Buffer, BufferMut, DeviceRef};
+use crate::types::DType;
+
+/// The equal chunks that a tensor is cut into, of which each member combines one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunks {
+    /// The elements' type.
+    pub dtype: DType,
+    /// Number of chunks, one for each member.
+    pub chunks: usize,
+    /// Elements of a chunk. All chunks together have at least as many as the tensor; those behind its end are zeros.
+    pub count: usize,
+    /// Elements in front that carry values: the tensor's own others are zeros, too, whatever it holds there.
+    pub elements: usize,
+    /// Bytes of the record of a chunk.
+    pub record: usize,
+}
+
+/// A two-shot codec on a device. Its records are in host memory, and those of the codec on the host, byte for byte; the tensor is on the
+/// device. Each method returns when the host's bytes are there, and may leave work on the tensor to the device.
+pub trait DeviceCodec {
+    /// Encodes all chunks into one record after the other.
+    ///
+    /// # Errors
+    /// Whatever the device reports; the first cause of the group's failure, `Timeout`.
+    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: &mut [u8]) -> Result<()>;
+
+    /// The records of all members for one chunk become the one of their sum, added in member order, divided, and rounded.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn combine(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        records: &[u8],
+        divisor: usize,
+        record: &mut [u8],
+    ) -> Result<()>;
+
+    /// Decodes the records of all chunks into the tensor, with zeros behind the elements that carry values.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: &[u8], data: BufferMut<'_>) -> Result<()>;
+
+    /// Whether a record is one of elements that are not all finite.
+    fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool;
+}
 
 /// The operations of a group of ranks. The caller ([`crate::group::Lane`]) has checked sizes and ranks: implementations rely on
 /// that and index accordingly. Ranks are ranks of the group that the implementation was built for.
@@ -51,6 +100,15 @@ pub trait Collective: Send {
     /// Whether it can work on memory of this device; `None` is the host, which every collective can.
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none()
+    }
+
+    /// Where a codec runs on a device that this collective reaches; `None`: copies on the host are encoded. Sends nothing.
+    ///
+    /// # Errors
+    /// `Unavailable` for a codec that would run there and lacks something; whatever the device reports.
+    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+        let _ = (place, codec, dtype);
+        Ok(None)
     }
 
     /// Runs a verb. [`Verb`] says which bytes of `io` each verb reads and writes.

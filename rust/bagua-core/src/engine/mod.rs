@@ -1,7 +1,7 @@
 //! The communication thread, the queue of buckets, and handles.
 //!
 //! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a [`Messenger`] moves
-//! messages beside the lanes; a [`Communicator`] is a group with one worker for its verbs and one messenger; an [`Engine`] is a worker with a schedule of buckets. The completion
+//! messages beside the lanes, and `device_messages` those of memory on devices; a [`Communicator`] is a group with one worker for its verbs and one messenger; an [`Engine`] is a worker with a schedule of buckets. The completion
 //! thread runs the callbacks of handles.
 //!
 //! Invariants, quoted by the tests:
@@ -16,12 +16,15 @@
 //! 5. **A forked child owns nothing here.** Its calls are errors, and its drops neither join nor close anything.
 
 mod completion;
+mod device_messages;
 mod handle;
 mod jobs;
 mod messages;
 mod queue;
 mod shared;
 mod worker;
+
+use device_messages::DeviceMessages;
 
 pub use completion::wait_for_callbacks;
 pub use handle::Handle;
@@ -31,11 +34,12 @@ pub use shared::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
 use std::any::Any;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::{Group, Lane, Lanes, Options, Quorum, View};
+use crate::memory::same_place;
 use crate::recorder::Announced;
 use crate::wait::lock;
 
@@ -43,7 +47,9 @@ use crate::wait::lock;
 /// starts with the first of them), in program order.
 pub struct Communicator {
     /// Sends and receives messages, from the first of them. The first fields go before the group does.
-    messenger: OnceLock<Messenger>,
+    messenger: OnceLock<Arc<Messenger>>,
+    /// Those of memory on devices, from the first of them.
+    devices: OnceLock<DeviceMessages>,
     /// Held while the messenger is made.
     making: Mutex<()>,
     worker: LaneWorker,
@@ -58,7 +64,14 @@ impl Communicator {
         let lanes = Lanes::of(&group)?;
         let transports = (lanes.global.collective(), lanes.global.transports());
         let worker = LaneWorker::over(lanes, group.health().clone(), group.name());
-        Ok(Communicator { messenger: OnceLock::new(), making: Mutex::new(()), worker, group, transports })
+        Ok(Communicator {
+            messenger: OnceLock::new(),
+            devices: OnceLock::new(),
+            making: Mutex::new(()),
+            worker,
+            group,
+            transports,
+        })
     }
 
     /// The group.
@@ -99,10 +112,11 @@ impl Communicator {
         self.group.shrink(timeout, quorum, open, |opened| opened.run(|lane| lane.barrier(&Options::default())))
     }
 
-    /// Starts to send and to receive messages, beside the operations of the main lane: see [`Messenger::post`].
+    /// Starts to send and to receive messages, beside the operations of the main lane: see [`Messenger::post`]. Their memory is all on the
+    /// host, or all on one device, which copies behind what was marked there.
     ///
     /// # Errors
-    /// As [`Messenger::post`].
+    /// As [`Messenger::post`], but `UnsupportedType` for memory in several places.
     pub fn post(
         &self,
         sends: Vec<Message>,
@@ -111,10 +125,23 @@ impl Communicator {
         keep: Box<dyn Any + Send>,
     ) -> Result<Posted> {
         self.worker.check()?;
-        self.messenger()?.post(sends, receives, timeout, keep)
+        let messenger = self.messenger()?;
+        let mut places = sends.iter().chain(&receives).map(|message| message.data.device());
+        if let Some(first) = places.next()
+            && places.any(|place| !same_place(place, first))
+        {
+            let text = "the arrays of one call must all be on the host, or on one device";
+            return Err(Error::UnsupportedType(text.to_owned()));
+        }
+        let on_device = sends.iter().chain(&receives).any(|message| message.data.device().is_some());
+        if on_device || self.devices.get().is_some_and(DeviceMessages::has_unsent) {
+            let devices = self.devices.get_or_init(|| DeviceMessages::over(Arc::clone(messenger)));
+            return devices.post(sends, receives, timeout, keep);
+        }
+        messenger.post(sends, receives, timeout, keep)
     }
 
-    fn messenger(&self) -> Result<&Messenger> {
+    fn messenger(&self) -> Result<&Arc<Messenger>> {
         if let Some(messenger) = self.messenger.get() {
             return Ok(messenger);
         }
@@ -122,12 +149,15 @@ impl Communicator {
         if let Some(messenger) = self.messenger.get() {
             return Ok(messenger);
         }
-        let messenger = Messenger::new(&self.group)?;
+        let messenger = Arc::new(Messenger::new(&self.group)?);
         Ok(self.messenger.get_or_init(|| messenger))
     }
 
     /// Ends the thread of the messages and that of the verbs: see [`LaneWorker::shutdown`].
     pub fn shutdown(&self) {
+        if let Some(devices) = self.devices.get() {
+            devices.shutdown();
+        }
         if let Some(messenger) = self.messenger.get() {
             messenger.shutdown();
         }

@@ -11,7 +11,7 @@ use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
 use crate::group::{Group, Lane, Lanes};
 use crate::health::GroupHealth;
-use crate::memory::Region;
+use crate::memory::{Device, Region};
 use crate::op::Op;
 use crate::recorder::{Announced, What};
 use crate::schedule::Schedule;
@@ -34,7 +34,21 @@ struct State {
     /// Which buckets went since the last `wait`.
     went: Vec<bool>,
     /// Outcomes of the buckets that went and that no `wait` has reported, in order.
-    pending: Vec<Handle>,
+    pending: Vec<Pending>,
+    /// Devices of buckets that are done, and whose results no stream of a `wait` is ordered after.
+    written: Vec<Arc<dyn Device>>,
+    /// Buckets that went so far.
+    sent: u64,
+}
+
+/// A bucket that went.
+#[derive(Clone)]
+struct Pending {
+    /// Counts the buckets that went.
+    number: u64,
+    handle: Handle,
+    /// Where its memory is; `None` for the host.
+    device: Option<Arc<dyn Device>>,
 }
 
 impl Engine {
@@ -57,13 +71,18 @@ impl Engine {
     /// appears twice, naming both places; then everything stays as it was.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
         self.worker.check()?;
-        wait_once(None, |limit| self.settle(limit), |after| self.timed_out(after))?;
+        wait_once(None, |limit| self.settle(limit, Follow::Nobody), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
+        let devices: Vec<_> = buckets.iter().filter_map(|bucket| bucket.lock().device().cloned()).collect();
+        if !devices.is_empty() {
+            let job: Job = Box::new(move |lanes| lanes.prepare(devices));
+            self.worker.submit("the preparation of devices", job)?.wait(None)?;
+        }
         buckets.iter().try_for_each(|bucket| bucket.set_step(0))?;
         let mut state = self.state();
-        *state =
-            State { schedule, went: vec![false; buckets.len()], buckets, pending: std::mem::take(&mut state.pending) };
+        let State { pending, written, sent, .. } = std::mem::take(&mut *state);
+        *state = State { schedule, went: vec![false; buckets.len()], buckets, pending, written, sent };
         Ok(())
     }
 
@@ -73,9 +92,11 @@ impl Engine {
     }
 
     /// The values of the tensor with this number (see [`Engine::tensors`]) are final for this step. `region` replaces its memory
-    /// (same count and dtype) when it moved. An unknown number, or a tensor marked twice before its bucket was communicated, is an
+    /// (same count, dtype and place) when it moved. An unknown number, or a tensor marked twice before its bucket was communicated, is an
     /// error. Never waits for communication.
-    pub fn mark_ready(&self, tensor: usize, region: Option<Region>) -> Result<()> {
+    ///
+    /// On a device the bucket is communicated behind the work that `stream` has now, see [`Device::mark`].
+    pub fn mark_ready(&self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
         self.worker.check()?;
         let mut state = self.state();
         let place = state.schedule.check(tensor)?;
@@ -85,6 +106,10 @@ impl Engine {
                 let name = bucket.tensors().nth(place.tensor).map_or("", |(name, _)| name);
                 Error::InvalidArgument(format!("tensor '{name}' was marked ready, but {error}"))
             })?;
+            // First, because it may fail, and has no effect then.
+            if let Some(device) = bucket.device() {
+                device.mark(stream).map_err(|error| self.failed(error))?;
+            }
             if let Some(region) = region {
                 bucket.replace(place.tensor, region)?;
             }
@@ -99,8 +124,14 @@ impl Engine {
         Ok(())
     }
 
+    /// A failure of a device on the calling thread; one that is no matter of an argument poisons the group.
+    fn failed(&self, error: Error) -> Error {
+        if error.is_argument() { error } else { self.worker.health().fail(error) }
+    }
+
     fn dispatch(&self, state: &mut State, bucket: usize) -> Result<()> {
         let (in_flight, ops) = state.buckets[bucket].check_out()?;
+        let device = in_flight.device().cloned();
         let what = format!("bucket '{}'", in_flight.name());
         let shared = &state.buckets[bucket];
         let name = shared.name().to_owned();
@@ -114,33 +145,40 @@ impl Engine {
         };
         let stopping = self.worker.stopping();
         let job: Job = Box::new(move |lanes| run_ops(in_flight, &ops, &stopping, lanes));
-        state.pending.push(self.worker.submit_fatal(&what, &op, job)?);
+        let handle = self.worker.submit_fatal(&what, &op, job)?;
+        state.sent += 1;
+        let number = state.sent;
+        state.pending.push(Pending { number, handle, device });
         state.went[bucket] = true;
         Ok(())
     }
 
     /// Waits until every scheduled bucket is done, and returns how many were. A bucket that is partly ready is an error that
     /// names the tensors that are missing, and starts afresh. The first error of the step is raised here.
+    ///
+    /// Of buckets on a device, work that the device's own stream gets from now on comes after the results; this does not wait for the
+    /// device.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<usize> {
-        wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
+        wait_once(timeout, |limit| self.wait_for(limit, None), |after| self.timed_out(after))
     }
 
-    /// As [`Engine::wait`], in slices: see [`wait_in_slices`].
+    /// As [`Engine::wait`], in slices: see [`wait_in_slices`]. The results come before the work of `stream`, see [`Device::order`].
     pub fn wait_in_slices<E>(
         &self,
         timeout: Option<Duration>,
         slice: Duration,
+        stream: Option<usize>,
         between: impl FnMut() -> std::result::Result<(), E>,
     ) -> std::result::Result<Result<usize>, E> {
-        wait_in_slices(timeout, slice, |limit| self.wait_for(limit), between, |after| self.timed_out(after))
+        wait_in_slices(timeout, slice, |limit| self.wait_for(limit, stream), between, |after| self.timed_out(after))
     }
 
-    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then.
-    pub fn wait_for(&self, limit: Duration) -> Waited<usize> {
+    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then. The results come before the work of `stream`.
+    pub fn wait_for(&self, limit: Duration, stream: Option<usize>) -> Waited<usize> {
         if let Err(error) = self.worker.check_process() {
             return Waited::Done(Err(error));
         }
-        match self.settle(limit) {
+        match self.settle(limit, Follow::Stream(stream)) {
             Waited::Pending => Waited::Pending,
             // Not `worker.check()`: after an error the buckets' own outcomes come first, and they hold the same cause.
             Waited::Done(done) => Waited::Done(done.and_then(|done| self.end_step(done))),
@@ -176,11 +214,14 @@ impl Engine {
     }
 
     /// Waits for the buckets that went so far, at most `limit`: how many those were, or the first error among them.
-    fn settle(&self, limit: Duration) -> Waited<usize> {
-        let pending = self.state().pending.clone();
+    fn settle(&self, limit: Duration, follow: Follow) -> Waited<usize> {
+        let (pending, written) = {
+            let state = self.state();
+            (state.pending.clone(), state.written.clone())
+        };
         let start = Instant::now();
         let mut first = None;
-        for handle in &pending {
+        for Pending { handle, .. } in &pending {
             match handle.wait_for(limit.saturating_sub(start.elapsed())) {
                 Waited::Pending => return Waited::Pending,
                 Waited::Done(Ok(())) => {}
@@ -189,10 +230,30 @@ impl Engine {
                 }
             }
         }
+        if let (None, Follow::Stream(stream)) = (&first, &follow) {
+            // Before the buckets count as reported: a stream that cannot follow leaves everything for another wait.
+            let devices = pending.iter().filter_map(|pending| pending.device.as_ref()).chain(&written);
+            for device in devices {
+                if let Err(error) = device.order(*stream) {
+                    return Waited::Done(Err(self.failed(error)));
+                }
+            }
+        }
         let mut state = self.state();
+        let followed = match follow {
+            Follow::Stream(_) => pending.last().map_or(0, |last| last.number),
+            Follow::Nobody => 0,
+        };
+        if followed > 0 || matches!(follow, Follow::Stream(_)) {
+            state.written.retain(|device| !written.iter().any(|other| Arc::ptr_eq(device, other)));
+        }
+        let State { pending, written, .. } = &mut *state;
+        // What is reported here without being followed is left to a later wait.
+        let unfollowed = pending.iter().filter(|done| done.number > followed && done.handle.is_completed());
+        written.extend(unfollowed.filter_map(|done| done.device.clone()));
         // Another thread may have waited for some of the same, and marked more.
         let before = state.pending.len();
-        state.pending.retain(|handle| !handle.is_completed());
+        state.pending.retain(|pending| !pending.handle.is_completed());
         let done = before - state.pending.len();
         Waited::Done(match first {
             None => Ok(done),
@@ -241,6 +302,15 @@ impl Engine {
     }
 }
 
+/// Who comes after the results of a wait.
+#[derive(Clone, Copy)]
+enum Follow {
+    /// A later wait says.
+    Nobody,
+    /// Work that this stream of the buckets' devices gets from then on.
+    Stream(Option<usize>),
+}
+
 /// Runs a bucket's operations, in order.
 fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
     let name = in_flight.name().to_owned();
@@ -250,7 +320,7 @@ fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, 
         }
         op.run(&mut in_flight.cx(lanes))?;
     }
-    Ok(())
+    in_flight.device().map_or(Ok(()), |device| device.finish())
 }
 
 fn schedule_of(buckets: &[SharedBucket]) -> Result<Schedule> {

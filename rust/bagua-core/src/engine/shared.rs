@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::bucket::{Bucket, CheckedOut};
 use crate::error::Result;
 use crate::group::Lanes;
-use crate::memory::Region;
+use crate::memory::{DeviceRef, Region};
 use crate::op::{BucketCx, ExtraTensor, Op};
 use crate::types::DType;
 use crate::wait::lock;
@@ -87,8 +87,8 @@ impl SharedBucket {
     }
 
     /// See [`Bucket::copy_from_extra`].
-    pub fn copy_from_extra(&self, name: &str) -> Result<()> {
-        self.lock().copy_from_extra(name)
+    pub fn copy_from_extra(&self, name: &str, stream: Option<usize>) -> Result<()> {
+        self.lock().copy_from_extra(name, stream)
     }
 
     /// Takes the bucket's memory and operations for one communication.
@@ -113,6 +113,11 @@ pub(super) struct InFlight {
 impl InFlight {
     pub(super) fn name(&self) -> &str {
         self.bucket.name()
+    }
+
+    /// The device that the memory is on; `None` for the host.
+    pub(super) fn device(&self) -> DeviceRef<'_> {
+        self.regions.first().and_then(Region::device)
     }
 
     /// What an operation gets.

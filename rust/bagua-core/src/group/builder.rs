@@ -22,12 +22,15 @@ use super::control::{Control, Dial};
 use super::descriptors::{self, Need};
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::{Purpose, digest};
+use crate::codec::Codec;
+use crate::collective::compressed::DeviceCodec;
 use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
 use crate::transport::{Mesh, Transport};
+use crate::types::DType;
 use crate::wait::{Deadline, SLICE};
 
 /// `index` of the streams between all ranks.
@@ -416,6 +419,10 @@ impl Collective for ProcessBound {
 
     fn transports(&self) -> Vec<&'static str> {
         self.inner().transports()
+    }
+
+    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+        self.inner().codec_on(place, codec, dtype)
     }
 
     fn reaches(&self, place: DeviceRef<'_>) -> bool {

@@ -14,14 +14,11 @@ use super::handshake::digest;
 use super::lane::{HostLanes, Lane};
 use super::messages::MessageStreams;
 use crate::error::{Error, Result};
-use crate::health::GroupHealth;
+use crate::health::{GroupHealth, LEAVING};
 use crate::memory::{Registry, SharedArena, part_stride};
 use crate::recorder::FlightRecorder;
 use crate::stats::Stats;
 use crate::wait::{Deadline, lock};
-
-/// The reason of `Aborted` on a rank that has left.
-const LEFT: &str = "this rank left the group";
 
 static RECORDER: PerProcess<FlightRecorder> = PerProcess::new();
 
@@ -335,11 +332,11 @@ impl Membership {
         }
         if self.parent.is_none() {
             self.control.plane.flush(|| self.health.check().is_ok());
-            self.control.leave(LEFT);
+            self.control.leave(LEAVING);
             return;
         }
         // Not reported to the members: leaving is not a failure.
-        self.health.fail_from_peer(Error::Aborted(LEFT.to_owned()));
+        self.health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
         self.control.plane.leave_subgroup(self.id);
     }
 }

@@ -16,6 +16,9 @@ use crate::error::{Error, Result};
 ///
 /// Both copies return when the bytes are in place. They run on the thread that calls a verb and on communication threads.
 ///
+/// A bucket has one device value for all its tensors, which lives as long as they are registered: the methods without a default are all
+/// that other operations need. A stream is a number by which the device knows an order of work, `None` the one that it takes by itself.
+///
 /// `Any`, so that a collective of another crate finds its own device behind the reference.
 pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Name for errors and reports, e.g. "toy:0".
@@ -41,6 +44,96 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// # Safety
     /// The `from.len()` bytes at `to` are memory of this device, valid for writing, and nobody else uses them during the copy.
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()>;
+
+    /// Makes what operations on a bucket need on the device. On the communication thread, when the bucket is registered.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    fn prepare(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What operations do with the bucket next comes after the work that `stream` has now. On the thread that marks a tensor as ready, which
+    /// must not wait for the device; the order of work is the only effect, and there is none after an error.
+    ///
+    /// # Errors
+    /// `NotImplemented` for a stream that cannot be followed; whatever the device reports.
+    fn mark(&self, stream: Option<usize>) -> Result<()> {
+        let _ = stream;
+        Ok(())
+    }
+
+    /// Work that `stream` gets from now on comes after what was marked and what operations did with the bucket. Must not wait for the
+    /// device.
+    ///
+    /// # Errors
+    /// As [`Device::mark`].
+    fn order(&self, stream: Option<usize>) -> Result<()> {
+        let _ = stream;
+        Ok(())
+    }
+
+    /// Whether the device has done what was marked, so that a copy would not wait for other work. Does not wait.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    fn is_ready(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// The operations of one communication of the bucket are over, as far as the communication thread, which calls this, is concerned.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    fn finish(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The communication thread ends, which calls this: lets go of what [`Device::prepare`] made, and may wait for the device.
+    fn end(&self) {}
+
+    /// Copies buffers one after another into memory of the device's own, and returns where that is: the caller's until the next `gather`.
+    /// `None` where the device has none; nothing was copied then.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Safety
+    /// Each is as many bytes of memory of this device, valid for reading, and nobody writes them until what operations did next is done.
+    unsafe fn gather(&self, from: &[(NonNull<u8>, usize)]) -> Result<Option<NonNull<u8>>> {
+        let _ = from;
+        Ok(None)
+    }
+
+    /// Copies what lies one after another where the last `gather` put it back into buffers, behind the operations on it.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Safety
+    /// Each is as many bytes of memory of this device, together as many as were gathered, valid for writing, and nobody else uses them until
+    /// the copies are done.
+    unsafe fn scatter(&self, to: &[(NonNull<u8>, usize)]) -> Result<()> {
+        let _ = to;
+        Ok(())
+    }
+
+    /// Copies `len` bytes within the device, as work of `stream` behind what [`Device::order`] names.
+    ///
+    /// # Errors
+    /// As [`Device::mark`].
+    ///
+    /// # Safety
+    /// Both are memory of this device, apart from each other, valid, and nobody else uses them until the stream has come so far.
+    unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
+        let _ = stream;
+        let mut host = vec![0; len];
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.copy_to_host(from, &mut host)?;
+            self.copy_from_host(&host, to)
+        }
+    }
 }
 
 /// A device, or `None` for the host.
@@ -50,6 +143,21 @@ pub type DeviceRef<'a> = Option<&'a Arc<dyn Device>>;
 #[inline]
 pub fn kind_of(place: DeviceRef<'_>) -> u8 {
     place.map_or(0, |device| device.kind())
+}
+
+/// Whether both are on the host, or on the same device.
+#[inline]
+pub fn same_place(one: DeviceRef<'_>, other: DeviceRef<'_>) -> bool {
+    match (one, other) {
+        (None, None) => true,
+        (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+        _ => false,
+    }
+}
+
+/// The name of a place, for error texts.
+pub fn name_of(place: DeviceRef<'_>) -> &str {
+    place.map_or("the host", |device| device.name())
 }
 
 /// The error for device memory where only host memory can be used.
@@ -117,6 +225,11 @@ impl<'a> Buffer<'a> {
     /// Address of the first byte, in the device's address space.
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
+    }
+
+    /// The first byte.
+    pub(super) fn first(&self) -> NonNull<u8> {
+        self.ptr
     }
 
     /// The bytes, where they are on the host.

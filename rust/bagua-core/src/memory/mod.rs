@@ -6,6 +6,7 @@
 
 mod arena;
 mod device;
+mod host;
 mod mapping;
 pub(crate) mod prefetch;
 mod region;
@@ -14,9 +15,10 @@ mod weight_lock;
 mod weights;
 
 pub use arena::Arena;
-pub use device::{Buffer, BufferMut, Device, DeviceRef, kind_of};
+pub use device::{Buffer, BufferMut, Device, DeviceRef, kind_of, name_of, same_place};
+pub use host::HostMemory;
 pub use mapping::Mapping;
 pub use region::Region;
 pub use shared::{Finder, Registry, SharedArena, part_stride};
 pub use weight_lock::{Owner, Request, WeightGuard, WeightLock};
-pub use weights::{ArenaBuffer, Weights};
+pub use weights::{ArenaBuffer, DeviceWeights, Locked, WeightStep, Weights};

@@ -3,7 +3,8 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::device::{Buffer, BufferMut, Device, DeviceRef};
+use super::device::{Buffer, BufferMut, Device, DeviceRef, same_place};
+use super::host::HostMemory;
 use crate::error::{Error, Result};
 use crate::types::DType;
 
@@ -20,6 +21,8 @@ pub struct Region {
     dtype: DType,
     /// The device that the memory is on; `None` for the host.
     device: Option<Arc<dyn Device>>,
+    /// What the memory is part of, where it is the core's own.
+    _owner: Option<Arc<HostMemory>>,
 }
 
 // SAFETY: a Region is a unique borrow, like `&mut [u8]`; the promise of `new` holds for any thread.
@@ -67,7 +70,20 @@ impl Region {
             None if count == 0 => NonNull::dangling(),
             None => return Err(Error::InvalidArgument(format!("a null pointer for a tensor of {count} elements"))),
         };
-        Ok(Region { ptr, count, dtype, device })
+        Ok(Region { ptr, count, dtype, device, _owner: None })
+    }
+
+    /// The first elements of memory of the core's own, which lives as long as the region.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for more elements than there are, and while there is another region of it.
+    pub fn in_memory(memory: &mut Arc<HostMemory>, count: usize, dtype: DType) -> Result<Region> {
+        if !HostMemory::is_free_for(memory, count.saturating_mul(dtype.size())) {
+            return Err(Error::InvalidArgument(format!("{count} {} elements of {memory:?}", dtype.name())));
+        }
+        // SAFETY: the memory lives as long as the region, which has it alone.
+        let region = unsafe { Region::at(memory.pointer(), count, dtype, None) }?;
+        Ok(Region { _owner: Some(Arc::clone(memory)), ..region })
     }
 
     /// Elements.
@@ -102,11 +118,7 @@ impl Region {
 
     /// True when the two have a byte in common.
     pub fn overlaps(&self, other: &Region) -> bool {
-        let together = match (&self.device, &other.device) {
-            (None, None) => true,
-            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
-            _ => false,
-        };
+        let together = same_place(self.device(), other.device());
         let (mine, theirs) = (self.address(), other.address());
         together && !self.is_empty() && !other.is_empty() && mine < theirs + other.len() && theirs < mine + self.len()
     }
@@ -152,11 +164,7 @@ impl Region {
         let first = parts.first()?;
         let (mut end, mut bytes) = (first.address(), 0usize);
         for part in parts.iter().filter(|part| !part.is_empty()) {
-            let together = match (&part.device, &first.device) {
-                (None, None) => true,
-                (Some(one), Some(other)) => Arc::ptr_eq(one, other),
-                _ => false,
-            };
+            let together = same_place(part.device(), first.device());
             if !together || part.dtype != first.dtype || (bytes > 0 && part.address() != end) {
                 return None;
             }
@@ -168,6 +176,55 @@ impl Region {
         // all of them lasts as long as the buffer.
         Some(unsafe { BufferMut::new(ptr, bytes, first.device.as_ref()) })
     }
+
+    /// Calls `work` with all of `parts`, of one device, as one buffer there: their own memory where they lie back to back, else a copy that
+    /// goes back when `work` succeeds. `None` where they are on the host, or on a device that makes no copies; nothing was called then.
+    ///
+    /// # Errors
+    /// What `work` returns, and whatever the device reports.
+    pub fn whole_on_device<R>(
+        parts: &mut [Region],
+        work: impl FnOnce(BufferMut<'_>) -> Result<R>,
+    ) -> Result<Option<R>> {
+        let Some(device) = parts.first().and_then(|first| first.device.clone()) else { return Ok(None) };
+        if let Some(whole) = Region::joined(parts) {
+            return work(whole).map(Some);
+        }
+        if parts.iter().any(|part| !same_place(part.device(), Some(&device))) {
+            return Err(Error::other("tensors of several places are no whole"));
+        }
+        let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
+        // SAFETY: memory of that device, by the promise of `on`; the exclusive borrow of all parts keeps the core away from it.
+        let Some(at) = (unsafe { device.gather(&pieces) })? else { return Ok(None) };
+        let bytes = pieces.iter().map(|(_, len)| len).sum();
+        // SAFETY: so many bytes of the device's own, ours until the next `gather`.
+        let result = work(unsafe { BufferMut::new(at, bytes, Some(&device)) })?;
+        // SAFETY: as for `gather`.
+        unsafe { device.scatter(&pieces) }?;
+        Ok(Some(result))
+    }
+
+    /// Copies the bytes of another region from `at` on over this one, both at one place; on a device as work of `stream`.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Panics
+    /// When the other region has fewer bytes, or is in another place.
+    pub fn copy_from_region(&mut self, from: &Region, at: usize, stream: Option<usize>) -> Result<()> {
+        assert!(same_place(self.device(), from.device()));
+        let part = from.buffer().slice(at..at + self.len());
+        let Some(device) = self.device.clone() else {
+            self.as_host_mut()?.copy_from_slice(part.as_host()?);
+            return Ok(());
+        };
+        if self.is_empty() {
+            return Ok(());
+        }
+        let first = part.first();
+        // SAFETY: both are memory of that device, by the promise of `on`; who owns it keeps others away until the stream has come so far.
+        unsafe { device.copy_within(first, self.ptr, self.len(), stream) }
+    }
 }
 
 #[cfg(test)]
@@ -177,6 +234,31 @@ mod tests {
     fn region(of: &mut [f32]) -> Region {
         // SAFETY: every test keeps its array alive and untouched while it uses the region.
         unsafe { Region::new(of.as_mut_ptr().cast(), of.len(), DType::F32).unwrap() }
+    }
+
+    #[test]
+    fn memory_of_the_core_is_that_of_one_region_at_a_time() {
+        let mut memory = HostMemory::new(20);
+        HostMemory::bytes(&mut memory).unwrap().copy_from_slice(&[7; 20]);
+        let mut region = Region::in_memory(&mut memory, 5, DType::F32).unwrap();
+        assert_eq!(region.as_host().unwrap(), [7; 20]);
+        region.as_host_mut().unwrap().fill(9);
+        assert!(HostMemory::bytes(&mut memory).is_none());
+        assert!(Region::in_memory(&mut memory, 5, DType::F32).is_err());
+        drop(region);
+        assert_eq!(HostMemory::bytes(&mut memory).unwrap(), [9; 20]);
+        assert!(Region::in_memory(&mut memory, 6, DType::F32).is_err());
+        assert!(Region::in_memory(&mut memory, usize::MAX, DType::F32).is_err());
+    }
+
+    #[test]
+    fn a_region_keeps_the_memory_of_the_core() {
+        let mut memory = HostMemory::new(1 << 20);
+        let mut region = Region::in_memory(&mut memory, 1 << 20, DType::U8).unwrap();
+        drop(memory);
+        region.as_host_mut().unwrap().fill(3);
+        assert!(region.as_host().unwrap().iter().all(|byte| *byte == 3));
+        assert!(Region::in_memory(&mut HostMemory::new(0), 0, DType::F64).unwrap().is_empty());
     }
 
     #[test]

@@ -8,16 +8,58 @@ use super::weight_lock::{WeightGuard, WeightLock};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// Host memory of another library that both sides use under one [`WeightLock`].
+/// Memory of another library that both sides use under one [`WeightLock`].
 ///
 /// A [`super::Region`] is lent until a call is done. These weights are not: their owner reads and writes them all the time, and the
 /// core does so while it holds the lock.
 pub struct Weights {
-    /// First byte; dangling but aligned when there are no elements.
-    ptr: NonNull<u8>,
+    place: Place,
     count: usize,
     dtype: DType,
     lock: Arc<WeightLock>,
+}
+
+/// Where weights are.
+enum Place {
+    /// First byte; dangling but aligned when there are no elements.
+    Host(NonNull<u8>),
+    Device(Box<dyn DeviceWeights>),
+}
+
+/// Weights in the memory of a device, as the averaging thread uses them. On a device the lock is an order of work: what is done under it is
+/// put behind the work of who held the lock before, and the next holder's work comes behind it.
+///
+/// `under_lock` is called while the lock is held and must not wait for the device. The rest is called without it; it may wait, and asks
+/// `go_on` meanwhile, whose error ends the wait.
+pub trait DeviceWeights: Send {
+    /// Puts a step on the device.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    fn under_lock(&mut self, step: WeightStep) -> Result<()>;
+
+    /// Copies the last snapshot to the host.
+    ///
+    /// # Errors
+    /// Those of `go_on`; whatever the device reports.
+    fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
+
+    /// Copies the average, or other values for all of the weights, to the device.
+    ///
+    /// # Errors
+    /// As [`DeviceWeights::read_snapshot`].
+    fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
+}
+
+/// What is done to weights under their lock. The snapshot and the average are memory of the device's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightStep {
+    /// The snapshot becomes the weights.
+    Snapshot,
+    /// The weights get the average's progress since the snapshot, with the bits of `reduce::correct`.
+    Correct,
+    /// The weights become the average.
+    Replace,
 }
 
 // SAFETY: the memory is only touched under the lock, by the promise of `new`.
@@ -42,7 +84,12 @@ impl Weights {
                 return Err(Error::InvalidArgument(format!("{count} {name} elements at {ptr:p} are no weights")));
             }
         };
-        Ok(Weights { ptr, count, dtype, lock })
+        Ok(Weights { place: Place::Host(ptr), count, dtype, lock })
+    }
+
+    /// `count` elements in the memory of a device.
+    pub fn on_device(device: Box<dyn DeviceWeights>, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Weights {
+        Weights { place: Place::Device(device), count, dtype, lock }
     }
 
     /// Element type.
@@ -70,16 +117,36 @@ impl Weights {
         &self.lock
     }
 
-    /// The bytes, under their lock.
+    /// The device's side; `None` on the host.
+    pub fn device(&mut self) -> Option<&mut dyn DeviceWeights> {
+        match &mut self.place {
+            Place::Host(_) => None,
+            Place::Device(device) => Some(&mut **device),
+        }
+    }
+
+    /// What is used under their lock: the bytes, or the device's side.
     ///
     /// # Panics
     /// When the guard is that of another lock.
-    pub fn bytes<'a>(&'a mut self, guard: &'a WeightGuard) -> &'a mut [u8] {
+    pub fn locked<'a>(&'a mut self, guard: &'a WeightGuard) -> Locked<'a> {
         assert!(guard.holds(&self.lock), "the guard of another lock");
-        // SAFETY: valid for len() bytes, and nobody else's while the lock is held, by the promise of `new`; `&mut self` keeps the
-        // core to one access.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len()) }
+        let len = self.len();
+        match &mut self.place {
+            // SAFETY: valid for len() bytes, and nobody else's while the lock is held, by the promise of `new`; `&mut self` keeps the
+            // core to one access.
+            Place::Host(ptr) => Locked::Host(unsafe { std::slice::from_raw_parts_mut(ptr.as_ptr(), len) }),
+            Place::Device(device) => Locked::Device(&mut **device),
+        }
     }
+}
+
+/// See [`Weights::locked`].
+pub enum Locked<'a> {
+    /// The bytes.
+    Host(&'a mut [u8]),
+    /// Its `under_lock` may be called.
+    Device(&'a mut dyn DeviceWeights),
 }
 
 /// Memory of an arena that one owner uses as a slice: peers access it only within collectives that it is passed to.
@@ -112,9 +179,13 @@ mod tests {
         // SAFETY: the vector lives as long as the value, and only this thread uses it.
         let mut weights =
             unsafe { Weights::new(memory.as_mut_ptr().cast(), 2, DType::F32, Arc::clone(&lock)) }.unwrap();
-        weights.bytes(&lock.lock(1))[..4].copy_from_slice(&5.0f32.to_ne_bytes());
+        if let Locked::Host(bytes) = weights.locked(&lock.lock(1)) {
+            bytes[..4].copy_from_slice(&5.0f32.to_ne_bytes());
+        }
         let wrong = other.lock(1);
-        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| weights.bytes(&wrong).len()));
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            weights.locked(&wrong);
+        }));
         assert!(panicked.is_err());
         drop(weights);
         assert_eq!(memory, [5.0, 2.0]);

@@ -25,7 +25,11 @@ impl Op for CallbackOp {
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let bucket = cx.bucket;
-        (self.callback)(bucket).map_err(|error| {
+        // What the function puts on the device's own stream comes after what was marked, and before the operations that follow.
+        if let Some(device) = cx.device() {
+            device.order(None)?;
+        }
+        let called = (self.callback)(bucket).map_err(|error| {
             let place = |text: String| format!("in the callback of bucket '{bucket}': {text}");
             match error {
                 Error::InvalidArgument(text) => Error::InvalidArgument(place(text)),
@@ -41,6 +45,7 @@ impl Op for CallbackOp {
                 | Error::Device(_)
                 | Error::Aborted(_)) => other,
             }
-        })
+        });
+        called.and_then(|()| cx.device().map_or(Ok(()), |device| device.mark(None)))
     }
 }

@@ -2,15 +2,17 @@
 
 use std::sync::Mutex;
 
+use super::whole::with_whole;
 use super::{BucketCx, Op};
 use crate::error::Result;
 use crate::group::Options;
-use crate::memory::Region;
+use crate::memory::{BufferMut, Region};
 use crate::request::Io;
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// All-reduce of a bucket, in place when its tensors lie back to back, through a buffer of its own otherwise.
+/// All-reduce of a bucket, in place when its tensors lie back to back, through a buffer of its own otherwise. On a device, where the
+/// buffer is there too, so that ranks whose tensors lie differently do the same.
 ///
 /// `hierarchical` adds inside hosts first, also where the group would go flat; without it the group's own route is taken.
 /// `scattergather` names the algorithm that every route uses anyway, a reduce-scatter followed by an all-gather.
@@ -56,25 +58,15 @@ impl Op for CentralizedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let (op, hierarchical) = (self.reduce_op(), self.hierarchical);
-        if let Some(whole) = Region::joined(cx.tensors) {
-            return cx.lanes.all_reduce(&options, dtype, Io::InPlace(whole), op, hierarchical);
+        let BucketCx { tensors, lanes, .. } = cx;
+        if lanes.reaches(tensors.first().and_then(Region::device), hierarchical) {
+            let work = |whole: BufferMut<'_>| lanes.all_reduce(&options, dtype, Io::InPlace(whole), op, hierarchical);
+            if Region::whole_on_device(tensors, work)?.is_some() {
+                return Ok(());
+            }
         }
-        // A panic in the middle of a copy leaves bytes that the next run overwrites.
-        let mut scratch = lock(&self.scratch);
-        scratch.resize(cx.tensors.iter().map(Region::len).sum(), 0);
-        let mut rest = scratch.as_mut_slice();
-        for tensor in &*cx.tensors {
-            let (head, tail) = rest.split_at_mut(tensor.len());
-            tensor.buffer().copy_to(head)?;
-            rest = tail;
-        }
-        cx.lanes.all_reduce(&options, dtype, Io::in_place(&mut scratch), op, hierarchical)?;
-        let mut rest = scratch.as_slice();
-        for tensor in &mut *cx.tensors {
-            let (head, tail) = rest.split_at(tensor.len());
-            tensor.buffer_mut().copy_from(head)?;
-            rest = tail;
-        }
-        Ok(())
+        with_whole(tensors, &mut lock(&self.scratch), |data| {
+            lanes.all_reduce(&options, dtype, Io::in_place(data), op, hierarchical)
+        })
     }
 }

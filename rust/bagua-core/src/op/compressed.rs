@@ -2,14 +2,14 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::whole::with_whole;
-use super::{BucketCx, ExtraTensor, Op, require};
+use super::whole::{OnHost, with_whole};
+use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};
 use crate::collective::compressed::Workspace;
 use crate::error::Result;
 use crate::group::{CompressedAllReduce, Options};
-use crate::memory::Region;
+use crate::memory::{BufferMut, Region};
 use crate::types::DType;
 use crate::wait::lock;
 
@@ -18,12 +18,25 @@ pub const ERROR: &str = "error";
 
 /// Compressed all-reduce of a bucket, see [`crate::collective::compressed`]. `hierarchical` adds inside hosts in full precision, and
 /// compresses between the hosts' first ranks.
+///
+/// On a device that has the codec the tensors stay there, back to back or gathered; with error feedback, and without the codec, copies on
+/// the host are combined.
 pub struct CompressedOp {
     codec: Arc<dyn Codec>,
     average: bool,
     hierarchical: bool,
     error_feedback: bool,
-    memory: Mutex<(Vec<u8>, Workspace)>,
+    memory: Mutex<Memory>,
+}
+
+/// What is kept between runs.
+#[derive(Default)]
+struct Memory {
+    /// The tensors, where they are not adjacent on the host.
+    tensors: Vec<u8>,
+    /// The extra tensor, where it is on a device.
+    error: Vec<u8>,
+    work: Workspace,
 }
 
 impl CompressedOp {
@@ -59,14 +72,25 @@ impl Op for CompressedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let BucketCx { bucket, step, tensors, extra, lanes, padding } = cx;
-        let error = match self.error_feedback {
-            true => Some(super::extra_of(extra, bucket, ERROR)?.as_host_mut()?),
+        let Memory { tensors: scratch, error, work } = &mut *lock(&self.memory);
+        let mut error = match self.error_feedback {
+            true => Some(OnHost::read(extra_of(extra, bucket, ERROR)?, error)?),
             false => None,
         };
         let elements = tensors.iter().map(Region::count).sum::<usize>() - *padding;
-        let (scratch, work) = &mut *lock(&self.memory);
+        let bytes = error.as_mut().map(OnHost::bytes).transpose()?;
         let (codec, average, hierarchical) = (&*self.codec, self.average, self.hierarchical);
-        let how = CompressedAllReduce { codec, average, hierarchical, draw: draw(*step, 0), elements, error };
-        with_whole(tensors, scratch, |data| lanes.compressed_all_reduce(&options, dtype, data, how, work))
+        let how = |error| CompressedAllReduce { codec, average, hierarchical, draw: draw(*step, 0), elements, error };
+        let place = tensors.first().and_then(Region::device);
+        if bytes.is_none() && lanes.encodes_on(place, codec, dtype, hierarchical)? {
+            let run = |data: BufferMut<'_>| lanes.compressed_all_reduce(&options, dtype, data, how(None), work);
+            if Region::whole_on_device(tensors, run)?.is_some() {
+                return Ok(());
+            }
+        }
+        with_whole(tensors, scratch, |data| {
+            lanes.compressed_all_reduce(&options, dtype, data.into(), how(bytes), work)
+        })?;
+        error.map_or(Ok(()), OnHost::write_back)
     }
 }

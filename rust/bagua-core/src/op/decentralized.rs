@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use super::whole::read_whole;
+use super::whole::{OnHost, read_whole};
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::collective::gossip::PeerSelection;
 use crate::error::Result;
@@ -19,7 +19,18 @@ pub const PEER_WEIGHT: &str = "peer_weight";
 pub struct DecentralizedOp {
     selection: PeerSelection,
     hierarchical: bool,
-    memory: Mutex<(Vec<u8>, Vec<u8>)>,
+    memory: Mutex<Memory>,
+}
+
+/// What is kept between runs.
+#[derive(Default)]
+struct Memory {
+    /// The tensors, where they are not adjacent on the host.
+    tensors: Vec<u8>,
+    /// The result, where it goes to a device.
+    mean: Vec<u8>,
+    /// The peers' weights.
+    received: Vec<u8>,
 }
 
 impl DecentralizedOp {
@@ -46,11 +57,13 @@ impl Op for DecentralizedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
-        let mean = extra_of(extra, bucket, PEER_WEIGHT)?.as_host_mut()?;
-        let (scratch, received) = &mut *lock(&self.memory);
+        let Memory { tensors: scratch, mean, received } = &mut *lock(&self.memory);
+        let mut mean = OnHost::to_fill(extra_of(extra, bucket, PEER_WEIGHT)?, mean);
+        let bytes = mean.bytes()?;
         let peers = (self.selection, *step);
         read_whole(tensors, scratch, |weights| {
-            lanes.gossip(&options, dtype, peers, self.hierarchical, weights, mean, received)
-        })
+            lanes.gossip(&options, dtype, peers, self.hierarchical, weights, bytes, received)
+        })?;
+        mean.write_back()
     }
 }

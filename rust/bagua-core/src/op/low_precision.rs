@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::whole::with_whole;
+use super::whole::{OnHost, with_whole};
 use super::{BucketCx, ExtraTensor, Op, require};
 use crate::codec::Codec;
 use crate::codec::chunks::draw;
@@ -22,7 +22,17 @@ pub const REPLICAS: [&str; 3] = ["weight", "left_peer_weight", "right_peer_weigh
 pub struct LowPrecisionDecentralizedOp {
     codec: Arc<dyn Codec>,
     hierarchical: bool,
-    memory: Mutex<(Vec<u8>, Workspace)>,
+    memory: Mutex<Memory>,
+}
+
+/// What is kept between runs.
+#[derive(Default)]
+struct Memory {
+    /// The tensors, where they are not adjacent on the host.
+    tensors: Vec<u8>,
+    /// The replicas, where they are on a device.
+    replicas: [Vec<u8>; 3],
+    work: Workspace,
 }
 
 impl LowPrecisionDecentralizedOp {
@@ -50,24 +60,27 @@ impl Op for LowPrecisionDecentralizedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
-        let replicas = replicas(extra, bucket)?;
-        let (scratch, work) = &mut *lock(&self.memory);
+        let Memory { tensors: scratch, replicas, work } = &mut *lock(&self.memory);
+        let [mut own, mut left, mut right] = on_host(extra, bucket, replicas)?;
+        let replicas = Replicas { own: own.bytes()?, left: left.bytes()?, right: right.bytes()? };
         let ring =
             CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(*step, 0), replicas };
-        with_whole(tensors, scratch, |weights| lanes.compressed_ring(&options, dtype, weights, ring, work))
+        with_whole(tensors, scratch, |weights| lanes.compressed_ring(&options, dtype, weights, ring, work))?;
+        [own, left, right].into_iter().try_for_each(OnHost::write_back)
     }
 }
 
 /// The three replicas among the extra tensors.
-fn replicas<'a>(extra: &'a mut [ExtraTensor], bucket: &str) -> Result<Replicas<'a>> {
+fn on_host<'a>(extra: &'a mut [ExtraTensor], bucket: &str, copies: &'a mut [Vec<u8>; 3]) -> Result<[OnHost<'a>; 3]> {
     let mut found = [None, None, None];
+    let mut copies = copies.each_mut().map(Some);
     for ExtraTensor { name, region } in extra {
         if let Some(at) = REPLICAS.iter().position(|replica| replica == name) {
-            found[at] = Some(region.as_host_mut()?);
+            found[at] = copies[at].take().map(|copy| OnHost::read(region, copy)).transpose()?;
         }
     }
     match found {
-        [Some(own), Some(left), Some(right)] => Ok(Replicas { own, left, right }),
+        [Some(own), Some(left), Some(right)] => Ok([own, left, right]),
         _ => Err(Error::InvalidArgument(format!("bucket '{bucket}' lacks one of {}", REPLICAS.join(", ")))),
     }
 }

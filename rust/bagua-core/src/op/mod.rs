@@ -21,7 +21,7 @@ pub use noop::NoOp;
 
 use crate::error::{Error, Result};
 use crate::group::Lanes;
-use crate::memory::Region;
+use crate::memory::{DeviceRef, Region};
 use crate::stats::Stats;
 use crate::types::DType;
 
@@ -54,6 +54,11 @@ impl BucketCx<'_> {
     /// Counters of the group.
     pub fn stats(&self) -> &Stats {
         self.lanes.global.stats()
+    }
+
+    /// The device that the bucket is on; `None` for the host.
+    pub fn device(&self) -> DeviceRef<'_> {
+        self.tensors.first().and_then(Region::device)
     }
 
     /// The extra tensor of this name.

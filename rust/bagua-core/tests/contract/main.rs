@@ -1,6 +1,7 @@
 //! One contract, many implementations: an implementation joins with a factory in `world` and a line in `implementations`,
 //! `transports` or both.
 
+mod buckets;
 #[macro_use]
 mod collectives;
 mod failures;

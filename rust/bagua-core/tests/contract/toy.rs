@@ -4,9 +4,12 @@
 //! ends the process. The collective copies to the host, runs the host's collective, and copies back, as a staged collective of a
 //! real device does.
 
+use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
+use bagua_core::codec::{Codec, MinMaxU8, Scratch};
+use bagua_core::collective::compressed::{Chunks, DeviceCodec};
 use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
@@ -25,11 +28,31 @@ pub struct Toy {
     name: String,
     /// One copy at a time: two copies on one page would close it under each other.
     copying: Mutex<()>,
+    /// What it was told of buckets.
+    heard: Mutex<Vec<String>>,
 }
 
 impl Toy {
+    /// A stream that it cannot follow.
+    pub const REFUSED: usize = 99;
+
     pub fn device(index: usize) -> Arc<dyn Device> {
-        Arc::new(Toy { name: format!("toy:{index}"), copying: Mutex::new(()) })
+        Arc::new(Toy { name: format!("toy:{index}"), copying: Mutex::default(), heard: Mutex::default() })
+    }
+
+    /// What a toy device was told of buckets.
+    pub fn heard(device: &Arc<dyn Device>) -> Vec<String> {
+        let device: &dyn Any = &**device;
+        device.downcast_ref::<Toy>().unwrap().heard.lock().unwrap().clone()
+    }
+
+    fn hear(&self, what: &str, stream: Option<usize>) -> Result<()> {
+        if stream == Some(Toy::REFUSED) {
+            return Err(Error::NotImplemented("that stream cannot be followed".to_owned()));
+        }
+        let stream = stream.map_or_else(|| "own".to_owned(), |stream| stream.to_string());
+        self.heard.lock().unwrap().push(format!("{what} {stream}"));
+        Ok(())
     }
 
     /// Runs `copy` while the pages of `len` bytes at `at` have these access rights.
@@ -71,6 +94,28 @@ impl Device for Toy {
             // SAFETY: the caller's promise; the pages are writable now.
             unsafe { to.copy_from_nonoverlapping(NonNull::from(&from[0]), from.len()) }
         })
+    }
+
+    fn prepare(&self) -> Result<()> {
+        self.heard.lock().unwrap().push("prepare".to_owned());
+        Ok(())
+    }
+
+    fn mark(&self, stream: Option<usize>) -> Result<()> {
+        self.hear("mark", stream)
+    }
+
+    fn order(&self, stream: Option<usize>) -> Result<()> {
+        self.hear("order", stream)
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.heard.lock().unwrap().push("finish".to_owned());
+        Ok(())
+    }
+
+    fn end(&self) {
+        self.heard.lock().unwrap().push("end".to_owned());
     }
 }
 
@@ -150,6 +195,12 @@ impl Collective for Staged {
         place.is_none_or(|device| device.kind() == KIND)
     }
 
+    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+        let here = |device: &Arc<dyn Device>| Box::new(ToyCodec(Arc::clone(device))) as Box<dyn DeviceCodec>;
+        let known = codec.id() == MinMaxU8.id() && dtype == DType::F32;
+        Ok(place.filter(|device| known && device.kind() == KIND).map(here))
+    }
+
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
         if io.device()?.is_none() {
             return self.0.run(cx, verb, io);
@@ -177,6 +228,66 @@ impl Collective for Staged {
             recvs.iter().zip(&mut got).map(|(m, data)| Incoming::new(m.peer, m.fingerprint, data)).collect();
         self.0.exchange(cx, &outgoing, &mut incoming)?;
         recvs.iter_mut().zip(&got).try_for_each(|(message, data)| message.data.copy_from(data))
+    }
+}
+
+/// minmax_u8 of float32 on toy memory, by way of copies. The device lists its calls.
+struct ToyCodec(Arc<dyn Device>);
+
+impl ToyCodec {
+    fn hear(&self, what: &str) {
+        let device: &dyn Any = &*self.0;
+        device.downcast_ref::<Toy>().unwrap().heard.lock().unwrap().push(what.to_owned());
+    }
+}
+
+impl DeviceCodec for ToyCodec {
+    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: &mut [u8]) -> Result<()> {
+        self.hear("encode");
+        let mut host = on_host(data)?;
+        host.truncate(chunks.elements * 4);
+        host.resize(chunks.chunks * chunks.count * 4, 0);
+        for (elements, record) in host.chunks(chunks.count * 4).zip(records.chunks_mut(chunks.record)) {
+            let _ = MinMaxU8.encode(cx.dtype(), elements, record, 0, &mut Scratch::default());
+        }
+        Ok(())
+    }
+
+    fn combine(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        records: &[u8],
+        divisor: usize,
+        record: &mut [u8],
+    ) -> Result<()> {
+        self.hear("combine");
+        let mut sum = vec![0f32; chunks.count];
+        for (number, record) in records.chunks(chunks.record).enumerate() {
+            let mut elements = vec![0; chunks.count * 4];
+            MinMaxU8.decode(cx.dtype(), record, &mut elements)?;
+            for (sum, bytes) in sum.iter_mut().zip(elements.as_chunks().0) {
+                let value = f32::from_ne_bytes(*bytes);
+                *sum = if number == 0 { value } else { *sum + value };
+            }
+        }
+        let mean: Vec<u8> = sum.iter().flat_map(|sum| (sum / divisor as f32).to_ne_bytes()).collect();
+        let _ = MinMaxU8.encode(cx.dtype(), &mean, record, 0, &mut Scratch::default());
+        Ok(())
+    }
+
+    fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: &[u8], mut data: BufferMut<'_>) -> Result<()> {
+        self.hear("decode");
+        let mut host = vec![0; chunks.chunks * chunks.count * 4];
+        for (elements, record) in host.chunks_mut(chunks.count * 4).zip(records.chunks(chunks.record)) {
+            MinMaxU8.decode(cx.dtype(), record, elements)?;
+        }
+        host[chunks.elements * 4..].fill(0);
+        data.copy_from(&host[..data.len()])
+    }
+
+    fn is_nonfinite(&self, _chunks: &Chunks, record: &[u8]) -> bool {
+        f32::from_ne_bytes(*record.first_chunk().unwrap()).is_nan()
     }
 }
 

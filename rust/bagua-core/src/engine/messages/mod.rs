@@ -131,20 +131,9 @@ impl Messenger {
         timeout: Option<Duration>,
         keep: Box<dyn Any + Send>,
     ) -> Result<Posted> {
-        if !self.owner.is_current() {
-            return Err(forked());
-        }
-        let health = &self.shared.health;
-        health.check()?;
-        let (rank, size) = (health.rank(), health.size());
+        self.check(&sends, &receives)?;
         for message in sends.iter().chain(&receives) {
-            if let Some(peer) = message.peer {
-                check_peer(peer, rank, size)?;
-            }
             message.data.as_host()?;
-        }
-        if sends.iter().any(|message| message.peer.is_none()) {
-            return Err(Error::InvalidArgument("a message to nobody".to_owned()));
         }
         self.start()?;
         let total: usize = sends.iter().chain(&receives).map(|message| message.data.len()).sum();
@@ -153,7 +142,7 @@ impl Messenger {
         counters.calls.fetch_add(1, Ordering::Relaxed);
         counters.payload_bytes.fetch_add(total as u64, Ordering::Relaxed);
         let running = self.recorder.as_ref().and_then(|recorder| recorder.begin(None, &says, total, ""));
-        let handle = Handle::pending(health.world_rank(rank));
+        let handle = self.pending();
         let senders: Senders = receives.iter().map(|_| AtomicUsize::new(NOBODY)).collect();
         let call = Call {
             handle: handle.clone(),
@@ -168,6 +157,41 @@ impl Messenger {
         };
         self.shared.add(call, sends, receives)?;
         Ok(Posted { handle, senders })
+    }
+
+    /// Refuses what cannot be posted, wherever its memory is.
+    ///
+    /// # Errors
+    /// `InvalidArgument` as [`Messenger::post`]; the group's first cause.
+    pub(super) fn check(&self, sends: &[Message], receives: &[Message]) -> Result<()> {
+        if !self.owner.is_current() {
+            return Err(forked());
+        }
+        let health = &self.shared.health;
+        health.check()?;
+        for peer in sends.iter().chain(receives).filter_map(|message| message.peer) {
+            check_peer(peer, health.rank(), health.size())?;
+        }
+        if sends.iter().any(|message| message.peer.is_none()) {
+            return Err(Error::InvalidArgument("a message to nobody".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// The handle of a call that is not done.
+    pub(super) fn pending(&self) -> Handle {
+        let health = &self.shared.health;
+        Handle::pending(health.world_rank(health.rank()))
+    }
+
+    /// Deadline of messages that bring none.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// The group's state of failure.
+    pub(super) fn health(&self) -> &GroupHealth {
+        &self.shared.health
     }
 
     /// What a call says of itself.

@@ -5,11 +5,12 @@ use crate::codec::{self, Codec};
 use crate::collective::compressed::{self, Compression};
 use crate::collective::gossip::{self, PeerSelection, Replicas};
 use crate::error::{Error, Result};
+use crate::memory::BufferMut;
 use crate::types::{DType, Kind};
 
 impl Lane {
-    /// All_reduce of `data` through a codec, in place. Ranks that differ in the codec, its options, the divisor or error feedback get
-    /// `Mismatch`.
+    /// All_reduce of `data`, on the host or on a device, through a codec, in place. Ranks that differ in the codec, its options, the
+    /// divisor or error feedback get `Mismatch`.
     ///
     /// # Errors
     /// `UnsupportedType` for an element type that the codec does not encode, before anything is sent; otherwise as [`Lane::run`].
@@ -17,7 +18,7 @@ impl Lane {
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        data: &mut [u8],
+        data: BufferMut<'_>,
         how: &mut Compression<'_>,
         work: &mut compressed::Workspace,
     ) -> Result<()> {

@@ -16,7 +16,9 @@ use std::time::Duration;
 
 pub use self::check::PartLayout;
 pub(super) use self::exchanges::{options_of, options_of_gossip, options_of_ring};
+use crate::codec::Codec;
 use crate::collective::Collective;
+use crate::collective::compressed::DeviceCodec;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{Buffer, DeviceRef, kind_of};
@@ -226,6 +228,24 @@ impl Lane {
     /// See [`Collective::end`].
     pub(crate) fn end(&mut self) {
         self.collective.end();
+    }
+
+    /// See [`Collective::reaches`].
+    pub fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        self.collective.reaches(place)
+    }
+
+    /// See [`Collective::codec_on`].
+    ///
+    /// # Errors
+    /// As [`Collective::codec_on`].
+    pub fn codec_on(
+        &self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
+        self.collective.codec_on(place, codec, dtype)
     }
 
     /// Refuses memory that the collective does not reach, before anything is sent.

@@ -6,11 +6,12 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::{LEADER, Lanes};
-use crate::codec::Codec;
+use crate::codec::{Codec, Exchange};
 use crate::collective::compressed::{Compression, Workspace};
 use crate::collective::gossip::{PeerSelection, Replicas, Workspace as RingWorkspace};
 use crate::error::Result;
 use crate::group::lane::{HostLanes, Options, options_of, options_of_gossip, options_of_ring};
+use crate::memory::{BufferMut, DeviceRef};
 use crate::request::{Io, Verb};
 use crate::types::{DType, Kind, ReduceOp, flags};
 
@@ -58,7 +59,8 @@ impl Lanes {
         }
     }
 
-    /// All_reduce of `data` through a codec, in place. By host, with one host, it is the plain all_reduce to the bit.
+    /// All_reduce of `data` through a codec, in place. By host, with one host, it is the plain all_reduce to the bit. On a device for which
+    /// [`Lanes::encodes_on`] is true, nothing but records comes to the host.
     ///
     /// # Errors
     /// As [`crate::group::Lane::compressed_all_reduce`].
@@ -66,7 +68,7 @@ impl Lanes {
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        data: &mut [u8],
+        mut data: BufferMut<'_>,
         how: CompressedAllReduce<'_>,
         work: &mut Workspace,
     ) -> Result<()> {
@@ -79,18 +81,37 @@ impl Lanes {
         let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of(options, &how) };
         if self.host_count() == 1 {
             let op = if average { ReduceOp::Avg } else { ReduceOp::Sum };
-            return self.all_reduce(&options, dtype, Io::in_place(data), op, true);
+            return self.all_reduce(&options, dtype, Io::InPlace(data), op, true);
         }
         let HostLanes { intra, inter } = self.hosts()?;
         let sum = Verb::Reduce { op: ReduceOp::Sum, root: LEADER };
-        intra.run(&options, dtype, sum, Io::in_place(data))?;
+        intra.run(&options, dtype, sum, Io::InPlace(data.reborrow()))?;
         let counted = inter.is_some();
         if let Some(inter) = inter {
-            inter.compressed_all_reduce(&options, dtype, data, &mut how, work)?;
+            inter.compressed_all_reduce(&options, dtype, data.reborrow(), &mut how, work)?;
         }
-        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::in_place(data))?;
-        self.count_hierarchical(Kind::CompressedAllReduce, data.len(), counted);
+        let payload = data.len();
+        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::InPlace(data))?;
+        self.count_hierarchical(Kind::CompressedAllReduce, payload, counted);
         Ok(())
+    }
+
+    /// Whether [`Lanes::compressed_all_reduce`] without error feedback leaves the tensor on this device, and encodes it there.
+    ///
+    /// # Errors
+    /// As [`crate::collective::Collective::codec_on`].
+    pub fn encodes_on(
+        &self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+        hierarchical: bool,
+    ) -> Result<bool> {
+        let one_host = hierarchical && self.host_count() == 1;
+        if place.is_none() || codec.exchange() != Exchange::TwoShot || !self.reaches(place, one_host) {
+            return Ok(false);
+        }
+        self.global.codec_on(place, codec, dtype).map(|found| found.is_some())
     }
 
     /// `mean` = the mean of `weights` and those of the selected peers; by host, of the hosts' means. `All` is an all_reduce.

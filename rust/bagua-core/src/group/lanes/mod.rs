@@ -2,6 +2,7 @@
 
 mod exchanges;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 pub use exchanges::{CompressedAllReduce, CompressedRing};
@@ -9,6 +10,7 @@ pub use exchanges::{CompressedAllReduce, CompressedRing};
 use super::lane::{HostLanes, Lane, Options};
 use super::membership::Group;
 use crate::error::{Error, Result};
+use crate::memory::{Device, DeviceRef};
 use crate::recorder::Ticket;
 use crate::reduce::divide;
 use crate::request::{HostIo, Io, Verb};
@@ -27,12 +29,14 @@ pub struct Lanes {
     /// Opens the lanes by host; `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
     hosts: Option<HostLanes>,
+    /// Those of the buckets that are communicated on the lanes, which hear of the end.
+    devices: Vec<Arc<dyn Device>>,
 }
 
 impl From<Lane> for Lanes {
     /// The lanes of a lane without a group, as tests and benchmarks build it: without lanes by host.
     fn from(global: Lane) -> Lanes {
-        Lanes { global, group: None, hosts: None }
+        Lanes { global, group: None, hosts: None, devices: Vec::new() }
     }
 }
 
@@ -42,7 +46,7 @@ impl Lanes {
     /// # Errors
     /// As [`Group::lane`].
     pub fn of(group: &Group) -> Result<Lanes> {
-        Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None })
+        Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None, devices: Vec::new() })
     }
 
     /// The next operation is the one that was queued with this ticket, on whichever lane it is; `None`: it was not queued.
@@ -75,8 +79,19 @@ impl Lanes {
         Ok(hosts)
     }
 
-    /// See [`crate::collective::Collective::end`].
+    /// The buckets that are communicated from now on are on these devices, which are made ready for that.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    pub(crate) fn prepare(&mut self, devices: Vec<Arc<dyn Device>>) -> Result<()> {
+        devices.iter().try_for_each(|device| device.prepare())?;
+        self.devices = devices;
+        Ok(())
+    }
+
+    /// See [`crate::collective::Collective::end`] and [`Device::end`].
     pub(crate) fn end(&mut self) {
+        self.devices.drain(..).for_each(|device| device.end());
         self.global.end();
         if let Some(hosts) = &mut self.hosts {
             hosts.intra.end();
@@ -84,6 +99,11 @@ impl Lanes {
                 inter.end();
             }
         }
+    }
+
+    /// Whether [`Lanes::all_reduce`] works on memory of this device, as `hierarchical` says.
+    pub fn reaches(&self, place: DeviceRef<'_>, hierarchical: bool) -> bool {
+        self.global.reaches(place) && (place.is_none() || !hierarchical || self.route_is_hierarchical())
     }
 
     /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.

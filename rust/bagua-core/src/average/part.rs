@@ -1,0 +1,106 @@
+//! The weights of one dtype, and what a round needs beside them on the host. On a device they are copied and updated there; the host has
+//! copies of the snapshot and of the average.
+
+use crate::collective::compressed::Workspace;
+use crate::error::Result;
+use crate::memory::{ArenaBuffer, Locked, WeightGuard, WeightStep, Weights};
+use crate::reduce;
+
+/// What ends a wait for a device, by its error.
+pub(super) type GoOn<'a> = &'a dyn Fn() -> Result<()>;
+
+/// See the module.
+pub(super) struct Part {
+    pub(super) weights: Weights,
+    /// What the weights were when the round began.
+    pub(super) snapshot: Vec<u8>,
+    /// Their average over the ranks.
+    pub(super) average: ArenaBuffer,
+    /// The last average, which all ranks of the set know; empty without a codec or when there is none.
+    pub(super) last: Vec<u8>,
+    pub(super) work: Workspace,
+}
+
+impl Part {
+    pub(super) fn new(weights: Weights, average: ArenaBuffer) -> Part {
+        let (last, work) = (Vec::new(), Workspace::default());
+        Part { snapshot: vec![0; weights.len()], weights, average, last, work }
+    }
+
+    /// The average's bytes.
+    pub(super) fn average(&mut self) -> &mut [u8] {
+        let bytes = self.snapshot.len();
+        &mut self.average.bytes()[..bytes]
+    }
+
+    /// Copies the weights, under their lock.
+    pub(super) fn take_snapshot(&mut self, guard: &WeightGuard) -> Result<()> {
+        take_snapshot(&mut self.weights, guard, &mut self.snapshot)
+    }
+
+    /// The snapshot comes to the host, where it is not there.
+    pub(super) fn read_snapshot(&mut self, go_on: GoOn<'_>) -> Result<()> {
+        read_snapshot(&mut self.weights, go_on, &mut self.snapshot)
+    }
+
+    /// The average goes where the weights are, before the ranks agree on it.
+    pub(super) fn hand_in_average(&mut self, go_on: GoOn<'_>) -> Result<()> {
+        let bytes = self.snapshot.len();
+        match self.weights.device() {
+            Some(device) => device.write_average(&self.average.bytes()[..bytes], go_on),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds `average - snapshot` to the weights, under their lock.
+    pub(super) fn correct(&mut self, guard: &WeightGuard) -> Result<()> {
+        let (dtype, bytes) = (self.weights.dtype(), self.snapshot.len());
+        match self.weights.locked(guard) {
+            Locked::Device(device) => device.under_lock(WeightStep::Correct)?,
+            Locked::Host(weights) => {
+                reduce::correct(dtype, weights, &self.average.bytes()[..bytes], &self.snapshot);
+            }
+        }
+        Ok(())
+    }
+
+    /// The weights become what was handed in as the average, under their lock.
+    pub(super) fn replace(&mut self, guard: &WeightGuard) -> Result<()> {
+        let bytes = self.snapshot.len();
+        replace(&mut self.weights, guard, &self.average.bytes()[..bytes])
+    }
+}
+
+/// Copies weights into `snapshot`; on a device only there.
+pub(super) fn take_snapshot(weights: &mut Weights, guard: &WeightGuard, snapshot: &mut [u8]) -> Result<()> {
+    match weights.locked(guard) {
+        Locked::Device(device) => device.under_lock(WeightStep::Snapshot)?,
+        Locked::Host(weights) => snapshot.copy_from_slice(weights),
+    }
+    Ok(())
+}
+
+/// The same copy of weights on a device, to the host.
+pub(super) fn read_snapshot(weights: &mut Weights, go_on: GoOn<'_>, snapshot: &mut [u8]) -> Result<()> {
+    match weights.device() {
+        Some(device) => device.read_snapshot(snapshot, go_on),
+        None => Ok(()),
+    }
+}
+
+/// `values` go where weights on a device are.
+pub(super) fn hand_in(weights: &mut Weights, go_on: GoOn<'_>, values: &[u8]) -> Result<()> {
+    match weights.device() {
+        Some(device) => device.write_average(values, go_on),
+        None => Ok(()),
+    }
+}
+
+/// Weights become `values`, which were handed in.
+pub(super) fn replace(weights: &mut Weights, guard: &WeightGuard, values: &[u8]) -> Result<()> {
+    match weights.locked(guard) {
+        Locked::Device(device) => device.under_lock(WeightStep::Replace)?,
+        Locked::Host(weights) => weights.copy_from_slice(values),
+    }
+    Ok(())
+}

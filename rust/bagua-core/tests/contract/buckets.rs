@@ -1,0 +1,317 @@
+//! Buckets on the toy device: every operation writes what it writes on the host, and the device gets marks and waits.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use bagua_core::bucket::{Bucket, Tensor};
+use bagua_core::codec;
+use bagua_core::collective::CollectiveFactory;
+use bagua_core::collective::gossip::PeerSelection;
+use bagua_core::engine::{Engine, SharedBucket};
+use bagua_core::error::{Error, Result};
+use bagua_core::group::Lane;
+use bagua_core::health::GroupHealth;
+use bagua_core::memory::{Device, Region, WeightLock};
+use bagua_core::op::{
+    AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
+    LowPrecisionDecentralizedOp, Op,
+};
+use bagua_core::stats::Stats;
+use bagua_core::types::{DType, Kind};
+
+use crate::toy::{Toy, ToyFactory, ToyMemory};
+use crate::world::local;
+
+const LONG: Option<Duration> = Some(Duration::from_secs(60));
+
+/// Elements of a bucket's tensors.
+const COUNTS: [usize; 3] = [5000, 1, 300];
+
+/// Memory of some elements on the host or on the toy device.
+enum Memory {
+    Host(Vec<f32>),
+    Toy(ToyMemory),
+}
+
+impl Memory {
+    fn new(device: Option<&Arc<dyn Device>>, values: &[f32]) -> Memory {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+        match device {
+            None => Memory::Host(values.to_vec()),
+            Some(device) => Memory::Toy(ToyMemory::of(device, &bytes)),
+        }
+    }
+
+    /// `count` elements from `first` on.
+    fn region(&mut self, device: Option<&Arc<dyn Device>>, first: usize, count: usize) -> Region {
+        match (self, device) {
+            // SAFETY: the array lives longer than the bucket, and is read when the bucket is idle.
+            (Memory::Host(array), _) => unsafe {
+                Region::new(array[first..first + count].as_mut_ptr().cast(), count, DType::F32).unwrap()
+            },
+            // SAFETY: as above.
+            (Memory::Toy(memory), Some(device)) => unsafe {
+                let at = (memory.address() + 4 * first) as *mut u8;
+                Region::on(Arc::clone(device), at, count, DType::F32).unwrap()
+            },
+            (Memory::Toy(_), None) => unreachable!("toy memory has a device"),
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        match self {
+            Memory::Host(array) => array.iter().flat_map(|value| value.to_ne_bytes()).collect(),
+            Memory::Toy(memory) => memory.bytes(),
+        }
+    }
+}
+
+fn engine(rank: usize, collective: Box<dyn bagua_core::collective::Collective>) -> (Engine, Arc<GroupHealth>) {
+    let health = GroupHealth::local(rank, 2);
+    let collective = ToyFactory.wrap(collective, &[vec![0, 1]]).unwrap();
+    let lane = Lane::new(collective, health.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60));
+    (Engine::over(lane, health.clone(), "model").unwrap(), health)
+}
+
+type Make = fn() -> (Arc<dyn Op>, &'static [(&'static str, usize)]);
+
+fn minmax() -> Arc<dyn codec::Codec> {
+    codec::by_name("minmax_u8", &[]).unwrap()
+}
+
+const COUNT: usize = 5301;
+const OPERATIONS: [Make; 7] = [
+    || (Arc::new(CentralizedOp::new(true, false, false)), &[]),
+    || (Arc::new(CompressedOp::new(minmax(), true, false, true)), &[("error", COUNT)]),
+    || (Arc::new(CompressedOp::new(minmax(), false, false, false)), &[]),
+    || {
+        let compressed = CompressedOp::new(minmax(), true, false, false);
+        (Arc::new(AutoOp::new(CentralizedOp::new(true, false, false), compressed)), &[])
+    },
+    || (Arc::new(DecentralizedOp::new(PeerSelection::Ring, false)), &[("peer_weight", COUNT)]),
+    || (Arc::new(AsyncModelAverageOp::new(WeightLock::new())), &[]),
+    || {
+        let replicas = &[("weight", COUNT), ("left_peer_weight", COUNT), ("right_peer_weight", COUNT)];
+        (Arc::new(LowPrecisionDecentralizedOp::new(minmax(), false)), replicas)
+    },
+];
+
+/// What two steps of an operation leave in the tensors and the extra tensors.
+fn after_two_steps(
+    rank: usize,
+    collective: Box<dyn bagua_core::collective::Collective>,
+    make: Make,
+    flat: bool,
+    device: Option<&Arc<dyn Device>>,
+) -> Vec<Vec<u8>> {
+    let values: Vec<f32> = (0..COUNT).map(|at| ((at * 37 + rank * 11) % 101) as f32 / 7.0 - 3.0).collect();
+    let mut memory = if flat {
+        vec![Memory::new(device, &values)]
+    } else {
+        let mut rest = &values[..];
+        let part = |count| {
+            let (head, tail) = rest.split_at(count);
+            rest = tail;
+            Memory::new(device, head)
+        };
+        COUNTS.into_iter().map(part).collect()
+    };
+    let (op, extra) = make();
+    let mut first = 0;
+    let mut tensors = Vec::new();
+    for (number, count) in COUNTS.into_iter().enumerate() {
+        let region =
+            if flat { memory[0].region(device, first, count) } else { memory[number].region(device, 0, count) };
+        tensors.push(Tensor { name: number.to_string(), region, padding: false });
+        first += count;
+    }
+    let bucket = SharedBucket::new(Bucket::new("bucket", tensors).unwrap());
+    bucket.append(op).unwrap();
+    let mut extras: Vec<_> = extra.iter().map(|(_, count)| Memory::new(device, &vec![0.0; *count])).collect();
+    for ((name, count), memory) in extra.iter().zip(&mut extras) {
+        bucket.attach(ExtraTensor { name: (*name).to_owned(), region: memory.region(device, 0, *count) }).unwrap();
+    }
+    let (engine, _health) = engine(rank, collective);
+    engine.register(vec![bucket.clone()]).unwrap();
+    for _ in 0..2 {
+        (0..COUNTS.len()).for_each(|tensor| engine.mark_ready(tensor, None, Some(7)).unwrap());
+        assert_eq!(engine.wait(LONG).unwrap(), 1);
+    }
+    if extra.first().is_some_and(|(name, _)| *name == "peer_weight") {
+        bucket.copy_from_extra("peer_weight", Some(7)).unwrap();
+    }
+    engine.shutdown();
+    memory.iter().chain(&extras).map(Memory::bytes).collect()
+}
+
+#[test]
+fn every_operation_writes_to_a_device_what_it_writes_to_the_host() {
+    for (number, make) in OPERATIONS.into_iter().enumerate() {
+        for flat in [true, false] {
+            let [on_host, on_toy] = [false, true].map(|toy| {
+                std::thread::scope(|scope| {
+                    let run = |(rank, collective)| {
+                        scope.spawn(move || {
+                            let device = toy.then(|| Toy::device(rank));
+                            after_two_steps(rank, collective, make, flat, device.as_ref())
+                        })
+                    };
+                    let ranks: Vec<_> = local(2).into_iter().enumerate().map(run).collect();
+                    ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+                })
+            });
+            assert!(on_host == on_toy, "operation {number}, flat: {flat}");
+        }
+    }
+}
+
+/// What a compressed all_reduce without error feedback leaves in these values, the last of which are padding, what the device heard of
+/// it, and the records that were not finite.
+fn compressed(
+    rank: usize,
+    collective: Box<dyn bagua_core::collective::Collective>,
+    values: &[f32],
+    padding: usize,
+    device: Option<&Arc<dyn Device>>,
+) -> (Vec<u8>, Vec<String>, u64) {
+    let mut memory = Memory::new(device, values);
+    let count = values.len() - padding;
+    let mut tensors = vec![Tensor { name: "x".to_owned(), region: memory.region(device, 0, count), padding: false }];
+    if padding > 0 {
+        let region = memory.region(device, count, padding);
+        tensors.push(Tensor { name: "padding".to_owned(), region, padding: true });
+    }
+    let bucket = SharedBucket::new(Bucket::new("bucket", tensors).unwrap());
+    bucket.append(Arc::new(CompressedOp::new(minmax(), true, false, false))).unwrap();
+    let health = GroupHealth::local(rank, collective.size());
+    let ranks = (0..collective.size()).collect();
+    let collective = ToyFactory.wrap(collective, &[ranks]).unwrap();
+    let stats = Arc::new(Stats::default());
+    let lane = Lane::new(collective, health.clone(), stats.clone(), 0, 0, Duration::from_secs(60));
+    let engine = Engine::over(lane, health, "model").unwrap();
+    engine.register(vec![bucket]).unwrap();
+    engine.mark_ready(0, None, None).unwrap();
+    assert_eq!(engine.wait(LONG).unwrap(), 1);
+    engine.shutdown();
+    let said = device.map(Toy::heard).unwrap_or_default();
+    let lost = stats.of(Kind::CompressedAllReduce).nonfinite_records.load(Relaxed);
+    (memory.bytes(), said.into_iter().filter(|said| said.ends_with("code") || said == "combine").collect(), lost)
+}
+
+#[test]
+fn a_device_with_the_codec_combines_to_the_bytes_of_the_host_also_with_ranks_that_do_it_there() {
+    for size in 1..=4 {
+        for (count, padding, infinite) in
+            [(1, 0, false), (2, 1, false), (7, 3, false), (1000, 0, false), (1001, 17, true)]
+        {
+            let values = |rank: usize| -> Vec<f32> {
+                let value = |at: usize| ((at * 37 + rank * 11) % 101) as f32 / 7.0 - 3.0;
+                let mut values: Vec<f32> = (0..count).map(value).collect();
+                values[0] = if infinite && rank == 0 { f32::INFINITY } else { values[0] };
+                values
+            };
+            // Nobody, everybody, and every other rank has a device.
+            let [on_host, on_toy, mixed] =
+                [|_| false, |_| true, |rank: usize| rank.is_multiple_of(2)].map(|toy: fn(usize) -> bool| {
+                    std::thread::scope(|scope| {
+                        let run = |(rank, collective)| {
+                            scope.spawn(move || {
+                                let device = toy(rank).then(|| Toy::device(rank));
+                                compressed(rank, collective, &values(rank), padding, device.as_ref())
+                            })
+                        };
+                        let ranks: Vec<_> = local(size).into_iter().enumerate().map(run).collect();
+                        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+                    })
+                });
+            let what = format!("{size} ranks, {count} elements, {padding} of padding");
+            for (rank, host) in on_host.iter().enumerate() {
+                for other in [&on_toy[rank], &mixed[rank]] {
+                    assert_eq!((&host.0, host.2), (&other.0, other.2), "{what}");
+                }
+                let expected: &[&str] = if size > 1 { &["encode", "combine", "decode"] } else { &[] };
+                assert_eq!(on_toy[rank].1, expected, "{what}");
+            }
+            assert!(!infinite || size == 1 || on_host[0].2 > 0, "{what}");
+        }
+    }
+}
+
+/// A bucket of two tensors on the device, with the memory of both.
+fn bucket_on(device: &Arc<dyn Device>) -> (SharedBucket, [Memory; 2]) {
+    let mut memory = [0, 1].map(|_| Memory::new(Some(device), &[1.0, 2.0]));
+    let tensor = |(number, memory): (usize, &mut Memory)| Tensor {
+        name: number.to_string(),
+        region: memory.region(Some(device), 0, 2),
+        padding: false,
+    };
+    let tensors = memory.iter_mut().enumerate().map(tensor).collect();
+    (SharedBucket::new(Bucket::new("bucket", tensors).unwrap()), memory)
+}
+
+fn alone() -> (Engine, Arc<GroupHealth>) {
+    let health = GroupHealth::local(0, 1);
+    let solo = ToyFactory.wrap(Box::new(bagua_core::collective::Solo::new()), &[vec![0]]).unwrap();
+    let lane = Lane::new(solo, health.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60));
+    (Engine::over(lane, health.clone(), "model").unwrap(), health)
+}
+
+#[test]
+fn a_device_gets_marks_before_the_operations_and_the_streams_of_waits() {
+    let device = Toy::device(0);
+    let (bucket, _memory) = bucket_on(&device);
+    bucket.append(Arc::new(CallbackOp::new(|_| Ok(())))).unwrap();
+    let (engine, _) = alone();
+    engine.register(vec![bucket]).unwrap();
+    engine.mark_ready(0, None, Some(5)).unwrap();
+    engine.mark_ready(1, None, None).unwrap();
+    let refused = engine.wait_in_slices(LONG, Duration::from_secs(1), Some(Toy::REFUSED), || Ok::<(), ()>(()));
+    assert!(matches!(refused, Ok(Err(Error::NotImplemented(_)))), "{refused:?}");
+    let done = engine.wait_in_slices(LONG, Duration::from_secs(1), Some(6), || Ok::<(), ()>(()));
+    assert_eq!(done, Ok(Ok(1)), "the wait that was refused has reported nothing");
+    engine.shutdown();
+    let said = ["prepare", "mark 5", "mark own", "order own", "mark own", "finish", "order 6", "end"];
+    assert_eq!(Toy::heard(&device), said);
+}
+
+#[test]
+fn a_stream_that_a_device_refuses_marks_nothing() {
+    let device = Toy::device(0);
+    let (bucket, _memory) = bucket_on(&device);
+    let (engine, health) = alone();
+    engine.register(vec![bucket]).unwrap();
+    assert!(matches!(engine.mark_ready(0, None, Some(Toy::REFUSED)), Err(Error::NotImplemented(_))));
+    engine.mark_ready(0, None, Some(1)).unwrap();
+    engine.mark_ready(1, None, Some(1)).unwrap();
+    assert_eq!(engine.wait(LONG), Ok(1));
+    assert!(health.check().is_ok());
+}
+
+#[test]
+fn tensors_of_two_places_are_refused_by_name() {
+    let device = Toy::device(0);
+    let (bucket, _memory) = bucket_on(&device);
+    let mut host = Memory::new(None, &[1.0, 2.0]);
+    let extra = ExtraTensor { name: "error".to_owned(), region: host.region(None, 0, 2) };
+    let text = |result: Result<()>| match result {
+        Err(Error::UnsupportedType(text)) => text,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(text(bucket.attach(extra)), "bucket 'bucket': tensor 'error' is on the host but '0' is on toy:0");
+    let mut there = Memory::new(Some(&device), &[1.0, 2.0]);
+    let tensors = vec![
+        Tensor { name: "a".to_owned(), region: host.region(None, 0, 2), padding: false },
+        Tensor { name: "b".to_owned(), region: there.region(Some(&device), 0, 2), padding: false },
+    ];
+    assert_eq!(
+        text(Bucket::new("mixed", tensors).map(drop)),
+        "bucket 'mixed': tensor 'b' is on toy:0 but 'a' is on the host"
+    );
+    let (engine, _) = alone();
+    engine.register(vec![bucket]).unwrap();
+    assert_eq!(
+        text(engine.mark_ready(0, Some(host.region(None, 0, 2)), None)),
+        "tensor '0' is on toy:0, its new memory on the host"
+    );
+}

@@ -1,0 +1,242 @@
+//! A lane's collective: hands host memory on to the host's, and arrays on devices to the collective that the ranks choose at the first one.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use bagua_core::codec::Codec;
+use bagua_core::collective::compressed::DeviceCodec;
+use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
+use bagua_core::error::{Error, Result};
+use bagua_core::memory::DeviceRef;
+use bagua_core::types::DType;
+use nccl_sys::UNIQUE_ID_BYTES;
+
+use crate::choice::{self, Candidate, Found, Hosts, NCCL, RECORD};
+use crate::compressed::MinMaxOnDevice;
+use crate::device::{KIND, Place, Wish, place_of};
+use crate::ipc::{Ipc, Ranks};
+use crate::nccl::{Communicator, Nccl, unique_id};
+use crate::parts::Parts;
+use crate::stage::{Choice, IPC, Stage};
+use crate::staged;
+
+/// Bytes by which ranks compare their calls: a whole number of elements of any type.
+const CHECK: usize = 16;
+
+/// Makes the collectives of this crate, over those of the host.
+#[derive(Debug)]
+pub struct Factory;
+
+impl CollectiveFactory for Factory {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
+        let hosts = hosts.to_vec();
+        let (nccl, ipc, stages, compared) = (None, None, Vec::new(), HashSet::new());
+        Ok(Box::new(OnDevices { inner, hosts, chosen: None, nccl, ipc, stages, compared }))
+    }
+}
+
+/// See the module.
+struct OnDevices {
+    /// The host's collective.
+    inner: Box<dyn Collective>,
+    /// The ranks of each host.
+    hosts: Vec<Vec<usize>>,
+    /// What the ranks chose at the lane's first operation on a device.
+    chosen: Option<Choice>,
+    /// Set with the choice of NCCL.
+    nccl: Option<Communicator>,
+    /// Set with the choice of `ipc`, alone or inside hosts.
+    ipc: Option<Ipc>,
+    /// What the lane has on devices that it has used.
+    stages: Vec<Arc<Stage>>,
+    /// Registrations of buckets whose first operation the ranks have compared.
+    compared: HashSet<u64>,
+}
+
+impl Collective for OnDevices {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        self.inner.transports()
+    }
+
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        place.is_none_or(|device| device.kind() == KIND) || self.inner.reaches(place)
+    }
+
+    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+        match place {
+            Some(device) if place_of(place).is_some() => MinMaxOnDevice::open(device, codec, dtype),
+            _ => self.inner.codec_on(place, codec, dtype),
+        }
+    }
+
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+        let Some(place) = place_of(io.device()?) else { return self.inner.run(cx, verb, io) };
+        self.agree(cx, place)?;
+        let parts = Parts::new(verb, &io, self.rank(), self.size());
+        if let Some(ipc) = &mut self.ipc {
+            ipc.check_device(place)?;
+            return ipc.run(self.inner.as_mut(), cx, verb, &parts, place);
+        }
+        match &self.nccl {
+            Some(nccl) => {
+                nccl.check_device(place)?;
+                let first = place.registration().is_some_and(|number| self.compared.insert(number));
+                if place.check || first {
+                    compare(self.inner.as_mut(), cx)?;
+                }
+                nccl.run(cx, verb, &parts, place)
+            }
+            None => staged::run(self.inner.as_mut(), cx, verb, &parts, place),
+        }
+    }
+
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        let devices = sends.iter().map(|message| message.data.device());
+        let Some(place) =
+            devices.chain(recvs.iter().map(|message| message.data.device())).find_map(|device| place_of(device))
+        else {
+            return self.inner.exchange(cx, sends, recvs);
+        };
+        self.agree(cx, place)?;
+        staged::exchange(self.inner.as_mut(), cx, sends, recvs)
+    }
+
+    fn end(&mut self) {
+        self.inner.end();
+        self.end_nccl();
+        self.end_ipc();
+        for stage in self.stages.drain(..) {
+            stage.end();
+        }
+    }
+}
+
+impl OnDevices {
+    /// All ranks choose the collective, once, over the host's.
+    ///
+    /// # Errors
+    /// `Unavailable` on all ranks for wishes that differ or cannot be served; what prevents a communicator.
+    fn agree(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+        let stage = place.stage();
+        if !self.stages.iter().any(|known| Arc::ptr_eq(known, &stage)) {
+            self.stages.push(Arc::clone(&stage));
+        }
+        let choice = match &self.chosen {
+            Some(choice) => choice.clone(),
+            None => {
+                let (candidate, nccl) = candidate(place);
+                let mut all = vec![0; self.size() * RECORD];
+                self.inner.run(cx, Verb::AllGather, Io::split(&candidate.to_record(), &mut all))?;
+                let candidates: Vec<_> = all.chunks(RECORD).map(Candidate::from_record).collect();
+                let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.name() == "hier" };
+                let choice = match choice::choose(&candidates, &hosts)? {
+                    Found::Settled(choice) => choice,
+                    Found::IfShared(choice) => self.share(cx, &stage, &candidates, choice)?,
+                };
+                if [NCCL, IPC].contains(&choice.collective) {
+                    stage.unprepare();
+                }
+                if choice.collective == NCCL {
+                    let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, and this rank has none"))?;
+                    self.nccl = Some(self.communicator(cx, &nccl, place)?);
+                }
+                self.chosen.insert(choice).clone()
+            }
+        };
+        // Another device of the same lane.
+        let _ = stage.choice.set(choice);
+        Ok(())
+    }
+
+    /// The ranks come to share memory, if they can: else what they choose then.
+    fn share(&mut self, cx: &OpContext<'_>, stage: &Stage, candidates: &[Candidate], choice: Choice) -> Result<Choice> {
+        let uuids = candidates.iter().map(|candidate| candidate.uuid).collect();
+        let ranks = Ranks { own: self.inner.rank(), hosts: &self.hosts, uuids };
+        let wish = candidates[0].wish;
+        // Without kernels, `staged` serves all verbs and `ipc` only some.
+        match Ipc::connect(self.inner.as_mut(), cx, stage, &ranks, wish == Wish::Auto)? {
+            Ok(ipc) => {
+                self.ipc = Some(ipc);
+                Ok(choice)
+            }
+            Err(reason) => choice::without_ipc(wish, choice.why, &reason),
+        }
+    }
+
+    /// A communicator from a fresh unique id, which rank 0 sends over the host's collective.
+    fn communicator(&mut self, cx: &OpContext<'_>, nccl: &Arc<Nccl>, place: &Place) -> Result<Communicator> {
+        let (rank, ranks) = (self.rank(), self.size());
+        let stage = place.stage();
+        let context = stage.context();
+        let mut id = if rank == 0 { unique_id(nccl, context)? } else { [0; UNIQUE_ID_BYTES] };
+        self.inner.run(cx, Verb::Broadcast { root: 0 }, Io::in_place(&mut id))?;
+        Communicator::new(nccl, context, cx, (rank, ranks), id)
+    }
+
+    fn end_nccl(&mut self) {
+        let Some(nccl) = self.nccl.take() else { return };
+        let context = Arc::clone(nccl.context());
+        let stages = || self.stages.iter().filter(|stage| Arc::ptr_eq(stage.context(), &context));
+        let last = stages().find_map(|stage| stage.last());
+        if !nccl.end(last.as_deref()) {
+            stages().for_each(|stage| stage.forget());
+        }
+    }
+
+    fn end_ipc(&mut self) {
+        let Some(ipc) = self.ipc.take() else { return };
+        let context = Arc::clone(ipc.context());
+        if !ipc.end() {
+            let stages = self.stages.iter().filter(|stage| Arc::ptr_eq(stage.context(), &context));
+            stages.for_each(|stage| stage.forget());
+        }
+    }
+}
+
+impl Drop for OnDevices {
+    fn drop(&mut self) {
+        self.end_nccl();
+        self.end_ipc();
+    }
+}
+
+/// All ranks compare their calls, over the host's collective.
+fn compare(inner: &mut dyn Collective, cx: &OpContext<'_>) -> Result<()> {
+    let mut all = vec![0; inner.size() * CHECK];
+    inner.run(cx, Verb::AllGather, Io::split(&[0; CHECK], &mut all))
+}
+
+/// What this rank tells of itself, and its NCCL where it has one that can be used. That is looked for only where it is wanted.
+fn candidate(place: &Place) -> (Candidate, Option<Arc<Nccl>>) {
+    let stage = place.stage();
+    let context = stage.context();
+    let plain = Candidate { wish: place.wish, uuid: context.uuid(), ..Candidate::default() };
+    let source = match (place.wish, context.nccl()) {
+        (Wish::Staged | Wish::Ipc, _) => return (plain, None),
+        (Wish::Auto | Wish::Nccl, None) => {
+            return (Candidate { reason: "nobody said where libnccl may be".to_owned(), ..plain }, None);
+        }
+        (Wish::Auto | Wish::Nccl, Some(source)) => source,
+    };
+    let found = (source.load)().map_err(|error| error.to_string());
+    match found.and_then(|nccl| nccl.served().map(|version| (nccl, version))) {
+        Ok((nccl, version)) => (Candidate { nccl: version, several: source.several, ..plain }, Some(nccl)),
+        Err(reason) => (Candidate { reason, ..plain }, None),
+    }
+}

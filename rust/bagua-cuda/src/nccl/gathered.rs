@@ -1,0 +1,95 @@
+//! What NCCL cannot reduce (bits, truth values, products of complex numbers): its ranks' elements come together by NCCL, and our kernel
+//! reduces them, in the order of the ranks and with the host's bits.
+
+use bagua_core::error::Result;
+use bagua_core::request::{OpContext, Verb};
+use bagua_core::types::ReduceOp;
+
+use super::communicator::Communicator;
+use crate::api::CUstream;
+use crate::device::Place;
+use crate::kernels::MAX_SOURCES;
+use crate::memory::Scratch;
+use crate::parts::Parts;
+use crate::reduction::Reduction;
+use crate::stage::Stage;
+
+/// Bytes of all ranks that are reduced together.
+const TOGETHER: usize = 32 << 20;
+
+/// The longest piece is a multiple of so many bytes, so that no element is cut and vectors are aligned.
+const ALIGNMENT: usize = 64;
+
+impl Communicator {
+    /// Runs a reduction that NCCL does not serve.
+    ///
+    /// # Errors
+    /// `Unavailable` that names NVRTC where the kernel cannot be compiled, before anything is sent; as [`Communicator::operate`].
+    pub(crate) fn run_gathered(
+        &self,
+        cx: &OpContext<'_>,
+        verb: Verb,
+        op: ReduceOp,
+        parts: &Parts,
+        place: &Place,
+    ) -> Result<()> {
+        let kernel = Reduction::new(self.context(), cx.dtype(), op, 1)?;
+        let stage = place.stage();
+        self.operate(cx, place, || match parts.shard {
+            0 => Ok(()),
+            _ => self.put_gathered(cx, verb, parts, &stage, &kernel),
+        })
+    }
+
+    fn put_gathered(
+        &self,
+        cx: &OpContext<'_>,
+        verb: Verb,
+        parts: &Parts,
+        stage: &Stage,
+        kernel: &Reduction,
+    ) -> Result<()> {
+        let ranks = self.ranks();
+        let longest = (TOGETHER / ranks / ALIGNMENT * ALIGNMENT).max(ALIGNMENT).min(parts.shard);
+        let scratch = Scratch::new(self.context(), ranks * longest, self.stream())?;
+        let first = scratch.address();
+        for at in (0..parts.shard).step_by(longest) {
+            let bytes = longest.min(parts.shard - at);
+            let places: Vec<usize> = (0..ranks).map(|rank| first + rank * bytes).collect();
+            if let Verb::ReduceScatter(_) = verb {
+                let from: Vec<usize> = parts.from.iter().map(|shard| shard + at).collect();
+                self.exchange(cx, &from, &places, bytes, 0)?;
+            } else {
+                let from = parts.from.first().map_or(0, |shard| shard + at);
+                self.call(cx, "ncclAllGather", |nccl| nccl.all_gather(from, first, bytes))?;
+            }
+            if let Some(to) = parts.to.first() {
+                reduce(kernel, stage, self.stream(), &places, to + at, bytes)?;
+            }
+        }
+        scratch.free()
+    }
+}
+
+/// As many bytes at each source, of any number of them, become as many at `to`.
+fn reduce(
+    kernel: &Reduction,
+    stage: &Stage,
+    stream: CUstream,
+    sources: &[usize],
+    to: usize,
+    bytes: usize,
+) -> Result<()> {
+    let (mut from, mut rest) = sources.split_at(sources.len().min(MAX_SOURCES));
+    let mut given = from.to_vec();
+    loop {
+        // SAFETY: sources are memory of the operation, which is there on this stream, and the target is the operation's own.
+        unsafe { kernel.launch(stage, stream, &given, to, bytes) }?;
+        if rest.is_empty() {
+            return Ok(());
+        }
+        // What was reduced so far is the first source of the next launch.
+        (from, rest) = rest.split_at(rest.len().min(MAX_SOURCES - 1));
+        given = std::iter::once(to).chain(from.iter().copied()).collect();
+    }
+}

@@ -1,0 +1,143 @@
+//! The verbs as calls of NCCL: five of its collectives; gather, scatter and all_to_all as messages that go together.
+
+use bagua_core::error::Result;
+use bagua_core::request::{OpContext, Verb};
+use bagua_core::types::{DType, ReduceOp};
+use nccl_sys::ncclRedOp_t;
+
+use super::communicator::{Communicator, Reduction, elements};
+use crate::device::Place;
+use crate::memory::Scratch;
+use crate::parts::Parts;
+
+/// How NCCL reduces; `None` for what it cannot: bits, truth values, products of complex numbers.
+fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
+    match op {
+        ReduceOp::Sum => Some(ncclRedOp_t::SUM),
+        ReduceOp::Product => (!dtype.is_complex()).then_some(ncclRedOp_t::PRODUCT),
+        ReduceOp::Min => Some(ncclRedOp_t::MIN),
+        ReduceOp::Max => Some(ncclRedOp_t::MAX),
+        ReduceOp::Avg => Some(ncclRedOp_t::AVERAGE),
+        ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => None,
+    }
+}
+
+/// The reduction of a verb; `None` without one, and for what NCCL cannot reduce.
+fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
+    let (kind, times) = elements(dtype)?;
+    Some(Reduction { count: bytes / dtype.size() * times, dtype: kind, op: operation(op, dtype)? })
+}
+
+/// Whether NCCL can do a verb on elements of a type.
+fn serves(verb: Verb, dtype: DType) -> bool {
+    verb.op().is_none_or(|op| reduction(op, dtype, 0).is_some())
+}
+
+impl Communicator {
+    /// Runs a verb.
+    ///
+    /// # Errors
+    /// `Unavailable` that names NVRTC where a kernel is needed and cannot be compiled; as [`Communicator::operate`].
+    pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb, parts: &Parts, place: &Place) -> Result<()> {
+        if let Some(op) = verb.op().filter(|_| !serves(verb, cx.dtype())) {
+            return self.run_gathered(cx, verb, op, parts, place);
+        }
+        self.operate(cx, place, || if parts.shard == 0 { Ok(()) } else { self.put(cx, verb, parts) })
+    }
+
+    /// Puts the work of a verb on the stream. In place, source and target are where NCCL takes them for in place.
+    fn put(&self, cx: &OpContext<'_>, verb: Verb, parts: &Parts) -> Result<()> {
+        let bytes = parts.shard;
+        let (from, to) = (parts.from.first().copied(), parts.to.first().copied());
+        let how = |op| reduction(op, cx.dtype(), bytes).expect("`serves` was true");
+        match verb {
+            Verb::AllReduce(op) => {
+                self.call(cx, "ncclAllReduce", |nccl| nccl.all_reduce(from.unwrap_or(0), to.unwrap_or(0), how(op)))
+            }
+            Verb::Reduce { op, root } => {
+                self.call(cx, "ncclReduce", |nccl| nccl.reduce(from.unwrap_or(0), to.unwrap_or(0), how(op), root))
+            }
+            Verb::ReduceScatter(op) => self
+                .call(cx, "ncclReduceScatter", |nccl| nccl.reduce_scatter(from.unwrap_or(0), to.unwrap_or(0), how(op))),
+            Verb::Broadcast { root } => {
+                self.call(cx, "ncclBroadcast", |nccl| nccl.broadcast(from.or(to).unwrap_or(0), bytes, root))
+            }
+            Verb::AllGather => {
+                self.call(cx, "ncclAllGather", |nccl| nccl.all_gather(from.unwrap_or(0), to.unwrap_or(0), bytes))
+            }
+            Verb::Gather { root } | Verb::Scatter { root } => self.exchange(cx, &parts.from, &parts.to, bytes, root),
+            Verb::AllToAll if from == to => {
+                // A message may arrive before the one at its place has left.
+                let whole = bytes * parts.from.len();
+                let scratch = Scratch::new(self.context(), whole, self.stream())?;
+                let copy = scratch.address();
+                // SAFETY: as many bytes each, on the stream; the array is the operation's own.
+                unsafe { self.context().copy(copy, parts.from[0], whole, self.stream()) }?;
+                let copies: Vec<usize> = (0..parts.from.len()).map(|rank| copy + rank * bytes).collect();
+                self.exchange(cx, &copies, &parts.to, bytes, 0)?;
+                scratch.free()
+            }
+            Verb::AllToAll => self.exchange(cx, &parts.from, &parts.to, bytes, 0),
+            Verb::Barrier => Ok(()),
+        }
+    }
+
+    /// Each rank's shard to and from it; where a side has one shard only, to and from `root`.
+    pub(super) fn exchange(
+        &self,
+        cx: &OpContext<'_>,
+        from: &[usize],
+        to: &[usize],
+        bytes: usize,
+        root: usize,
+    ) -> Result<()> {
+        let rank = self.rank();
+        let with_ranks = |shards: &[usize]| -> Vec<(usize, usize)> {
+            let alone = shards.len() == 1;
+            shards.iter().enumerate().map(|(at, address)| (*address, if alone { root } else { at })).collect()
+        };
+        let own = |shards: &[usize]| match shards {
+            [] => None,
+            [one] => Some(*one),
+            several => Some(several[rank]),
+        };
+        // Who has both sides keeps a shard of its own.
+        if let (Some(from), Some(to)) = (own(from), own(to))
+            && from != to
+        {
+            // SAFETY: as many bytes each, of the operation's own arrays, on the stream.
+            unsafe { self.context().copy(to, from, bytes, self.stream()) }?;
+        }
+        let mut sends = with_ranks(from);
+        let mut recvs = with_ranks(to);
+        sends.retain(|(_, peer)| *peer != rank);
+        recvs.retain(|(_, peer)| *peer != rank);
+        if sends.is_empty() && recvs.is_empty() {
+            return Ok(());
+        }
+        self.call(cx, "ncclGroupEnd", |nccl| nccl.exchange(&sends, &recvs, bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nccl_cannot_reduce_is_told() {
+        for dtype in DType::ALL {
+            for op in ReduceOp::ALL {
+                let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);
+                let product = op == ReduceOp::Product && dtype.is_complex();
+                assert_eq!(serves(Verb::AllReduce(op), dtype), !bits && !product && dtype != DType::Bool);
+            }
+            assert!(serves(Verb::AllGather, dtype) && serves(Verb::Broadcast { root: 0 }, dtype));
+        }
+    }
+
+    #[test]
+    fn complex_numbers_are_pairs() {
+        let pair = reduction(ReduceOp::Sum, DType::C128, 48).unwrap();
+        assert_eq!((pair.count, pair.dtype), (6, nccl_sys::ncclDataType_t::FLOAT64));
+    }
+}

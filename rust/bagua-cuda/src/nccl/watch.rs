@@ -1,0 +1,316 @@
+//! The thread that looks after operations of a communicator that run on the device, and ends it when something fails.
+//!
+//! Calls of NCCL return before their work is done, and nobody may ever ask for the result. So while work is under way a thread looks, every
+//! 10 ms, at the group's health, the communicator's error and the deadlines. What it finds first poisons the group, and the communicator
+//! is aborted on that thread: the call may block, and it ends the work of this rank whatever the others do.
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::time::{Duration, Instant};
+
+use bagua_core::error::{Error, Progress, Result};
+use bagua_core::health::{GroupHealth, LEAVING, LEFT};
+use bagua_core::request::OpContext;
+use bagua_core::types::Fingerprint;
+use bagua_core::wait::{Deadline, lock, wait_on, wait_on_for};
+use nccl_sys::{Functions, ncclComm, ncclComm_t, ncclResult_t};
+
+use super::Nccl;
+use crate::context::Context;
+use crate::event::Event;
+
+/// How often it looks.
+const PERIOD: Duration = Duration::from_millis(10);
+
+/// After so long the thread polls the event of work for which nothing waits.
+const UNASKED: Duration = Duration::from_secs(1);
+
+/// How long work for which nothing waits may take once its deadline has passed: a device may begin it late.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// How long work may take after a rank has left in order, which waits for its own part for a shorter time.
+const AFTER_LEAVING: Duration = Duration::from_secs(5);
+
+/// How long an error that another rank may have caused waits for that cause: as `GroupHealth::attribute_disconnect` does.
+const CAUSE_GRACE: Duration = Duration::from_millis(400);
+
+/// How long a call of NCCL may take that should not wait for anything.
+const CALL: Duration = Duration::from_secs(1);
+
+/// A communicator of the library.
+#[derive(Clone, Copy)]
+pub(super) struct Handle(pub(super) ncclComm_t);
+
+// SAFETY: a communicator may be used by any thread, by one at a time.
+unsafe impl Send for Handle {}
+
+/// An operation that was not seen to be done.
+struct Running {
+    /// Which one.
+    number: u64,
+    /// Behind its work, once that is on the stream.
+    event: Arc<Event>,
+    on_stream: bool,
+    deadline: Deadline,
+    fingerprint: Fingerprint,
+    label: String,
+    /// Set where the operation fails after its host's part.
+    failure: Arc<OnceLock<Error>>,
+    /// When it was looked at last.
+    looked: Instant,
+    /// When it was first looked at after its deadline.
+    late: Option<Instant>,
+}
+
+impl Running {
+    fn is_done(&self) -> bool {
+        self.on_stream && matches!(self.event.is_reached(), Ok(true))
+    }
+}
+
+/// What changes.
+#[derive(Default)]
+struct State {
+    /// In the order of their calls, which is that of the stream.
+    running: Vec<Running>,
+    /// Number of the next operation.
+    next: u64,
+    /// Why the communicator is aborted.
+    doomed: Option<Error>,
+    /// It was ended in order: there is nothing to look after.
+    stopped: bool,
+    /// The library has no such communicator any more, so that its work has ended.
+    ended: bool,
+}
+
+/// What the thread that runs operations and the one that watches share.
+pub(super) struct Watched {
+    pub(super) nccl: Arc<Nccl>,
+    pub(super) context: Arc<Context>,
+    pub(super) health: Arc<GroupHealth>,
+    /// `None` once it is ended. Locked from a call until it is no longer in progress.
+    pub(super) handle: Mutex<Option<Handle>>,
+    /// The same, for an abort while a call does not return.
+    pub(super) raw: AtomicPtr<ncclComm>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Watched {
+    pub(super) fn new(nccl: &Arc<Nccl>, context: &Arc<Context>, health: Arc<GroupHealth>) -> Watched {
+        Watched {
+            nccl: Arc::clone(nccl),
+            context: Arc::clone(context),
+            health,
+            handle: Mutex::new(None),
+            raw: AtomicPtr::new(ptr::null_mut()),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn functions(&self) -> &Functions {
+        self.nccl.functions().expect("a library without them is refused before")
+    }
+
+    /// An operation begins. What earlier ones hold is let go of where they are done.
+    pub(super) fn begin(&self, cx: &OpContext<'_>, event: &Arc<Event>, failure: &Arc<OnceLock<Error>>) -> u64 {
+        let mut state = lock(&self.state);
+        let done = state.running.iter().take_while(|running| running.is_done()).count();
+        state.running.drain(..done);
+        let number = state.next;
+        state.next += 1;
+        state.running.push(Running {
+            number,
+            event: Arc::clone(event),
+            on_stream: false,
+            deadline: cx.deadline,
+            fingerprint: cx.fingerprint,
+            label: cx.label.to_owned(),
+            failure: Arc::clone(failure),
+            looked: Instant::now(),
+            late: None,
+        });
+        drop(state);
+        self.changed.notify_all();
+        number
+    }
+
+    /// An operation's event was recorded behind its work.
+    pub(super) fn on_stream(&self, number: u64) {
+        if let Some(running) = lock(&self.state).running.iter_mut().find(|running| running.number == number) {
+            running.on_stream = true;
+        }
+    }
+
+    /// Why the communicator cannot be used any more.
+    pub(super) fn cause(&self) -> Option<Error> {
+        lock(&self.state).doomed.clone()
+    }
+
+    /// Poisons the group, unless it is, and has the communicator aborted. The first cause.
+    pub(super) fn doom(&self, error: Error) -> Error {
+        let cause = self.health.fail(self.caused(error));
+        lock(&self.state).doomed.get_or_insert_with(|| cause.clone());
+        self.changed.notify_all();
+        cause
+    }
+
+    /// The communicator is aborted or ended, or is not within `limit`.
+    pub(super) fn wait_until_ended(&self, limit: Duration) -> bool {
+        let start = Instant::now();
+        let mut state = lock(&self.state);
+        while !state.ended {
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            state = wait_on_for(&self.changed, state, left);
+        }
+        true
+    }
+
+    /// It was destroyed in order: the thread ends.
+    pub(super) fn stop(&self) {
+        let mut state = lock(&self.state);
+        (state.stopped, state.ended) = (true, true);
+        state.running.clear();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// What the group failed of; its leaving in order is no failure.
+    pub(super) fn failure(&self) -> Option<Error> {
+        self.health.cause().filter(|cause| !matches!(cause, Error::Aborted(text) if text == LEAVING))
+    }
+
+    /// An error that follows from another rank's end comes before that is known here.
+    fn caused(&self, error: Error) -> Error {
+        let remote = [ncclResult_t::REMOTE_ERROR.0, ncclResult_t::SYSTEM_ERROR.0];
+        let follows = matches!(&error, Error::Device(failure)
+            if failure.api.starts_with("nccl") && remote.contains(&failure.code));
+        let until = Instant::now() + CAUSE_GRACE;
+        while follows && self.failure().is_none() && Instant::now() < until {
+            std::thread::sleep(PERIOD);
+        }
+        error
+    }
+
+    /// The thread.
+    pub(super) fn watch(&self) {
+        loop {
+            let mut state = lock(&self.state);
+            while !state.stopped && state.doomed.is_none() && state.running.is_empty() {
+                state = wait_on(&self.changed, state);
+            }
+            if state.stopped {
+                return;
+            }
+            if state.doomed.is_none() {
+                state = wait_on_for(&self.changed, state, PERIOD);
+            }
+            drop(state);
+            if let Err(cause) = self.look() {
+                return self.abort(&cause);
+            }
+        }
+    }
+
+    /// What has failed, as the group's first cause.
+    fn look(&self) -> Result<()> {
+        if let Some(cause) = self.cause().or_else(|| self.failure()) {
+            return Err(cause);
+        }
+        self.look_at_communicator().map_err(|error| self.doom(error))?;
+        self.look_at_operations(&mut lock(&self.state)).map_err(|error| self.doom_later(error))
+    }
+
+    /// As `doom`, for an error that this rank found by itself.
+    fn doom_later(&self, error: Error) -> Error {
+        self.health.fail(error)
+    }
+
+    /// The communicator's own error. While a call is in progress the thread that made it looks.
+    fn look_at_communicator(&self) -> Result<()> {
+        let handle = match self.handle.try_lock() {
+            Ok(handle) => handle,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        let Some(Handle(communicator)) = *handle else { return Ok(()) };
+        let api = "ncclCommGetAsyncError";
+        let mut found = ncclResult_t::SUCCESS;
+        // SAFETY: the communicator lives, and nobody else uses it meanwhile: the lock.
+        let result = unsafe { (self.functions().comm_get_async_error)(communicator, &raw mut found) };
+        for each in [result, found] {
+            if each != ncclResult_t::SUCCESS && each != ncclResult_t::IN_PROGRESS {
+                return Err(self.nccl.failure(self.context.device(), api, each));
+            }
+        }
+        Ok(())
+    }
+
+    /// Deadlines, and ranks that have left.
+    fn look_at_operations(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        let now = Instant::now();
+        let departed = (0..self.health.size()).find(|rank| self.health.has_departed(*rank));
+        let mut error = None;
+        // The first that is not done: those behind it are not, either.
+        while let Some(running) = state.running.first_mut() {
+            let late = running.deadline.passed() || departed.is_some();
+            if !running.on_stream || !(late || now - running.looked >= UNASKED) {
+                break;
+            }
+            running.looked = now;
+            if running.is_done() {
+                state.running.remove(0);
+                continue;
+            }
+            let since = late.then(|| now - *running.late.get_or_insert(now));
+            if running.deadline.passed() && since.is_some_and(|since| since >= GRACE) {
+                error = Some(self.health.timed_out(running.deadline.limit(), &[], self.progress(running)));
+            } else if let Some(rank) = departed.filter(|_| since.is_some_and(|since| since >= AFTER_LEAVING)) {
+                error = Some(self.health.peer_lost(rank, LEFT).during(self.progress(running)));
+            }
+            break;
+        }
+        error.map_or(Ok(()), Err)
+    }
+
+    fn progress(&self, running: &Running) -> Progress {
+        let what = format!("{} by NCCL on cuda:{}", running.fingerprint, self.context.device());
+        Progress { what, label: running.label.clone(), done: 0, total: 0 }
+    }
+
+    /// Ends the communicator and its work. What was not done fails.
+    fn abort(&self, cause: &Error) {
+        for running in lock(&self.state).running.drain(..) {
+            if !running.is_done() {
+                let _ = running.failure.set(cause.clone());
+            }
+        }
+        let start = Instant::now();
+        let communicator = loop {
+            match self.handle.try_lock() {
+                Ok(mut handle) => break handle.take().map_or(ptr::null_mut(), |handle| handle.0),
+                // A call does not return: NCCL allows this one meanwhile.
+                Err(_) if start.elapsed() >= CALL => break self.raw.load(Ordering::Acquire),
+                Err(_) => std::thread::sleep(PERIOD / 10),
+            }
+        };
+        self.raw.store(ptr::null_mut(), Ordering::Release);
+        // The process may end, and the driver has gone before.
+        if !communicator.is_null()
+            && let Ok(_entered) = self.context.enter()
+        {
+            // SAFETY: it lives, and nobody can get it any more.
+            unsafe { (self.functions().comm_abort)(communicator) };
+        }
+        let mut state = lock(&self.state);
+        state.doomed.get_or_insert_with(|| cause.clone());
+        state.ended = true;
+        drop(state);
+        self.changed.notify_all();
+    }
+}

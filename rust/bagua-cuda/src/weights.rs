@@ -1,0 +1,315 @@
+//! Weights on a device that a thread averages beside the training: [`WeightOrder`] makes the lock that covers them an order of streams, and
+//! [`Averaged`] is what the averaging thread does with them.
+//!
+//! Who gives the lock back has an event recorded on the stream that it used; who takes it has its stream wait for the events of those
+//! before. Nobody waits for the device under the lock. The averaging thread has one stream: it copies the weights to a snapshot on the device
+//! and corrects them under the lock, and copies between device and host without it.
+
+use std::any::Any;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use bagua_core::error::{Error, Result};
+use bagua_core::memory::{DeviceWeights, WeightStep};
+use bagua_core::types::DType;
+use bagua_core::wait::lock;
+
+use crate::api::{CUdeviceptr, CUstream};
+use crate::context::Context;
+use crate::event::Event;
+use crate::kernels::{Grid, short_name};
+use crate::programs::Kernel;
+use crate::stage::{PIECE, Stage, wait_until_reached};
+
+/// See the module.
+pub struct WeightOrder {
+    context: Arc<Context>,
+    events: Mutex<Events>,
+    /// What could not be recorded: nobody knows when the weights are free, and the averaging ends.
+    failure: OnceLock<Error>,
+}
+
+#[derive(Default)]
+struct Events {
+    /// Streams that used the weights since the averaging thread last did, each with the end of its use.
+    used: Vec<(usize, Event)>,
+    /// Events that were waited for, to be recorded again.
+    spare: Vec<Event>,
+    /// The averaging thread's last use.
+    averaged: Option<Event>,
+    /// The averaging has ended, and the device is done with its work.
+    closed: bool,
+}
+
+impl WeightOrder {
+    /// Of weights on this device.
+    pub fn new(context: &Arc<Context>) -> WeightOrder {
+        WeightOrder { context: Arc::clone(context), events: Mutex::default(), failure: OnceLock::new() }
+    }
+
+    /// An averaging of weights on this device begins, also after one that has ended.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another device than before.
+    pub fn begin(&self, context: &Arc<Context>) -> Result<()> {
+        if !Arc::ptr_eq(&self.context, context) {
+            let (own, other) = (self.context.device(), context.device());
+            return Err(Error::InvalidArgument(format!(
+                "the lock is that of weights on cuda:{own}, not on cuda:{other}"
+            )));
+        }
+        lock(&self.events).closed = false;
+        Ok(())
+    }
+
+    /// The device.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Work that `stream` gets from now on comes behind that of all who had the lock. Called by who has taken it; does not wait.
+    ///
+    /// # Errors
+    /// `NotImplemented` for a stream that is being captured; `Device`.
+    pub fn enter(&self, stream: usize) -> Result<()> {
+        let events = lock(&self.events);
+        if events.closed {
+            return Ok(());
+        }
+        self.context.refuse_capture(&[stream])?;
+        events.used.iter().map(|(_, event)| event).chain(&events.averaged).try_for_each(|event| event.order(stream))
+    }
+
+    /// Who takes the lock next comes behind the work that `stream` has now. Called by who gives it back, before that; does not wait.
+    ///
+    /// # Errors
+    /// `NotImplemented` for a stream that is being captured; `Device`. The averaging ends with the same error.
+    pub fn leave(&self, stream: usize) -> Result<()> {
+        let recorded = self.record(stream);
+        if let Err(error) = &recorded {
+            let _ = self.failure.set(error.clone());
+        }
+        recorded
+    }
+
+    fn record(&self, stream: usize) -> Result<()> {
+        let mut events = lock(&self.events);
+        if events.closed {
+            return Ok(());
+        }
+        self.context.refuse_capture(&[stream])?;
+        if let Some((_, event)) = events.used.iter().find(|(user, _)| *user == stream) {
+            // The handle may be that of another stream than then.
+            event.order(stream)?;
+            return event.record(stream);
+        }
+        let event = match events.spare.pop() {
+            Some(event) => event,
+            None => Event::new(&self.context)?,
+        };
+        event.record(stream)?;
+        events.used.push((stream, event));
+        Ok(())
+    }
+
+    /// Puts the averaging thread's work on its stream, behind that of all who had the lock before, and marks its end. Under the lock.
+    fn average_on(&self, stream: CUstream, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))?;
+        let mut events = lock(&self.events);
+        events.used.iter().try_for_each(|(_, event)| event.order(stream))?;
+        if events.averaged.is_none() {
+            events.averaged = Some(Event::new(&self.context)?);
+        }
+        let outcome = work();
+        // Also after an error: some of the work may be there.
+        let recorded = events.averaged.as_ref().map_or(Ok(()), |event| event.record(stream));
+        if recorded.is_ok() {
+            let Events { used, spare, .. } = &mut *events;
+            spare.extend(used.drain(..).map(|(_, event)| event));
+        }
+        outcome.and(recorded)
+    }
+
+    /// Nothing of ours uses the weights any more, now or later.
+    fn close(&self) {
+        let before = std::mem::replace(&mut *lock(&self.events), Events { closed: true, ..Events::default() });
+        drop(before);
+    }
+}
+
+/// What the averaging of one model has on its device, until the last of its weights are dropped.
+pub struct Averaging {
+    stage: Arc<Stage>,
+    order: Arc<WeightOrder>,
+    /// Who has the weights: dropped when the device is done with them.
+    owner: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+impl Averaging {
+    /// `stage` belongs to this averaging alone; `owner` has the memory of the weights.
+    pub fn new(stage: Arc<Stage>, order: Arc<WeightOrder>, owner: Box<dyn Any + Send>) -> Arc<Averaging> {
+        Arc::new(Averaging { stage, order, owner: Mutex::new(Some(owner)) })
+    }
+}
+
+impl Drop for Averaging {
+    fn drop(&mut self) {
+        let owner = lock(&self.owner).take();
+        if !self.order.context.api().is_of_this_process() {
+            std::mem::forget(owner);
+            return;
+        }
+        if self.stage.end() {
+            self.order.close();
+        } else {
+            std::mem::forget(owner);
+        }
+    }
+}
+
+/// Weights of one element type: see the module.
+pub struct Averaged {
+    /// In bytes, on the device.
+    address: usize,
+    count: usize,
+    dtype: DType,
+    /// Of the correction; `None` for elements that are only copied.
+    correct: Option<(Kernel, Grid)>,
+    /// Memory on the device: the snapshot and, behind it, the average.
+    room: CUdeviceptr,
+    of: Arc<Averaging>,
+}
+
+/// The average begins at a multiple of it.
+const ALIGNMENT: usize = 256;
+
+impl Averaged {
+    /// `count` elements at `address`. Loads the kernel that corrects them, and takes twice their bytes of the device's memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for elements that are not aligned; `Unavailable` that names NVRTC where that is absent or fails; `Device`. They
+    /// end the group, because the call is collective.
+    ///
+    /// # Safety
+    /// They are memory of the averaging's device that stays valid until the owner is dropped; while the weights' lock is held, nobody else uses
+    /// them but behind and before what [`WeightOrder`] orders, and nobody writes them without the lock.
+    pub unsafe fn new(of: &Arc<Averaging>, address: usize, count: usize, dtype: DType) -> Result<Averaged> {
+        if !address.is_multiple_of(dtype.size()) {
+            let text = format!("weights of {} at address {address:#x}, which is not aligned to them", dtype.name());
+            return Err(Error::InvalidArgument(text));
+        }
+        let context = of.stage.context();
+        let correct = match dtype {
+            DType::F16 | DType::BF16 | DType::F32 | DType::F64 => {
+                let grid = Grid::of_bytes((count * dtype.size()) as u64, context.processors()?);
+                Some((context.kernel(&format!("update_correct_{}", short_name(dtype)))?, grid))
+            }
+            _ => None,
+        };
+        let mut made = Averaged { address, count, dtype, correct, room: 0, of: Arc::clone(of) };
+        let bytes = made.average_offset() + made.len();
+        made.room = of.stage.copier(|copier| {
+            let _entered = context.enter()?;
+            let mut room: CUdeviceptr = 0;
+            // SAFETY: it writes one address; the stream is ours.
+            let code =
+                unsafe { (context.api().functions.alloc_ordered)(&raw mut room, bytes.max(1), copier.down.handle()) };
+            context.check(c"cuMemAllocAsync", code)?;
+            Ok(room)
+        })?;
+        of.stage.count_memory(bytes);
+        Ok(made)
+    }
+
+    fn len(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    fn average_offset(&self) -> usize {
+        self.len().next_multiple_of(ALIGNMENT)
+    }
+
+    fn snapshot(&self) -> usize {
+        self.room as usize
+    }
+
+    fn average(&self) -> usize {
+        self.room as usize + self.average_offset()
+    }
+}
+
+impl DeviceWeights for Averaged {
+    fn under_lock(&mut self, step: WeightStep) -> Result<()> {
+        let Averaging { stage, order, .. } = &*self.of;
+        let context = stage.context();
+        let work = |stream: CUstream| match (step, self.correct) {
+            // SAFETY: the promise of `new`, and memory of our own of the same size; the stream is behind all who had the lock.
+            (WeightStep::Snapshot, _) => unsafe { context.copy(self.snapshot(), self.address, self.len(), stream) },
+            // SAFETY: as above.
+            (WeightStep::Replace, _) => unsafe { context.copy(self.address, self.average(), self.len(), stream) },
+            (WeightStep::Correct, None) => Err(Error::other("these weights are only copied")),
+            (WeightStep::Correct, Some(_)) if self.count == 0 => Ok(()),
+            (WeightStep::Correct, Some((kernel, grid))) => {
+                let [weights, average, snapshot] = [self.address, self.average(), self.snapshot()].map(|at| at as u64);
+                let mut arguments = [weights, average, snapshot, self.count as u64];
+                stage.launches.fetch_add(1, Ordering::Relaxed);
+                // SAFETY: as above; the kernel is that of the element type, to which all are aligned.
+                unsafe { context.launch(kernel, grid, stream, &mut arguments) }
+            }
+        };
+        stage.copier(|copier| order.average_on(copier.down.handle(), || work(copier.down.handle())))
+    }
+
+    fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
+        assert_eq!(into.len(), self.len());
+        let (stage, from) = (&self.of.stage, self.snapshot());
+        stage.copier(|copier| {
+            let stream = copier.down.handle();
+            for (number, piece) in into.chunks_mut(PIECE).enumerate() {
+                // SAFETY: memory of our own, which is freed on this stream; the copy is waited for, or `Stage::end` does so.
+                unsafe { copier.input[0].fill(0..piece.len(), from + number * PIECE, stream) }?;
+                copier.arrived[0].record(stream)?;
+                wait_until_reached(&copier.arrived[0], go_on)?;
+                piece.copy_from_slice(copier.input[0].bytes(piece.len()));
+            }
+            Ok(())
+        })?;
+        stage.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
+        assert_eq!(from.len(), self.len());
+        let (stage, to) = (&self.of.stage, self.average());
+        stage.copier(|copier| {
+            let stream = copier.down.handle();
+            for (number, piece) in from.chunks(PIECE).enumerate() {
+                let turn = number % 2;
+                wait_until_reached(&copier.left[turn], go_on)?;
+                copier.output[turn].bytes_mut(piece.len()).copy_from_slice(piece);
+                // SAFETY: as in `read_snapshot`.
+                unsafe { copier.output[turn].spill(0..piece.len(), to + number * PIECE, stream) }?;
+                copier.left[turn].record(stream)?;
+            }
+            Ok(())
+        })?;
+        stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Drop for Averaged {
+    fn drop(&mut self) {
+        let (stage, room) = (&self.of.stage, std::mem::take(&mut self.room));
+        if room == 0 || !stage.context().api().is_of_this_process() {
+            return;
+        }
+        // As in `Event::drop`.
+        let _ = stage.copier(|copier| {
+            let _entered = stage.context().enter()?;
+            // SAFETY: ours, from `new`; nothing that this stream gets later uses it, and no other stream does.
+            let code = unsafe { (stage.context().api().functions.free_ordered)(room, copier.down.handle()) };
+            stage.context().check(c"cuMemFreeAsync", code)
+        });
+    }
+}

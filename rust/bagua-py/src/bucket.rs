@@ -1,0 +1,281 @@
+//! `Bucket`: tensors that are communicated together, and their operations.
+
+use std::sync::Arc;
+
+use bagua_core::bucket;
+use bagua_core::collective::gossip::PeerSelection;
+use bagua_core::engine as core;
+use bagua_core::error::{Error, Result};
+use bagua_core::memory::Device;
+use bagua_core::op::{
+    AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
+    LowPrecisionDecentralizedOp, Op,
+};
+use bagua_cuda::{Place, Wish};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::average::WeightLock;
+use crate::call_user::call_user;
+use crate::codec::Codec;
+use crate::cuda_call::{self, CudaDevice};
+use crate::errors;
+use crate::handle::callable;
+use crate::tensor;
+
+/// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
+///
+/// The caller promises that the addresses stay valid as long as the bucket is registered with an engine. With `device` they are addresses of
+/// that CUDA device, and `keep` is held until it is done with them; `wish` is a value of BAGUA_CUDA_COLLECTIVE, and `check`
+/// of BAGUA_CUDA_CHECK.
+/// Raises ValueError for an empty list or a repeated name, TypeError for mixed element types.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Bucket {
+    pub core: core::SharedBucket,
+    /// How many of its tensors can be marked ready: all but padding.
+    pub markable: usize,
+    /// Its tensors' device; `None` for the host.
+    pub place: Option<Arc<Place>>,
+}
+
+impl Bucket {
+    /// A device as the bucket knows it: the value of its own tensors where it is theirs.
+    fn place_on(&self, device: &CudaDevice, keep: Option<Py<PyAny>>) -> Arc<dyn Device> {
+        match &self.place {
+            Some(place) if Arc::ptr_eq(place.stage().context(), device.context()) => {
+                place.keep_always(Box::new(keep));
+                Arc::clone(place) as Arc<dyn Device>
+            }
+            _ => device.of_bucket(Wish::default(), false, None),
+        }
+    }
+
+    fn append(&self, py: Python<'_>, op: impl FnOnce() -> Result<Arc<dyn Op>>) -> PyResult<()> {
+        op().and_then(|op| self.core.append(op)).map_err(|e| errors::raise(py, e))
+    }
+}
+
+#[pymethods]
+#[expect(clippy::too_many_arguments, reason = "the signatures are Python's, and most arguments are keywords there")]
+impl Bucket {
+    #[new]
+    #[pyo3(signature = (name, tensors, *, device=None, wish="auto", check=false, keep=None))]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        tensors: Vec<(String, usize, usize, u8, bool)>,
+        device: Option<&CudaDevice>,
+        wish: &str,
+        check: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Bucket> {
+        let markable = tensors.iter().filter(|(.., padding)| !padding).count();
+        let wish = cuda_call::wish_named(wish).map_err(|e| errors::raise(py, e))?;
+        let place = device.map(|device| device.of_bucket(wish, check, keep));
+        let on = place.as_ref().map(|place| Arc::clone(place) as Arc<dyn Device>);
+        let build = || -> Result<bucket::Bucket> {
+            let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
+                let region = tensor::region_in(on.as_ref(), address, count, tensor::dtype(dtype)?)?;
+                Ok(bucket::Tensor { name, region, padding })
+            });
+            bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
+        };
+        let bucket = build().map_err(|e| errors::raise(py, e))?;
+        Ok(Bucket { core: core::SharedBucket::new(bucket), markable, place })
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> String {
+        self.core.name().to_owned()
+    }
+
+    /// Bytes of all tensors, padding included.
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.core.bytes()
+    }
+
+    /// Code of the element type.
+    #[getter]
+    fn dtype(&self) -> u8 {
+        self.core.dtype() as u8
+    }
+
+    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` combines inside hosts first, also where the group would
+    /// go flat; `scattergather` changes nothing, as every route is a reduce-scatter followed by an all-gather.
+    #[pyo3(signature = (average, hierarchical, scattergather))]
+    fn append_centralized(
+        &self,
+        py: Python<'_>,
+        average: bool,
+        hierarchical: bool,
+        scattergather: bool,
+    ) -> PyResult<()> {
+        self.append(py, || Ok(Arc::new(CentralizedOp::new(average, hierarchical, scattergather))))
+    }
+
+    /// Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error": a float32 for each element, padding left
+    /// out.
+    ///
+    /// Raises TypeError for an element type that the codec does not encode, ValueError for a codec whose options do not fit the
+    /// number of elements.
+    fn append_compressed(
+        &self,
+        py: Python<'_>,
+        codec: &Codec,
+        average: bool,
+        hierarchical: bool,
+        error_feedback: bool,
+    ) -> PyResult<()> {
+        self.append(py, || Ok(Arc::new(CompressedOp::new(codec.core(), average, hierarchical, error_feedback))))
+    }
+
+    /// Adds an all_reduce with or without a codec: both ways are timed now and then, and the faster is kept. Raises as
+    /// append_compressed.
+    fn append_automatic(&self, py: Python<'_>, codec: &Codec, average: bool, hierarchical: bool) -> PyResult<()> {
+        self.append(py, || {
+            let plain = CentralizedOp::new(average, hierarchical, true);
+            Ok(Arc::new(AutoOp::new(plain, CompressedOp::new(codec.core(), average, hierarchical, false))))
+        })
+    }
+
+    /// The codec that an automatic operation uses now, "" for none; None without such an operation.
+    fn choice(&self) -> Option<String> {
+        self.core.choice()
+    }
+
+    /// Adds an averaging with peers, into the extra tensor "peer_weight" of the bucket's length and type.
+    ///
+    /// Raises ValueError for an unknown selection, TypeError for elements without a mean.
+    fn append_decentralized(&self, py: Python<'_>, peer_selection_mode: &str, hierarchical: bool) -> PyResult<()> {
+        self.append(py, || {
+            let selection = PeerSelection::by_name(peer_selection_mode)?;
+            Ok(Arc::new(DecentralizedOp::new(selection, hierarchical)))
+        })
+    }
+
+    /// Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and "right_peer_weight".
+    ///
+    /// Raises as append_compressed.
+    fn append_low_precision_decentralized(&self, py: Python<'_>, codec: &Codec, hierarchical: bool) -> PyResult<()> {
+        self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec.core(), hierarchical))))
+    }
+
+    /// Adds a round of asynchronous model averaging, of weights that are used under `lock`. On a device the lock orders streams with what
+    /// operations do with the bucket, unless it is `elsewhere`: with an averaging that makes the rounds itself.
+    ///
+    /// Raises TypeError for elements that are not real floating-point numbers.
+    #[pyo3(signature = (lock, *, elsewhere=false))]
+    fn append_asynchronous_model_average(
+        &self,
+        py: Python<'_>,
+        lock: &WeightLock,
+        elsewhere: bool,
+    ) -> PyResult<AsyncModelAverage> {
+        let op = Arc::new(AsyncModelAverageOp::new(lock.core()));
+        self.core.append(Arc::clone(&op) as Arc<dyn Op>).map_err(|e| errors::raise(py, e))?;
+        if let Some(place) = self.place.as_ref().filter(|_| !elsewhere) {
+            lock.follow(place);
+        }
+        Ok(AsyncModelAverage { core: op })
+    }
+
+    /// Copies an extra tensor of the bucket's length into the bucket; on a device as work of `stream` (None: the legacy stream). Raises
+    /// ValueError while the bucket is being communicated.
+    #[pyo3(signature = (name, *, stream=None))]
+    fn copy_from_extra(&self, py: Python<'_>, name: &str, stream: Option<usize>) -> PyResult<()> {
+        py.detach(|| self.core.copy_from_extra(name, stream)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// How often it was communicated, since it was registered or since a step was set.
+    #[getter]
+    fn step(&self) -> u64 {
+        self.core.step()
+    }
+
+    /// Counts communications from `step` on, to resume a training. Raises ValueError while the bucket is being communicated.
+    fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.core.set_step(step).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
+    ///
+    /// An exception in it fails the engine and the group, naming its class and text. `clear_ops` lets go of the function.
+    fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
+        let function = callable(&function)?;
+        let op = CallbackOp::new(move |bucket| {
+            let called = Python::try_attach(|py| {
+                let called = PyTuple::new(py, [bucket]).and_then(|name| call_user(function.bind(py), &name));
+                called.map_err(|e| as_core_error(py, &e))
+            });
+            called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
+        });
+        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+    }
+
+    /// Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
+    /// replaced. The address stays valid as long as the bucket is registered; it is one of `device`, whose `keep` is held as the bucket's.
+    /// Raises ValueError while the bucket is being communicated, TypeError for another place than the bucket's.
+    #[pyo3(signature = (name, address, count, dtype, *, device=None, keep=None))]
+    fn attach(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        address: usize,
+        count: usize,
+        dtype: u8,
+        device: Option<&CudaDevice>,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let attach = || -> Result<()> {
+            let place = device.map(|device| self.place_on(device, keep));
+            let region = tensor::region_in(place.as_ref(), address, count, tensor::dtype(dtype)?)?;
+            self.core.attach(ExtraTensor { name: name.to_owned(), region })
+        };
+        attach().map_err(|e| errors::raise(py, e))
+    }
+
+    /// Removes all operations. Raises ValueError while the bucket is being communicated.
+    fn clear_ops(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.clear_ops().map_err(|e| errors::raise(py, e))
+    }
+
+    /// Names of the operations, in the order in which they run.
+    fn ops(&self) -> Vec<&'static str> {
+        self.core.ops()
+    }
+}
+
+/// A bucket's operation that averages weights: whether this rank takes part in its rounds.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct AsyncModelAverage {
+    core: Arc<AsyncModelAverageOp>,
+}
+
+#[pymethods]
+impl AsyncModelAverage {
+    /// True when this rank's weights count and are changed.
+    #[getter]
+    fn takes_part(&self) -> bool {
+        self.core.takes_part()
+    }
+
+    /// Says so for the rounds from the next one on.
+    fn set_takes_part(&self, takes_part: bool) {
+        self.core.set_takes_part(takes_part);
+    }
+}
+
+/// Refuses a way to choose peers that does not exist, or does not work among so many members: ValueError.
+#[pyfunction]
+pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: usize) -> PyResult<()> {
+    let check = PeerSelection::by_name(peer_selection_mode).and_then(|selection| selection.check(members));
+    check.map_err(|e| errors::raise(py, e))
+}
+
+/// A Python exception as an error that the core can send to other threads and ranks.
+fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
+    let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
+    Error::other(format!("{class}: {}", raised.value(py)))
+}

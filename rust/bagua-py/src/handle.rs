@@ -1,0 +1,184 @@
+//! `Handle`: an operation that may still be running.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use bagua_core::engine as core;
+use bagua_core::error::{Error, Result};
+use bagua_core::wait::wait_in_slices;
+use bagua_cuda::Place;
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::call_user::call_user;
+use crate::errors::{self, Origin, seconds};
+use crate::interrupt;
+
+/// The outcome of an asynchronous operation, now or later.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct Handle {
+    core: core::Handle,
+    /// The group of the operation; `None` for one that had nothing to do.
+    origin: Option<Origin>,
+    /// Of received messages: who sent them.
+    senders: Option<core::Senders>,
+    /// Of an operation on a device: when the device is done.
+    device: Option<Arc<Place>>,
+}
+
+impl Handle {
+    pub fn of(core: core::Handle, origin: Option<Origin>) -> Handle {
+        Handle { core, origin, senders: None, device: None }
+    }
+
+    /// The handle of messages.
+    pub fn of_messages(posted: core::Posted, origin: Origin) -> Handle {
+        Handle { core: posted.handle, origin: Some(origin), senders: Some(posted.senders), device: None }
+    }
+
+    /// The handle of an operation on a device.
+    pub fn on_device(self, place: Arc<Place>) -> Handle {
+        Handle { device: Some(place), ..self }
+    }
+
+    /// After `finish`: work that the stream (None: the call's) gets from now on sees the result.
+    pub fn order(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        let Some(place) = &self.device else { return Ok(()) };
+        py.detach(|| place.order(stream)).map_err(|e| self.failed(py, e))
+    }
+
+    /// The exception for a failure of the device, which the group's other ranks hear of.
+    fn failed(&self, py: Python<'_>, error: Error) -> PyErr {
+        match &self.origin {
+            Some(origin) => origin.fail(py, error),
+            None => errors::raise(py, error),
+        }
+    }
+
+    pub fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
+        let origin = self.origin.as_ref();
+        interrupt::wait_in_slices(py, origin, |slice, between| self.core.wait_in_slices(timeout, slice, between))
+    }
+}
+
+#[pymethods]
+impl Handle {
+    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it). Ctrl-C ends the wait.
+    ///
+    /// Of an operation on a device, work that `stream` (None: the call's) gets from now on sees the result; the device may still have work.
+    ///
+    /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; NotImplementedError for a stream that is being
+    /// captured; else what the operation raises.
+    #[pyo3(signature = (timeout=None, *, stream=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>, stream: Option<usize>) -> PyResult<()> {
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        self.finish(py, timeout)?;
+        self.order(py, stream)
+    }
+
+    /// Waits until the operation is done, on its device too, at most `timeout` seconds. Ctrl-C ends the wait. Raises as `wait`.
+    #[pyo3(signature = (timeout=None))]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let start = Instant::now();
+        let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
+        self.finish(py, timeout)?;
+        let Some(place) = &self.device else { return Ok(()) };
+        let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+        let rank = self.origin.as_ref().map_or(0, Origin::rank);
+        let late = move |_| Error::Timeout {
+            after: timeout.unwrap_or_default(),
+            missing: vec![],
+            noticed_by: rank,
+            progress: None,
+        };
+        interrupt::wait_in_slices(py, self.origin.as_ref(), |slice, between| {
+            wait_in_slices(left, slice, |limit| place.wait_for(limit), between, late)
+        })
+    }
+
+    /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
+    fn senders(&self) -> Vec<Option<usize>> {
+        let senders = self.senders.iter().flat_map(|senders| senders.iter());
+        senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NOBODY)).collect()
+    }
+
+    /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.
+    ///
+    /// When the operation is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks", which
+    /// calls the callbacks of all handles of the process one after another: a callback may block and start operations, and
+    /// only other callbacks wait for it. An exception of a callback goes to `sys.unraisablehook`; only one that is no Exception
+    /// (KeyboardInterrupt, SystemExit) is raised here, when the call happens here.
+    ///
+    /// Raises TypeError for what is not callable, BaguaError in a forked child while the operation is pending.
+    #[pyo3(signature = (callback, /))]
+    fn then(&self, py: Python<'_>, callback: Bound<'_, PyAny>) -> PyResult<()> {
+        let later = callable(&callback)?;
+        let origin = self.origin.clone();
+        let call_later = move |result: &Result<()>| {
+            // Without an interpreter, which has shut down then, there is nothing to call.
+            let _ = Python::try_attach(|py| {
+                let callback = later.into_bound(py);
+                if let Err(raised) = call_with(&callback, origin.as_ref(), result) {
+                    raised.write_unraisable(py, Some(&callback));
+                }
+            });
+        };
+        // With the GIL: no thread waits for the GIL while it holds a lock of a handle or of the queue of callbacks.
+        let added = self.core.add_callback(call_later).map_err(|e| errors::raise(py, e))?;
+        match added.map(|(_, result)| call_with(&callback, self.origin.as_ref(), &result)) {
+            Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {
+                raised.write_unraisable(py, Some(&callback));
+                Ok(())
+            }
+            Some(called) => called,
+            None => Ok(()),
+        }
+    }
+
+    /// True when the operation is done, well or not, and its device with it.
+    fn is_completed(&self, py: Python<'_>) -> bool {
+        self.core.is_completed() && self.device.as_ref().is_none_or(|place| py.detach(|| place.is_done()))
+    }
+
+    /// The handle of an operation that had nothing to do.
+    #[staticmethod]
+    fn completed() -> Handle {
+        Handle::of(core::Handle::completed(Ok(())), None)
+    }
+}
+
+/// Calls a callback with the error of an operation, or None.
+fn call_with(callback: &Bound<'_, PyAny>, origin: Option<&Origin>, result: &Result<()>) -> PyResult<()> {
+    let py = callback.py();
+    let exception = |error: &Error| match origin {
+        Some(origin) => origin.raise(py, error.clone()),
+        None => errors::raise(py, error.clone()),
+    };
+    let error = result.as_ref().err().map(|error| exception(error).into_value(py));
+    call_user(callback, &PyTuple::new(py, [error])?)
+}
+
+/// A reference to a callable. TypeError for anything else.
+pub fn callable(object: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    if !object.is_callable() {
+        let text = format!("{} is not callable", object.repr()?);
+        return Err(errors::raise(object.py(), Error::UnsupportedType(text)));
+    }
+    Ok(object.clone().unbind())
+}
+
+/// Waits until every callback that was given to `Handle.then` has returned. For the end of a program, after its groups were left.
+///
+/// Raises BaguaError when some have not after `timeout` seconds, ValueError in a callback, which would wait for itself.
+#[pyfunction]
+pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
+    let timeout = seconds("timeout", timeout)?;
+    let timed_out = |after: Duration| {
+        Error::other(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
+    };
+    interrupt::wait_in_slices(py, None, |slice, between| {
+        wait_in_slices(Some(timeout), slice, core::wait_for_callbacks, between, timed_out)
+    })
+}

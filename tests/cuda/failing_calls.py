@@ -1,0 +1,97 @@
+"""Ranks on which one call of the driver fails: what they were told, and that they end by themselves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tests.cuda.ranks import Ranks
+from tests.cuda.simulated import NEVER
+from tests.world import World
+
+__all__ = ["SHORT", "UNKNOWN", "Calls", "check_each", "count_calls", "is_lost_within_a_second", "only", "run", "told"]
+
+#: CUDA_ERROR_OUT_OF_MEMORY and _UNKNOWN.
+SHORT, UNKNOWN = 2, 999
+
+#: What a rank may be told of a scenario in which a call failed somewhere; "test: …" is a call of the test's own.
+TOLD = {"done", "DeviceError", "PeerRaisedError", "BaguaTimeoutError", "PeerLostError"}
+
+#: How often each function is called before the scenario's own part, and altogether.
+Calls = tuple[dict[str, int], dict[str, int]]
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """The class, the text and the fields of an error, which can be pickled."""
+    fields = {name: getattr(error, name, None) for name in ("api", "code", "name", "device", "rank", "kind")}
+    return {"class": type(error).__name__, "text": str(error), **fields}
+
+
+def only(rank: int, **variables: object) -> Callable[[int], dict[str, str]]:
+    """Variables for one rank only."""
+    return lambda each: {name: str(value) for name, value in variables.items()} if each == rank else {}
+
+
+def run(ranks: Ranks, size: int, function: Any, *arguments: Any, each: Any = None, **variables: object) -> list[Any]:
+    """As `ranks`, with variables of each rank; the reports may have faults, but the ranks must end by themselves."""
+    base = {
+        "BAGUA_CUDA_COLLECTIVE": "staged",
+        "BAGUA_LIBCUDA": str(ranks.library),
+        "BAGUA_LIBNCCL": str(ranks.library.with_name("libnccl.so.2")),
+        "BAGUA_SIM_DELAY_US": str(NEVER),
+        **{name: str(value) for name, value in ranks.compiler.items()},
+    }
+    base |= {name: str(value) for name, value in variables.items()}
+    world = World(size, env=lambda rank: base | (each(rank) if each else {}), timeout=60)
+    found = world.run(function, *arguments)
+    for text in world.output:
+        assert "panicked" not in text, text
+    return found
+
+
+def count_calls(ranks: Ranks, scenario: Callable[[int, bool], str], **variables: object) -> Calls:
+    """How often `scenario(rank, False)` and `scenario(rank, True)` call each function, where nothing fails."""
+    found = []
+    for whole in (False, True):
+        ranks(2, scenario, whole, clean=False, **variables)
+        counts = [report["calls"] for report in ranks.reports]
+        names = counts[0] | counts[1]
+        found.append({name.split("_v")[0]: max(each.get(name, 0) for each in counts) for name in names})
+    return found[0], found[1]
+
+
+def check_each(
+    ranks: Ranks,
+    scenario: Callable[[int, bool], str],
+    calls: Calls,
+    function: str,
+    *,
+    heard: Iterable[str] | None = None,
+    rank: int = 1,
+    code: int = UNKNOWN,
+    last: bool = False,
+    **variables: object,
+) -> None:
+    """The function fails at its first call of the scenario, in the middle, and with `last` at its last one.
+
+    Where it is the first one, the rank must be told of it: for functions of `heard`, or all of them.
+    """
+    before, after = (counts.get(function, 0) for counts in calls)
+    assert after > before, "the scenario calls it"
+    places = {before + 1, (before + after + 1) // 2} | ({after} if last else set())
+    for nth in sorted(places):
+        fail = f"{function}:{nth}:{code}"
+        found = run(ranks, 2, scenario, True, each=only(rank, BAGUA_SIM_FAIL=fail), BAGUA_TIMEOUT=10, **variables)
+        if nth == before + 1 and (heard is None or function in heard):
+            assert found[rank] == "DeviceError" or found[rank].startswith("test: "), (fail, found)
+        assert all(each in TOLD or each.startswith("test: ") for each in found), (fail, found)
+
+
+def is_lost_within_a_second(ranks: Ranks, scenario: Callable[..., Any], folder: object, **variables: object) -> None:
+    """In `scenario(rank, folder)` rank 1 of two kills itself; rank 0 returns whom it lost, after how many seconds."""
+    with ranks.world(2, **variables) as world:
+        world._expect_exit = {1: -signal.SIGKILL}
+        (lost, after), _ = world.run(scenario, str(folder))
+    assert (lost, after < 1.0) == (1, True), after
+    ranks.check()

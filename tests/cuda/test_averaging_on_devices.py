@@ -1,0 +1,488 @@
+"""Asynchronous averaging of weights on devices: the bits of the host, the order of streams, the lock, and failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua
+import bagua.torch_api as api
+from bagua import engine
+from bagua import group as groups
+from bagua.cuda.arrays import device_of
+from bagua.torch_api import algorithms
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import get_backend
+from tests.cuda.buckets import Memory, Queue, Tensors
+from tests.cuda.device_arrays import LEGACY, Cuda
+from tests.cuda.driver import HOST_FUNCTION
+from tests.cuda.failing_calls import is_lost_within_a_second
+from tests.cuda.ranks import Ranks
+from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
+from tests.cuda.test_staged_failures import UNKNOWN, only, run, told
+from tests.cuda.torch_on_sim import install, joined
+
+#: Seconds: no round that nobody asks for; and many in a short test.
+NEVER, OFTEN = 3600.0, 0.002
+COUNT = 5003
+LIMIT = 30.0
+
+
+def until(what: str, done: Callable[[], bool]) -> None:
+    """Returns when it is so."""
+    deadline = time.monotonic() + LIMIT
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+class Averaged:
+    """An array that a thread averages under a lock: on the host, without `cuda`, or on the device."""
+
+    def __init__(
+        self,
+        cuda: Cuda | None,
+        name: str,
+        values: Any,
+        interval: float = NEVER,
+        stream: int = LEGACY,
+        codec: Any = None,
+    ) -> None:
+        self.cuda, self.lock = cuda, engine.WeightLock()
+        self.memory = Memory(cuda, len(values), values.dtype, stream)
+        self.memory.write(values, stream)
+        described = [(self.memory.address, len(values), self.memory.code, cuda is not None)]
+        device = None if cuda is None else (device_of(cuda.device), stream, self.memory)
+        communicator = groups.default(required=True).communicator
+        self.raw = communicator.averager(
+            name, described, self.lock, interval, codec, buffers=[], door=None, digest=bytes(32), device=device
+        )
+
+    def write(self, values: Any, stream: int = LEGACY) -> None:
+        """New values under the lock; on a device late."""
+        self.lock.lock(stream=stream)
+        self.memory.write(values, stream)
+        self.lock.unlock(stream=stream)
+
+    def read(self, stream: int = LEGACY) -> np.ndarray[Any, Any]:
+        """The values under the lock, as work of the stream sees them."""
+        self.lock.lock(stream=stream)
+        self.lock.unlock(stream=stream)
+        return self.memory.read(stream)
+
+    def synchronize(self) -> None:
+        """A round that all ranks ask for."""
+        self.raw.synchronize(LIMIT)
+
+    def wait_until(self, what: str, done: Callable[[], bool]) -> None:
+        """Returns when it is so; raises what failed in the averaging."""
+        until(what, lambda: self.raw.check() is not None or done())
+
+
+def values_of(rank: int, dtype: Any, step: int = 0) -> np.ndarray[Any, Any]:
+    drawn = np.random.default_rng((rank, step)).standard_normal(COUNT) * 2.0 ** (step % 3)
+    drawn[:3] = 1e8, -0.0, 2.0**-24
+    return drawn.astype(dtype)
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def has_the_bits_of_the_host(rank: int, cuda: Cuda) -> None:
+    stream = cuda.stream()
+    for dtype in (np.float32, np.float64, np.float16):
+        for codec in (None, engine.Codec("minmax_u8", {})) if dtype is np.float32 else (None,):
+            both = [
+                Averaged(
+                    on, f"{on is None} {dtype.__name__} {codec}", values_of(rank, dtype), codec=codec, stream=stream
+                )
+                for on in (None, cuda)
+            ]
+            for step in range(1, 4):
+                for each in both:
+                    each.synchronize()
+                host, device = (each.read(stream) for each in both)
+                assert host.tobytes() == device.tobytes(), (dtype, codec, step)
+                for each in both:
+                    each.write(host + values_of(rank, dtype, step), stream)
+            for each in both:
+                each.raw.stop(LIMIT)
+    assert bagua.stats()["groups"]["world"]["cuda"]["launches"] >= 12
+
+
+def runs_as_an_operation_of_a_bucket(rank: int, cuda: Cuda) -> None:
+    stream, other = cuda.stream(), cuda.stream()
+    buckets, operations, locks = [], [], []
+    for on in (None, cuda):
+        bucket = Tensors(on, f"bucket {on is None}", flat=on is None, stream=other)
+        lock = engine.WeightLock()
+        operations.append(bucket.raw.append_asynchronous_model_average(lock))
+        locks.append(lock)
+        buckets.append(bucket)
+    queue = Queue("averaged", *buckets)
+    for step, takes_part in enumerate((True, True, False, True)):
+        for bucket, operation, lock in zip(buckets, operations, locks, strict=True):
+            operation.set_takes_part(takes_part or rank != 0)
+            # Work of a stream that no mark names.
+            lock.lock(stream=other)
+            bucket.write(np.resize(values_of(rank, np.float32, step), bucket.count), other)
+            lock.unlock(stream=other)
+        queue.step(stream)
+        host, device = (bucket.read(stream) for bucket in buckets)
+        assert host.tobytes() == device.tobytes(), step
+    queue.raw.shutdown()
+
+
+def stands_still_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
+    size, stream = groups.default(required=True).size, cuda.stream()
+    averaged = Averaged(cuda, "abort", np.full(COUNT, float(rank), np.float32), OFTEN, stream)
+    averaged.wait_until("a round", lambda: averaged.raw.stats()["rounds"] > 0)
+    if rank == 0:
+        averaged.raw.abort(LIMIT)
+        averaged.lock.order(stream=stream)
+        # No lock is needed: nothing writes any more.
+        averaged.memory.write(np.full(COUNT, 100.0, np.float32), stream)
+        assert averaged.raw.stats()["state"] == "stopped"
+    bagua.barrier()
+    rounds = averaged.raw.stats()["rounds"]
+    if rank and size > 2:
+        averaged.wait_until("rounds of the others", lambda: averaged.raw.stats()["rounds"] > rounds + 2)
+    bagua.barrier()
+    if rank == 0:
+        averaged.lock.mark(stream=stream)
+        averaged.raw.resume()
+    # A status from before the call of `resume` may be under way.
+    rounds = averaged.raw.stats()["rounds"]
+    averaged.wait_until("rounds of all", lambda: averaged.raw.stats()["rounds"] > rounds + 1)
+    bagua.barrier()
+    averaged.synchronize()
+    found = set(averaged.read(stream))
+    assert len(found) == 1
+    assert found.pop() > 100.0 / size - 1.0
+    averaged.raw.stop(LIMIT)
+    # What is there stays after the end, and the lock still works.
+    averaged.write(np.full(COUNT, 3.0, np.float32), stream)
+    assert set(averaged.read(stream)) == {3.0}
+
+
+def refuses_a_stream_that_is_being_captured(rank: int, cuda: Cuda) -> None:
+    captured = cuda.stream()
+    averaged = Averaged(cuda, "captured", np.full(COUNT, float(rank), np.float32))
+    cuda.driver.cuStreamBeginCapture_v2(captured, 2)
+    for take in (averaged.lock.lock, averaged.lock.begin_training, averaged.lock.order):
+        with pytest.raises(NotImplementedError, match="captured"):
+            take(stream=captured)
+    cuda.driver.get("cuStreamEndCapture", captured, first=False)
+    # It was not taken.
+    averaged.synchronize()
+    assert set(averaged.read()) == {sum(range(groups.default(required=True).size)) / groups.default(required=True).size}
+    averaged.raw.stop(LIMIT)
+
+
+def lives_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
+    averaged = Averaged(cuda, "freed", np.full(COUNT, float(rank), np.float32), OFTEN)
+    averaged.wait_until("rounds", lambda: averaged.raw.stats()["rounds"] > 1)
+    averaged.raw.stop(LIMIT)
+    # Nothing of ours uses it when `stop` has returned.
+    averaged.memory.array.free()
+
+
+CASES: tuple[Callable[[int, Cuda], None], ...] = (
+    has_the_bits_of_the_host,
+    runs_as_an_operation_of_a_bucket,
+    stands_still_between_abort_and_resume,
+    refuses_a_stream_that_is_being_captured,
+    lives_as_long_as_it_is_used,
+)
+
+
+def attempt(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
+    """Runs all cases; by name, what each raised ("" when nothing)."""
+    outcome = {}
+    for name, case in cases.items():
+        try:
+            case()
+            bagua.barrier()
+            outcome[name] = ""
+        except Exception:
+            outcome[name] = traceback.format_exc()
+    return outcome
+
+
+def arrays(rank: int) -> dict[str, str]:
+    bagua.init()
+    cuda = Cuda()
+    found = attempt({case.__name__: lambda case=case: case(rank, cuda) for case in CASES})
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+Algorithm = algorithms.AsyncModelAverageAlgorithm
+
+
+def train(rank: int, place: str, interval: float, options: dict[str, Any]) -> list[torch.Tensor]:
+    """The weights and the states after some steps, each followed by a round of all ranks."""
+    torch.manual_seed(1 + rank)
+    model = Net().to(place)
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], Algorithm(sync_interval_ms=interval * 1000, **options))
+    runtime = install()
+    data = [batch(rank, step, place) for step in range(5)]
+    reads = runtime.reads_to_the_host
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.bagua_algorithm.synchronize(model)
+    assert runtime.reads_to_the_host == reads
+    found = tensors_in([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()])
+    model.bagua_ddp.close()
+    return found
+
+
+def ends_with_the_weights_of_the_cpu(rank: int) -> None:
+    for options in ({}, {"warmup_steps": 2}, {"compression": "minmax_u8"}):
+        assert same_bits(*(train(rank, place, NEVER, options) for place in ("cpu", "cuda"))), options
+
+
+class Slopes(nn.Module):
+    """Its output is linear in the weights: every step goes the same way, wherever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.arange(4099, dtype=torch.float32))
+        self.two = nn.Parameter(torch.arange(5, dtype=torch.float64))
+
+    def forward(self, slope: float) -> torch.Tensor:
+        return (self.one * slope).sum() + (self.two * slope).sum()
+
+
+def keeps_progress_beside_rounds(rank: int) -> None:
+    """Halves and whole numbers are exact: the sum of all progress is kept whenever rounds come."""
+    size, steps = api.get_world_size(), 40
+    model = Slopes().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.with_bagua([optimizer], Algorithm(sync_interval_ms=OFTEN * 1000))
+    impl, other = model.bagua_algorithm, torch.cuda.Stream()
+    runtime, reads = install(), install().reads_to_the_host
+    for number in range(steps):
+        # Every fourth step is on a stream that nothing but the lock orders with the others.
+        with torch.cuda.stream(other if number % 4 == 3 else torch.cuda.current_stream()):
+            optimizer.zero_grad()
+            model(float(rank + 1)).backward()
+            optimizer.step()
+    assert runtime.reads_to_the_host == reads
+    until("rounds", lambda: impl.stats()["rounds"] > 2)
+    impl.synchronize(model)
+    progress = steps * sum(range(1, size + 1)) / size
+    with impl.lock(model):
+        begin = Slopes()
+        for mine, first in zip(model.parameters(), begin.parameters(), strict=True):
+            assert (mine.detach().cpu() == first.detach() - progress).all()
+    impl.abort(model)
+    # Nothing else writes now: no lock is needed.
+    model.one.data.fill_(rank + 7.0)
+    api.barrier()
+    impl.resume(model)
+    # A status from before the call of `resume` may be under way.
+    rounds = impl.stats()["rounds"]
+    until("rounds of all", lambda: impl.stats()["rounds"] > rounds + 1)
+    api.barrier()
+    impl.synchronize(model)
+    assert model.one.unique().tolist() == [(2 * 7.0 + size - 1) / 2]
+    model.bagua_ddp.close()
+
+
+def averages_buckets_of_torch(rank: int) -> None:
+    tensor = torch.full((9,), float(rank + 1), device="cuda").ensure_bagua_tensor("x", "alone")
+    bucket = BaguaBucket([tensor], "alone", True)
+    operation = bucket.append_asynchronous_model_average_op()
+    backend = get_backend("alone")
+    backend.register_ordered_buckets([bucket])
+    for step in range(2):
+        operation.lock_weight()
+        tensor.fill_(float(rank + step))
+        operation.unlock_weight()
+        backend.mark_communication_ready(tensor)
+        backend.wait_pending_comm_ops()
+        assert tensor.unique().tolist() == [sum(range(api.get_world_size())) / api.get_world_size() + step]
+
+
+MODELS: tuple[Callable[[int], None], ...] = (
+    ends_with_the_weights_of_the_cpu,
+    keeps_progress_beside_rounds,
+    averages_buckets_of_torch,
+)
+
+
+def models(rank: int) -> dict[str, str]:
+    torch.set_num_threads(1)
+    with joined():
+        return attempt({case.__name__: lambda case=case: case(rank) for case in MODELS})
+
+
+# --- worlds -----------------------------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """A world of ranks that has ended."""
+
+    outcomes: list[dict[str, str]]
+    ranks: Ranks
+
+    def check(self, case: Callable[..., None]) -> None:
+        """Fails with every rank's traceback when a case failed."""
+        texts = [f"--- rank {rank} ---\n{found[case.__name__]}" for rank, found in enumerate(self.outcomes)]
+        faults = [str(report["faults"]) for report in self.ranks.reports]
+        assert not any(found[case.__name__] for found in self.outcomes), "\n".join([*texts, *faults])
+
+
+def ended(driver: Path, size: int, function: Callable[..., Any]) -> Ended:
+    ranks = Ranks(driver)
+    return Ended(ranks(size, function, clean=False, timeout=120.0, BAGUA_TIMEOUT=30), ranks)
+
+
+@pytest.fixture(scope="module")
+def of_arrays(_driver_of_ranks: Path) -> Ended:
+    return ended(_driver_of_ranks, 3, arrays)
+
+
+@pytest.fixture(scope="module")
+def of_models(_driver_of_ranks: Path) -> Ended:
+    return ended(_driver_of_ranks, 2, models)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_thread_averages_arrays_on_devices(of_arrays: Ended, case: Callable[..., None]) -> None:
+    of_arrays.check(case)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_thread_averages_models_on_devices(of_models: Ended, case: Callable[..., None]) -> None:
+    of_models.check(case)
+
+
+def test_averaging_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_device(
+    of_arrays: Ended, of_models: Ended
+) -> None:
+    of_arrays.ranks.check()
+    of_models.ranks.check()
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def fails_on_rank_1(rank: int) -> dict[str, Any]:
+    cuda = Cuda()
+    bagua.init()
+    found: dict[str, Any] = {}
+    try:
+        averaged = Averaged(cuda, "failing", np.full(COUNT, float(rank), np.float32), OFTEN)
+        # Rank 0 goes on alone.
+        averaged.wait_until("a failure", lambda: averaged.raw.stats()["ranks"] == [0])
+    except bagua.BaguaError as error:
+        found = told(error)
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("api", ["cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel", "cuEventQuery"])
+def test_a_call_that_fails_is_raised_on_its_rank_and_ends_nobody_else(ranks: Ranks, api: str) -> None:
+    fail = f"{api}:3:{UNKNOWN}"
+    there, here = run(ranks, 2, fails_on_rank_1, each=only(1, BAGUA_SIM_FAIL=fail))
+    assert (here["class"], here["api"], here["code"]) == ("DeviceError", api, UNKNOWN)
+    assert there == {}
+
+
+def trains_until_it_fails(rank: int) -> dict[str, Any]:
+    with joined():
+        model = Slopes().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model.with_bagua([optimizer], Algorithm(sync_interval_ms=OFTEN * 1000))
+        found = None
+        while found is None:
+            try:
+                model(1.0).backward()
+                optimizer.step()
+            except bagua.BaguaError as error:
+                found = told(error)
+        return found
+
+
+def test_the_next_forward_raises_a_failure_of_the_device_on_all_ranks(ranks: Ranks) -> None:
+    fail = f"cuLaunchKernel:2:{UNKNOWN}"
+    there, here = run(ranks, 2, trains_until_it_fails, each=only(1, BAGUA_SIM_FAIL=fail))
+    assert (here["class"], here["api"], here["code"]) == ("DeviceError", "cuLaunchKernel", UNKNOWN)
+    assert (there["class"], there["rank"], there["kind"]) == ("PeerRaisedError", 1, "DeviceError")
+
+
+def dies(rank: int, folder: str) -> tuple[int | None, float]:
+    cuda = Cuda()
+    bagua.init()
+    averaged = Averaged(cuda, "dying", np.full(COUNT, float(rank), np.float32), OFTEN)
+    averaged.wait_until("rounds", lambda: averaged.raw.stats()["rounds"] > 2)
+    dying = Path(folder, "dying")
+    if rank == 1:
+        dying.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost = None
+    try:
+        averaged.wait_until("a loss", lambda: False)
+    except bagua.PeerLostError as error:
+        lost = error.rank
+    after = time.time() - dying.stat().st_mtime
+    bagua.shutdown()
+    cuda.close()
+    return lost, after
+
+
+def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost_within_a_second(ranks, dies, tmp_path)
+
+
+def waits_for_a_producer(rank: int, folder: str) -> str:
+    """A rank's device is busy, and the averaging ends: nobody waits for it."""
+    cuda = Cuda()
+    bagua.init()
+    stream, busy = cuda.stream(), Path(folder, "busy")
+    averaged = Averaged(cuda, "busy", np.full(COUNT, float(rank), np.float32), OFTEN, stream)
+    averaged.wait_until("a round", lambda: averaged.raw.stats()["rounds"] > 0)
+    if rank == 0:
+
+        @HOST_FUNCTION
+        def blocks(_: Any) -> None:
+            deadline = time.monotonic() + 60
+            while not busy.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        averaged.lock.lock(stream=stream)
+        cuda.driver.cuLaunchHostFunc(stream, blocks, None)
+        averaged.lock.unlock(stream=stream)
+        # The lock is free for the training although a round waits for the device.
+        for _ in range(50):
+            averaged.lock.begin_training(stream=stream)
+            averaged.lock.end_training(stream=stream)
+    else:
+        groups.default(required=True).communicator.raise_("RuntimeError", "of the user")
+    averaged.raw.stop(0.2)
+    busy.touch()
+    bagua.shutdown()
+    cuda.close()
+    return "ended"
+
+
+def test_an_averaging_ends_although_the_device_is_busy(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, waits_for_a_producer, str(tmp_path)) == ["ended"] * 2

@@ -1,0 +1,234 @@
+"""Buckets on devices when something fails: a driver call, memory that is short, a rank that dies, a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import engine
+from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.driver import HOST_FUNCTION
+from tests.cuda.failing_calls import SHORT, UNKNOWN, Calls, check_each, count_calls, only, run, told
+from tests.cuda.ranks import Ranks
+from tests.cuda.test_staged_failures import CALLED, NOBODY_HEARS
+
+
+def fails_on_rank_1(rank: int, compressed: bool) -> list[dict[str, Any]]:
+    cuda, _ = Cuda(), bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    if compressed:
+        bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    else:
+        bucket.raw.append_centralized(True, False, True)
+    found: list[dict[str, Any]] = []
+    queue = Queue("engine")
+    # A rank that has the others' data before one of them fails hears of it at its next call.
+    while len(found) < 2:
+        try:
+            if not queue.buckets:
+                queue.register(bucket)
+            queue.step(stream)
+        except bagua.BaguaError as error:
+            found.append(told(error))
+    queue.raw.shutdown()
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(("api", "nth"), [("cuEventRecord", 1), ("cuMemcpyDtoHAsync", 1), ("cuMemcpyHtoDAsync", 2)])
+def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_there(
+    ranks: Ranks, api: str, nth: int, compressed: bool
+) -> None:
+    # The first copy to the device is the test's.
+    fail = f"{api}:{nth}:{UNKNOWN}"
+    there, here = run(ranks, 2, fails_on_rank_1, compressed, each=only(1, BAGUA_SIM_FAIL=fail))
+    for error in here:
+        assert (error["class"], error["api"], error["code"], error["device"]) == ("DeviceError", api, UNKNOWN, 0)
+    for error in there:
+        assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", 1, "DeviceError")
+        assert api in error["text"]
+
+
+def short_of_memory(rank: int) -> dict[str, Any]:
+    cuda, _ = Cuda(), bagua.init()
+    bucket = Tensors(cuda, "one")
+    bucket.raw.append_centralized(False, False, True)
+    bucket.write(1.0)
+    queue = Queue("engine")
+    with pytest.raises(bagua.DeviceError) as raised:
+        queue.register(bucket)
+    queue.register(bucket)
+    queue.step()
+    assert set(bucket.read()) == {2.0}
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    return told(raised.value)
+
+
+def test_memory_that_is_short_at_the_registration_poisons_nothing(ranks: Ranks) -> None:
+    # The first pinned memory is the test's, twice.
+    for error in ranks(2, short_of_memory, BAGUA_SIM_FAIL=f"cuMemHostAlloc:3:{SHORT}"):
+        assert (error["api"], error["name"]) == ("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def one_dies(rank: int, folder: str, compressed: bool) -> Any:
+    cuda, _ = Cuda(), bagua.init()
+    bucket = Tensors(cuda, "one", flat=not compressed, sizes=(8 << 20, 100))
+    if compressed:
+        bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    else:
+        bucket.raw.append_centralized(True, False, True)
+    queue = Queue("engine", bucket)
+    queue.step()
+    if rank == 1:
+        queue.mark(bucket)
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The first of these meets the one that rank 1 has begun.
+    lost = None
+    while lost is None:
+        try:
+            queue.step()
+        except bagua.PeerLostError as error:
+            lost = error
+    after = time.time() - Path(folder, "dying").stat().st_mtime
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    return lost.rank, after
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
+    ranks: Ranks, tmp_path: Path, compressed: bool
+) -> None:
+    with ranks.world(2) as world:
+        world._expect_exit = {1: -signal.SIGKILL}
+        (lost, after), _ = world.run(one_dies, str(tmp_path), compressed)
+    assert (lost, after < 1.0) == (1, True), after
+    ranks.check()
+
+
+def waits_for_a_producer(rank: int, folder: str) -> str:
+    cuda, group = Cuda(), bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    queue = Queue("engine", bucket)
+    if rank == 1:
+        # The other rank is in the middle of its step.
+        while not Path(folder, "waits").exists():
+            time.sleep(0.01)
+        group.communicator.raise_("RuntimeError", "of the user")
+        bagua.shutdown()
+        cuda.close()
+        return ""
+    # Work of the caller that comes to its end only after the other rank has failed.
+    ended = Path(folder, "ended")
+
+    @HOST_FUNCTION
+    def blocks(_: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    cuda.driver.cuLaunchHostFunc(stream, blocks, None)
+    queue.mark(bucket, stream)
+    Path(folder, "waits").touch()
+    try:
+        queue.raw.wait(30.0, stream=stream)
+        text = ""
+    except bagua.PeerRaisedError as error:
+        text = str(error)
+    ended.touch()
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    return text
+
+
+def test_a_wait_for_a_producer_ends_when_another_rank_fails(ranks: Ranks, tmp_path: Path) -> None:
+    assert "of the user" in ranks(2, waits_for_a_producer, str(tmp_path))[0]
+
+
+def any_call_fails(rank: int, engines: bool) -> str:
+    """Every kind of call, by buckets and the verbs of an engine. Returns what the rank was told."""
+    cuda = Cuda()
+    stream = cuda.stream()
+    if not engines:
+        return ""
+    bagua.init()
+    found, queue = "done", None
+    try:
+        flat, apart = (Tensors(cuda, name, flat=name == "flat", stream=stream) for name in ("flat", "apart"))
+        flat.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+        flat.raw.append_decentralized("all", False)
+        flat.attach("peer_weight")
+        for bucket in (flat, apart):
+            bucket.raw.append_centralized(True, False, True)
+        queue = Queue("engine", flat, apart)
+        for _ in range(2):
+            queue.step(stream)
+            flat.raw.copy_from_extra("peer_weight", stream=stream)
+    except bagua.BaguaError as error:
+        found = type(error).__name__
+    except AssertionError as error:
+        # A call of the test's own.
+        found = f"test: {error}"
+    if queue is not None:
+        queue.raw.shutdown()
+    bagua.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(_driver_of_ranks: Path) -> Calls:
+    """How often each function is called where nothing fails."""
+    return count_calls(Ranks(_driver_of_ranks), any_call_fails)
+
+
+#: Not called for buckets, or once for each process.
+ELSEWHERE = ("cuPointerGetAttributes", "cuCtxGetCurrent")
+
+
+@pytest.mark.parametrize("function", [*sorted(set(CALLED) - set(ELSEWHERE)), "cuMemAllocAsync", "cuMemFreeAsync"])
+def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
+    ranks: Ranks, calls: Calls, function: str
+) -> None:
+    check_each(ranks, any_call_fails, calls, function, heard={*CALLED, "cuMemAllocAsync"} - set(NOBODY_HEARS))
+
+
+def test_the_bits_of_a_bucket_do_not_change_when_its_tensors_are_large(ranks: Ranks) -> None:
+    ranks(2, large_and_lossy)
+
+
+def large_and_lossy(rank: int) -> None:
+    cuda, _ = Cuda(), bagua.init()
+    sides = []
+    for on in (None, cuda):
+        bucket = Tensors(on, "large", flat=False, sizes=((1 << 20) + 17, 5))
+        bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, True)
+        bucket.attach("error", dtype=np.float32)
+        sides.append((bucket, Queue("host" if on is None else "device", bucket)))
+    values = np.random.default_rng(rank).standard_normal(sides[0][0].count).astype(np.float32)
+    for bucket, queue in sides:
+        bucket.write(values)
+        queue.step()
+    host, device = sides[0][0], sides[1][0]
+    assert host.read().tobytes() == device.read().tobytes()
+    assert host.extra["error"].read().tobytes() == device.extra["error"].read().tobytes()
+    for _, queue in sides:
+        queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()

@@ -1,0 +1,357 @@
+"""Buckets on devices in the order of streams: late producers, waits, lifetimes, callbacks, captures.
+
+The simulated driver begins work only when somebody needs it, so that what Bagua forgets to wait for has not happened.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import engine
+from bagua.cuda.arrays import device_of
+from tests.cuda.buckets import Memory, Queue, Tensors
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.ranks import Ranks
+
+FLAT = [True, False]
+
+
+def operate(bucket: Tensors, operation: str) -> None:
+    """An operation by which two equal ranks keep their values."""
+    if operation == "centralized":
+        bucket.raw.append_centralized(False, False, True)
+    else:
+        bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), False, False, False)
+
+
+def producers(rank: int, operation: str, flat: bool) -> None:
+    cuda = Cuda()
+    bagua.init()
+    first, second, third = cuda.stream(), cuda.stream(), cuda.stream()
+    one, two = (Tensors(cuda, name, flat=flat, stream=first) for name in ("one", "two"))
+    for bucket in (one, two):
+        operate(bucket, operation)
+    queue = Queue("engine", one, two)
+    # Two steps back to back: the second writes behind the results of the first, and nobody has waited for the device.
+    for step in (1.0, 2.0):
+        one.write(step, first)
+        two.write(3.0 * step, second)
+        # Each tensor is marked on a stream of its own; the last stream that has work on it is the one that counts.
+        queue.mark(one, first)
+        queue.mark(two, second)
+        assert queue.raw.wait(30.0, stream=third) == 2
+        for stream in (first, second):
+            cuda.order(third, stream)
+    assert set(one.read(third)) == {4.0}
+    assert set(two.read(first)) == {12.0}
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+@pytest.mark.parametrize("flat", FLAT)
+@pytest.mark.parametrize("operation", ["centralized", "compressed"])
+def test_a_bucket_begins_after_the_streams_of_its_marks_and_a_wait_orders_its_stream(
+    ranks: Ranks, operation: str, flat: bool
+) -> None:
+    ranks(2, producers, operation, flat)
+
+
+def begins_by_itself(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    bucket.raw.append_centralized(True, False, True)
+    queue = Queue("engine", bucket)
+    for step in range(1, 4):
+        bucket.write(float(step * rank), stream)
+        queue.step(stream)
+        assert set(bucket.read(stream)) == {float(step)}
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_a_device_whose_work_begins_by_itself_changes_nothing(ranks: Ranks) -> None:
+    ranks(3, begins_by_itself, BAGUA_SIM_DELAY_US=2000)
+
+
+def moves(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", sizes=(500, 300), stream=stream)
+    operate(bucket, "centralized")
+    queue = Queue("engine", bucket)
+    moved = Memory(cuda, 300, stream=stream)
+    moved.write(5.0, stream)
+    bucket.write(1.0, stream)
+    kept = Kept(moved)
+    held = weakref.ref(kept)
+    queue.raw.mark_ready(queue.numbers["one.0"], stream=stream)
+    queue.raw.mark_ready(queue.numbers["one.1"], moved.address, 300, stream=stream, keep=kept)
+    del kept
+    assert queue.raw.wait(30.0, stream=stream) == 1
+    gc.collect()
+    # The device has not begun to write it.
+    assert held() is not None
+    assert bucket.read(stream).tolist() == [2.0] * 500 + [1.0] * 300
+    assert set(moved.read(stream)) == {10.0}
+    steps = 1
+    while held() is not None and steps < 5:
+        # A later step asks the device, and lets go.
+        steps += 1
+        queue.step(stream)
+        assert set(moved.read(stream)) == {5.0 * 2**steps}
+        gc.collect()
+    assert held() is None
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+class Kept:
+    """Something that a bucket holds."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+
+def test_a_tensor_that_moved_is_communicated_and_held_until_the_device_is_done(ranks: Ranks) -> None:
+    ranks(2, moves)
+
+
+def freed(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    operate(bucket, "centralized")
+    queue = Queue("engine", bucket)
+    bucket.write(1.0, stream)
+    queue.step(stream)
+    # cuMemFree waits for the work that uses the memory.
+    bucket.memory[0].array.free()
+    queue.register()
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_memory_may_be_freed_when_a_wait_has_returned(ranks: Ranks) -> None:
+    ranks(2, freed)
+
+
+def replaced(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    operate(bucket, "centralized")
+    held = weakref.ref(bucket.memory[0])
+    queue = Queue("engine", bucket)
+    bucket.write(1.0, stream)
+    queue.step(stream)
+    array = bucket.memory[0].array
+    # Registered anew without it, and nobody refers to it: the copies to it have not begun.
+    other = Tensors(cuda, "other", flat=False, stream=stream)
+    operate(other, "centralized")
+    del bucket
+    queue.register(other)
+    gc.collect()
+    assert held() is not None
+    assert set(array.read(stream)) == {2.0}
+    other.write(2.0, stream)
+    queue.step(stream)
+    assert set(other.read(stream)) == {4.0}
+    gc.collect()
+    assert held() is None
+    # The same bucket in another engine.
+    next_queue = Queue("next", other)
+    next_queue.step(stream)
+    assert set(other.read(stream)) == {8.0}
+    queue.raw.shutdown()
+    next_queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_a_bucket_that_is_replaced_is_held_until_the_device_is_done(ranks: Ranks) -> None:
+    ranks(2, replaced)
+
+
+def without_wait(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    operate(bucket, "centralized")
+    queue = Queue("engine", bucket)
+    bucket.write(1.0, stream)
+    queue.mark(bucket, stream)
+    # Waits for the ranks, and orders nobody; the next wait orders its stream after both.
+    queue.register(bucket)
+    assert queue.raw.wait(30.0, stream=stream) == 0
+    assert set(bucket.read(stream)) == {2.0}
+    # Marked and never complete; then the engine ends.
+    queue.raw.mark_ready(0, stream=stream)
+    queue.raw.shutdown()
+    with pytest.raises(bagua.AbortedError):
+        queue.raw.mark_ready(1, stream=stream)
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_results_that_a_registration_waited_for_are_ordered_by_the_next_wait(ranks: Ranks) -> None:
+    ranks(2, without_wait)
+
+
+def callbacks(rank: int) -> None:
+    cuda = Cuda()
+    group = bagua.init()
+    late, stream = cuda.stream(), cuda.stream()
+    bucket = Tensors(cuda, "one", stream=late)
+    seen: list[Any] = []
+
+    def doubles(name: str) -> None:
+        # The user's code on the device: its own stream there is the legacy stream.
+        cuda.driver.cuCtxSetCurrent(cuda.driver.get("cuDevicePrimaryCtxRetain", 0))
+        values = bucket.memory[0].array.read()
+        seen.append(set(values))
+        bucket.write(2 * values)
+
+    bucket.raw.append_callback(doubles)
+    bucket.raw.append_centralized(False, False, True)
+    bucket.raw.append_callback(doubles)
+    queue = Queue("engine", bucket)
+    for step in (1.0, 3.0):
+        bucket.write(step, late)
+        queue.mark(bucket, late)
+        assert queue.raw.wait(30.0, stream=stream) == 1
+        assert set(bucket.read(stream)) == {8.0 * step}
+        cuda.order(stream, late)
+    assert seen == [{1.0}, {4.0}, {3.0}, {12.0}]
+    queue.raw.shutdown()
+    group.barrier()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_a_callback_runs_on_the_legacy_stream_between_the_operations_around_it(ranks: Ranks) -> None:
+    ranks(2, callbacks)
+
+
+def captured(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream, other = cuda.stream(), cuda.stream()
+    bucket = Tensors(cuda, "one", sizes=(500,), stream=other)
+    operate(bucket, "centralized")
+    queue = Queue("engine", bucket)
+    bucket.write(1.0, other)
+    cuda.driver.cuStreamBeginCapture_v2(stream, 0)
+    with pytest.raises(NotImplementedError, match="captured"):
+        queue.mark(bucket, stream)
+    # It was not marked.
+    queue.mark(bucket, other)
+    with pytest.raises(NotImplementedError, match="captured"):
+        queue.raw.wait(30.0, stream=stream)
+    graph = cuda.driver.get("cuStreamEndCapture", stream, first=False)
+    assert cuda.driver.get("cuGraphGetNodes", graph, None, first=False) == 0
+    cuda.driver.cuGraphDestroy(graph)
+    # The wait that was refused has reported nothing.
+    assert queue.raw.wait(30.0, stream=stream) == 1
+    assert set(bucket.read(stream)) == {2.0}
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(ranks: Ranks) -> None:
+    ranks(2, captured)
+
+
+def refusals(rank: int) -> list[str]:
+    cuda = Cuda()
+    bagua.init()
+    bucket = Tensors(cuda, "one")
+    host = np.zeros(bucket.count, np.float32)
+    found = []
+    with pytest.raises(TypeError) as raised:
+        bucket.raw.attach("error", host.ctypes.data, host.size, engine.DTYPES["float32"])
+    found.append(str(raised.value))
+    on_host = Tensors(None, "two")
+    extra = Memory(cuda, on_host.count)
+    with pytest.raises(TypeError) as raised:
+        on_host.raw.attach("error", extra.address, extra.count, extra.code, device=device_of(0))
+    found.append(str(raised.value))
+    with pytest.raises(ValueError, match="BAGUA_CUDA_COLLECTIVE"):
+        engine.Bucket("x", [], device=device_of(0), wish="magic")
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_tensors_of_two_places_are_named(ranks: Ranks) -> None:
+    assert ranks(1, refusals)[0] == [
+        "bucket 'one': tensor 'error' is on the host but 'one.0' is on cuda:0",
+        "bucket 'two': tensor 'error' is on cuda:0 but 'two.0' is on the host",
+    ]
+
+
+def mismatched(rank: int) -> str:
+    cuda = Cuda()
+    bagua.init()
+    bucket = Tensors(cuda if rank else None, "one")
+    operate(bucket, "centralized")
+    queue = Queue("engine", bucket)
+    with pytest.raises(bagua.MismatchError) as raised:
+        queue.step()
+    bagua.shutdown()
+    return str(raised.value)
+
+
+def test_a_bucket_on_the_host_here_and_on_a_device_there_is_a_mismatch(ranks: Ranks) -> None:
+    for text in ranks(2, mismatched, clean=False):
+        assert "device" in text, text
+
+
+def of_any_framework(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    late, stream = cuda.stream(), cuda.stream()
+    ones = np.ones(300, np.float32)
+    arrays = {"a": cuda.array(ones, stream=late), "b": cuda.array(2 * ones, stream=late, dlpack=True)}
+    with pytest.raises(TypeError, match=r"bucket 'x': tensor 'h' is on the host but 'a' is on cuda:0"):
+        bagua.Bucket("x", {**arrays, "h": ones})
+    bucket = bagua.Bucket("x", arrays).append_centralized(average=False)
+    lossy = bagua.Bucket("y", {"c": cuda.array(ones, stream=late)})
+    lossy.append_centralized(compression="minmax_u8", error_feedback=True, average=False)
+    lossy.attach("error", cuda.array(0 * ones, stream=late))
+    with pytest.raises(TypeError, match="'error' is on the host"):
+        lossy.attach("error", ones)
+    with bagua.Engine() as queue:
+        queue.register([bucket, lossy])
+        moved = cuda.array(5 * ones, stream=late)
+        for name in ("a", "c"):
+            queue.mark_ready(name, stream=late)
+        with pytest.raises(TypeError, match="'b' is on the host now; it was registered on cuda:0"):
+            queue.mark_ready("b", ones)
+        # Its interface names its stream, which is not that of the mark.
+        queue.mark_ready("b", moved, stream=stream)
+        assert queue.wait(30.0, stream=stream) == 2
+        found = [set(each.read(stream)) for each in (arrays["a"], arrays["b"], moved)]
+        assert found == [{2.0}, {2.0}, {10.0}]
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_buckets_of_arrays_of_any_framework(ranks: Ranks) -> None:
+    ranks(2, of_any_framework)

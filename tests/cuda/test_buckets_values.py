@@ -1,0 +1,181 @@
+"""Buckets on devices: every operation returns the bits that it returns on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import engine
+from bagua.cuda.arrays import device_of
+from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.ranks import Ranks
+
+CODEC = ("minmax_u8", {})
+HALVES = [[0, 1], [2]]
+
+
+def centralized(tensors: Tensors, hierarchical: bool) -> None:
+    tensors.raw.append_centralized(True, hierarchical, True)
+
+
+def compressed(tensors: Tensors, hierarchical: bool) -> None:
+    tensors.raw.append_compressed(engine.Codec(*CODEC), True, hierarchical, True)
+    tensors.attach("error", tensors.count - sum(tensors.sizes[tensors.marks :]), np.float32)
+
+
+def automatic(tensors: Tensors, hierarchical: bool) -> None:
+    tensors.raw.append_automatic(engine.Codec(*CODEC), False, hierarchical)
+
+
+def decentralized(tensors: Tensors, hierarchical: bool) -> None:
+    tensors.raw.append_decentralized("ring", hierarchical)
+    tensors.attach("peer_weight")
+
+
+def low_precision(tensors: Tensors, hierarchical: bool) -> None:
+    tensors.raw.append_low_precision_decentralized(engine.Codec(*CODEC), hierarchical)
+    for name in ("weight", "left_peer_weight", "right_peer_weight"):
+        tensors.attach(name)
+
+
+OPERATIONS = {
+    operation.__name__: operation for operation in (centralized, compressed, automatic, decentralized, low_precision)
+}
+
+
+def equals_the_host(rank: int, operation: str, hierarchical: bool, dtypes: list[str]) -> None:
+    cuda = Cuda()
+    bagua.init()
+    sides, stream = [], cuda.stream()
+    for on in (None, cuda):
+        buckets = []
+        for dtype in dtypes:
+            for flat in (True, False):
+                made = Tensors(on, f"{dtype}-{flat}", flat=flat, dtype=dtype, padding=4 if flat else 0, stream=stream)
+                OPERATIONS[operation](made, hierarchical)
+                buckets.append(made)
+        sides.append((buckets, Queue("host" if on is None else "device", *buckets)))
+    random = np.random.default_rng(rank)
+    for _ in range(3):
+        for pair in zip(*(buckets for buckets, _ in sides), strict=True):
+            values = random.standard_normal(pair[0].count).astype(pair[0].dtype)
+            if pair[0].marks < len(pair[0].sizes):
+                values[-4:] = 0
+            for bucket in pair:
+                bucket.write(values, stream)
+        for _, queue in sides:
+            queue.step(stream)
+        for host, device in zip(*(buckets for buckets, _ in sides), strict=True):
+            assert host.read().tobytes() == device.read(stream).tobytes(), host.name
+            for name, extra in host.extra.items():
+                assert extra.read().tobytes() == device.extra[name].read(stream).tobytes(), (host.name, name)
+            assert host.raw.choice() == device.raw.choice()
+    for _, queue in sides:
+        queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
+    ranks(2, equals_the_host, operation, False, ["float32", "float16"])
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
+    ranks(3, equals_the_host, operation, True, ["float32"], hosts=HALVES)
+
+
+def test_hosts_are_combined_first_also_where_the_route_is_flat(ranks: Ranks) -> None:
+    ranks(3, equals_the_host, "centralized", True, ["float32"], hosts=HALVES, BAGUA_TRANSPORT="tcp")
+
+
+def large(rank: int) -> dict[str, Any]:
+    cuda = Cuda()
+    group = bagua.init()
+    sizes = (3 << 20, 5, 1 << 20)
+    sides = []
+    for on in (None, cuda):
+        # Rank 1 has them back to back, rank 0 has not: the ranks do the same all the same.
+        bucket = Tensors(on, "large", flat=rank == 1, sizes=sizes)
+        centralized(bucket, False)
+        sides.append((bucket, Queue("host" if on is None else "device", bucket)))
+    values = np.random.default_rng(rank).standard_normal(sum(sizes)).astype(np.float32)
+    for bucket, queue in sides:
+        bucket.write(values)
+        queue.step()
+    assert sides[0][0].read().tobytes() == sides[1][0].read().tobytes()
+    stats = group.stats()["cuda"]
+    for _, queue in sides:
+        queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    assert isinstance(stats, dict)
+    return stats
+
+
+def test_tensors_in_many_pieces_that_lie_apart_on_one_rank_only(ranks: Ranks) -> None:
+    apart, adjacent = ranks(2, large)
+    count = 4 * ((4 << 20) + 5)
+    for stats in (apart, adjacent):
+        assert (stats["collective"], stats["to_host_bytes"], stats["to_device_bytes"]) == ("staged", count, count)
+        assert stats["pinned_bytes"] == 16 << 20
+    assert (apart["device_bytes"], adjacent["device_bytes"]) == (count, 0)
+
+
+def copies(rank: int) -> None:
+    cuda = Cuda()
+    bagua.init()
+    stream = cuda.stream()
+    for flat in (True, False):
+        bucket = Tensors(cuda, "weights", flat=flat, stream=stream)
+        decentralized(bucket, False)
+        queue = Queue(f"engine {flat}", bucket)
+        bucket.write(float(rank), stream)
+        queue.step(stream)
+        assert set(bucket.read(stream)) == {float(rank)}
+        bucket.raw.copy_from_extra("peer_weight", stream=stream)
+        assert set(bucket.read(stream)) == {0.5}
+        queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_the_mean_of_peers_is_copied_within_the_device(ranks: Ranks) -> None:
+    ranks(2, copies)
+
+
+def verbs(rank: int) -> None:
+    cuda, group = Cuda(), bagua.init()
+    raw = group.communicator.engine("verbs")
+    late, stream = cuda.stream(), cuda.stream()
+    ones = np.full(3000, rank + 1, np.float32)
+    code = engine.DTYPES["float32"]
+    x, y, every = cuda.array(ones, stream=late), cuda.array(ones, stream=late), cuda.array(np.zeros(6000, np.float32))
+
+    def place(*producers: int) -> engine.CudaCall:
+        return raw.cuda_call(device_of(0), stream, producers, "auto")
+
+    handles = [
+        raw.run(engine.ALL_REDUCE, None, x.address, 3000, code, async_op=True, keep=x, place=place(late)),
+        raw.run(engine.ALL_GATHER, y.address, every.address, 3000, code, async_op=True, place=place(late, 1)),
+    ]
+    raw.run(engine.BROADCAST, None, y.address, 3000, code, 0, 1, place=place(late))
+    assert set(y.read(stream)) == {2.0}
+    other = cuda.stream()
+    for handle in handles:
+        assert handle is not None
+        handle.wait(30.0, stream=other)
+    assert set(x.read(other)) == {3.0}
+    assert every.read(other).tolist() == [1.0] * 3000 + [2.0] * 3000
+    raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_verbs_in_order_with_the_buckets_take_device_memory(ranks: Ranks) -> None:
+    ranks(2, verbs)

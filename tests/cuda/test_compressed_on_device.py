@@ -1,0 +1,356 @@
+"""Compressed all_reduce of buckets on devices: encoded, combined and decoded there, with the bits of the host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import engine
+from bagua import group as groups
+from tests.cuda import kernel_cases as cases
+from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.device_arrays import LEGACY, Cuda
+from tests.cuda.failing_calls import Calls, check_each, count_calls, is_lost_within_a_second
+from tests.cuda.ranks import Ranks
+
+CODEC = ("minmax_u8", {})
+KERNELS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def bucket(
+    on: Cuda | None, sizes: tuple[int, ...], average: bool = True, hierarchical: bool = False, **how: Any
+) -> Tensors:
+    """A bucket whose operation is a compressed all_reduce without error feedback."""
+    made = Tensors(on, "bucket", sizes=sizes, **how)
+    made.raw.append_compressed(engine.Codec(*CODEC), average, hierarchical, False)
+    return made
+
+
+def step(tensors: Tensors, values: Any, name: str, stream: int = LEGACY) -> bytes:
+    """The bytes of a bucket after one communication of these values."""
+    queue = Queue(name, tensors)
+    tensors.write(values, stream)
+    queue.step(None if tensors.cuda is None else stream)
+    found = tensors.read(stream).tobytes()
+    queue.raw.shutdown()
+    return found
+
+
+def nonfinite() -> int:
+    """Records of elements that were not finite, so far."""
+    stats = groups.default(required=True).stats()["ops"].get("compressed_all_reduce", {})
+    return int(stats.get("nonfinite_records", 0))
+
+
+def on_the_device() -> dict[str, Any]:
+    """What the group says of it."""
+    stats = groups.default(required=True).stats()["cuda"]
+    assert isinstance(stats, dict)
+    return stats
+
+
+def every_kind(rank: int, dtype: str, counts: list[int]) -> None:
+    cuda, group = Cuda(), bagua.init()
+    stream = cuda.stream()
+    for number, kind in enumerate(cases.KINDS):
+        for count in counts:
+            values = cases.elements(kind, KERNELS[dtype], count, seed=count + rank)
+            average, flat = number % 2 == 0, count % 2 == 1
+            sizes = (count,) if flat else (count // 2, count - count // 2)
+            found = []
+            for on in (None, cuda):
+                tensors = bucket(on, sizes, average, flat=flat, dtype=dtype, stream=stream)
+                found.append(step(tensors, values.view(tensors.dtype), f"{kind} {count} {on}", stream))
+            assert found[0] == found[1], (kind, count)
+    if group.size > 1:
+        stats = on_the_device()
+        assert stats["launches"] > 0
+        assert stats["collective"] is None, "no verb has been used"
+    bagua.shutdown()
+    cuda.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_device_combines_to_the_bits_of_the_host(ranks: Ranks, size: int) -> None:
+    ranks(size, every_kind, "float32", [1, 5, 1000])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_too(ranks: Ranks, dtype: str) -> None:
+    ranks(2, every_kind, dtype, [3, 1001])
+
+
+def padded(rank: int) -> None:
+    cuda, group = Cuda(), bagua.init()
+    for count, padding in ((1, 1), (5, 2), (17, 100), (1000, 7)):
+        for flat in (True, False):
+            found = []
+            for on in (None, cuda):
+                tensors = bucket(on, (count,), padding=padding, flat=flat)
+                # What padding holds does not count.
+                values = np.random.default_rng(rank).normal(size=count + padding).astype(np.float32)
+                found.append(step(tensors, values, f"{count} {padding} {flat} {on}"))
+            assert found[0] == found[1], (count, padding, flat)
+            assert not any(found[1][4 * count :])
+    assert group.size == 1 or on_the_device()["launches"] > 0
+    bagua.shutdown()
+    cuda.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_padding_is_taken_as_zeros_and_is_zero_afterwards(ranks: Ranks, size: int) -> None:
+    ranks(size, padded)
+
+
+def million(rank: int) -> tuple[dict[str, Any], int]:
+    cuda, _ = Cuda(), bagua.init()
+    values = np.random.default_rng(rank).normal(size=1_000_000).astype(np.float32)
+    values[rank] = np.inf
+    sizes, found, records = (500_001, 499_999), [], []
+    for on in (None, cuda):
+        before = nonfinite()
+        found.append(step(bucket(on, sizes, flat=rank == 0), values, f"{on}"))
+        records.append(nonfinite() - before)
+    assert found[0] == found[1]
+    assert records[0] == records[1] > 0
+    stats = on_the_device()
+    bagua.shutdown()
+    cuda.close()
+    return stats, records[0]
+
+
+def test_what_comes_to_the_host_is_a_quarter_of_the_tensor(ranks: Ranks) -> None:
+    size, tensor = 2, 4_000_000
+    for stats, _ in ranks(size, million):
+        # Records of all chunks, and of the chunk that the rank combines.
+        assert 1.5 * tensor / 4 < stats["to_host_bytes"] < 1.51 * tensor / 4
+        assert 2 * tensor / 4 < stats["to_device_bytes"] < 2.01 * tensor / 4
+        # Of each chunk, of the combined one, and of all that came.
+        assert stats["launches"] == 2 + 3 + 1
+        assert stats["pinned_bytes"] <= 32 << 20
+
+
+def half_on_devices(rank: int) -> bytes:
+    cuda, _ = Cuda(), bagua.init()
+    values = np.random.default_rng(rank).normal(size=1001).astype(np.float32)
+    found = step(bucket(cuda if rank == 0 else None, (1001,)), values, "mixed")
+    assert found == step(bucket(None, (1001,)), values, "host")
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_ranks_on_devices_and_on_the_host_combine_the_same_bucket(ranks: Ranks) -> None:
+    found = ranks(3, half_on_devices)
+    assert found == found[:1] * 3
+
+
+def by_host(rank: int, collective: str) -> tuple[int, int]:
+    cuda, _ = Cuda(), bagua.init()
+    stream = cuda.stream()
+    for average in (True, False):
+        for count in (1, 1001):
+            values = np.random.default_rng(rank).normal(size=count).astype(np.float32)
+            found = []
+            for on in (None, cuda):
+                tensors = bucket(on, (count,), average, True, stream=stream)
+                found.append(step(tensors, values, f"{average} {count} {on}", stream))
+            assert found[0] == found[1] or collective == "nccl", count
+    stats = on_the_device()
+    assert stats["collective"] == collective
+    bagua.shutdown()
+    cuda.close()
+    return stats["launches"], stats["to_host_bytes"]
+
+
+def test_hosts_add_on_devices_and_only_their_first_ranks_encode(ranks: Ranks) -> None:
+    launches = [launches for launches, _ in ranks(4, by_host, "staged", hosts=[[0, 1], [2, 3]])]
+    assert [count > 0 for count in launches] == [True, False, True, False]
+
+
+def test_on_one_host_a_hierarchical_bucket_is_the_plain_all_reduce(ranks: Ranks) -> None:
+    assert [launches for launches, _ in ranks(2, by_host, "staged")] == [0, 0]
+
+
+def test_records_travel_over_the_host_where_verbs_go_by_nccl(ranks: Ranks) -> None:
+    ranks(2, beside_nccl, BAGUA_CUDA_COLLECTIVE="nccl")
+
+
+def beside_nccl(rank: int) -> None:
+    cuda, group = Cuda(), bagua.init()
+    values = np.random.default_rng(rank).normal(size=1001).astype(np.float32)
+    host = step(bucket(None, (1001,)), values, "host")
+    tensors, plain = bucket(cuda, (1001,)), Tensors(cuda, "plain", sizes=(100,))
+    plain.raw.append_centralized(True, False, True)
+    queue = Queue("both", plain, tensors)
+    for _ in range(3):
+        plain.write(float(rank))
+        tensors.write(values)
+        queue.step()
+        assert set(plain.read()) == {0.5}
+        assert tensors.read().tobytes() == host
+    stats = on_the_device()
+    assert (stats["collective"], stats["launches"], group.size) == ("nccl", 3 * (2 * 2 + 3 + 2 * 1), 2)
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def automatic(rank: int) -> None:
+    cuda, _ = Cuda(), bagua.init()
+    sides = []
+    for on in (None, cuda):
+        tensors = Tensors(on, "auto", sizes=(1001,))
+        tensors.raw.append_automatic(engine.Codec(*CODEC), True, False)
+        sides.append((tensors, Queue(f"{on}", tensors)))
+    for number in range(10):
+        values = np.random.default_rng(rank + number).normal(size=1001).astype(np.float32)
+        for tensors, queue in sides:
+            tensors.write(values)
+            queue.step()
+        assert sides[0][0].read().tobytes() == sides[1][0].read().tobytes()
+    assert on_the_device()["launches"] == 5 * (2 * 2 + 3 + 2 * 1)
+    for _, queue in sides:
+        queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_an_automatic_bucket_tries_the_codec_on_the_device(ranks: Ranks) -> None:
+    ranks(2, automatic)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def late(rank: int) -> None:
+    cuda, _ = Cuda(), bagua.init()
+    producer, consumer = cuda.stream(), cuda.stream()
+    tensors = {flat: bucket(cuda, (1000, 1), flat=flat, stream=producer) for flat in (True, False)}
+    for flat, each in tensors.items():
+        queue = Queue(f"{flat}", each)
+        for number in range(3):
+            # Writing is late: the operation has to wait for the stream of the mark, and the reader for the operation.
+            each.write(np.full(1001, rank + number, np.float32), producer)
+            queue.mark(each, producer)
+            assert queue.raw.wait(30.0, stream=consumer) == 1
+            assert np.allclose(each.read(consumer), number + 0.5, rtol=1e-3)
+            cuda.order(consumer, producer)
+        queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_producers_come_before_and_the_stream_of_the_wait_after(ranks: Ranks) -> None:
+    ranks(2, late)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def without_nvrtc(rank: int) -> str:
+    cuda, _ = Cuda(), bagua.init()
+    try:
+        queue = Queue("engine", bucket(cuda, (1000,)))
+        with pytest.raises(bagua.BaguaError) as raised:
+            queue.step()
+        queue.raw.shutdown()
+    finally:
+        bagua.shutdown()
+        cuda.close()
+    return str(raised.value)
+
+
+def test_without_nvrtc_the_first_use_is_an_error_that_names_it(ranks: Ranks) -> None:
+    for text in ranks(2, without_nvrtc, BAGUA_LIBNVRTC="/nowhere/libnvrtc.so", XDG_CACHE_HOME="/nowhere"):
+        assert "NVRTC" in text
+
+
+def one_dies(rank: int, folder: str) -> Any:
+    cuda, _ = Cuda(), bagua.init()
+    tensors = bucket(cuda, (8 << 20, 101), flat=rank == 0)
+    queue = Queue("engine", tensors)
+    queue.step()
+    if rank == 1:
+        queue.mark(tensors)
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The first of these meets the one that rank 1 has begun.
+    lost = None
+    while lost is None:
+        try:
+            queue.step()
+        except bagua.PeerLostError as error:
+            lost = error
+    after = time.time() - Path(folder, "dying").stat().st_mtime
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    return lost.rank, after
+
+
+def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost_within_a_second(ranks, one_dies, tmp_path)
+
+
+def any_call_fails(rank: int, communicate: bool) -> str:
+    """What the rank was told of two communications of tensors that lie apart, with padding."""
+    cuda = Cuda()
+    if not communicate:
+        return ""
+    bagua.init()
+    found, queue = "done", None
+    try:
+        tensors = bucket(cuda, (1000, 2), padding=3, flat=False)
+        queue = Queue("engine", tensors)
+        for _ in range(2):
+            queue.step()
+    except bagua.BaguaError as error:
+        found = type(error).__name__
+    except AssertionError as error:
+        # A call of the test's own.
+        found = f"test: {error}"
+    if queue is not None:
+        queue.raw.shutdown()
+    bagua.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(_driver_of_ranks: Path) -> Calls:
+    """How often each function is called where nothing fails."""
+    return count_calls(Ranks(_driver_of_ranks), any_call_fails)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "cuCtxPushCurrent",
+        "cuDeviceGetAttribute",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuEventRecord",
+        "cuLaunchKernel",
+        "cuMemAllocAsync",
+        "cuMemFreeAsync",
+        "cuMemcpyDtoDAsync",
+        "cuMemcpyDtoHAsync",
+        "cuMemcpyHtoDAsync",
+        "cuMemsetD8Async",
+        "cuModuleGetFunction",
+        "cuModuleLoadData",
+        "cuStreamWaitEvent",
+    ],
+)
+def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
+    ranks: Ranks, calls: Calls, function: str
+) -> None:
+    heard = ("cuLaunchKernel", "cuMemsetD8Async", "cuModuleLoadData")
+    check_each(ranks, any_call_fails, calls, function, heard=heard)

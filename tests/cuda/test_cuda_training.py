@@ -1,0 +1,391 @@
+"""with_bagua and DistributedDataParallel on models on the simulated driver: the weights, the states and the order.
+
+All cases of a number of ranks run in one world, because every rank that starts imports torch for seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import bagua
+import bagua.torch_api as api
+from bagua.torch_api import algorithms
+from bagua.torch_api.algorithms import Algorithm
+from tests.cuda.ranks import Ranks
+from tests.cuda.torch_on_sim import install, joined
+
+Optimizer = torch.optim.Optimizer
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    """With buffers, an unused parameter if it is asked for, and two dtypes of parameters."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        if unused:
+            self.spare = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)) * self.scale.float().sum()
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def qadam(model: nn.Module) -> Optimizer:
+    return algorithms.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+
+
+class Way(NamedTuple):
+    """How a model is trained."""
+
+    algorithm: Callable[[Any], Algorithm]
+    optimizer: Callable[[nn.Module], Optimizer] = sgd
+    options: dict[str, Any] = {}  # noqa: RUF012
+    unused: bool = False
+    #: Nothing of a step is read by the host.
+    waits_not: bool = False
+
+
+def all_reduce(optimizer: Any) -> Algorithm:
+    return algorithms.GradientAllReduceAlgorithm()
+
+
+BOTH: dict[str, Way] = {
+    "gradient_allreduce": Way(all_reduce, adamw, waits_not=True),
+    "gradient_allreduce of sums, not flattened": Way(
+        lambda _: algorithms.GradientAllReduceAlgorithm(average=False), options={"do_flatten": False}, waits_not=True
+    ),
+    "gradient_allreduce with an unused parameter": Way(
+        all_reduce, options={"find_unused_parameters": True}, unused=True, waits_not=True
+    ),
+    "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), waits_not=True),
+    "bytegrad with error feedback": Way(
+        lambda _: algorithms.ByteGradAlgorithm(hierarchical=False, error_feedback=True), waits_not=True
+    ),
+    "qadam": Way(lambda optimizer: algorithms.QAdamAlgorithm(optimizer, hierarchical=False), qadam),
+    "decentralized": Way(lambda _: algorithms.DecentralizedAlgorithm(hierarchical=False), waits_not=True),
+    "decentralized, shift_one, every second step": Way(
+        lambda _: algorithms.DecentralizedAlgorithm(False, "shift_one", 2), adamw, {"do_flatten": False}, waits_not=True
+    ),
+    "low_precision_decentralized": Way(
+        lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), adamw
+    ),
+    "low_precision_decentralized, not flattened": Way(
+        lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), options={"do_flatten": False}
+    ),
+    "local_sgd": Way(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False), adamw),
+    "local_sgd, compressed": Way(
+        lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False, compression="minmax_u8", error_feedback=True)
+    ),
+    "diloco": Way(lambda _: algorithms.DiLoCoAlgorithm(2, hierarchical=False), adamw),
+    "powersgd": Way(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0)),
+    "powersgd without memory": Way(
+        lambda _: algorithms.PowerSGDAlgorithm(2, min_compression=1.0, warm_start=False, error_feedback=False), adamw
+    ),
+}
+
+#: By what buckets on devices are combined: `ipc` inside hosts, and staged between those.
+COLLECTIVES = {"BOTH": ("staged", "ipc"), "HIERARCHICAL": ("ipc",)}
+
+#: On two hosts of two ranks, first inside them.
+HIERARCHICAL: dict[str, Way] = {
+    "gradient_allreduce": Way(lambda _: algorithms.GradientAllReduceAlgorithm(hierarchical=True), waits_not=True),
+    "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(error_feedback=True), waits_not=True),
+    "qadam": Way(lambda optimizer: algorithms.QAdamAlgorithm(optimizer), qadam),
+    "decentralized": Way(lambda _: algorithms.DecentralizedAlgorithm(), adamw, waits_not=True),
+    "low_precision_decentralized": Way(lambda _: algorithms.LowPrecisionDecentralizedAlgorithm()),
+    "diloco": Way(lambda _: algorithms.DiLoCoAlgorithm(2, compression="minmax_u8")),
+    "powersgd": Way(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0)),
+}
+
+
+def batch(rank: int, step: int, place: str) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(1000 * rank + step)
+    x, y = torch.randn(6, 12, generator=random), torch.randint(0, 5, (6,), generator=random)
+    return x.to(place), y.to(place)
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state.detach().cpu()]
+    if isinstance(state, dict):
+        return [each for key in state for each in tensors_in(state[key])]
+    if isinstance(state, (list, tuple)):
+        return [each for entry in state for each in tensors_in(entry)]
+    return []
+
+
+def same_bits(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(
+        mine.dtype == other.dtype and mine.contiguous().view(-1).tolist() == other.contiguous().view(-1).tolist()
+        for mine, other in zip(one, two, strict=True)
+    )
+
+
+def train(rank: int, way: Way, place: str) -> list[torch.Tensor]:
+    """What there is after some steps: weights, buffers, and the states of optimizer and algorithm."""
+    torch.manual_seed(1 + rank)
+    model = Net(unused=way.unused).to(place)
+    optimizer = way.optimizer(model)
+    model.with_bagua([optimizer], way.algorithm(optimizer), **way.options)
+    runtime = install()
+    data = [batch(rank, step, place) for step in range(STEPS)]
+    reads = runtime.reads_to_the_host
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    if way.waits_not:
+        assert runtime.reads_to_the_host == reads
+    states = model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()
+    found = tensors_in(states)
+    assert all(each.isfinite().all() for each in found)
+    model.bagua_ddp.close()
+    return found
+
+
+def ends_alike(rank: int, way: Way, collectives: Sequence[str]) -> None:
+    here = train(rank, way, "cpu")
+    for collective in collectives:
+        # The lanes of each model choose anew.
+        os.environ["BAGUA_CUDA_COLLECTIVE"] = collective
+        there = train(rank, way, "cuda")
+        assert same_bits(here, there), (
+            collective,
+            [(mine - other).abs().max().item() for mine, other in zip(here, there, strict=True) if mine.numel()],
+        )
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def accumulates_under_no_sync(rank: int) -> None:
+    found = []
+    for place in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        model = Net().to(place)
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], algorithms.GradientAllReduceAlgorithm())
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(3):
+                x, y = batch(rank, 3 * step + part, place)
+                if part < 2:
+                    with model.bagua_ddp.no_sync():
+                        nn.functional.cross_entropy(model(x), y).backward()
+                else:
+                    nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found.append(tensors_in(model.state_dict()))
+    assert same_bits(*found)
+
+
+def trains_by_the_wrapper(rank: int) -> None:
+    found = []
+    for place in ("cpu", "cuda"):
+        for as_views in (True, False):
+            torch.manual_seed(1 + rank)
+            model = Net().to(place)
+            wrapper = api.data_parallel.DistributedDataParallel(
+                model,
+                device_ids=None if place == "cpu" else [0],
+                gradient_as_bucket_view=as_views,
+                optimizers=[optimizer := adamw(model)],
+            )
+            for step in range(3):
+                # The wrapper brings its inputs to its device.
+                x, y = batch(rank, step, "cpu")
+                with wrapper.no_sync():
+                    nn.functional.cross_entropy(wrapper(x), y.to(place)).backward()
+                nn.functional.cross_entropy(wrapper(x), y.to(place)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(tensors_in([wrapper.state_dict(), optimizer.state_dict()]))
+    assert all(same_bits(found[0], other) for other in found[1:])
+    with pytest.raises(NotImplementedError, match="communication hook for a model on cuda:0"):
+        wrapper.register_comm_hook(None, lambda state, bucket: None)
+    for ids in ([1], [0, 1]):
+        with pytest.raises(ValueError, match="device_ids"):
+            api.data_parallel.DistributedDataParallel(Net().cuda(), device_ids=ids)
+
+
+def works_on_other_streams(rank: int) -> None:
+    found = []
+    for algorithm in (algorithms.GradientAllReduceAlgorithm(), algorithms.DecentralizedAlgorithm(hierarchical=False)):
+        for place in ("cpu", "cuda"):
+            torch.manual_seed(1 + rank)
+            model = Net().to(place)
+            optimizer = sgd(model)
+            model.with_bagua([optimizer], algorithm)
+            main = torch.cuda.current_stream()
+            forward, backward = torch.cuda.Stream(), torch.cuda.Stream()
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                forward.wait_stream(main)
+                with torch.cuda.stream(forward):
+                    x, y = batch(rank, step, place)
+                    loss = nn.functional.cross_entropy(model(x), y)
+                backward.wait_stream(forward)
+                with torch.cuda.stream(backward):
+                    loss.backward()
+                    # Uses the results where nothing else has ordered them.
+                    optimizer.step()
+                main.wait_stream(backward)
+                for each in (forward, backward):
+                    for tensor in (x, y, loss, *(param.grad for param in model.parameters())):
+                        if tensor.is_cuda:
+                            tensor.record_stream(each)
+                            tensor.record_stream(main)
+            found.append(tensors_in(model.state_dict()))
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[2], found[3])
+
+
+def resumes(rank: int) -> None:
+    """The counters of an optimizer are on the host, or on the device with ``capturable``."""
+    for capturable in (False, True):
+        torch.manual_seed(1)
+        before = Net().cuda()
+        optimizer = torch.optim.Adam(before.parameters(), lr=0.01)
+        if rank == 0:  # The others' states are empty.
+            nn.functional.cross_entropy(before(batch(0, 0, "cuda")[0]), batch(0, 0, "cuda")[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["capturable"] = capturable
+        if capturable:
+            for state in optimizer.state.values():
+                state["step"] = state["step"].cuda()
+        before.with_bagua([optimizer], algorithms.GradientAllReduceAlgorithm())
+        found = tensors_in([before.state_dict(), optimizer.state_dict()])
+        counters = [state["step"] for state in optimizer.state.values()]
+        assert len(counters) == len(list(before.parameters()))
+        assert all(counter.is_cuda == capturable for counter in counters)
+        assert same_bits(*(api.broadcast_object(found if rank == root else None, root) for root in range(2)))
+
+
+class Split(nn.Module):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2).to(one), nn.Linear(2, 2).to(two)
+
+
+def refuses_by_name(rank: int) -> None:
+    for one, two in (("cuda:0", "cuda:1"), ("cpu", "cuda:0"), ("cuda:1", "cpu")):
+        with pytest.raises(TypeError, match=rf"'one.weight' is on {one}, and parameter 'two.weight' on {two}"):
+            Split(one, two).with_bagua([], algorithms.GradientAllReduceAlgorithm())
+    embedding = nn.Embedding(5, 3, sparse=True).cuda()
+    with pytest.raises(NotImplementedError, match=r"'weight' on cuda:0 has sparse gradients"):
+        embedding.with_bagua([], algorithms.GradientAllReduceAlgorithm())
+    # The CPU on one rank and a device on the other.
+    with pytest.raises(bagua.MismatchError, match="on cuda"):
+        nn.Linear(2, 2).to("cuda" if rank else "cpu").with_bagua([], algorithms.GradientAllReduceAlgorithm())
+    # The group goes on.
+    trained = nn.Linear(2, 2).cuda().with_bagua([], algorithms.GradientAllReduceAlgorithm())
+    trained(torch.ones(1, 2, device="cuda")).sum().backward()
+    assert trained.weight.grad.tolist() == [[1.0, 1.0]] * 2
+
+
+TOGETHER = (accumulates_under_no_sync, trains_by_the_wrapper, works_on_other_streams, resumes, refuses_by_name)
+
+
+# --- worlds -----------------------------------------------------------------------------------------------------------
+
+
+def run(rank: int, ways: str) -> dict[str, str]:
+    """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
+    torch.set_num_threads(1)
+    cases: dict[str, Callable[[int], None]] = {
+        name: lambda rank, way=way: ends_alike(rank, way, COLLECTIVES[ways]) for name, way in globals()[ways].items()
+    }
+    if ways == "BOTH":
+        cases |= {case.__name__: case for case in TOGETHER}
+    outcome = {}
+    with joined():
+        for name, case in cases.items():
+            try:
+                case(rank)
+                api.barrier()
+                outcome[name] = ""
+            except Exception:
+                outcome[name] = traceback.format_exc()
+    return outcome
+
+
+class Ended(NamedTuple):
+    """A world of ranks that has ended."""
+
+    outcomes: list[dict[str, str]]
+    ranks: Ranks
+
+    def check(self, case: str) -> None:
+        """Fails with every rank's traceback when a case failed."""
+        texts = [f"--- rank {rank} ---\n{found[case]}" for rank, found in enumerate(self.outcomes) if found[case]]
+        assert not texts, "\n".join([*texts, *(str(report["faults"]) for report in self.ranks.reports)])
+
+
+@pytest.fixture(scope="module")
+def two(_driver_of_ranks: Path) -> Ended:
+    ranks = Ranks(_driver_of_ranks)
+    return Ended(ranks(2, run, "BOTH", clean=False, timeout=240.0, BAGUA_TIMEOUT=30), ranks)
+
+
+@pytest.fixture(scope="module")
+def four(_driver_of_ranks: Path) -> Ended:
+    ranks = Ranks(_driver_of_ranks)
+    named = {"hosts": ((0, 1), (2, 3)), "timeout": 240.0, "BAGUA_TIMEOUT": 30, "BAGUA_CUDA_COLLECTIVE": "ipc"}
+    return Ended(ranks(4, run, "HIERARCHICAL", clean=False, **named), ranks)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_training_on_two_devices_ends_with_the_weights_and_states_of_the_cpu(two: Ended, name: str) -> None:
+    two.check(name)
+
+
+@pytest.mark.parametrize("name", HIERARCHICAL)
+def test_training_on_two_hosts_ends_with_the_weights_and_states_of_the_cpu(four: Ended, name: str) -> None:
+    four.check(name)
+
+
+def test_gradients_accumulate_under_no_sync(two: Ended) -> None:
+    two.check("accumulates_under_no_sync")
+
+
+def test_the_wrapper_trains_a_model_on_a_device(two: Ended) -> None:
+    two.check("trains_by_the_wrapper")
+
+
+def test_forward_and_backward_may_be_on_streams_of_their_own(two: Ended) -> None:
+    two.check("works_on_other_streams")
+
+
+def test_every_rank_gets_the_state_of_the_first_ones_optimizer(two: Ended) -> None:
+    two.check("resumes")
+
+
+def test_what_cannot_be_trained_is_refused_by_name_and_the_group_goes_on(two: Ended) -> None:
+    two.check("refuses_by_name")
+
+
+def test_training_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_device(two: Ended, four: Ended) -> None:
+    two.ranks.check()
+    four.ranks.check()

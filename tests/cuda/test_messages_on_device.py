@@ -1,0 +1,226 @@
+"""Messages between arrays on devices: values, the order of streams, several under way, and what fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.failing_calls import UNKNOWN, is_lost_within_a_second, only, run, told
+from tests.cuda.ranks import Ranks
+
+#: Elements: none, one that is sent at once, more than is, and more than one piece of pinned memory.
+COUNTS = (0, 3, 10_000, (4 << 20) // 4 + 7)
+
+
+def ring(rank: int) -> Any:
+    """Messages of every size to the next rank, from devices to devices, and from and to the host."""
+    cuda, group = Cuda(), bagua.init()
+    after, before = (rank + 1) % group.size, (rank - 1) % group.size
+    stream, other = cuda.stream(), cuda.stream()
+    for count in COUNTS:
+        values = np.arange(count, dtype=np.float32)
+        sent, got = cuda.array(values + rank, stream=stream), cuda.empty(count, np.float32)
+        handle = group.send(sent, after, async_op=True, stream=stream)
+        assert group.recv(got, before, stream=other) is got
+        # What the stream of the receive gets from now on sees the message.
+        assert np.array_equal(got.read(other), values + before)
+        handle.wait()
+        # The message has left: the array may be written.
+        sent.write(np.full(count, -1, np.float32), stream)
+
+        here = np.empty(count, np.float32)
+        handle = group.send(cuda.array(values - rank, dlpack=True), after, tag=1, async_op=True)
+        group.recv(here, before, tag=1)
+        handle.synchronize()
+        assert np.array_equal(here, values - before)
+        handle = group.send(here, after, tag=2, async_op=True)
+        x, sender = group.recv_any(got, tag=2)
+        assert (x is got, sender) == (True, before)
+        handle.wait()
+        assert np.array_equal(got.read(), values - (before - 1) % group.size)
+    found = bagua.stats()["groups"]["world"]["cuda"]
+    bagua.shutdown()
+    cuda.close()
+    return found["to_host_bytes"], found["to_device_bytes"], found["collective"]
+
+
+def test_messages_of_devices_have_the_bytes_that_were_sent(ranks: Ranks) -> None:
+    total = 4 * sum(COUNTS)
+    assert ranks(3, ring) == [(2 * total, 2 * total, None)] * 3
+
+
+def in_order(rank: int) -> None:
+    """Messages of one tag arrive in the order given, although the first waits longest for its device."""
+    cuda, group = Cuda(), bagua.init()
+    late, early = cuda.stream(), cuda.stream()
+    first, second = (cuda.array(np.full(100, value, np.float32), stream=late) for value in (1, 2))
+    gate = cuda.late(late)
+    if rank == 0:
+        one = cuda.array(np.full(100, 1, np.float32), stream=late)
+        handles = [group.send(one, 1, async_op=True, stream=late)]
+        handles.append(
+            group.send(cuda.array(np.full(100, 2, np.float32), stream=early), 1, async_op=True, stream=early)
+        )
+        handles.append(group.send(np.full(100, 3, np.float32), 1, async_op=True))
+        # Another tag, from the host: it may not overtake either, because it goes to the same rank.
+        handles.append(group.send(np.full(100, 4, np.float32), 1, tag=9, async_op=True))
+        gate.open()
+        for handle in handles:
+            handle.wait(30.0)
+    else:
+        gate.open()
+        found = []
+        for x in (first, second, cuda.empty(100, np.float32)):
+            group.recv(x, 0)
+            found.append(float(x.read()[0]))
+        last = np.empty(100, np.float32)
+        group.recv(last, 0, tag=9)
+        assert [*found, float(last[0])] == [1, 2, 3, 4]
+    group.barrier()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_messages_of_devices_arrive_in_the_order_given(ranks: Ranks) -> None:
+    ranks(2, in_order)
+
+
+def crossing(rank: int) -> None:
+    """Messages and a collective that need each other: nobody waits for a device on behalf of another message."""
+    cuda, group = Cuda(), bagua.init()
+    peer = 1 - rank
+    xs = [cuda.array(np.full(50_000, 10 * rank + number, np.float32)) for number in range(4)]
+    ys = [cuda.empty(50_000, np.float32) for _ in xs]
+    total = cuda.array(np.ones(50_000, np.float32))
+    receives = [group.recv(y, peer, tag=number, async_op=True) for number, y in enumerate(ys)]
+    sum_of_all = group.all_reduce(total, async_op=True)
+    for number in reversed(range(4)):
+        group.send(xs[number], peer, tag=number)
+    for handle in [*receives, sum_of_all]:
+        handle.synchronize(30.0)
+        assert handle.is_completed()
+    assert [float(y.read()[0]) for y in ys] == [10 * peer + number for number in range(4)]
+    assert total.read().tolist()[:2] == [2.0, 2.0]
+
+    got = group.exchange([(peer, xs[0]), (peer, xs[1])], [(peer, ys[2]), (peer, ys[3])])
+    assert [float(y.read()[0]) for y in got] == [10 * peer, 10 * peer + 1]
+    handle = group.exchange([], [(peer, ys[0])], async_op=True)
+    group.exchange([(peer, xs[3])], [])
+    assert handle.wait()[0] is ys[0]
+    assert float(ys[0].read()[0]) == 10 * peer + 3
+    assert group.exchange([], []) == []
+    # The arrays of a handle that is dropped live until their bytes have left.
+    group.send(cuda.array(np.full(50_000, 5, np.float32)), peer, async_op=True)
+    group.recv(ys[0], peer)
+    assert float(ys[0].read()[0]) == 5
+    group.barrier()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_messages_and_collectives_do_not_wait_for_each_other(ranks: Ranks) -> None:
+    ranks(2, crossing)
+
+
+def refused(rank: int) -> None:
+    cuda, group = Cuda(), bagua.init()
+    x, here, peer = cuda.array(np.ones(8, np.float32)), np.ones(8, np.float32), 1 - rank
+    for call, kind, text in (
+        (lambda: group.send(x, rank), ValueError, "itself"),
+        (lambda: group.send(x, 2), ValueError, "not a rank"),
+        (lambda: group.send(x, peer, tag=-1), ValueError, "tag"),
+        (lambda: group.recv(cuda.array(here, data=(x.address, True)), peer), ValueError, "read-only"),
+        (lambda: group.send(cuda.array(here, strides=(8,)), peer), ValueError, "contiguous"),
+        (lambda: group.exchange([(peer, x)], [(peer, here)]), TypeError, "different places"),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    stream = cuda.stream()
+    cuda.driver.cuStreamBeginCapture_v2(stream, 0)
+    with pytest.raises(NotImplementedError, match="captured"):
+        group.send(x, peer, stream=stream)
+    cuda.driver.get("cuStreamEndCapture", stream, first=False)
+    # Nothing was lost, and the group goes on.
+    handle = group.send(x, peer, async_op=True)
+    group.recv(here, peer)
+    handle.wait()
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is(ranks: Ranks) -> None:
+    ranks(2, refused)
+
+
+def never_ready(rank: int) -> Any:
+    """A receive that nobody answers, and what the deadline says."""
+    cuda, group = Cuda(), bagua.init()
+    found = None
+    if rank == 0:
+        try:
+            group.recv(cuda.empty(8, np.float32), 1, timeout=0.3)
+        except bagua.BaguaTimeoutError as error:
+            found = error.missing
+    else:
+        with pytest.raises(bagua.BaguaError):
+            group.recv(cuda.empty(8, np.float32), 0)
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_a_deadline_names_the_rank_that_has_sent_nothing(ranks: Ranks) -> None:
+    assert ranks(2, never_ready)[0] == (1,)
+
+
+def one_dies(rank: int, folder: str) -> Any:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(np.ones(1 << 20, np.float32))
+    if rank == 1:
+        group.recv(x, 0)
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.send(x, 1)
+    lost = None
+    try:
+        group.recv(x, 1)
+    except bagua.PeerLostError as error:
+        lost = error.rank
+    after = time.time() - Path(folder, "dying").stat().st_mtime
+    bagua.shutdown()
+    cuda.close()
+    return lost, after
+
+
+def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost_within_a_second(ranks, one_dies, tmp_path)
+
+
+def fails(rank: int) -> dict[str, Any]:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.empty(1000, np.float32)
+    found: dict[str, Any] = {}
+    try:
+        if rank == 1:
+            group.send(x, 0)
+        while True:
+            group.recv(np.empty(1000, np.float32), 1 - rank)
+    except bagua.BaguaError as error:
+        found = told(error)
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("api", ["cuEventQuery", "cuMemcpyDtoHAsync", "cuMemHostAlloc"])
+def test_a_copy_that_fails_is_a_device_error_here_and_an_exception_of_this_rank_there(ranks: Ranks, api: str) -> None:
+    there, here = run(ranks, 2, fails, each=only(1, BAGUA_SIM_FAIL=f"{api}:1:{UNKNOWN}"))
+    assert (here["class"], here["api"], here["code"], here["device"]) == ("DeviceError", api, UNKNOWN, 0)
+    assert (there["class"], there["rank"], there["kind"]) == ("PeerRaisedError", 1, "DeviceError")

@@ -1,0 +1,208 @@
+"""Which collective the ranks choose for CUDA arrays, and why; what ranks compare; the true NCCL without a driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.ranks import Ranks
+from tests.cuda.simulated import ROOT
+from tests.cuda.test_nccl_values import run
+
+ONES = np.ones(1000, np.float32)
+
+
+def chosen(rank: int, own_device: bool) -> tuple[str, Any]:
+    """What the first all_reduce raises, or what was chosen; the group goes on by `staged` after a refusal."""
+    cuda, group = Cuda(device=rank if own_device else 0), bagua.init()
+    x = cuda.array(ONES)
+    found = ""
+    try:
+        group.all_reduce(x)
+    except bagua.BaguaError as error:
+        found = f"{type(error).__name__}: {error}"
+        assert bagua.stats()["groups"]["world"]["cuda"] is None
+        os.environ["BAGUA_CUDA_COLLECTIVE"] = "staged"
+        group.all_reduce(x)
+    assert x.read().tolist() == [float(group.size)] * 1000
+    stats = bagua.stats()["groups"]["world"]["cuda"]
+    bagua.shutdown()
+    cuda.close()
+    return found, stats
+
+
+def choose(ranks: Ranks, size: int = 2, own_device: bool = True, **variables: object) -> list[tuple[str, Any]]:
+    named = {"BAGUA_CUDA_COLLECTIVE": "auto", "BAGUA_SIM_DEVICES": max(2, size)} | variables
+    found: list[tuple[str, Any]] = ranks(size, chosen, own_device, **named)
+    return found
+
+
+def test_auto_takes_nccl_where_each_rank_has_a_device_of_its_own(ranks: Ranks) -> None:
+    for size in (1, 3):
+        for device, (text, stats) in enumerate(choose(ranks, size)):
+            assert text == ""
+            assert (stats["collective"], stats["why"]) == ("nccl", "auto: NCCL 2.30.7 on all ranks")
+            assert stats["device"] == device
+            assert (stats["to_host_bytes"], stats["to_device_bytes"], stats["pinned_bytes"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("version", "collective"), [(23000, "nccl"), (22900, "ipc")])
+def test_ranks_share_a_device_where_they_are_told_to_and_nccl_can(ranks: Ranks, version: int, collective: str) -> None:
+    variables = {"BAGUA_SIM_NCCL_VERSION": version, "NCCL_MULTI_RANK_GPU_ENABLE": 1}
+    for _, stats in choose(ranks, own_device=False, **variables):
+        assert stats["collective"] == collective
+
+
+def test_auto_does_without_nccl_where_it_does_not_load(ranks: Ranks) -> None:
+    for _, stats in choose(ranks, BAGUA_LIBNCCL="/nowhere/libnccl.so.2"):
+        assert stats["collective"] == "ipc"
+        assert stats["why"].startswith("auto: libnccl (BAGUA_LIBNCCL=/nowhere/libnccl.so.2) does not load: ")
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"BAGUA_SIM_NCCL_VERSION": 21803}, "NCCL 2.18.3 is too old: 2.19.0 is needed"),
+        ({"BAGUA_LIBNCCL": "/nowhere/libnccl.so.2"}, "libnccl (BAGUA_LIBNCCL=/nowhere/libnccl.so.2) does not load: "),
+    ],
+    ids=["old", "absent"],
+)
+def test_nccl_that_cannot_be_used_is_refused_on_all_ranks_and_the_group_goes_on(
+    ranks: Ranks, variables: dict[str, object], reason: str
+) -> None:
+    for text, stats in choose(ranks, **{"BAGUA_CUDA_COLLECTIVE": "nccl"} | variables):
+        assert text.startswith(f"BaguaError: BAGUA_CUDA_COLLECTIVE=nccl: {reason}"), text
+        assert stats["why"] == "BAGUA_CUDA_COLLECTIVE=staged"
+
+
+def test_nccl_for_ranks_that_share_a_device_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    for text, _ in choose(ranks, own_device=False, BAGUA_CUDA_COLLECTIVE="nccl"):
+        assert text.endswith("nccl: ranks 0 and 1 of the group have the same device"), text
+
+
+def test_the_oldest_nccl_that_is_served_works(ranks: Ranks) -> None:
+    for _, stats in choose(ranks, BAGUA_SIM_NCCL_VERSION=21900):
+        assert stats["why"] == "auto: NCCL 2.19.0 on all ranks"
+
+
+def only_one_lacks_it(rank: int) -> tuple[str, Any]:
+    if rank == 1:
+        os.environ["BAGUA_LIBNCCL"] = "/nowhere/libnccl.so.2"
+    return chosen(rank, True)
+
+
+def test_a_rank_without_nccl_is_named_on_all_ranks(ranks: Ranks) -> None:
+    for text, _ in run(ranks, 2, only_one_lacks_it):
+        assert text.endswith("(rank 1 of the group)"), text
+
+
+def disagree(rank: int) -> str:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    x.read()
+    found = ""
+    try:
+        group.all_reduce(x, "max" if rank == 0 else "min", timeout=2.0)
+        group.recv(np.empty_like(ONES), 1 - rank)
+    except bagua.BaguaError as error:
+        found = f"{type(error).__name__}: {error}"
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_calls_that_differ_are_a_mismatch_on_all_ranks_where_they_are_compared(ranks: Ranks) -> None:
+    for text in run(ranks, 2, disagree, BAGUA_CUDA_CHECK=1):
+        assert text.startswith("MismatchError: "), text
+        assert "min" in text
+        assert "max" in text
+
+
+def disagreeing_buckets(rank: int, first: int) -> str:
+    cuda = Cuda()
+    bagua.init()
+    bucket = Tensors(cuda, "one", sizes=(1000 + rank if first else 1000,))
+    bucket.raw.append_centralized(False, False, True)
+    queue = Queue("engine", bucket)
+    found = ""
+    try:
+        queue.step()
+        other = Tensors(cuda, "other", sizes=(1000 + rank,))
+        other.raw.append_centralized(False, False, True)
+        queue.register(other)
+        queue.step()
+    except bagua.BaguaError as error:
+        found = f"{type(error).__name__}: {error}"
+    queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_buckets_that_differ_are_a_mismatch_on_all_ranks_after_each_registration(ranks: Ranks, first: bool) -> None:
+    for text in run(ranks, 2, disagreeing_buckets, first):
+        assert text.startswith("MismatchError: "), text
+        assert "1000" in text
+        assert "1001" in text
+
+
+def test_calls_that_differ_and_are_not_compared_end_at_the_deadline_which_tells_them(ranks: Ranks) -> None:
+    texts = run(ranks, 2, disagree, BAGUA_SIM_NCCL_HANG=1)
+    assert all(text.startswith("BaguaTimeoutError: ") for text in texts), texts
+    assert any(op in text for text in texts for op in ("min", "max"))
+
+
+def other_device(rank: int) -> None:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    other = Cuda(device=2 + rank)
+    y = other.array(ONES)
+    with pytest.raises(TypeError, match=f"the array is on cuda:{2 + rank}, and .* communicator on cuda:{rank}"):
+        group.all_reduce(y)
+    other.close()
+    cuda.driver.start(rank)
+    group.all_reduce(x)
+    assert x.read().tolist() == [4.0] * 1000
+    bagua.shutdown()
+    cuda.close()
+
+
+def test_a_group_stays_on_the_device_of_its_communicator(ranks: Ranks) -> None:
+    run(ranks, 2, other_device, BAGUA_SIM_DEVICES=4)
+
+
+TRUE = """
+import ctypes, json, sys
+import bagua.cuda
+report = bagua.cuda.info()
+nccl = ctypes.CDLL(report["nccl"]["path"])
+nccl.ncclGetErrorString.restype = nccl.ncclGetLastError.restype = ctypes.c_char_p
+communicator, device = ctypes.c_void_p(), (ctypes.c_int * 1)(0)
+code = nccl.ncclCommInitAll(ctypes.byref(communicator), 1, device)
+print(json.dumps([report["nccl"]["version"], code, nccl.ncclGetErrorString(code).decode()]))
+"""
+
+
+def test_the_true_nccl_tells_its_version_and_refuses_without_a_driver() -> None:
+    import json
+
+    found = list(Path(np.__file__).parents[1].glob("nvidia/nccl/lib/libnccl.so.2"))
+    if not found:
+        pytest.skip("torch's CUDA build, with NCCL, is not in this environment")
+    env = os.environ | {"BAGUA_LIBNCCL": str(found[0]), "BAGUA_LIBCUDA": "/nowhere/libcuda.so.1"}
+    ran = subprocess.run([sys.executable, "-c", TRUE], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    version, code, words = json.loads(ran.stdout.splitlines()[-1])
+    assert int(version.split(".")[1]) >= 19
+    assert (code, words) == (1, "unhandled cuda error (run with NCCL_DEBUG=INFO for details)")

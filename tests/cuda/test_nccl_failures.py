@@ -1,0 +1,268 @@
+"""NCCL when something fails: calls that fail, fail later or never end, a rank that dies, a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda import failing_calls
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, only, told
+from tests.cuda.ranks import Ranks
+from tests.cuda.test_nccl_values import run
+from tests.cuda.test_staged_failures import ONES
+
+#: ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclRemoteError.
+CUDA, SYSTEM, INTERNAL, REMOTE = 1, 2, 3, 6
+NAMES = {CUDA: "ncclUnhandledCudaError", INTERNAL: "ncclInternalError", REMOTE: "ncclRemoteError"}
+
+
+def fail(ranks: Ranks, function: Any, *arguments: Any, each: Any, **variables: object) -> list[Any]:
+    """Two ranks that may fail but must end by themselves, with variables of each."""
+    named = {"BAGUA_CUDA_COLLECTIVE": "nccl"} | variables
+    return failing_calls.run(ranks, 2, function, *arguments, each=each, **named)
+
+
+def fails(rank: int, timeout: float) -> list[dict[str, Any]]:
+    """What this rank is told, at once and again; the group is left in the end."""
+    cuda, group = Cuda(), bagua.init()
+    x, stream = cuda.array(ONES), cuda.stream()
+    found: list[dict[str, Any]] = []
+    until = time.monotonic() + 30.0
+    while len(found) < 2 and time.monotonic() < until:
+        try:
+            handle = group.all_reduce(x, async_op=True, timeout=timeout, stream=stream)
+            handle.synchronize(20.0)
+            group.gather(x, 0, out=cuda.empty((2, 1000), np.float32) if rank == 0 else None, timeout=timeout)
+        except bagua.BaguaError as error:
+            found.append(told(error))
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ways", "api", "code"),
+    [
+        ({"BAGUA_SIM_FAIL": "ncclAllReduce:2:3"}, "ncclAllReduce", INTERNAL),
+        ({"BAGUA_SIM_FAIL": "ncclSend:1:1"}, "ncclSend", CUDA),
+        ({"BAGUA_SIM_FAIL": "ncclGroupStart:1:3"}, "ncclGroupStart", INTERNAL),
+        ({"BAGUA_SIM_FAIL": "ncclGroupEnd:1:3"}, "ncclGroupEnd", INTERNAL),
+        ({"BAGUA_SIM_FAIL": "ncclCommInitRankConfig:1:3"}, "ncclCommInitRankConfig", INTERNAL),
+        ({"BAGUA_SIM_FAIL": "ncclCommGetAsyncError:9:3"}, "ncclCommGetAsyncError", INTERNAL),
+        ({"BAGUA_SIM_NCCL": "soon:ncclAllReduce:2:3"}, "ncclAllReduce", INTERNAL),
+        ({"BAGUA_SIM_NCCL": "soon:ncclCommInitRankConfig:1:6"}, "ncclCommInitRankConfig", REMOTE),
+        ({"BAGUA_SIM_NCCL": "later:ncclAllReduce:2:3"}, "ncclCommGetAsyncError", INTERNAL),
+        # The next operation or the thread that watches hears of it first.
+        ({"BAGUA_SIM_NCCL": "later:ncclGroupEnd:1:6"}, "ncclCommGetAsyncError or ncclAllReduce", REMOTE),
+    ],
+    ids=str,
+)
+def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_there(
+    ranks: Ranks, ways: dict[str, str], api: str, code: int
+) -> None:
+    there, here = fail(ranks, fails, 20.0, each=only(1, **ways))
+    assert len(there) == len(here) == 2
+    for error in here:
+        assert (error["class"], error["code"], error["device"]) == ("DeviceError", code, 1)
+        assert error["api"] in api.split(" or ")
+        assert error["name"] == NAMES[code]
+        assert f"{error['api']} failed on device 1: {NAMES[code]} ({code})" in error["text"]
+        # NCCL's own words.
+        assert next(iter(ways)) in error["text"]
+    for error in there:
+        assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", 1, "DeviceError")
+        assert here[0]["api"] in error["text"]
+
+
+def test_a_unique_id_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks) -> None:
+    here, there = fail(ranks, fails, 20.0, each=only(0, BAGUA_SIM_FAIL="ncclGetUniqueId:1:2"))
+    assert [error["api"] for error in here] == ["ncclGetUniqueId"] * 2
+    assert [error["class"] for error in there] == ["PeerRaisedError"] * 2
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["never:ncclAllReduce:2", "never:ncclCommInitRankConfig:1", "stuck:ncclAllReduce:1", "hang:ncclAllReduce:2"],
+)
+def test_a_call_or_work_that_never_ends_is_ended_by_the_deadline(ranks: Ranks, way: str) -> None:
+    start = time.monotonic()
+    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=way)):
+        assert {error["class"] for error in errors} == {"BaguaTimeoutError"}
+        assert len(errors) == 2
+        assert "all_reduce" in errors[0]["text"]
+    assert time.monotonic() - start < 30.0
+
+
+def test_a_communicator_that_will_not_die_is_left_behind(ranks: Ranks) -> None:
+    start = time.monotonic()
+    ways = "stuck:ncclAllReduce:1,hang:ncclCommAbort:1"
+    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=ways)):
+        assert {error["class"] for error in errors} == {"BaguaTimeoutError"}
+    assert time.monotonic() - start < 40.0
+
+
+def one_dies(rank: int, folder: str, way: str) -> Any:
+    cuda, group = Cuda(), bagua.init()
+    x, out = cuda.array(np.ones(1 << 20, np.float32)), cuda.empty((2, 1 << 20), np.float32)
+    group.all_reduce(x)
+    x.read()
+    if rank == 1:
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost: Any = None
+    try:
+        if way == "all_reduce":
+            handle = group.all_reduce(x, async_op=True)
+        elif way == "messages":
+            handle = group.all_to_all(out, async_op=True)
+        else:
+            # A group whose communicator is not there yet.
+            part = group.new_group([1, 0])
+            assert part is not None
+            handle = part.all_reduce(x, async_op=True)
+        handle.synchronize(30.0)
+    except bagua.PeerLostError as error:
+        lost = error.rank
+    after = time.time() - Path(folder, "dying").stat().st_mtime
+    with pytest.raises(bagua.PeerLostError):
+        group.all_reduce(x)
+    bagua.shutdown()
+    cuda.close()
+    return lost, after
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "messages"])
+def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    with ranks.world(2, BAGUA_CUDA_COLLECTIVE="nccl") as world:
+        world._expect_exit = {1: -signal.SIGKILL}
+        (lost, after), _ = world.run(one_dies, str(tmp_path), way)
+    assert (lost, after < 1.0) == (1, True), after
+    ranks.check()
+
+
+def waits_for_the_other(rank: int) -> Any:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    x.read()
+    if rank == 0:
+        # The deadline passes on the device, when nobody waits any more.
+        group.all_reduce(x, timeout=0.5)
+    with pytest.raises(bagua.BaguaTimeoutError) as raised:
+        group.recv(np.empty_like(ONES), 1 - rank)
+    found = str(raised.value)
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_a_deadline_that_passes_on_the_device_is_told_on_all_ranks(ranks: Ranks) -> None:
+    for text in run(ranks, 2, waits_for_the_other):
+        assert "all_reduce" in text, text
+
+
+def leaves_early(rank: int) -> Any:
+    cuda, group = Cuda(), bagua.init()
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    group.barrier()
+    found = None
+    if rank == 0:
+        with pytest.raises(bagua.PeerLostError) as raised:
+            group.all_reduce(x, async_op=True).synchronize(30.0)
+        found = str(raised.value)
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+def test_a_rank_that_left_is_named_by_who_needs_it(ranks: Ranks) -> None:
+    found, _ = run(ranks, 2, leaves_early)
+    assert "lost rank 1" in found
+    assert "it left the group" in found
+
+
+#: What the product calls of NCCL, and the driver for it.
+CALLED = (
+    "ncclGetUniqueId",
+    "ncclCommInitRankConfig",
+    "ncclCommFinalize",
+    "ncclCommDestroy",
+    "ncclCommGetAsyncError",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclAllReduce",
+    "ncclReduce",
+    "ncclBroadcast",
+    "ncclAllGather",
+    "ncclReduceScatter",
+    "ncclSend",
+    "ncclRecv",
+    "cuMemAllocAsync",
+    "cuMemFreeAsync",
+    "cuMemcpyDtoDAsync",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamWaitEvent",
+    "cuStreamCreateWithPriority",
+)
+
+#: Their failure has nobody to hear it, or is that of a question whether something can be let go of.
+NOBODY_HEARS = ("ncclCommFinalize", "ncclCommDestroy", "cuEventQuery")
+
+
+def any_call_fails(rank: int, verbs: bool) -> str:
+    """Every kind of call. Returns what the rank was told, and ends by itself."""
+    cuda = Cuda()
+    x, y, rows = cuda.array(ONES), cuda.array(ONES), cuda.array(np.ones((2, 8), np.float32))
+    single = cuda.empty(8, np.float32)
+    whole, part = cuda.empty((2, 1000), np.float32), cuda.empty((1, 8), np.float32)
+    if not verbs:
+        return ""
+    group = bagua.init()
+    found = "done"
+    try:
+        group.all_reduce(x)
+        group.reduce(y, 0)
+        group.broadcast(x, 1)
+        group.all_gather(x, out=whole)
+        group.reduce_scatter(rows, out=part)
+        group.scatter(rows if rank == 0 else None, 0, out=single)
+        handle = group.all_to_all(rows, async_op=True)
+        handle.wait(20.0)
+        handle.synchronize(20.0)
+        group.barrier()
+    except bagua.BaguaError as error:
+        found = type(error).__name__
+    bagua.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(_driver_of_ranks: Path) -> Calls:
+    """How often each function is called where nothing fails."""
+    return count_calls(Ranks(_driver_of_ranks), any_call_fails, BAGUA_CUDA_COLLECTIVE="nccl")
+
+
+@pytest.mark.parametrize("function", CALLED)
+def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
+    ranks: Ranks, calls: Calls, function: str
+) -> None:
+    check_each(
+        ranks,
+        any_call_fails,
+        calls,
+        function,
+        heard=set(CALLED) - set(NOBODY_HEARS),
+        rank=0 if function == "ncclGetUniqueId" else 1,
+        code=INTERNAL if function.startswith("nccl") else UNKNOWN,
+        last=True,
+        BAGUA_CUDA_COLLECTIVE="nccl",
+    )

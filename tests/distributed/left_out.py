@@ -1,0 +1,50 @@
+"""Cases that do not run with an older torch, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from bagua.c10d.torch_c10d import BACKEND_HAS_CONSTRUCTOR
+
+__all__ = ["is_left_out", "needs_backend_class", "needs_torch", "skip_if_left_out"]
+
+_C = TypeVar("_C", bound=Callable[..., None])
+
+_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+#: By name of the case's module and of the case.
+_reasons: dict[tuple[str, str], str] = {}
+
+
+def needs_torch(version: tuple[int, int], why: str) -> Callable[[_C], _C]:
+    """A case that does not run with an older torch: `why` says what is different there."""
+    return _left_out(version > _VERSION, why)
+
+
+def needs_backend_class(why: str) -> Callable[[_C], _C]:
+    """A case that runs only where Python can subclass torch's Backend."""
+    return _left_out(not BACKEND_HAS_CONSTRUCTOR, why)
+
+
+def is_left_out(case: Callable[..., Any]) -> bool:
+    """Whether this case does not run with this torch."""
+    return (case.__module__, case.__name__) in _reasons
+
+
+def skip_if_left_out(case: Callable[..., Any]) -> None:
+    """Skips the test of such a case."""
+    if is_left_out(case):
+        pytest.skip(_reasons[case.__module__, case.__name__])
+
+
+def _left_out(older: bool, why: str) -> Callable[[_C], _C]:
+    def known(case: _C) -> _C:
+        if older:
+            _reasons[case.__module__, case.__name__] = f"torch {torch.__version__}: {why}"
+        return case
+
+    return known

@@ -1,0 +1,58 @@
+"""Fixtures of the tests on a GPU.
+
+A test that asks for `ranks` runs on the device only: tests/cuda runs the same on the simulated driver. One that asks
+for `anywhere` runs on both.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.cuda.pretended_nvrtc import pretended_nvrtc
+from tests.cuda.ranks import OnDevice, Ranks
+from tests.cuda.simulated import built
+from tests.cuda.test_codec_on_device import NVRTC
+from tests.gpu.place import why_not
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    """Runs ranks on device 0 of this machine; skips where there is none."""
+    if reason := why_not():
+        pytest.skip(reason)
+    return OnDevice()
+
+
+@pytest.fixture(params=["simulated", "device"])
+def anywhere(request: pytest.FixtureRequest) -> Ranks:
+    """Runs ranks on the simulated driver, and on device 0."""
+    if request.param == "device":
+        found: Ranks = request.getfixturevalue("ranks")
+        return found
+    return Ranks(built())
+
+
+@pytest.fixture(scope="session")
+def simulated_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where the simulated driver's machine code comes from and where it is kept."""
+    built("cuda-kernels-host")
+    folder = tmp_path_factory.mktemp("compiled")
+    variables = {"XDG_CACHE_HOME": str(folder)}
+    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
+        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
+    return variables
+
+
+@pytest.fixture
+def compiler(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Variables for ranks that launch kernels. On the device NVRTC and the cache are those of the machine."""
+    on_device = "anywhere" not in request.fixturenames or request.node.callspec.params["anywhere"] == "device"
+    if on_device:
+        return {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]} if "XDG_CACHE_HOME" in os.environ else {}
+    found: dict[str, Any] = request.getfixturevalue("simulated_compiler")
+    return found

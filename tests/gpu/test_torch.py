@@ -1,0 +1,150 @@
+"""torch on a GPU: the verbs of bagua.torch_api and the backend "bagua", in the order of torch's streams; captures."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from bagua import torch_api as api
+from tests.cuda import test_torch_c10d as c10d
+from tests.cuda import test_torch_verbs as verbs
+from tests.cuda.ranks import Ranks
+from tests.cuda.torch_on_sim import install, joined
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_reduction_has_the_bits_of_the_cpu(ranks: Ranks, size: int) -> None:
+    for ran in ranks(size, verbs.reduce_everything, size, verbs.SOME):
+        assert min(ran) >= 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_verb_that_moves_has_the_bits_of_the_cpu(ranks: Ranks, size: int) -> None:
+    ranks(size, verbs.move_everything, size, verbs.SOME, (3, 2))
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [verbs.layouts, verbs.late_work, verbs.coalesced, verbs.here_and_there, verbs.versions, verbs.neutral],
+    ids=lambda it: it.__name__,
+)
+def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, scenario: Any) -> None:
+    ranks(2, scenario)
+
+
+def test_the_backend_of_torch_distributed_takes_tensors_on_a_device(ranks: Ranks) -> None:
+    ranks(2, c10d.verbs, 2)
+
+
+def sleep(seconds: float) -> None:
+    """The current stream is busy for about so long. On the simulated driver its work is late anyway."""
+    if install().driver.simulated:
+        return
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    torch.cuda._sleep(20_000_000)
+    ended.record()
+    ended.synchronize()
+    torch.cuda._sleep(int(20_000_000 * seconds * 1000 / begun.elapsed_time(ended)))
+
+
+def late_producers(rank: int) -> None:
+    with joined():
+        side = torch.cuda.Stream()
+        x = torch.zeros(100_000, device="cuda")
+        api.allreduce_inplace(x)
+        for stream in (torch.cuda.current_stream(), side):
+            with torch.cuda.stream(stream):
+                sleep(0.1)
+                x.fill_(rank + 1.0)
+                api.allreduce_inplace(x)
+                x.mul_(2)
+            # Seen by another stream after the handle's wait.
+            with torch.cuda.stream(stream):
+                sleep(0.1)
+                y = x / 6
+                handle = api.allreduce_inplace(y, async_op=True)
+            handle.wait()
+            assert y.tolist() == [2.0] * 100_000
+            torch.cuda.synchronize()
+            assert x.tolist() == [6.0] * 100_000
+
+
+def test_operations_follow_work_that_comes_late(anywhere: Ranks) -> None:
+    anywhere(2, late_producers)
+
+
+def captured(rank: int) -> None:
+    with joined():
+        x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+        api.allreduce_inplace(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y.add_(1)
+            with pytest.raises(NotImplementedError, match="captured"):
+                api.allreduce_inplace(x)
+            y.add_(1)
+        graph.replay()
+        assert y.tolist() == [2.0] * 4
+        api.allreduce_inplace(x)
+        assert x.tolist() == [4.0] * 4
+
+
+def test_torchs_capture_is_refused_and_stays_valid(ranks: Ranks) -> None:
+    ranks(2, captured)
+
+
+def dropped(rank: int) -> None:
+    with joined():
+        total = torch.zeros((), device="cuda", dtype=torch.float64)
+        api.allreduce_inplace(total)
+        handles = []
+        for k in range(20):
+            # The tensor is dropped while its operation is under way; its memory would be the next one's.
+            x = torch.full((1 << 20,), float(k), device="cuda")
+            out = torch.empty_like(x)
+            handles.append((api.allreduce(x, out, async_op=True), out, k))
+            del x
+            torch.full((1 << 20,), -1.0, device="cuda")
+        for handle, out, k in handles:
+            handle.wait()
+            assert out.eq(2.0 * k).all().item()
+
+
+def test_tensors_that_are_dropped_during_an_operation_keep_their_values(anywhere: Ranks) -> None:
+    anywhere(2, dropped)
+
+
+def returns_at_once(rank: int, async_op: bool) -> float:
+    with joined():
+        x = torch.ones(1 << 20, device="cuda")
+        for _ in range(2):
+            api.allreduce_inplace(x.clone())
+        x.fill_(1)
+        torch.cuda.synchronize()
+        api.barrier()
+        sleep(0.5)
+        busy = torch.cuda.Event()
+        busy.record()
+        begun = time.perf_counter()
+        handle = api.allreduce_inplace(x, async_op=async_op)
+        taken = time.perf_counter() - begun
+        # Otherwise nothing was shown.
+        assert not busy.query()
+        if handle is not None:
+            handle.wait()
+        assert x.sum().item() == api.get_world_size() * (1 << 20)
+        return taken
+
+
+def test_a_verb_behind_half_a_second_of_work_returns_within_20_ms_by_nccl(ranks: Ranks) -> None:
+    (taken,) = ranks(1, returns_at_once, False, BAGUA_CUDA_COLLECTIVE="nccl")
+    assert taken < 0.02
+
+
+def test_an_asynchronous_verb_behind_half_a_second_of_work_returns_within_20_ms(ranks: Ranks) -> None:
+    assert max(ranks(2, returns_at_once, True)) < 0.02

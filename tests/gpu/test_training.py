@@ -1,0 +1,109 @@
+"""Models on a GPU, trained by every algorithm: close to the same on the CPU, and equal on all ranks where they must be.
+
+Products of matrices round in another order on a GPU, so that weights are close only, and a level of a compressed
+gradient may differ by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.torch_api as api
+from bagua.torch_api import algorithms
+from tests.cuda.ranks import Ranks
+from tests.cuda.torch_on_sim import joined
+
+STEPS = 20
+
+
+class Way(NamedTuple):
+    """How a model is trained."""
+
+    algorithm: Callable[[Any], Any]
+    #: How far a weight may be from that of the CPU.
+    close: float = 5e-5
+    #: All ranks have the same weights afterwards.
+    same: bool = True
+
+
+WAYS = {
+    "gradient_allreduce": Way(lambda _: algorithms.GradientAllReduceAlgorithm()),
+    "gradient_allreduce, sums": Way(lambda _: algorithms.GradientAllReduceAlgorithm(average=False)),
+    "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), 2e-2),
+    "bytegrad, error feedback": Way(lambda _: algorithms.ByteGradAlgorithm(False, error_feedback=True), 2e-2),
+    "qadam": Way(lambda optimizer: algorithms.QAdamAlgorithm(optimizer, hierarchical=False), 5e-2),
+    "decentralized": Way(lambda _: algorithms.DecentralizedAlgorithm(hierarchical=False), same=False),
+    "decentralized, shift_one": Way(lambda _: algorithms.DecentralizedAlgorithm(False, "shift_one"), same=False),
+    "low_precision_decentralized": Way(
+        lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), 5e-2, same=False
+    ),
+    "local_sgd": Way(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False)),
+    "diloco": Way(lambda _: algorithms.DiLoCoAlgorithm(2, hierarchical=False), 1e-4),
+    "powersgd": Way(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0), 5e-3),
+}
+
+
+def trained(rank: int, name: str, place: str) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses of the steps, and the weights in the end, on the CPU."""
+    torch.manual_seed(1 + rank)
+    model: Any = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10)).to(place)
+    if name == "qadam":
+        optimizer: Any = algorithms.QAdamOptimizer(model.parameters(), lr=0.005, warmup_steps=5)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model = model.with_bagua([optimizer], WAYS[name].algorithm(optimizer))
+    random = torch.Generator().manual_seed(11 + rank)
+    centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(3))
+    losses = []
+    for _ in range(STEPS):
+        y = torch.randint(0, 10, (32,), generator=random)
+        x = centres[y] + 0.3 * torch.randn(32, 64, generator=random)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(place)), y.to(place))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = [each.detach().cpu() for each in model.state_dict().values()]
+    return losses, weights
+
+
+def here_and_there(rank: int, names: list[str]) -> list[tuple[str, float, bool, bool]]:
+    """Per algorithm: the largest difference of a weight, whether the loss fell, whether all ranks have the same."""
+    found = []
+    # No TF32, which rounds to 10 bits.
+    torch.set_float32_matmul_precision("highest")
+    with joined():
+        for name in names:
+            _, here = trained(rank, name, "cpu")
+            losses, there = trained(rank, name, "cuda")
+            far = max(float((one - two).abs().max()) for one, two in zip(here, there, strict=True))
+            mine = torch.cat([each.float().flatten() for each in there])
+            every = torch.zeros(api.get_world_size() * mine.numel())
+            api.allgather(mine, every)
+            same = bool(every.view(-1, mine.numel()).eq(mine).all())
+            found.append((name, far, losses[-1] < 0.7 * losses[0], same))
+    return found
+
+
+def check(found: list[tuple[str, float, bool, bool]]) -> None:
+    for name, far, fell, same in found:
+        assert far <= WAYS[name].close, (name, far)
+        assert fell, name
+        assert same or not WAYS[name].same, name
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_model_on_a_device_is_trained_as_on_the_cpu(ranks: Ranks, name: str) -> None:
+    for found in ranks(2, here_and_there, [name]):
+        check(found)
+
+
+def test_a_model_is_trained_by_nccl_as_on_the_cpu(ranks: Ranks) -> None:
+    names = ["gradient_allreduce", "bytegrad"]
+    for found in ranks(1, here_and_there, names, BAGUA_CUDA_COLLECTIVE="nccl"):
+        check(found)
