@@ -22,8 +22,7 @@ from bagua.lifecycle import at_exit
 from . import operations, sparse
 from .operands import Operand, source, target
 from .operations import Begin, Operation
-from .profiling import Event
-from .profiling import begin as begin_event
+from .profiling import profiled
 from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
 from .uncompiled import uncompiled
 from .work import Handle, Together, Work, WorkHandle, seconds
@@ -233,9 +232,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Sends a tensor to a rank, beside the collectives."""
         number, peer, tensor = _tag(tag), self._peer(dst), _one(tensors, "send")
         held = source(tensor, "the tensor")
-        event = begin_event("send")
         send = partial(self._raw.send, held.address, held.numel, held.code, peer, tag=number)
-        return self._message(Begin(self._raw, send, [held], message=True), held, held.memory, event)
+        return self._message("send", Begin(self._raw, send, [held], message=True), held, held.memory)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receives a rank's next message with this tag."""
@@ -247,20 +245,17 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
         number, room = _tag(tag), target(tensor, "the tensor")
-        event = begin_event("recvAnySource" if src is None else "recv")
         recv = partial(self._raw.recv, room.address, room.numel, room.code, src, tag=number)
-        return self._message(Begin(self._raw, recv, [room], message=True), room, tensor, event)
+        name = "recvAnySource" if src is None else "recv"
+        return self._message(name, Begin(self._raw, recv, [room], message=True), room, tensor)
 
-    def _message(self, begin: Begin, operand: Operand, result: torch.Tensor, event: Event | None) -> Work:
-        handle = begin(True, self._limit(), operand.finish)
+    def _message(self, name: str, begin: Begin, operand: Operand, result: torch.Tensor) -> Work:
         finish = operand.finish
-        if handle is not None:
-            if event is not None:
-                handle.then(event.end)
-            if begin.on_device and finish is not None:
-                # The handle copies the result, without anybody who waits, too.
-                handle.then(lambda _: None)
-                finish = None
+        handle = profiled(name, lambda: begin(True, self._limit(), finish))
+        if handle is not None and begin.on_device and finish is not None:
+            # The handle copies the result, without anybody who waits, too.
+            handle.then(lambda _: None)
+            finish = None
         return self._remember(Work(handle, [result], finish, on_device=begin.on_device))
 
     def _peer(self, rank: int) -> int:
@@ -390,21 +385,18 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             for one in finishes:
                 one()
 
+        def start() -> Handle | None:
+            begun = [part.begin(call.async_op, call.timeout, part.finish) for part in parts]
+            handles = [handle for handle in begun if handle is not None]
+            if not call.async_op or not parts:
+                return None
+            return handles[0] if len(handles) == 1 else Together(handles)
+
         self._sequence += 1
-        event = begin_event(parts[0].name) if parts else None
-        handles: list[Handle] = []
-        for part in parts:
-            handle = part.begin(call.async_op, call.timeout, part.finish)
-            if handle is not None:
-                handles.append(handle)
-        if not call.async_op or not parts:
-            if event is not None:
-                event.end()
+        pending = profiled(parts[0].name, start) if parts else None
+        if pending is None:
             finish()
             return self._remember(Work(None, result))
-        pending = handles[0] if len(handles) == 1 else Together(handles)
-        if event is not None:
-            pending.then(event.end)
         if copying:
             # Without anybody who waits, too.
             pending.then(lambda _: None)
