@@ -2,6 +2,8 @@
 
 mod group_world;
 
+use std::panic::catch_unwind;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -13,7 +15,7 @@ use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::Deadline;
 use bagua_core::wait::Waited;
-use group_world::{config, until, world};
+use group_world::{config, until, world, world_with};
 
 const INTERVAL: Duration = Duration::from_millis(2);
 const LONG: Duration = Duration::from_secs(30);
@@ -73,7 +75,18 @@ fn on_all<T: Send>(
     codec: Option<Arc<dyn Codec>>,
     act: impl Fn(&Rank, &Barrier) -> T + Sync,
 ) -> Vec<T> {
+    on_groups(world(size), interval, codec, act)
+}
+
+/// The same on ranks of these groups.
+fn on_groups<T: Send>(
+    groups: Vec<Group>,
+    interval: Duration,
+    codec: Option<Arc<dyn Codec>>,
+    act: impl Fn(&Rank, &Barrier) -> T + Sync,
+) -> Vec<T> {
     const COUNT: usize = 1000;
+    let size = groups.len();
     let barrier = Barrier::new(size);
     std::thread::scope(|scope| {
         let (act, barrier, codec) = (&act, &barrier, &codec);
@@ -85,9 +98,13 @@ fn on_all<T: Send>(
                 // SAFETY: leaked, and used under the lock only.
                 let weights = unsafe { Weights::new(memory.cast(), COUNT, DType::F32, Arc::clone(&lock)) }.unwrap();
                 let settings = Settings { name: "model".to_owned(), interval, codec: codec.clone(), elastic: None };
-                let averager =
-                    Averager::start(&group, &mut lane, Model { weights: vec![weights], buffers: vec![] }, settings)
-                        .unwrap();
+                let model = Model { weights: vec![weights], buffers: vec![] };
+                let started = Averager::start(&group, &mut lane, model, settings);
+                if started.is_err() {
+                    // The others wait for this rank below.
+                    barrier.wait();
+                }
+                let averager = started.unwrap();
                 let rank = Rank { rank, averager, lock, memory, count: COUNT, _lane: lane, _group: group };
                 let outcome = act(&rank, barrier);
                 // Nobody leaves while others still look at their rounds.
@@ -96,9 +113,32 @@ fn on_all<T: Send>(
                 outcome
             })
         };
-        let threads: Vec<_> = world(size).into_iter().enumerate().map(start).collect();
+        let threads: Vec<_> = groups.into_iter().enumerate().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+#[test]
+fn a_rank_may_stop_as_soon_as_it_has_started() {
+    // The others may still be in their `start`, which must not fail of it. They are late where the processors have more to do.
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| while !ended.load(Relaxed) {});
+        }
+        let failed = catch_unwind(|| {
+            for _ in 0..10 {
+                let groups = world_with(3, |config| config.host_id = format!("host {}", config.rank / 2));
+                on_groups(groups, Duration::ZERO, None, |rank, _| {
+                    if rank.rank == 0 {
+                        rank.averager.stop(LONG);
+                    }
+                });
+            }
+        });
+        ended.store(true, Relaxed);
+        failed.unwrap();
+    });
 }
 
 #[test]

@@ -11,7 +11,7 @@ use super::round::{Rounds, rooms};
 use super::shared::{Control, Shared};
 use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
-use crate::group::{Asked, Group, Lane};
+use crate::group::{Asked, Group, Lane, Options};
 use crate::memory::ArenaBuffer;
 use crate::types::ReduceOp;
 use crate::wait::{Deadline, Waited, lock};
@@ -36,9 +36,16 @@ impl Averager {
     /// `UnsupportedType` for weights that are not real floating-point numbers; as [`Group::duplicate`].
     pub fn start(parent: &Group, lane: &mut Lane, model: Model, settings: Settings) -> Result<Averager> {
         check(&model, &settings)?;
-        let group = parent.duplicate(lane, &settings.name)?;
-        let peers = Peers::new(group, parent.ranks().to_vec())?;
-        let rooms = rooms(&peers, &model.weights, &settings)?;
+        let built = parent.duplicate(lane, &settings.name).and_then(|group| {
+            let peers = Peers::new(group, parent.ranks().to_vec())?;
+            let rooms = rooms(&peers, &model.weights, &settings)?;
+            Ok((peers, rooms))
+        });
+        // A rank may leave the new group as soon as this returns, and that must not reach ranks that are still building it. Also after
+        // an error, because the others wait here.
+        let all_have = lane.barrier(&Options { label: "averager", ..Options::DEFAULT });
+        let (peers, rooms) = built?;
+        all_have?;
         Averager::over(peers, rooms, model, settings, false)
     }
 
