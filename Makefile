@@ -95,7 +95,7 @@ model-programs: ## Builds the models of the lock-free parts
 
 .PHONY: model
 model: ## Explores the models of the lock-free parts further than make test does: for minutes
-	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 $(MODEL) -- model:: --nocapture
+	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 CARGO_PROFILE_MODEL_OPT_LEVEL=1 $(MODEL) -- model:: --nocapture
 
 .PHONY: loom
 loom: model ## The same as make model
