@@ -55,7 +55,7 @@ $(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraint
 	touch $@
 
 $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
+	MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
 	touch $@
 
 # --- the two commands of a newcomer ---------------------------------------------------------------------------------
@@ -64,21 +64,38 @@ $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 train: setup ## Trains a small CNN on handwritten digits with two ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py --algorithm $(ALGORITHM)
 
+# The tests are run one after the other, because some of them measure time.
 .PHONY: test
-test: setup ## Runs every test, Rust and Python
+test: $(VENV)/.packages ## Runs every test, Rust and Python
 	tools/system_packages test
-	if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
+	$(MAKE) --jobs=$(shell nproc) test-programs
+	if $(NEXTEST); then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
 	cargo test --workspace --doc
-	$(MODEL)
+	$(MODEL) -- model::
 	$(BIN)/python -m pytest
+
+NEXTEST := cargo nextest --version >/dev/null 2>&1
 
 # --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory. The profile
 # is in Cargo.toml.
-MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-core --lib -- model::
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-core --lib
+
+# Each of these is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++ always. Each cargo
+# has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
+.PHONY: test-programs
+test-programs: rust-programs setup model-programs $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what make test runs, side by side
+
+.PHONY: rust-programs
+rust-programs: $(VENV)/.packages ## Builds the tests of Rust
+	if $(NEXTEST); then MAKEFLAGS= cargo nextest run --workspace --no-run; else MAKEFLAGS= cargo test --workspace --lib --tests --no-run; fi
+
+.PHONY: model-programs
+model-programs: ## Builds the models of the lock-free parts
+	MAKEFLAGS= $(MODEL) --no-run
 
 .PHONY: model
 model: ## Explores the models of the lock-free parts further than make test does: for minutes
-	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 $(MODEL) --nocapture
+	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 CARGO_PROFILE_MODEL_OPT_LEVEL=1 $(MODEL) -- model:: --nocapture
 
 .PHONY: loom
 loom: model ## The same as make model

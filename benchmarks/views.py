@@ -2,7 +2,7 @@
 
     python benchmarks/views.py --csv out
 
-Runs `cargo bench -p bagua-core --bench view`, which says what is measured, and keeps its figures: medians over `--runs`
+Runs `cargo bench --bench view`, which says what is measured, and keeps its figures: medians over `--runs`
 deaths. `heard` is when the last of the others knew of the death, `first` and `last` when they had a lane of the new
 group; messages and bytes are those about the agreement, of all ranks; CPU is the processor time of all ranks.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.runs = [2, 4], 1
-    cargo = ["cargo", "bench", "--quiet", "-p", "bagua-core", "--bench", "view", "--"]
+    cargo = ["cargo", "bench", "--quiet", "-p", "bagua-bench", "--bench", "view", "--"]
     options = ["--json", "--runs", str(args.runs), "--ranks", *map(str, args.ranks)]
     command = [str(args.program)] if args.program else cargo
     done = subprocess.run([*command, *options], cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True)
