@@ -261,7 +261,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 # The handle copies the result, without anybody who waits, too.
                 handle.then(lambda _: None)
                 finish = None
-        return self._remember(Work(handle, [result], finish, on_device=begin.on_device))
+        return self._remember(Work(handle, [result], finish, devices=begin.devices))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -284,8 +284,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if works is None:
             raise RuntimeError("coalescing has not begun")
         tensors = [tensor for work in works for tensor in work.result()]
-        on_device = any(work.on_device for work in works)
-        return Work(Together([WorkHandle(work) for work in works]), tensors, on_device=on_device)
+        devices = [device for work in works for device in work.devices]
+        return Work(Together([WorkHandle(work) for work in works]), tensors, devices=devices)
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -390,6 +390,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             for one in finishes:
                 one()
 
+        devices = [device for part in parts for device in part.begin.devices]
         self._sequence += 1
         event = begin_event(parts[0].name) if parts else None
         handles: list[Handle] = []
@@ -401,15 +402,14 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             if event is not None:
                 event.end()
             finish()
-            return self._remember(Work(None, result))
+            return self._remember(Work(None, result, devices=devices))
         pending = handles[0] if len(handles) == 1 else Together(handles)
         if event is not None:
             pending.then(event.end)
         if copying:
             # Without anybody who waits, too.
             pending.then(lambda _: None)
-        on_device = any(part.begin.on_device for part in parts)
-        return self._remember(Work(pending, result, finish if finishes else None, on_device=on_device))
+        return self._remember(Work(pending, result, finish if finishes else None, devices=devices))
 
     def _remember(self, work: Work) -> Work:
         if self._coalescing is not None:
