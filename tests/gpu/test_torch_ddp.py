@@ -24,15 +24,16 @@ SAMPLES = 32
 
 
 class Net(nn.Module):
-    """With a layer that only some steps use."""
+    """With two heads; a step may use one of them only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(64, 48), nn.Tanh())
-        self.head, self.spare = nn.Linear(48, 10), nn.Linear(48, 10)
+        self.one, self.two = nn.Linear(48, 10), nn.Linear(48, 10)
 
-    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
-        found: torch.Tensor = (self.spare if spare else self.head)(self.body(x))
+    def forward(self, x: torch.Tensor, head: int | None) -> torch.Tensor:
+        x = self.body(x)
+        found: torch.Tensor = self.one(x) + self.two(x) if head is None else (self.one, self.two)[head](x)
         return found
 
 
@@ -41,13 +42,14 @@ class Way(NamedTuple):
 
     hook: Any = None
     options: dict[str, Any] = {}  # noqa: RUF012
-    #: Steps use one layer or the other.
+    #: Steps use one head or the other.
     branches: bool = False
     #: How far a weight may be from that of plain torch.
     close: float = 2e-5
 
 
-def with_then(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def with_then(state, bucket):  # type: ignore[no-untyped-def]
+    # torch compares annotations, which are texts in this module.
     future: torch.futures.Future[Any] = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda done: done.value()[0] / dist.get_world_size())
 
@@ -57,8 +59,8 @@ WAYS = {
     "views": Way(options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004}),
     "unused": Way(options={"find_unused_parameters": True}, branches=True),
     "allreduce_hook": Way(default_hooks.allreduce_hook, {"bucket_cap_mb": 0.004}),
-    "fp16_compress_hook": Way(default_hooks.fp16_compress_hook, close=5e-3),
-    "bf16_compress_hook": Way(default_hooks.bf16_compress_hook, close=2e-2),
+    "fp16_compress_hook": Way(default_hooks.fp16_compress_hook, close=3e-4),
+    "bf16_compress_hook": Way(default_hooks.bf16_compress_hook, close=2e-3),
     "then": Way(with_then, {"bucket_cap_mb": 0.004}),
 }
 
@@ -76,11 +78,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], part: slice, size: int, bran
     for step in range(STEPS):
         x, y = (each[part].cuda() for each in batch(step, size))
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x, branches and step % 2 == 1), y)
-        if not branches:
-            # So that all parameters have a gradient.
-            loss = loss + 0.0 * sum(each.sum() for each in model.parameters())
-        loss.backward()
+        nn.functional.cross_entropy(model(x, step % 2 if branches else None), y).backward()
         optimizer.step()
     return [each.detach().cpu() for each in model.parameters()]
 
