@@ -293,8 +293,8 @@ def default_stream(rank: int) -> None:
         if rank == 1:
             # When the other rank's default stream has done something behind its future.
             dist.recv(torch.empty(1), 0)
-        outs = [torch.empty(40, device="cuda") for _ in range(2)]
         with torch.cuda.stream(side):
+            outs = [torch.empty(40, device="cuda") for _ in range(2)]
             # With and without a copy of the result; the second asks for another operation in its continuation. None
             # computes, for which torch on the simulated driver would wait.
             gathered = dist.all_gather(outs, x, async_op=True).get_future()
