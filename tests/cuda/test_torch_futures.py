@@ -199,6 +199,10 @@ def nobody_waits(rank: int) -> None:
         assert work.is_success()
         assert tensor.unique().tolist() == [9]
         kept.clear()
+    # Nor for the copies of a Work that nobody has.
+    outs = [torch.zeros(2, device="cuda") for _ in range(SIZE)]
+    dist.all_gather(outs, filled(rank, 2), async_op=True)
+    until(lambda: [each.tolist() for each in outs] == [[10 * peer, 10 * peer + 1] for peer in range(SIZE)])
 
 
 def continues(rank: int) -> None:
