@@ -16,6 +16,8 @@ WAYS = (
     ("no-wait", "tests/cuda/test_cuda_training.py"),
     ("no-wait", "tests/cuda/test_ipc_order.py"),
     ("no-wait", "tests/cuda/test_averaging_on_devices.py"),
+    ("no-wait", "tests/cuda/test_torch_futures.py"),
+    ("no-wait", "tests/cuda/test_comm_hooks.py"),
     ("eager-free", "tests/cuda/test_staged_order.py"),
     ("eager-free", "tests/cuda/test_buckets_order.py"),
     ("short-copy", "tests/cuda/test_staged_values.py"),

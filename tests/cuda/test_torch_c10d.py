@@ -153,10 +153,7 @@ def refused(rank: int) -> None:
         ):
             with pytest.raises(TypeError, match=r"cpu.*cuda:0|cuda:0.*cpu"):
                 call()
-        work = dist.all_reduce(x, async_op=True)
-        with pytest.raises(NotImplementedError, match="futures"):
-            work.get_future()
-        work.wait()
+        dist.all_reduce(x)
         assert x.tolist() == [10, 12, 14, 16]
 
 

@@ -302,3 +302,52 @@ def held(rank: int) -> int:
 
 def test_memory_goes_with_the_last_view(ranks: Ranks) -> None:
     assert ranks(1, held) == [0]
+
+
+def futures(rank: int) -> None:
+    """As the true ones, whose rules torch documents."""
+    install()
+    devices = ["cuda:0", torch.device("cuda", 1)]
+    producer, consumer = torch.cuda.Stream(1), torch.cuda.Stream(1)
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+    child = future.then(lambda done: (torch.cuda.current_device(), done.value()["x"] + 1))
+    with torch.cuda.stream(producer):
+        x = torch.full((1000,), 3.0, device="cuda:1")
+        assert (future.done(), child.done()) == (False, False)
+        future.set_result({"x": x, "other": [1, "two"]})
+    assert (future.done(), child.done()) == (True, True)
+    with torch.cuda.stream(consumer):
+        assert future.wait()["x"][0].item() == 3.0
+        device, more = child.wait()
+        # That of the stream on which the result was set.
+        assert (device, more[0].item()) == (1, 4.0)
+    # Only a tensor in the value is ordered: this one is not, and has not been written.
+    with torch.cuda.stream(producer):
+        late, source = torch.zeros(1000, device="cuda:1"), torch.ones(1000, device="cuda:1")
+        producer.synchronize()
+        late.copy_(source)
+        unordered: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        unordered.set_result(None)
+    with torch.cuda.stream(consumer):
+        assert unordered.wait() is None
+        assert late[0].item() == 0.0
+    producer.synchronize()
+    assert late[0].item() == 1.0
+    elsewhere: torch.futures.Future[Any] = torch.futures.Future(devices=["cuda:0"])
+    elsewhere.set_result([x])
+    with pytest.raises(ValueError, match=r"devices \[1\]"):
+        elsewhere.wait()
+    failed: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+    failed.set_exception(KeyError("set"))
+    with pytest.raises(KeyError, match="set"):
+        failed.wait()
+    with pytest.raises(RuntimeError, match="KeyError: 'set'"):
+        failed.then(lambda done: done.value()).wait()
+    assert isinstance(future, torch._C.Future)
+
+
+def test_a_future_with_devices_orders_streams_behind_the_tensors_of_its_value(ranks: Ranks) -> None:
+    ranks(1, futures, clean=False)
+    # This scenario waits for the device, and reads what nothing has ordered.
+    (report,) = ranks.reports
+    assert report["leaked"] == 0

@@ -1,7 +1,7 @@
 """torch on the simulated driver, without a GPU.
 
-After `install()`, device="cuda", `.cuda()`, autograd, modules, optimizers and torch.cuda's streams work in this
-process. Ranks call it first, as `joined` does:
+After `install()`, device="cuda", `.cuda()`, autograd, modules, optimizers, torch.cuda's streams and torch.futures work
+in this process. Ranks call it first, as `joined` does:
 
     def work(rank: int) -> None:
         with joined():
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tests.cuda import device_arrays, torch_streams
+from tests.cuda import device_arrays, pretended_futures, torch_streams
 from tests.cuda.torch_streams import Runtime
 
 _DLPACK = {
@@ -548,6 +548,7 @@ def install() -> Runtime:
         return torch_streams.on_true_driver()
     if not _library:
         _runtime = torch_streams.start()
+        pretended_futures.install()
         atexit.register(_runtime.close)
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():

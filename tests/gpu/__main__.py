@@ -63,6 +63,7 @@ def suites() -> list[Suite]:
     return [
         *(Suite(f"codec 10^8 {name}", [f"{here}test_codec.py"], 240, f"{large} and device-{name}") for name in CODED),
         Suite("torch", [f"{here}test_torch.py"], 300, f"not ({ALONE})"),
+        Suite("torch ddp", [f"{here}test_torch_ddp.py"], 300),
         Suite("staged values", [f"{here}test_staged.py"], 300, "bits_of_the_host"),
         Suite("staged order", [f"{here}test_staged.py"], 300, f"not ({ALONE} or bits_of_the_host)"),
         Suite("ipc", [f"{here}test_ipc.py"], 300, f"not ({ALONE})"),

@@ -63,6 +63,11 @@ class Begin:
         """Whether its tensors are on a CUDA device."""
         return self._device.type == "cuda"
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """The CUDA device of its tensors; none for those on the host."""
+        return [self._device] if self.on_device else []
+
     def __call__(self, async_op: bool, timeout: float, finish: Callable[[], None] | None = None) -> Handle | None:
         """On a device, `finish` becomes part of the operation; on the host it is not used."""
         if not self.on_device:
@@ -73,7 +78,7 @@ class Begin:
         place = TensorPlace(self._device)
         call = place.call_messages(self._raw) if self._message else place.call(self._raw)
         handle = self._verb(timeout=timeout, async_op=async_op, keep=self._keep, place=call)
-        return place.handle(handle, finish)
+        return place.handle(handle, finish, then_orders=False)
 
 
 @dataclass

@@ -256,7 +256,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             # The handle copies the result, without anybody who waits, too.
             handle.then(lambda _: None)
             finish = None
-        return self._remember(Work(handle, [result], finish, on_device=begin.on_device))
+        return self._remember(Work(handle, [result], finish, devices=begin.devices))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -279,8 +279,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if works is None:
             raise RuntimeError("coalescing has not begun")
         tensors = [tensor for work in works for tensor in work.result()]
-        on_device = any(work.on_device for work in works)
-        return Work(Together([WorkHandle(work) for work in works]), tensors, on_device=on_device)
+        devices = [device for work in works for device in work.devices]
+        return Work(Together([WorkHandle(work) for work in works]), tensors, devices=devices)
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -392,16 +392,16 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 return None
             return handles[0] if len(handles) == 1 else Together(handles)
 
+        devices = [device for part in parts for device in part.begin.devices]
         self._sequence += 1
         pending = profiled(parts[0].name, start) if parts else None
         if pending is None:
             finish()
-            return self._remember(Work(None, result))
+            return self._remember(Work(None, result, devices=devices))
         if copying:
             # Without anybody who waits, too.
             pending.then(lambda _: None)
-        on_device = any(part.begin.on_device for part in parts)
-        return self._remember(Work(pending, result, finish if finishes else None, on_device=on_device))
+        return self._remember(Work(pending, result, finish if finishes else None, devices=devices))
 
     def _remember(self, work: Work) -> Work:
         if self._coalescing is not None:

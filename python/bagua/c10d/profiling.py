@@ -59,10 +59,12 @@ class Profiled:
         """As the handle's."""
         try:
             self._handle.wait(*args, **kwargs)
-        finally:
+        except BaseException:
             # Not after a timeout: the operation goes on.
             if self._handle.is_completed():
                 self._event.end()
+            raise
+        self._event.end()
 
     def is_completed(self) -> bool:
         """As the handle's."""

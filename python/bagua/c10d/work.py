@@ -6,16 +6,20 @@ which DDP's reducer takes for the reduced tensor.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.futures import Future
+import torch.futures
 
 from .torch_c10d import c10d
 from .uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from torch.futures import Future
 
 __all__ = ["Handle", "Together", "Work", "WorkHandle", "seconds"]
 
@@ -24,10 +28,13 @@ class Handle(Protocol):
     """An operation of the core that may still be running: `engine.Handle`, or several of them."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until it is done, or raises its error; after `timeout` seconds BaguaTimeoutError."""
+        """Waits until it is done, or raises its error; after `timeout` seconds BaguaTimeoutError.
+
+        Of an operation on a CUDA device: for the ranks' part, and orders torch's current stream there after the result.
+        """
 
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """Calls `callback(error)` once, when it is done."""
+        """Calls `callback(error)` once, when it is done. Orders no stream."""
 
     def is_completed(self) -> bool:
         """True when it is done, well or not."""
@@ -51,6 +58,16 @@ def seconds(limit: timedelta | float | None) -> float | None:
     return found if found > 0 else None
 
 
+@contextlib.contextmanager
+def _streams_of_its_own(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Other current streams on devices, for what orders the current stream where nobody wants that."""
+    make: Any = torch.cuda.Stream
+    with contextlib.ExitStack() as left:
+        for device in devices:
+            left.enter_context(torch.cuda.stream(make(device)))
+        yield
+
+
 @uncompiled
 class Work(c10d.Work):  # type: ignore[misc]
     """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them."""
@@ -61,12 +78,14 @@ class Work(c10d.Work):  # type: ignore[misc]
         result: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
         *,
-        on_device: bool = False,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__()
-        #: Tensors are on a CUDA device; then the handle copies results itself.
-        self.on_device = on_device
+        #: CUDA devices of its tensors, each once. The handle copies results there itself.
+        self.devices = list(dict.fromkeys(devices))
         self._handle = handle
+        # Of an operation that is done already: the streams that see its results.
+        self._streams = [torch.cuda.current_stream(device) for device in self.devices if handle is None]
         self._result = list(result)
         # None once it ran.
         self._finish = finish
@@ -97,7 +116,10 @@ class Work(c10d.Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """True when it is done, well or not, and its results are where they belong."""
+        """True when it is done, well or not, and its results are where they belong: on a CUDA device, too.
+
+        The future of an operation there is done earlier, when the ranks' part is.
+        """
         if self._handle is not None and not self._handle.is_completed():
             return False
         return self._finish is None or self.exception() is not None
@@ -122,22 +144,24 @@ class Work(c10d.Work):  # type: ignore[misc]
     def get_future(self) -> Future[list[torch.Tensor]]:
         """A future of :meth:`result`. Continuations run when the operation is done, on a thread of their own.
 
-        NotImplementedError for tensors on a CUDA device.
+        On a CUDA device it is done when the ranks' part is, whether or not the device has come so far. Its `wait`
+        orders the current streams after the results, and a continuation has streams of its own that see them, as torch
+        has it: a tensor in the value is what is ordered, and a rank that gets none (`gather`, but at its root) has to
+        :meth:`wait` before it writes to its input.
         """
-        if self.on_device:
-            raise NotImplementedError(
-                "the backend 'bagua' has no futures of operations on CUDA tensors yet: use wait()"
-            )
         with self._lock:
             if self._future is None:
-                done: Future[None] = Future()
+                # By this name, and with the devices, without which torch orders no stream.
+                done: Future[None] = torch.futures.Future(devices=[*self.devices])
                 self._future = done.then(self._outcome)
 
                 def complete(error: Exception | None) -> None:
                     self._ended(error)
                     before, _completing.now = _completing.now, True
                     try:
-                        done.set_result(None)
+                        with torch.cuda.device(self.devices[0]) if self.devices else contextlib.nullcontext():
+                            # The device that is current here is so in continuations.
+                            done.set_result(None)
                     finally:
                         _completing.now = before
 
@@ -179,7 +203,8 @@ class Work(c10d.Work):  # type: ignore[misc]
             def complete_here() -> None:
                 error: Exception | None = None
                 try:
-                    handle.wait()
+                    with _streams_of_its_own(self.devices):
+                        handle.wait()
                 except Exception as failure:
                     error = failure
                 complete(error)
@@ -206,6 +231,12 @@ class Work(c10d.Work):  # type: ignore[misc]
         self.asked = True
         if self._error is not None:
             raise self._error
+        if self.devices:
+            # Nothing has ordered the streams that torch has made current for this; it records events on them next.
+            if self._handle is not None:
+                self._handle.wait()
+            for stream in self._streams:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
         return self._result
 
 

@@ -52,22 +52,27 @@ class TensorPlace:
         """As `call`, for messages."""
         return raw.cuda_messages(device_of(self.device.index), _number(self.stream), [])
 
-    def handle(self, raw: engine.Handle | None, copy: Callable[[], None] | None = None) -> DeviceHandle | None:
+    def handle(
+        self, raw: engine.Handle | None, copy: Callable[[], None] | None = None, *, then_orders: bool = True
+    ) -> DeviceHandle | None:
         """The handle of an asynchronous operation; None of one that has returned, which has ordered its stream.
 
-        `copy` copies the results to where the caller wants them.
+        `copy` copies the results to where the caller wants them; for `then_orders` see `DeviceHandle.then`.
         """
         if raw is None:
             return None
-        return DeviceHandle(raw, self.device) if copy is None else CopyingHandle(raw, self, copy)
+        if copy is None:
+            return DeviceHandle(raw, self.device, then_orders)
+        return CopyingHandle(raw, self, copy, then_orders)
 
 
 class DeviceHandle:
     """An operation on a device that may still be running."""
 
-    def __init__(self, raw: engine.Handle, device: torch.device) -> None:
+    def __init__(self, raw: engine.Handle, device: torch.device, then_orders: bool) -> None:
         self._raw = raw
         self._device = device
+        self._then_orders = then_orders
 
     @property
     def raw(self) -> engine.Handle:
@@ -92,20 +97,25 @@ class DeviceHandle:
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
         """Calls `callback(error)` once when the ranks' part is done: `error` is None, or what `wait` raises.
 
-        Work that the callback puts on the current stream of its thread sees the result.
+        Work that the callback puts on the current stream of its thread sees the result. Not without `then_orders`: that
+        stream is mostly the device's default stream, whose other work would wait for the result too.
         """
         if not callable(callback):
             raise TypeError(f"{callback!r} is not callable")
 
-        def ordered(error: Exception | None) -> None:
+        def ended(error: Exception | None) -> None:
             if error is None:
                 try:
-                    self.wait()
+                    self._before_callback()
                 except Exception as failure:
                     error = failure
             callback(error)
 
-        self._raw.then(ordered)
+        self._raw.then(ended)
+
+    def _before_callback(self) -> None:
+        if self._then_orders:
+            self.wait()
 
     def is_completed(self) -> bool:
         """True when it is done, well or not, and the device with it."""
@@ -118,8 +128,8 @@ class CopyingHandle(DeviceHandle):
     The copies are made once, at the first call of this, on the stream of the verb: what they read belongs to it.
     """
 
-    def __init__(self, raw: engine.Handle, place: TensorPlace, copy: Callable[[], None]) -> None:
-        super().__init__(raw, place.device)
+    def __init__(self, raw: engine.Handle, place: TensorPlace, copy: Callable[[], None], then_orders: bool) -> None:
+        super().__init__(raw, place.device, then_orders)
         self._stream = place.stream
         # None once it ran.
         self._copy: Callable[[], None] | None = copy
@@ -143,6 +153,10 @@ class CopyingHandle(DeviceHandle):
         self._raw.wait(timeout, stream=_number(self._stream))
         self._enqueue()
         torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def _before_callback(self) -> None:
+        self._enqueue()
+        super()._before_callback()
 
     def synchronize(self, timeout: float | None = None) -> None:
         """As :meth:`DeviceHandle.synchronize`; the copies are waited for without a limit."""

@@ -3,13 +3,16 @@
 A hook is called as torch's DistributedDataParallel calls it: for one bucket after the other, on the thread that runs
 backward, as soon as the bucket's gradients are there; its futures are waited for when backward ends. What it returns
 becomes the gradient as it is: a hook divides by the number of ranks itself.
+
+On a CUDA device a hook is called on the current stream of that thread, behind the gradients of its bucket. The stream
+that is current at the end of the backward is ordered after the future's value, and after what the hook put on its own.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,6 +110,17 @@ class _Bucket:
     missing: int
     # What the hook returned.
     future: torch.futures.Future[Any] | None = None
+    # On a CUDA device: on which streams gradients have come; when the hook was called, its stream alone.
+    streams: list[torch.cuda.Stream] = field(default_factory=list)
+
+    def order(self) -> None:
+        """Orders the current stream behind `streams`, of which it becomes the only one."""
+        for device in {stream.device for stream in self.streams}:
+            here = torch.cuda.current_stream(device)
+            for stream in self.streams:
+                if stream != here:
+                    here.wait_stream(stream)
+            self.streams = [here]
 
 
 class HookExchange(GradientExchange):
@@ -129,12 +143,18 @@ class HookExchange(GradientExchange):
         self._bucket_of = {registration(tensor).name: each for each in self._buckets for tensor in each.bucket.tensors}
 
     def _mark(self, slot: Slot, wire: torch.Tensor | None) -> None:
-        self._bucket_of[slot.name].missing -= 1
+        of = self._bucket_of[slot.name]
+        of.missing -= 1
+        if slot.param.is_cuda:
+            stream = torch.cuda.current_stream(slot.param.device)
+            if stream not in of.streams:
+                of.streams.append(stream)
         while self._called < len(self._buckets) and self._buckets[self._called].missing == 0:
             self._buckets[self._called].future = self._call(self._called)
             self._called += 1
 
     def _call(self, index: int) -> torch.futures.Future[Any]:
+        self._buckets[index].order()
         bucket = self._buckets[index].bucket
         assert bucket.backend_tensor is not None
         slots = [self._slots[registration(tensor).name] for tensor in bucket.tensors]
@@ -150,6 +170,7 @@ class HookExchange(GradientExchange):
             if each.future is None:
                 raise BaguaError(f"the gradients of bucket {each.bucket.name!r} of {self._module_name!r} did not come")
             value = each.future.wait()
+            each.order()
             found = value[0] if isinstance(value, (list, tuple)) else value
             buffer = each.bucket.backend_tensor
             assert buffer is not None
@@ -172,7 +193,7 @@ class HookExchange(GradientExchange):
         super()._reset()
         self._called = 0
         for each in self._buckets:
-            each.missing, each.future = len(each.bucket.tensors), None
+            each.missing, each.future, each.streams = len(each.bucket.tensors), None, []
 
 
 class HookedAllReduce(GradientAllReduceAlgorithmImpl):

@@ -255,7 +255,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """``hook(state, bucket)`` communicates the buckets from now on, as with torch's DistributedDataParallel.
 
         Called by all ranks, once. TypeError and ValueError for what is no communication hook; NotImplementedError for
-        algorithms other than gradient_allreduce, for models on a CUDA device, and where gradients are sparse.
+        algorithms other than gradient_allreduce, and where gradients are sparse.
         """
         self._at_work().register_comm_hook(state, hook)
 

@@ -146,10 +146,6 @@ class WrapperEngine(ModelEngine):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """The hook communicates from now on. Collective."""
         plain = self._require_all_reduce("a communication hook")
-        device = next((param.device for _, param in self._tracked if param.is_cuda), None)
-        if device is not None:
-            # What a hook's future has done on the device, its wait would not order.
-            raise NotImplementedError(f"a communication hook for a model on {device}: only models on the CPU have one")
         check(hook)
         if self._comm_hook is not None:
             raise BaguaError(f"model {self.bagua_module_name!r} has a communication hook already")

@@ -1,0 +1,342 @@
+"""Futures of the backend "bagua" on CUDA tensors, with torch on the simulated driver: their values and their order."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.c10d  # noqa: F401
+from tests.cuda.ranks import Ranks
+from tests.cuda.test_cuda_training import Ended
+from tests.cuda.test_torch_c10d import filled
+from tests.cuda.torch_on_sim import install
+
+#: So long a test waits for what comes at once.
+SOON = 30.0
+SIZE = 3
+BY = pytest.mark.parametrize("by", ["staged", "ipc", "nccl"])
+
+
+@contextmanager
+def joined(timeout: float = 60.0) -> Iterator[None]:
+    """The backend, on a device of this rank's own by NCCL."""
+    install()
+    torch.cuda.set_device(int(os.environ["RANK"]) if os.environ["BAGUA_CUDA_COLLECTIVE"] == "nccl" else 0)
+    dist.init_process_group("bagua", timeout=timedelta(seconds=timeout))
+    yield
+    dist.destroy_process_group()
+
+
+def started(tensor: torch.Tensor, **options: Any) -> torch.futures.Future[Any]:
+    """The future of an all_reduce."""
+    work = dist.all_reduce(tensor, async_op=True, **options)
+    assert work is not None
+    found: torch.futures.Future[Any] = work.get_future()
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Asks again and again; the test's own time limit ends what never comes."""
+    while not condition():
+        pass
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def values(rank: int) -> None:
+    total = 10 * sum(range(SIZE))
+    sums = [SIZE * i + total for i in range(4)]
+    x = filled(rank, 4)
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    (found,) = future.wait()
+    assert found is x
+    assert x.tolist() == sums
+    assert future.done()
+    assert work.get_future() is future
+    assert work.wait()
+    # A chain, whose ends are on streams of their own.
+    halves = started(filled(rank, 4)).then(lambda done: done.value()[0] / SIZE).then(lambda done: done.value() * 2)
+    assert halves.wait().tolist() == [2 * each / SIZE for each in sums]
+    # Of what is done already, too.
+    assert future.then(lambda done: done.value()[0] + 1).wait().tolist() == [each + 1 for each in sums]
+    together = torch.futures.collect_all([started(filled(rank, 4)), started(filled(rank, 4), op=dist.ReduceOp.MAX)])
+    one, other = (each.wait()[0].tolist() for each in together.wait())
+    assert (one, other) == (sums, filled(SIZE - 1, 4).tolist())
+    assert [each[0].tolist() for each in torch.futures.wait_all([started(filled(rank, 4))] * 2)] == [sums] * 2
+    # Copied to where they belong, behind the operation.
+    base = filled(rank, 2, 3)
+    (found,) = started(base.t()).wait()
+    assert found.tolist() == [[SIZE * i + total, SIZE * (i + 3) + total] for i in range(3)]
+    means = started(torch.full((3,), rank, device="cuda"), op=dist.ReduceOp.AVG).wait()[0]
+    assert means.tolist() == [sum(range(SIZE)) // SIZE] * 3
+
+
+def every_verb(rank: int) -> None:
+    outs = [torch.zeros(2, device="cuda") for _ in range(SIZE)]
+    found = dist.all_gather(outs, filled(rank, 2), async_op=True).get_future().wait()
+    assert [each.tolist() for each in found] == [[10 * peer, 10 * peer + 1] for peer in range(SIZE)]
+    part = torch.zeros(2, device="cuda")
+    dist.reduce_scatter_tensor(part, filled(rank, SIZE * 2), async_op=True).get_future().wait()
+    assert part.tolist() == [SIZE * (2 * rank + i) + 10 * sum(range(SIZE)) for i in range(2)]
+    x = filled(rank, 4)
+    dist.broadcast(x, SIZE - 1, async_op=True).get_future().wait()
+    assert x.tolist() == filled(SIZE - 1, 4).tolist()
+    out = torch.zeros(SIZE * 2, device="cuda")
+    dist.all_to_all_single(out, filled(rank, SIZE * 2), async_op=True).get_future().wait()
+    assert out.tolist() == [10 * peer + 2 * rank + i for peer in range(SIZE) for i in range(2)]
+    got = [torch.zeros(3, device="cuda") for _ in range(SIZE)] if rank == 0 else None
+    found = dist.gather(filled(rank, 3), got, 0, async_op=True).get_future().wait()
+    assert [each.tolist() for each in found] == [filled(peer, 3).tolist() for peer in range(SIZE) if rank == 0]
+    # Several operations, on the device and on the host, as one Work.
+    with dist._coalescing_manager(async_ops=True) as several:
+        parts = [filled(rank, 4), torch.ones(2), filled(rank, 2, 3).t()]
+        for each in parts:
+            dist.all_reduce(each)
+    (work,) = several.works
+    mine, host, strided = work.get_future().wait()
+    assert (mine is parts[0], host is parts[1], strided is parts[2]) == (True, True, True)
+    assert mine[0].item() == 10 * sum(range(SIZE))
+    assert strided[1, 1].item() == SIZE * 4 + 10 * sum(range(SIZE))
+    assert host.tolist() == [SIZE] * 2
+    peer = (rank + 1) % SIZE
+    sent = dist.isend(filled(rank, 4), peer)
+    rows = torch.zeros(4, 2, device="cuda")
+    dist.irecv(rows[:, 0], (rank - 1) % SIZE).get_future().wait()
+    sent.get_future().wait()
+    assert rows[:, 0].tolist() == filled((rank - 1) % SIZE, 4).tolist()
+    assert dist.barrier(async_op=True).get_future().wait() == []
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def order(rank: int) -> None:
+    for view in (lambda x: x, lambda x: x.view(40, 25).t()):
+        producer, one, other = (torch.cuda.Stream() for _ in range(3))
+        with torch.cuda.stream(producer):
+            # Late work, and a result that is copied afterwards.
+            x = filled(rank, 1000)
+            future = started(view(x))
+        tripled = future.then(lambda done: done.value()[0] * 3)
+        with torch.cuda.stream(one):
+            future.wait()
+            assert x[:3].tolist() == [30, 33, 36]
+        with torch.cuda.stream(other):
+            assert tripled.wait().reshape(-1)[0].item() == 90
+        # What the continuation made belongs to the streams that wait for it.
+        with torch.cuda.stream(one):
+            doubled = tripled.then(lambda done: done.value() * 2).wait()
+            del tripled
+            assert doubled.reshape(-1)[0].item() == 180
+
+
+def place(rank: int) -> None:
+    seen: list[tuple[int, bool, bool]] = []
+    number = 1 if os.environ["BAGUA_CUDA_COLLECTIVE"] == "staged" else torch.cuda.current_device()
+    x = torch.ones(4, device=f"cuda:{number}")
+
+    def look(done: torch.futures.Future[Any]) -> torch.Tensor:
+        default = torch.cuda.current_stream() == torch.cuda.default_stream()
+        seen.append((torch.cuda.current_device(), default, threading.current_thread() is threading.main_thread()))
+        return torch.ones(4, device="cuda") + done.value()[0]
+
+    assert started(x).then(look).wait().tolist() == [4] * 4
+    # Of one that is done, in this thread, whose own device and stream come back.
+    before = torch.cuda.current_device(), torch.cuda.current_stream()
+    future = started(x)
+    until(future.done)
+    assert future.then(look).wait().tolist() == [10] * 4
+    assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before
+    assert [found[:2] for found in seen] == [(number, False)] * 2
+    assert seen[1][2]
+
+
+def returned_at_once(rank: int) -> None:
+    """A verb whose caller asked for it to be done when it returns."""
+    options = torch.distributed.distributed_c10d.AllreduceOptions()
+    options.asyncOp = False
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = filled(rank, 4)
+        work = dist.group.WORLD.allreduce([x], options)
+    assert work.get_future().then(lambda done: done.value()[0] * 2).wait().tolist() == [60, 66, 72, 78]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def nobody_waits(rank: int) -> None:
+    for make in (lambda: torch.ones(4, device="cuda"), lambda: torch.ones(4, 2, device="cuda").t()):
+        called, kept = threading.Event(), []
+
+        def keep(done: torch.futures.Future[Any], called: threading.Event = called, kept: Any = kept) -> None:
+            kept.append(done.value()[0] * 2)
+            kept.append(torch.cuda.current_stream().record_event())
+            called.set()
+
+        tensor = make()
+        started(tensor).then(keep)
+        assert called.wait(SOON)
+        kept[1].wait()
+        assert kept[0].unique().tolist() == [6]
+        # Nor for the Work of a future that nobody has.
+        work = dist.all_reduce(tensor, async_op=True)
+        work.get_future()
+        until(work.is_completed)
+        assert work.is_success()
+        assert tensor.unique().tolist() == [9]
+        kept.clear()
+    # Nor for the copies of a Work that nobody has.
+    outs = [torch.zeros(2, device="cuda") for _ in range(SIZE)]
+    dist.all_gather(outs, filled(rank, 2), async_op=True)
+    until(lambda: [each.tolist() for each in outs] == [[10 * peer, 10 * peer + 1] for peer in range(SIZE)])
+
+
+def continues(rank: int) -> None:
+    def again(done: torch.futures.Future[Any]) -> torch.Tensor:
+        (found,) = started(done.value()[0]).wait()
+        # Until here on the stream of this continuation.
+        return found + 1
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = filled(rank, 1000)
+        end = started(x).then(again).then(lambda done: done.value() * 2)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert end.wait()[:3].tolist() == [182, 200, 218]
+
+
+def raises(rank: int) -> None:
+    def wrong(done: torch.futures.Future[Any]) -> None:
+        raise ZeroDivisionError("in the continuation")
+
+    x = torch.ones(4, device="cuda")
+    end = started(x).then(wrong)
+    for each in (end, end.then(lambda done: done.value())):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: in the continuation"):
+            each.wait()
+    assert started(x).wait()[0].tolist() == [9] * 4
+
+
+CASES = {
+    "values": values,
+    "every verb": every_verb,
+    "order": order,
+    "place": place,
+    "returned at once": returned_at_once,
+    "nobody waits": nobody_waits,
+    "continues": continues,
+    "raises": raises,
+}
+
+
+def run(rank: int) -> dict[str, str]:
+    """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
+    outcome = {}
+    with joined():
+        for name, case in CASES.items():
+            try:
+                case(rank)
+                dist.barrier()
+                outcome[name] = ""
+            except Exception:
+                outcome[name] = traceback.format_exc()
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def ended(_driver_of_ranks: Path) -> Callable[[str], Ended]:
+    """What came of the cases by a collective: one world for all, because every rank imports torch for seconds."""
+
+    @functools.cache
+    def by(collective: str) -> Ended:
+        ranks = Ranks(_driver_of_ranks)
+        named = {"BAGUA_CUDA_COLLECTIVE": collective, "BAGUA_SIM_DEVICES": SIZE}
+        return Ended(ranks(SIZE, run, clean=False, timeout=120.0, **named), ranks)
+
+    return by
+
+
+@BY
+@pytest.mark.parametrize("name", CASES)
+def test_a_future_of_an_operation_on_a_device_keeps_to_the_rules_of_torch(
+    ended: Callable[[str], Ended], name: str, by: str
+) -> None:
+    ended(by).check(name)
+
+
+@BY
+def test_futures_make_no_fault_leave_nothing_and_do_not_wait_for_the_device(
+    ended: Callable[[str], Ended], by: str
+) -> None:
+    ended(by).ranks.check()
+
+
+# --- worlds of their own ----------------------------------------------------------------------------------------------
+
+
+def default_stream(rank: int) -> None:
+    with joined():
+        dist.all_reduce(torch.ones(4, device="cuda"))
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x = filled(rank, 40)
+        if rank == 1:
+            # When the other rank's default stream has done something behind its future.
+            dist.recv(torch.empty(1), 0)
+        with torch.cuda.stream(side):
+            outs = [torch.empty(40, device="cuda") for _ in range(2)]
+            # With and without a copy of the result; the second asks for another operation in its continuation. None
+            # computes, for which torch on the simulated driver would wait.
+            gathered = dist.all_gather(outs, x, async_op=True).get_future()
+            again = started(x).then(lambda done: started(done.value()[0]).wait()[0])
+            ends = [gathered.then(lambda done: done.value()[1]), again]
+        if rank == 0:
+            until(lambda: all(end.done() for end in ends))
+            # This would wait for the rank that waits for the message.
+            assert torch.ones(3, device="cuda").tolist() == [1] * 3
+            dist.send(torch.empty(1), 1)
+        assert [end.wait()[1].item() for end in ends] == [11, 24]
+
+
+def test_other_work_of_the_default_stream_does_not_wait_for_a_future(ranks: Ranks) -> None:
+    # By NCCL, whose work is on the stream before the other ranks come.
+    ranks(2, default_stream, BAGUA_CUDA_COLLECTIVE="nccl", BAGUA_TIMEOUT=20)
+
+
+def fails(rank: int) -> None:
+    install()
+    dist.init_process_group("bagua", timeout=timedelta(seconds=60))
+    dist.all_reduce(torch.ones(4, device="cuda"))
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+        dist.group.WORLD.abort()
+        return
+    # With and without a copy of the result.
+    futures = [started(torch.ones(4, device="cuda")), started(torch.ones(4, 2, device="cuda").t())]
+    ends = [future.then(lambda done: done.value()[0] * 2) for future in futures]
+    dist.send(torch.empty(1), 1)
+    for future in (*futures, *ends):
+        with pytest.raises(RuntimeError, match=r"(?s)AbortedError.*torch.distributed aborted the group"):
+            future.wait()
+    # The device is as it was.
+    assert (torch.ones(4, device="cuda") * 2).tolist() == [2] * 4
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("by", ["staged", "ipc"])
+def test_a_future_and_its_continuations_fail_when_the_operation_does(ranks: Ranks, by: str) -> None:
+    ranks(2, fails, BAGUA_CUDA_COLLECTIVE=by)

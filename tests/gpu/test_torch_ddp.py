@@ -1,0 +1,132 @@
+"""torch's futures and torch's own DistributedDataParallel on a GPU, with the backend "bagua": what no simulated driver
+runs, because the reducer is C++. And hooks of both wrappers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import bagua.c10d  # noqa: F401
+from bagua import torch_api
+from tests.cuda import test_torch_futures as futures
+from tests.cuda.ranks import Ranks
+
+STEPS = 10
+SAMPLES = 32
+
+
+class Net(nn.Module):
+    """With two heads; a step may use one of them only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 48), nn.Tanh())
+        self.one, self.two = nn.Linear(48, 10), nn.Linear(48, 10)
+
+    def forward(self, x: torch.Tensor, head: int | None) -> torch.Tensor:
+        x = self.body(x)
+        found: torch.Tensor = self.one(x) + self.two(x) if head is None else (self.one, self.two)[head](x)
+        return found
+
+
+class Way(NamedTuple):
+    """How a model is wrapped."""
+
+    hook: Any = None
+    options: dict[str, Any] = {}  # noqa: RUF012
+    #: Steps use one head or the other.
+    branches: bool = False
+    #: How far a weight may be from that of plain torch.
+    close: float = 2e-5
+
+
+def with_then(state, bucket):  # type: ignore[no-untyped-def]
+    # torch compares annotations, which are texts in this module.
+    future: torch.futures.Future[Any] = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / dist.get_world_size())
+
+
+WAYS = {
+    "plain": Way(options={"bucket_cap_mb": 0.004}),
+    "views": Way(options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004}),
+    "unused": Way(options={"find_unused_parameters": True}, branches=True),
+    "allreduce_hook": Way(default_hooks.allreduce_hook, {"bucket_cap_mb": 0.004}),
+    "fp16_compress_hook": Way(default_hooks.fp16_compress_hook, close=3e-4),
+    "bf16_compress_hook": Way(default_hooks.bf16_compress_hook, close=2e-3),
+    "then": Way(with_then, {"bucket_cap_mb": 0.004}),
+}
+
+
+def batch(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(size * SAMPLES, 64, generator=random), torch.randint(0, 10, (size * SAMPLES,), generator=random)
+
+
+def trained(wrap: Callable[[nn.Module], nn.Module], part: slice, size: int, branches: bool) -> list[torch.Tensor]:
+    """The weights after some steps, each with a part of a batch for all ranks."""
+    torch.manual_seed(1)
+    model = wrap(Net().cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        x, y = (each[part].cuda() for each in batch(step, size))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, step % 2 if branches else None), y).backward()
+        optimizer.step()
+    return [each.detach().cpu() for each in model.parameters()]
+
+
+def as_plain_torch(rank: int, size: int, names: list[str], wrapper: str) -> list[tuple[str, float]]:
+    """Per way: the largest difference of a weight from plain torch's, which trains on the whole batches."""
+    torch.set_float32_matmul_precision("highest")
+    torch.cuda.set_device(0)
+    dist.init_process_group("bagua")
+    torch_api.init_process_group()
+    makes: Any = (
+        nn.parallel.DistributedDataParallel if wrapper == "torch" else torch_api.data_parallel.DistributedDataParallel
+    )
+    found = []
+    for name in names:
+        way = WAYS[name]
+
+        def wrap(model: nn.Module, way: Way = way) -> nn.Module:
+            wrapped: nn.Module = makes(model, device_ids=[0], **way.options)
+            if way.hook is not None:
+                wrapped.register_comm_hook(None, way.hook)  # type: ignore[operator]
+            return wrapped
+
+        mine = trained(wrap, slice(rank * SAMPLES, (rank + 1) * SAMPLES), size, way.branches)
+        alone = trained(lambda model: model, slice(None), size, way.branches)
+        found.append((name, max(float((one - two).abs().max()) for one, two in zip(mine, alone, strict=True))))
+    torch_api.destroy_process_group()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "bagua"])
+@pytest.mark.parametrize(("size", "by"), [(1, "staged"), (1, "nccl"), (2, "staged"), (2, "ipc")])
+def test_a_wrapped_model_is_trained_as_by_plain_torch(ranks: Ranks, size: int, by: str, wrapper: str) -> None:
+    for found in ranks(size, as_plain_torch, size, list(WAYS), wrapper, BAGUA_CUDA_COLLECTIVE=by):
+        assert len(found) == len(WAYS)
+        for name, far in found:
+            assert far <= WAYS[name].close, (name, far)
+
+
+def on_one_device(rank: int) -> dict[str, str]:
+    # The device that all have.
+    del futures.CASES["place"]
+    assert os.environ["BAGUA_CUDA_COLLECTIVE"] != "nccl"
+    return futures.run(rank)
+
+
+@pytest.mark.parametrize("by", ["staged", "ipc"])
+def test_a_future_keeps_to_the_rules_of_torch(ranks: Ranks, by: str) -> None:
+    for found in ranks(futures.SIZE, on_one_device, BAGUA_CUDA_COLLECTIVE=by):
+        assert {name: text for name, text in found.items() if text} == {}
