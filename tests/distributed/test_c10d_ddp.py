@@ -140,7 +140,8 @@ def power_sgd_hook(pair: Pair) -> None:
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    as_on_gloo(pair, hook=register, bucket_cap_mb=0.002)
+    # One bucket: the continuations of several would start operations between those of the backward, in any order.
+    as_on_gloo(pair, hook=register)
 
 
 def a_hook_with_then(pair: Pair) -> None:

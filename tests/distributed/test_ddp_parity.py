@@ -381,7 +381,8 @@ def power_sgd_state() -> Any:
 
 def power_sgd_hook(rank: int) -> None:
     register = registered(power_sgd_state, powerSGD_hook.powerSGD_hook)
-    as_torch(rank, prepare=register, bucket_cap_mb=0.002)
+    # One bucket: the continuations of several would start operations between those of the backward, in any order.
+    as_torch(rank, prepare=register)
     as_torch(rank, prepare=register, gradient_as_bucket_view=False)
 
 
