@@ -124,7 +124,11 @@ fn a_rank_may_stop_as_soon_as_it_has_started() {
     let ended = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for _ in 0..8 {
-            scope.spawn(|| while !ended.load(Relaxed) {});
+            scope.spawn(|| {
+                while !ended.load(Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
         }
         let failed = catch_unwind(|| {
             for _ in 0..10 {
