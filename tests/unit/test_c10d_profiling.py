@@ -1,4 +1,4 @@
-"""Events of torch's profiler end while the profile is there to hear of it."""
+"""Events of torch's profiler end before their profile does, or not at all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ended(handle: Any) -> bool:
 
 
 @pytest.mark.parametrize("asked", [LateHandle.wait, LateHandle.is_completed])
-def test_an_event_has_ended_when_somebody_hears_that_the_operation_is_done(asked: Any) -> None:
+def test_an_event_has_ended_when_its_handle_reports_completion(asked: Any) -> None:
     operation = LateHandle()
     with torch.autograd.profiler.profile() as profile:
         handle = profiled("verb", lambda: operation)

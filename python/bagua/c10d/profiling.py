@@ -3,9 +3,9 @@
 An event lasts from where the operation is started until it is done, whoever waits for it. It has no shapes: what torch
 gives Python to record them cannot end on another thread.
 
-The end of an event is written into memory that the profile frees when it ends. So it is written before anybody hears
-that the operation is done, and not at all after the profile: the event of an operation that nobody has waited for
-lasts as long as the profile.
+The end of an event is written into memory that the profile frees when it ends. So it is written before `wait` returns,
+before `is_completed` is true and before later callbacks run; and not at all after the profile: the event of an
+operation that completes later lasts as long as the profile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Event:
 
 
 class Profiled:
-    """A handle whose event has ended before anybody hears that the operation is done."""
+    """A handle whose event ends before it reports completion."""
 
     def __init__(self, handle: Handle, event: Event) -> None:
         self._handle = handle

@@ -8,7 +8,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct HostMemory {
     words: Box<[UnsafeCell<u128>]>,
-    /// Bytes that were asked for.
+    /// Bytes requested.
     len: usize,
 }
 
