@@ -137,6 +137,8 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from bagua.torch_api import torch_end
+
     torch.set_num_threads(1)
     # Kept until the end: on rank 0 it serves.
     store = _store(joined)
@@ -156,7 +158,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
             )
         joined.barrier()
     finally:
-        dist.destroy_process_group()
+        torch_end.destroy()
     return {"ranks": joined.size, "collective": joined.collective, "all_reduce": rows}
 
 

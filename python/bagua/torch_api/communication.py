@@ -20,7 +20,7 @@ from bagua.errors import BaguaError
 from bagua.lifecycle import process, torch_state, torchs_world
 
 from . import elastic as elastic_job
-from . import env, torch_group
+from . import env, torch_end, torch_group
 from .environment_store import environment_store
 from .model_engine import backend
 from .model_engine.backend import Backend
@@ -529,7 +529,7 @@ def end_torch() -> None:
     if _state.initialised_torch_distributed:
         _state.initialised_torch_distributed = False
         if dist.is_initialized():
-            dist.destroy_process_group()
+            torch_end.destroy()
 
 
 def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 from bagua import group as neutral
 from bagua.lifecycle import torch_state
 
-from . import torch_group
+from . import torch_end, torch_group
 from .process_group import Communicator
 from .store_client import StoreClient, connect
 
@@ -23,7 +23,7 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
     The server of the old store may have been a rank that is gone. An error of any kind when a rank is lost meanwhile.
     """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        torch_end.destroy()
     limit = timedelta(seconds=world.timeout)
     own, host = None, world.communicator.listen_host
     if world.rank == 0:
