@@ -51,8 +51,10 @@ def main() -> int:
             print(f"rank {rank} goes on with {present} of {ranks} ranks", flush=True)
         lost = lost or present < ranks
         # From when the rank that failed is back.
-        whole_since = whole_since or time.monotonic() if lost and present == ranks else 0.0
-        if whole_since and time.monotonic() - whole_since > arguments.seconds:
+        if lost and present == ranks:
+            whole_since = whole_since or time.monotonic()
+        # Ranks learn of each other at different times: another may have ended already.
+        if whole_since and (present < ranks or time.monotonic() - whole_since > arguments.seconds):
             break
 
     with algorithm.lock(model):
