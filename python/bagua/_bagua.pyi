@@ -328,6 +328,7 @@ class Communicator:
         buffers: Sequence[tuple[int, int, int, bool]],
         door: Door | None,
         digest: bytes,
+        takes_part: bool,
         device: tuple[CudaDevice, int, object] | None = None,
     ) -> Averager: ...
     def raise_(self, kind: str, message: str) -> None: ...

@@ -68,6 +68,10 @@ fn averaged(size: usize, count: usize) -> Vec<f32> {
     (0..count).map(|at| (0..size).map(|rank| initial(rank, count)[at]).sum::<f32>() / size as f32).collect()
 }
 
+fn plain() -> Settings {
+    Settings { name: "model".to_owned(), interval: INTERVAL, codec: None, elastic: None, takes_part: true }
+}
+
 /// Runs `act` on ranks that are threads, each with an averager that has not begun its first round.
 fn on_all<T: Send>(
     size: usize,
@@ -85,11 +89,20 @@ fn on_groups<T: Send>(
     codec: Option<Arc<dyn Codec>>,
     act: impl Fn(&Rank, &Barrier) -> T + Sync,
 ) -> Vec<T> {
+    on_settings(groups, |_| Settings { interval, codec: codec.clone(), ..plain() }, act)
+}
+
+/// The same with settings for each rank.
+fn on_settings<T: Send>(
+    groups: Vec<Group>,
+    settings: impl Fn(usize) -> Settings + Sync,
+    act: impl Fn(&Rank, &Barrier) -> T + Sync,
+) -> Vec<T> {
     const COUNT: usize = 1000;
     let size = groups.len();
     let barrier = Barrier::new(size);
     std::thread::scope(|scope| {
-        let (act, barrier, codec) = (&act, &barrier, &codec);
+        let (act, barrier, settings) = (&act, &barrier, &settings);
         let start = |(rank, group): (usize, Group)| {
             scope.spawn(move || {
                 let mut lane = group.lane().unwrap();
@@ -97,9 +110,8 @@ fn on_groups<T: Send>(
                 let memory = initial(rank, COUNT).leak().as_mut_ptr();
                 // SAFETY: leaked, and used under the lock only.
                 let weights = unsafe { Weights::new(memory.cast(), COUNT, DType::F32, Arc::clone(&lock)) }.unwrap();
-                let settings = Settings { name: "model".to_owned(), interval, codec: codec.clone(), elastic: None };
                 let model = Model { weights: vec![weights], buffers: vec![] };
-                let started = Averager::start(&group, &mut lane, model, settings);
+                let started = Averager::start(&group, &mut lane, model, settings(rank));
                 if started.is_err() {
                     // The others wait for this rank below.
                     barrier.wait();
@@ -142,6 +154,29 @@ fn a_rank_may_stop_as_soon_as_it_has_started() {
         });
         ended.store(true, Relaxed);
         failed.unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_starts_without_taking_part_is_in_no_round_before_it_resumes() {
+    let settings = |rank| Settings { interval: Duration::ZERO, takes_part: rank != 0, ..plain() };
+    on_settings(world(3), settings, |rank, barrier| {
+        if rank.rank == 0 {
+            assert_eq!(rank.averager.stats().state, State::Stopped);
+            barrier.wait();
+            assert_eq!(rank.averager.stats().rounds, 0);
+            assert_eq!(rank.values(), initial(0, rank.count));
+            barrier.wait();
+            rank.averager.resume().unwrap();
+        } else {
+            for _ in 0..3 {
+                rank.a_round_passes();
+                assert_eq!(rank.averager.stats().ranks, [1, 2]);
+            }
+            barrier.wait();
+            barrier.wait();
+        }
+        until("all take part", || rank.averager.stats().ranks == [0, 1, 2]);
     });
 }
 
@@ -439,7 +474,7 @@ fn model(rank: usize, lock: &Arc<WeightLock>, first: f32) -> (Model, *mut f32, *
 
 fn settings(door: &Arc<Door>, digest: [u8; 32]) -> Settings {
     let elastic = Some(Elastic { door: Arc::clone(door), digest });
-    Settings { name: "model".to_owned(), interval: INTERVAL, codec: None, elastic }
+    Settings { elastic, ..plain() }
 }
 
 fn value(lock: &Arc<WeightLock>, memory: *const f32) -> f32 {

@@ -280,7 +280,8 @@ impl Rank {
         let memory = unsafe { Weights::new(weights.cast(), Rank::COUNT, DType::F64, Arc::clone(&lock)) }.unwrap();
         let model = Model { weights: vec![memory], buffers: vec![] };
         let elastic = Some(Elastic { door, digest: [3; 32] });
-        let settings = Settings { name: "model".to_owned(), interval: INTERVAL, codec: None, elastic };
+        let settings =
+            Settings { name: "model".to_owned(), interval: INTERVAL, codec: None, elastic, takes_part: true };
         let averager = match bootstrap {
             Some(bootstrap) => {
                 let group = bootstrap.connect(&addresses).unwrap();

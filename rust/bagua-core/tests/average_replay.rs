@@ -85,7 +85,7 @@ fn model() -> Model {
 
 fn settings(door: &Arc<Door>) -> Settings {
     let elastic = Some(Elastic { door: Arc::clone(door), digest: [3; 32] });
-    Settings { name: "model".to_owned(), interval: Duration::from_millis(2), codec: None, elastic }
+    Settings { name: "model".to_owned(), interval: Duration::from_millis(2), codec: None, elastic, takes_part: true }
 }
 
 /// Three ranks.

@@ -324,9 +324,10 @@ pub fn settings(
     interval: f64,
     codec: Option<Arc<dyn Codec>>,
     elastic: Option<(Arc<Door>, [u8; 32])>,
+    takes_part: bool,
 ) -> PyResult<core::Settings> {
     let elastic = elastic.map(|(door, digest)| core::Elastic { door, digest });
-    Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec, elastic })
+    Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec, takes_part, elastic })
 }
 
 /// Memory that is used under a lock: its address, its count, its element type, and whether it is on the device of the averaging.

@@ -109,7 +109,7 @@ impl Door {
         timeout: f64,
         device: Option<average::OnDevice<'_>>,
     ) -> PyResult<Averager> {
-        let settings = settings(name, interval, codec.map(Codec::core), Some((self.core(), digest)))?;
+        let settings = settings(name, interval, codec.map(Codec::core), Some((self.core(), digest)), true)?;
         let stage = |device: &CudaDevice| Arc::new(Stage::new(device.context()));
         let model = average::model(py, (weights, buffers), lock, device, stage).map_err(|e| errors::raise(py, e))?;
         let deadline = Deadline::after(seconds("timeout", timeout)?);

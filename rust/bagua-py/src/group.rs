@@ -473,7 +473,7 @@ impl Communicator {
     /// snapshot comes behind what the stream has now, and `keep` is held until the averager has stopped and the device is done.
     ///
     /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
-    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, door, digest, device=None))]
+    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, door, digest, takes_part, device=None))]
     fn averager(
         &self,
         py: Python<'_>,
@@ -485,10 +485,11 @@ impl Communicator {
         buffers: Vec<average::Described>,
         door: Option<&Door>,
         digest: [u8; 32],
+        takes_part: bool,
         device: Option<average::OnDevice<'_>>,
     ) -> PyResult<Averager> {
         let elastic = door.map(|door| (door.core(), digest));
-        let settings = average::settings(name, interval, codec.map(Codec::core), elastic)?;
+        let settings = average::settings(name, interval, codec.map(Codec::core), elastic, takes_part)?;
         let group = self.group();
         let on_device = |device: &CudaDevice| {
             // Its thread looks at failures of its own group.

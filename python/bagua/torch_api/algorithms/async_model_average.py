@@ -196,14 +196,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._device = described.device
         interval, codec, limit = self.sync_interval_ms / 1000, raw_codec(self.compression), self._communicator().timeout
         if job is None or not job.rejoined:
-            self._averager = ddp.backend.start_averager(described, interval, codec)
+            self._averager = ddp.backend.start_averager(described, interval, codec, not self._aborted)
         else:
             self._averager = ddp.backend.join_averager(described, interval, codec, limit)
             self._averager.wait_joined(limit)
             self._lock.order(**self._stream)
             ddp.bagua_train_step_counter = self._averager.forwards
-        if self._aborted:
-            self._averager.abort(limit)
+            if self._aborted:
+                self._averager.abort(limit)
 
     def end(self) -> None:
         """Stops the averaging; a round in progress ends first."""

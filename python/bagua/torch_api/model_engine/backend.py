@@ -182,9 +182,11 @@ class Backend:
         code = DTYPES[tensor.dtype]
         return self._run(tensor, engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root)
 
-    def start_averager(self, memory: AveragedMemory, interval: float, codec: engine.Codec | None) -> engine.Averager:
+    def start_averager(
+        self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, takes_part: bool
+    ) -> engine.Averager:
         """Averages weights every ``interval`` seconds on a thread of its own, until it is stopped. The memory must live
-        until then. Collective."""
+        until then. Without ``takes_part`` this rank does from ``resume()`` on. Collective."""
         averager = self.communicator.raw.averager(
             self.name,
             memory.described_weights(),
@@ -194,6 +196,7 @@ class Backend:
             buffers=memory.described_buffers(),
             door=memory.door,
             digest=memory.digest,
+            takes_part=takes_part,
             device=memory.on_device(),
         )
         self._averagers.append(averager)

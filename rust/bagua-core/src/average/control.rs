@@ -86,7 +86,8 @@ impl Averager {
     }
 
     fn over(peers: Peers, rooms: Vec<ArenaBuffer>, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
-        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone(), is_new));
+        let takes_part = is_new || settings.takes_part;
+        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone(), is_new, takes_part));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
         let rounds = Rounds::new(Arc::clone(&shared), peers, rooms, model, settings);
         let thread = std::thread::Builder::new()

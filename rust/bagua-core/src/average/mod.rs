@@ -50,6 +50,8 @@ pub struct Settings {
     pub interval: Duration,
     /// Encodes the differences to the last average; `None` for full precision.
     pub codec: Option<Arc<dyn Codec>>,
+    /// Whether this rank takes part from the first round on; else from [`Averager::resume`] on. One that joins does at any rate.
+    pub takes_part: bool,
     /// In an elastic job, where ranks may be lost and come back; `None`: a loss ends the averaging.
     pub elastic: Option<Elastic>,
 }

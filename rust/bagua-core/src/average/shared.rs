@@ -62,10 +62,10 @@ pub(super) struct Control {
 }
 
 impl<G: Leave> Shared<G> {
-    /// For a rank that takes part with these ranks in the job.
-    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool) -> Shared<G> {
+    /// For a rank that is in the averaging with these ranks of the job.
+    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> Shared<G> {
         let stats = AveragerStats {
-            state: State::Running,
+            state: if takes_part { State::Running } else { State::Stopped },
             view: 1,
             ranks,
             rounds: 0,
@@ -79,7 +79,7 @@ impl<G: Leave> Shared<G> {
         };
         Shared {
             state: Mutex::new(Control {
-                takes_part: true,
+                takes_part,
                 in_round: false,
                 synchronize_calls: 0,
                 synchronizing: BTreeSet::new(),
