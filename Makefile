@@ -36,6 +36,7 @@ help: ## Explains every target
 	@echo "  PYTHON=python3.12 make setup   makes .venv with that interpreter (3.10 or newer)"
 	@echo "  RANKS=4 make train             trains with four ranks"
 	@echo "  make train ALGORITHM=bytegrad  trains with another algorithm (docs/algorithms.md)"
+	@echo "  PYTEST_PROCESSES=1 make test   runs one Python test after the other"
 
 # --- set-up: each step leaves a stamp, so that nothing is done twice -------------------------------------------------
 
@@ -64,7 +65,11 @@ $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 train: setup ## Trains a small CNN on handwritten digits with two ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py --algorithm $(ALGORITHM)
 
-# The tests are run one after the other, because some of them measure time.
+# The Python tests go file by file to two processes: a test starts ranks of its own, and waits for them for much of its time. In the order
+# of their names, so that the end has no file with a few long tests.
+PYTEST_PROCESSES ?= 2
+PYTEST := -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 .PHONY: test
 test: $(VENV)/.packages ## Runs every test, Rust and Python
 	tools/system_packages test
@@ -72,7 +77,7 @@ test: $(VENV)/.packages ## Runs every test, Rust and Python
 	if $(NEXTEST); then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
 	cargo test --workspace --doc
 	$(MODEL) -- model::
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 NEXTEST := cargo nextest --version >/dev/null 2>&1
 
@@ -273,7 +278,7 @@ $(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
 test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
 	tools/system_packages test
 	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*.whl
-	$(OLDEST)/bin/python -m pytest --ignore tests/typing --ignore tests/unit/test_layers.py
+	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing --ignore tests/unit/test_layers.py
 
 $(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
 	$(UV) venv --allow-existing --python '>=3.10,<3.13' $(OLDEST)
