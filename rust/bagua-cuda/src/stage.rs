@@ -158,8 +158,7 @@ impl Copier {
 
     /// Another stream of ours begins after what both streams have.
     pub(crate) fn order_after_copies(&self, stream: CUstream) -> Result<()> {
-        for copies in [&self.down, &self.up] {
-            let event = Event::new(&self.context)?;
+        for (event, copies) in [(&self.arrived[0], &self.down), (&self.left[0], &self.up)] {
             event.record(copies.handle())?;
             event.order(stream)?;
         }
