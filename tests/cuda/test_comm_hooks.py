@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-import bagua.c10d  # noqa: F401
+import bagua
+import bagua.c10d
 import bagua.torch_api as api
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.cuda.ranks import Ranks
@@ -25,18 +26,20 @@ from tests.cuda.test_cuda_training import Ended, Net, batch, same_bits, sgd, ten
 from tests.cuda.torch_on_sim import install
 
 STEPS = 4
-COLLECTIVES = ("staged", "ipc")
+#: By `nccl` each rank has a device of its own, else both have one. A way of training is tried by the first, and by one
+#: of the others in turn.
+COLLECTIVES = ("staged", "nccl", "ipc")
 
 
 def with_then(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """A new tensor becomes the gradient."""
-    future: torch.futures.Future[Any] = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    future: torch.futures.Future[Any] = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
     return future.then(lambda done: done.value()[0] * 0.25).then(lambda done: done.value() + 0.001)
 
 
 def blocking(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Its future orders nothing."""
-    dist.all_reduce(bucket.buffer())
+    dist.all_reduce(bucket.buffer(), group=state)
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -50,7 +53,8 @@ class Way(NamedTuple):
     """How gradients are communicated."""
 
     hook: Any
-    state: Callable[[], Any] = lambda: None
+    #: Of the hook, by the group that it communicates in; None is that of all.
+    state: Callable[[Any], Any] = lambda group: group
     #: Of the wrapper.
     options: dict[str, Any] = {"bucket_cap_mb": 0.001}  # noqa: RUF012
     model: Callable[[], nn.Module] = Net
@@ -75,8 +79,8 @@ POWER = {
     "powerSGD_hook": Way(
         powerSGD_hook.powerSGD_hook,
         # With error feedback it frees memory of the caller's stream while that of a continuation may read it.
-        lambda: powerSGD_hook.PowerSGDState(
-            None, start_powerSGD_iter=2, min_compression_rate=0.5, use_error_feedback=False
+        lambda group: powerSGD_hook.PowerSGDState(
+            group, start_powerSGD_iter=2, min_compression_rate=0.5, use_error_feedback=False
         ),
         {},
         layers,
@@ -84,13 +88,13 @@ POWER = {
 }
 
 
-def train(rank: int, way: Way, place: str) -> list[torch.Tensor]:
+def train(rank: int, way: Way, place: str, group: Any = None) -> list[torch.Tensor]:
     """Weights, buffers and the state of the optimizer after some steps, of which every second one accumulates."""
     torch.manual_seed(1 + rank)
     model = way.model().to(place)
     optimizer = sgd(model)
     wrapper = DistributedDataParallel(model, optimizers=[optimizer], **way.options)
-    wrapper.register_comm_hook(way.state(), way.hook)
+    wrapper.register_comm_hook(way.state(group), way.hook)
     data = [batch(rank, step, place) for step in range(2 * STEPS)]
     reads = install().reads_to_the_host if place == "cuda" else 0
     for step in range(STEPS):
@@ -218,14 +222,23 @@ def run(rank: int, ways: str) -> dict[str, str]:
     branches = several_streams(rank, "cpu")
     install()
 
-    def alike(name: str) -> None:
-        for collective in COLLECTIVES:
-            # The lanes of each model choose anew.
-            os.environ["BAGUA_CUDA_COLLECTIVE"] = collective
-            there = train(rank, named[name], "cuda")
-            assert same_bits(here[name], there), collective
+    groups: dict[str, Any] = {}
 
-    cases: dict[str, Callable[[], None]] = {name: lambda name=name: alike(name) for name in named}
+    def alike(name: str, number: int) -> None:
+        for collective in (COLLECTIVES[0], COLLECTIVES[1 + number % 2]):
+            # The lanes of each model and of a new group choose anew.
+            os.environ["BAGUA_CUDA_COLLECTIVE"] = collective
+            torch.cuda.set_device(rank if collective == "nccl" else 0)
+            if collective not in groups:
+                groups[collective] = dist.new_group()
+            there = train(rank, named[name], "cuda", groups[collective])
+            assert same_bits(here[name], there), collective
+            used = [each["cuda"]["collective"] for each in bagua.stats()["groups"].values() if each["cuda"]]
+            assert collective in used, used
+
+    cases: dict[str, Callable[[], None]] = {
+        name: lambda name=name, number=number: alike(name, number) for number, name in enumerate(named)
+    }
     if ways == "WAYS":
 
         def on_streams() -> None:

@@ -74,13 +74,40 @@ pub(crate) struct Hosts<'a> {
     pub(crate) hierarchical: bool,
 }
 
+/// What combines arrays on devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Host memory.
+    Staged,
+    /// A communicator of all ranks.
+    Nccl,
+    /// A communicator for each host that has several ranks, and host memory between hosts.
+    NcclInHosts,
+    /// Memory that the ranks of a host share, and host memory between hosts.
+    Ipc,
+}
+
+/// What the ranks have chosen.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Chosen {
+    pub(crate) way: Way,
+    /// As users are told.
+    pub(crate) choice: Choice,
+}
+
+impl Chosen {
+    fn new(way: Way, collective: &'static str, why: String) -> Chosen {
+        Chosen { way, choice: Choice { collective, why } }
+    }
+}
+
 /// What the ranks choose, as far as they know it by what each tells of itself.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Found {
     /// This one.
-    Settled(Choice),
-    /// This one, if the ranks can share memory; else what [`without_ipc`] says.
-    IfShared(Choice),
+    Settled(Chosen),
+    /// What [`by_ipc`] says, if the ranks can share memory; else what [`without_ipc`] says. What led to it.
+    IfShared(String),
 }
 
 /// What all ranks choose.
@@ -96,39 +123,58 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Foun
             candidates[rank].wish.name()
         )));
     }
-    let nccl = match wish {
-        Wish::Staged => return Ok(Found::Settled(Choice { collective: STAGED, why: wanted(wish) })),
-        Wish::Ipc => None,
-        Wish::Nccl | Wish::Auto => why_not_nccl(candidates, hosts.ranks),
+    let all: Vec<usize> = (0..candidates.len()).collect();
+    let why = match wish {
+        Wish::Staged => return Ok(Found::Settled(Chosen::new(Way::Staged, STAGED, wanted(wish)))),
+        Wish::Ipc => wanted(wish),
+        Wish::Nccl | Wish::Auto => match (why_not_nccl(candidates, &all, hosts.ranks), wish) {
+            (Some(reason), Wish::Nccl) => return Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
+            (Some(reason), _) => format!("auto: {reason}"),
+            (None, Wish::Nccl) => return Ok(Found::Settled(Chosen::new(Way::Nccl, NCCL, wanted(wish)))),
+            (None, _) => {
+                let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
+                return Ok(Found::Settled(Chosen::new(Way::Nccl, NCCL, why)));
+            }
+        },
     };
-    match (wish, &nccl) {
-        (Wish::Nccl, Some(reason)) => return Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
-        (Wish::Nccl, None) => return Ok(Found::Settled(Choice { collective: NCCL, why: wanted(wish) })),
-        (Wish::Auto, None) => {
-            let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
-            return Ok(Found::Settled(Choice { collective: NCCL, why }));
-        }
-        _ => {}
+    match why_not_ipc(hosts) {
+        Some(reason) => without_ipc(candidates, hosts, &why, &reason).map(Found::Settled),
+        None => Ok(Found::IfShared(why)),
     }
-    let why = nccl.map_or_else(|| wanted(wish), |reason| format!("auto: {reason}"));
-    if let Some(reason) = why_not_ipc(hosts) {
-        return without_ipc(wish, why, &reason).map(Found::Settled);
-    }
-    Ok(Found::IfShared(match hosts.ranks.len() {
-        1 => Choice { collective: IPC, why },
-        hosts => Choice { collective: HIER, why: format!("{why}; ipc inside the {hosts} hosts, staged between") },
-    }))
 }
 
-/// What the ranks choose that cannot share memory, for a `reason` that all of them know. `why` is what led to ipc.
+/// What ranks choose that share memory. `why` is what led to that.
+pub(crate) fn by_ipc(hosts: &Hosts<'_>, why: String) -> Chosen {
+    match hosts.ranks.len() {
+        1 => Chosen::new(Way::Ipc, IPC, why),
+        hosts => Chosen::new(Way::Ipc, HIER, format!("{why}; ipc inside the {hosts} hosts, staged between")),
+    }
+}
+
+/// What ranks choose that cannot share memory, for a `reason` that all of them know. `why` is what led to ipc.
 ///
 /// # Errors
 /// `Unavailable` where nothing else is wanted.
-pub(crate) fn without_ipc(wish: Wish, why: String, reason: &str) -> Result<Choice> {
-    match wish {
-        Wish::Auto => Ok(Choice { collective: STAGED, why: format!("{why}; {reason}") }),
-        _ => Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
+pub(crate) fn without_ipc(candidates: &[Candidate], hosts: &Hosts<'_>, why: &str, reason: &str) -> Result<Chosen> {
+    let wish = candidates[0].wish;
+    if wish != Wish::Auto {
+        return Err(Error::Unavailable(format!("{}: {reason}", wanted(wish))));
     }
+    let why = format!("{why}; {reason}");
+    let number = hosts.ranks.len();
+    if number == 1 || why_not_over_hosts(hosts).is_some() {
+        return Ok(Chosen::new(Way::Staged, STAGED, why));
+    }
+    let mut several = hosts.ranks.iter().filter(|host| host.len() > 1);
+    Ok(match several.find_map(|host| why_not_nccl(candidates, host, std::slice::from_ref(host))) {
+        None => {
+            let why = format!("{why}; nccl inside the {number} hosts, staged between");
+            Chosen::new(Way::NcclInHosts, HIER, why)
+        }
+        // It may be the reason against one communicator of all ranks.
+        Some(reason) if why.contains(&reason) => Chosen::new(Way::Staged, STAGED, why),
+        Some(reason) => Chosen::new(Way::Staged, STAGED, format!("{why}; {reason}")),
+    })
 }
 
 fn wanted(wish: Wish) -> String {
@@ -141,28 +187,37 @@ fn why_not_ipc(hosts: &Hosts<'_>) -> Option<String> {
     if let Some(host) = ranks.iter().find(|host| host.len() > MAX_SOURCES) {
         return Some(format!("a host has {} ranks, and ipc serves up to {MAX_SOURCES}", host.len()));
     }
+    why_not_over_hosts(hosts)
+}
+
+/// Why ranks do not work inside their hosts first; `None` where they do, and for one host.
+fn why_not_over_hosts(hosts: &Hosts<'_>) -> Option<String> {
+    let ranks = hosts.ranks;
     if ranks.len() > 1 && ranks.iter().all(|host| host.len() == 1) {
         return Some("no two ranks of the group share a host".to_owned());
     }
     if ranks.len() > 1 && !hosts.hierarchical {
-        return Some("the group's route between hosts is flat, which ipc has no way for".to_owned());
+        return Some("the group's route between hosts is flat, which hier has no way for".to_owned());
     }
     None
 }
 
-/// Why NCCL cannot be used; `None` where it can.
-fn why_not_nccl(candidates: &[Candidate], hosts: &[Vec<usize>]) -> Option<String> {
+/// Why NCCL cannot serve these ranks, which are those of `hosts`; `None` where it can.
+fn why_not_nccl(candidates: &[Candidate], ranks: &[usize], hosts: &[Vec<usize>]) -> Option<String> {
     let on = |rank: usize| if candidates.len() > 1 { format!(" (rank {rank} of the group)") } else { String::new() };
-    for (rank, candidate) in candidates.iter().enumerate() {
+    let first = ranks[0];
+    let version = candidates[first].nccl;
+    for rank in ranks {
+        let candidate = &candidates[*rank];
         if candidate.nccl == 0 {
-            return Some(format!("{}{}", candidate.reason, on(rank)));
+            return Some(format!("{}{}", candidate.reason, on(*rank)));
         }
-        if candidate.nccl != candidates[0].nccl {
-            let (first, other) = (version_text(candidates[0].nccl), version_text(candidate.nccl));
-            return Some(format!("NCCL is {first} on rank 0 of the group and {other} on rank {rank}"));
+        if candidate.nccl != version {
+            let (one, other) = (version_text(version), version_text(candidate.nccl));
+            return Some(format!("NCCL is {one} on rank {first} of the group and {other} on rank {rank}"));
         }
     }
-    if candidates[0].nccl >= SEVERAL && candidates.iter().all(|candidate| candidate.several) {
+    if version >= SEVERAL && ranks.iter().all(|rank| candidates[*rank].several) {
         return None;
     }
     for host in hosts {
@@ -194,8 +249,11 @@ mod tests {
     fn over(candidates: &[Candidate], ranks: &[Vec<usize>]) -> std::result::Result<(&'static str, String), String> {
         let hosts = Hosts { ranks, hierarchical: ranks.len() > 1 };
         let found = choose(candidates, &hosts).map_err(|error| error.to_string())?;
-        let (Found::Settled(choice) | Found::IfShared(choice)) = found;
-        Ok((choice.collective, choice.why))
+        let chosen = match found {
+            Found::Settled(chosen) => chosen,
+            Found::IfShared(why) => by_ipc(&hosts, why),
+        };
+        Ok((chosen.choice.collective, chosen.choice.why))
     }
 
     #[test]
@@ -265,9 +323,88 @@ mod tests {
         assert_eq!(collective, "staged");
         let text = "auto: ranks 0 and 1 of the group have the same device; a host has 9 ranks, and ipc serves up to 8";
         assert_eq!(why, text);
-        let choice = without_ipc(Wish::Auto, "auto: one".to_owned(), "two").unwrap();
-        assert_eq!((choice.collective, &*choice.why), ("staged", "auto: one; two"));
-        let error = without_ipc(Wish::Ipc, String::new(), "two").unwrap_err();
+        let hosts = Hosts { ranks: &[vec![0, 1]], hierarchical: false };
+        let chosen = without_ipc(&[able(0), able(1)], &hosts, "auto: one", "two").unwrap();
+        assert_eq!(chosen, Chosen::new(Way::Staged, "staged", "auto: one; two".to_owned()));
+        let wish = [Candidate { wish: Wish::Ipc, ..able(0) }];
+        let error = without_ipc(&wish, &hosts, "", "two").unwrap_err();
         assert_eq!(error.to_string(), "BAGUA_CUDA_COLLECTIVE=ipc: two");
+    }
+
+    const TWO_AND_TWO: [[usize; 2]; 2] = [[0, 1], [2, 3]];
+
+    /// What ranks of two hosts of two choose that cannot share memory.
+    fn unshared(candidates: &[Candidate]) -> (bool, String) {
+        let ranks = TWO_AND_TWO.map(Vec::from);
+        let hosts = Hosts { ranks: &ranks, hierarchical: true };
+        assert!(matches!(choose(candidates, &hosts), Ok(Found::IfShared(_))), "they try it first");
+        let Chosen { way, choice } = without_ipc(candidates, &hosts, "auto: one", "two").unwrap();
+        let inside = way == Way::NcclInHosts;
+        assert_eq!((way, choice.collective), if inside { (way, "hier") } else { (Way::Staged, "staged") });
+        (inside, choice.why)
+    }
+
+    fn versions(versions: [i32; 4]) -> Vec<Candidate> {
+        let of = |(rank, nccl): (usize, i32)| Candidate { nccl, ..able(rank as u8 % 2) };
+        versions.into_iter().enumerate().map(of).collect()
+    }
+
+    #[test]
+    fn nccl_serves_inside_hosts_what_has_one_version_on_each_of_them() {
+        let mixed = versions([22703, 22703, 23000, 23000]);
+        let text = "auto: one; two; nccl inside the 2 hosts, staged between";
+        assert_eq!(unshared(&mixed), (true, text.to_owned()));
+        let text = "auto: one; two; NCCL is 2.27.3 on rank 2 of the group and 2.30.0 on rank 3";
+        assert_eq!(unshared(&versions([22703, 22703, 22703, 23000])), (false, text.to_owned()));
+        let mut absent = mixed.clone();
+        absent[3] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
+        assert_eq!(unshared(&absent), (false, "auto: one; two; gone (rank 3 of the group)".to_owned()));
+    }
+
+    #[test]
+    fn nccl_inside_hosts_needs_a_device_for_each_rank_of_a_host_or_a_version_that_shares_them() {
+        let mut twins = versions([22703, 22703, 23000, 23000]);
+        twins[3].uuid = twins[2].uuid;
+        let text = "auto: one; two; ranks 2 and 3 of the group have the same device";
+        assert_eq!(unshared(&twins), (false, text.to_owned()));
+        (twins[2].several, twins[3].several) = (true, true);
+        assert!(unshared(&twins).0);
+        // The version of the other host does not matter, that of this one does.
+        (twins[2].nccl, twins[3].nccl) = (22900, 22900);
+        assert!(!unshared(&twins).0);
+    }
+
+    #[test]
+    fn nccl_inside_hosts_comes_after_ipc_and_names_all_reasons() {
+        let many: Vec<_> = (0..11).map(|rank| Candidate { nccl: 22703 + i32::from(rank > 8), ..able(rank) }).collect();
+        let ranks = [(0..9).collect(), vec![9, 10]];
+        let (collective, why) = over(&many, &ranks).unwrap();
+        let text = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.27.4 on rank 9; \
+            a host has 9 ranks, and ipc serves up to 8; nccl inside the 2 hosts, staged between";
+        assert_eq!((collective, &*why), ("hier", text));
+        // A rank that is alone on its host needs no NCCL.
+        let mut alone = many[..10].to_vec();
+        alone[9] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
+        assert_eq!(over(&alone, &[(0..9).collect(), vec![9]]).unwrap().0, "hier");
+        let flat = Hosts { ranks: &ranks, hierarchical: false };
+        assert!(matches!(choose(&many, &flat), Ok(Found::Settled(chosen)) if chosen.way == Way::Staged));
+        // A reason against one communicator of all ranks that holds inside a host too is told once.
+        let mut twins = many;
+        twins[1].uuid = twins[0].uuid;
+        twins[9].nccl = 22703;
+        twins[10].nccl = 22703;
+        let why = over(&twins, &ranks).unwrap().1;
+        assert_eq!(
+            why,
+            "auto: ranks 0 and 1 of the group have the same device; a host has 9 ranks, and ipc serves up to 8"
+        );
+    }
+
+    #[test]
+    fn a_wish_for_nccl_is_not_served_by_nccl_inside_hosts_only() {
+        let mut mixed = versions([22703, 22703, 23000, 23000]);
+        mixed.iter_mut().for_each(|candidate| candidate.wish = Wish::Nccl);
+        let error = over(&mixed, &TWO_AND_TWO.map(Vec::from)).unwrap_err();
+        assert_eq!(error, "BAGUA_CUDA_COLLECTIVE=nccl: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 2");
     }
 }

@@ -11,11 +11,12 @@ use bagua_core::memory::DeviceRef;
 use bagua_core::types::DType;
 use nccl_sys::UNIQUE_ID_BYTES;
 
-use crate::choice::{self, Candidate, Found, Hosts, NCCL, RECORD};
+use crate::choice::{self, Candidate, Chosen, Found, Hosts, NCCL, RECORD, Way};
 use crate::compressed::MinMaxOnDevice;
 use crate::device::{KIND, Place, Wish, place_of};
 use crate::ipc::{Ipc, Ranks};
-use crate::nccl::{Communicator, Nccl, unique_id};
+use crate::leaders::{LEADER, Leaders};
+use crate::nccl::{Communicator, InHosts, Nccl, unique_id};
 use crate::parts::Parts;
 use crate::stage::{Choice, IPC, Stage};
 use crate::staged;
@@ -34,8 +35,9 @@ impl CollectiveFactory for Factory {
 
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
         let hosts = hosts.to_vec();
-        let (nccl, ipc, stages, compared) = (None, None, Vec::new(), HashSet::new());
-        Ok(Box::new(OnDevices { inner, hosts, chosen: None, nccl, ipc, stages, compared }))
+        let (stages, compared) = (Vec::new(), HashSet::new());
+        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, ipc: None, stages, compared };
+        Ok(Box::new(devices))
     }
 }
 
@@ -47,8 +49,10 @@ struct OnDevices {
     hosts: Vec<Vec<usize>>,
     /// What the ranks chose at the lane's first operation on a device.
     chosen: Option<Choice>,
-    /// Set with the choice of NCCL.
+    /// Set with the choice of NCCL for all ranks.
     nccl: Option<Communicator>,
+    /// Set with the choice of NCCL inside hosts.
+    in_hosts: Option<InHosts>,
     /// Set with the choice of `ipc`, alone or inside hosts.
     ipc: Option<Ipc>,
     /// What the lane has on devices that it has used.
@@ -93,13 +97,15 @@ impl Collective for OnDevices {
             ipc.check_device(place)?;
             return ipc.run(self.inner.as_mut(), cx, verb, &parts, place);
         }
+        if let Some(hosts) = &self.in_hosts {
+            hosts.check_device(place)?;
+            compare(self.inner.as_mut(), &mut self.compared, cx, place)?;
+            return hosts.run(self.inner.as_mut(), cx, verb, &parts, place);
+        }
         match &self.nccl {
             Some(nccl) => {
                 nccl.check_device(place)?;
-                let first = place.registration().is_some_and(|number| self.compared.insert(number));
-                if place.check || first {
-                    compare(self.inner.as_mut(), cx)?;
-                }
+                compare(self.inner.as_mut(), &mut self.compared, cx, place)?;
                 nccl.run(cx, verb, &parts, place)
             }
             None => staged::run(self.inner.as_mut(), cx, verb, &parts, place),
@@ -144,17 +150,18 @@ impl OnDevices {
                 let mut all = vec![0; self.size() * RECORD];
                 self.inner.run(cx, Verb::AllGather, Io::split(&candidate.to_record(), &mut all))?;
                 let candidates: Vec<_> = all.chunks(RECORD).map(Candidate::from_record).collect();
-                let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.name() == "hier" };
-                let choice = match choice::choose(&candidates, &hosts)? {
-                    Found::Settled(choice) => choice,
-                    Found::IfShared(choice) => self.share(cx, &stage, &candidates, choice)?,
+                let Chosen { way, choice } = match choice::choose(&candidates, &self.places())? {
+                    Found::Settled(chosen) => chosen,
+                    Found::IfShared(why) => self.share(cx, &stage, &candidates, why)?,
                 };
                 if [NCCL, IPC].contains(&choice.collective) {
                     stage.unprepare();
                 }
-                if choice.collective == NCCL {
-                    let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, and this rank has none"))?;
-                    self.nccl = Some(self.communicator(cx, &nccl, place)?);
+                match way {
+                    // `share` has set the latter.
+                    Way::Staged | Way::Ipc => {}
+                    Way::Nccl => self.nccl = Some(self.connect(cx, nccl.as_ref(), place)?),
+                    Way::NcclInHosts => self.in_hosts = Some(self.connect_hosts(cx, nccl.as_ref(), place)?),
                 }
                 self.chosen.insert(choice).clone()
             }
@@ -165,22 +172,27 @@ impl OnDevices {
     }
 
     /// The ranks come to share memory, if they can: else what they choose then.
-    fn share(&mut self, cx: &OpContext<'_>, stage: &Stage, candidates: &[Candidate], choice: Choice) -> Result<Choice> {
+    fn share(&mut self, cx: &OpContext<'_>, stage: &Stage, candidates: &[Candidate], why: String) -> Result<Chosen> {
         let uuids = candidates.iter().map(|candidate| candidate.uuid).collect();
         let ranks = Ranks { own: self.inner.rank(), hosts: &self.hosts, uuids };
-        let wish = candidates[0].wish;
         // Without kernels, `staged` serves all verbs and `ipc` only some.
-        match Ipc::connect(self.inner.as_mut(), cx, stage, &ranks, wish == Wish::Auto)? {
+        match Ipc::connect(self.inner.as_mut(), cx, stage, &ranks, candidates[0].wish == Wish::Auto)? {
             Ok(ipc) => {
                 self.ipc = Some(ipc);
-                Ok(choice)
+                Ok(choice::by_ipc(&self.places(), why))
             }
-            Err(reason) => choice::without_ipc(wish, choice.why, &reason),
+            Err(reason) => choice::without_ipc(candidates, &self.places(), &why, &reason),
         }
     }
 
-    /// A communicator from a fresh unique id, which rank 0 sends over the host's collective.
-    fn communicator(&mut self, cx: &OpContext<'_>, nccl: &Arc<Nccl>, place: &Place) -> Result<Communicator> {
+    /// Where the ranks are.
+    fn places(&self) -> Hosts<'_> {
+        Hosts { ranks: &self.hosts, hierarchical: self.inner.name() == "hier" }
+    }
+
+    /// A communicator of all ranks from a fresh unique id, which rank 0 sends over the host's collective.
+    fn connect(&mut self, cx: &OpContext<'_>, nccl: Option<&Arc<Nccl>>, place: &Place) -> Result<Communicator> {
+        let nccl = nccl.ok_or_else(nccl_is_absent)?;
         let (rank, ranks) = (self.rank(), self.size());
         let stage = place.stage();
         let context = stage.context();
@@ -189,8 +201,32 @@ impl OnDevices {
         Communicator::new(nccl, context, cx, (rank, ranks), id)
     }
 
+    /// A communicator of this host, where it has several ranks. The first ranks of all hosts tell their fresh unique ids together, so that no
+    /// host waits for another's.
+    fn connect_hosts(&mut self, cx: &OpContext<'_>, nccl: Option<&Arc<Nccl>>, place: &Place) -> Result<InHosts> {
+        let stage = place.stage();
+        let context = stage.context();
+        let own = self.rank();
+        let leaders = Leaders::new(&self.hosts, own)?;
+        let here = self.hosts[leaders.host()].clone();
+        let nccl = if here.len() > 1 { Some(nccl.ok_or_else(nccl_is_absent)?) } else { None };
+        let id = match nccl {
+            Some(nccl) if own == here[LEADER] => unique_id(nccl, context)?,
+            _ => [0; UNIQUE_ID_BYTES],
+        };
+        let mut ids = vec![0; self.size() * UNIQUE_ID_BYTES];
+        self.inner.run(cx, Verb::AllGather, Io::split(&id, &mut ids))?;
+        let inside = nccl.map(|nccl| {
+            let id = &ids[here[LEADER] * UNIQUE_ID_BYTES..][..UNIQUE_ID_BYTES];
+            let me = here.iter().position(|rank| *rank == own).expect("`Leaders::new` found it there");
+            Communicator::new(nccl, context, cx, (me, here.len()), id.try_into().expect("as many bytes"))
+        });
+        InHosts::new(context, leaders, inside.transpose()?)
+    }
+
     fn end_nccl(&mut self) {
-        let Some(nccl) = self.nccl.take() else { return };
+        let inside = self.in_hosts.take().and_then(InHosts::into_communicator);
+        let Some(nccl) = self.nccl.take().or(inside) else { return };
         let context = Arc::clone(nccl.context());
         let stages = || self.stages.iter().filter(|stage| Arc::ptr_eq(stage.context(), &context));
         let last = stages().find_map(|stage| stage.last());
@@ -216,8 +252,18 @@ impl Drop for OnDevices {
     }
 }
 
-/// All ranks compare their calls, over the host's collective.
-fn compare(inner: &mut dyn Collective, cx: &OpContext<'_>) -> Result<()> {
+/// All ranks know of each other's.
+fn nccl_is_absent() -> Error {
+    Error::other("NCCL was chosen, and this rank has none")
+}
+
+/// All ranks compare their calls, over the host's collective: the first operation of a bucket after each of its registrations, and each one
+/// where the caller wants that. NCCL does not notice calls that differ.
+fn compare(inner: &mut dyn Collective, compared: &mut HashSet<u64>, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+    let first = place.registration().is_some_and(|number| compared.insert(number));
+    if !place.check && !first {
+        return Ok(());
+    }
     let mut all = vec![0; inner.size() * CHECK];
     inner.run(cx, Verb::AllGather, Io::split(&[0; CHECK], &mut all))
 }

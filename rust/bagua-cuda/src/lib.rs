@@ -1,6 +1,6 @@
 //! CUDA, found at run time and never linked.
 //!
-//! Which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collectives `staged`, `nccl` and `ipc`.
+//! Which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collectives `staged`, `nccl`, `ipc` and `hier`.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -14,9 +14,10 @@
 //! | [`device`] | [`Place`]: the core's device, one per operation |
 //! | [`factory`] | [`Factory`]: a lane's collective, which hands arrays on devices to the one that was chosen |
 //! | [`choice`] | which one the ranks choose, and why |
-//! | `parts` | where the shards of an operation are |
+//! | `parts` | where the shards of an operation are, and shares of ranks |
 //! | [`staged`] | the collective over pinned memory and the host's |
 //! | `ipc` | the collective of ranks that read each other's device memory, inside hosts; `hier` over several hosts |
+//! | `leaders` | the first ranks of hosts, for all_reduce between them by `hier` |
 //! | `reduction` | reductions by our kernels |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
@@ -26,7 +27,7 @@
 //! | [`codec`] | `minmax_u8` on arrays of a device |
 //! | `compressed` | `minmax_u8` for compressed all_reduce: records between a device and the host |
 //! | [`cache`] | a folder of machine code |
-//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them |
+//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them; `hier` with it inside hosts |
 //! | [`library`] | finding and loading one shared library |
 //! | [`error`] | why there is no CUDA |
 //!
@@ -48,6 +49,7 @@ pub mod factory;
 mod ipc;
 pub mod kernels;
 pub mod launch;
+mod leaders;
 pub mod libraries;
 pub mod library;
 pub mod memory;

@@ -24,7 +24,7 @@ pub(crate) const STAGED: &str = "staged";
 /// Name of the collective of ranks of one host that read each other's memory.
 pub(crate) const IPC: &str = "ipc";
 
-/// Name of the same over several hosts, between which it needs pinned memory.
+/// Name of `ipc` or `nccl` inside several hosts, between which it needs pinned memory.
 pub(crate) const HIER: &str = "hier";
 
 /// How long a wait for the device only asks, without a pause.
@@ -154,6 +154,15 @@ impl Copier {
         // SAFETY: ours, from `room`; nobody uses it after the stream has come so far.
         let code = unsafe { (self.context.api().functions.free_ordered)(address, self.up.handle()) };
         self.context.check(c"cuMemFreeAsync", code)
+    }
+
+    /// Another stream of ours begins after what both streams have.
+    pub(crate) fn order_after_copies(&self, stream: CUstream) -> Result<()> {
+        for (event, copies) in [(&self.arrived[0], &self.down), (&self.left[0], &self.up)] {
+            event.record(copies.handle())?;
+            event.order(stream)?;
+        }
+        Ok(())
     }
 
     /// Waits until both streams have done what they have, for a while.

@@ -1,23 +1,19 @@
-//! all_reduce over several hosts: inside hosts by windows, between them by messages of the host's collective.
+//! all_reduce over several hosts: inside hosts by windows, between them by their first ranks ([`Leaders`]).
 //!
-//! As the host's `hier`, and with its bits: the first rank of each host adds up the ranks of its host in their order, the hosts' sums are
-//! added up in the order of the hosts, and an average is divided once. In between a piece passes through pinned memory of the first rank.
+//! As the host's `hier`, and with its bits: the first rank of each host adds up the ranks of its host in their order.
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use bagua_core::collective::{Collective, Incoming, OpContext, Outgoing, Verb};
+use bagua_core::collective::{Collective, OpContext, Verb};
 use bagua_core::error::Result;
-use bagua_core::reduce::{combine, divide};
 use bagua_core::types::ReduceOp;
 
 use super::rank::Ipc;
-use super::verbs::{Operation, next, share};
+use super::verbs::{Operation, next};
+use crate::leaders::{LEADER, Leaders};
 use crate::parts::Parts;
 use crate::reduction::Reduction;
-use crate::stage::{Copier, PIECE, Stage, wait_until_reached};
-
-/// Index of the rank that speaks for its host.
-const LEADER: usize = 0;
+use crate::stage::{PIECE, Stage};
 
 impl Ipc {
     /// One all_reduce of all hosts, range by range.
@@ -45,9 +41,14 @@ impl Ipc {
             }
             if self.shared.me == LEADER {
                 operation.make_whole(turn, range)?;
-                let window = self.shared.window(LEADER, turn);
-                let done = (range.start, parts.shard);
-                stage.copier(|copier| self.by_the_host(inner, cx, op, stage, copier, (window, range.len()), done))?;
+                let (window, taking) = ((self.shared.window(LEADER, turn), range.len()), self.taking.handle());
+                stage.copier(|copier| {
+                    // SAFETY: this rank's own window, to which nobody else writes.
+                    unsafe { Leaders::fetch(stage, copier, 0, window, taking) }?;
+                    self.leaders.combine(inner, cx, op, copier, (0, range.len()), (range.start, parts.shard))?;
+                    // SAFETY: as above; the others read it when `made` is reached.
+                    unsafe { Leaders::put(stage, copier, 0, window, taking) }
+                })?;
                 self.shared.signals(LEADER).made[turn].record(self.taking.handle())?;
             }
             self.meet(inner, cx)?;
@@ -56,70 +57,6 @@ impl Ipc {
         }
         self.turn = turn;
         Ok(())
-    }
-
-    /// The sum of a host, in a window, becomes that of all hosts.
-    #[expect(clippy::too_many_arguments, reason = "those of the operation, and what it has come to")]
-    fn by_the_host(
-        &self,
-        inner: &mut dyn Collective,
-        cx: &OpContext<'_>,
-        op: ReduceOp,
-        stage: &Stage,
-        copier: &mut Copier,
-        (window, bytes): (usize, usize),
-        (done, total): (usize, usize),
-    ) -> Result<()> {
-        let taking = self.taking.handle();
-        let go_on = || cx.check(&[], done as u64, total as u64);
-        // SAFETY: this rank's own window; the copy is waited for below.
-        unsafe { copier.input[0].fill(0..bytes, window, taking) }?;
-        copier.arrived[0].record(taking)?;
-        stage.to_host.fetch_add(bytes as u64, Relaxed);
-        wait_until_reached(&copier.arrived[0], go_on)?;
-        wait_until_reached(&copier.left[0], go_on)?;
-        let data = copier.output[0].bytes_mut(bytes);
-        data.copy_from_slice(copier.input[0].bytes(bytes));
-        self.between(inner, cx, op.undivided(), data)?;
-        if op == ReduceOp::Avg {
-            divide(cx.dtype(), data, inner.size());
-        }
-        // SAFETY: as above; nobody else writes to the window, and pinned memory is used again after `left`.
-        unsafe { copier.output[0].spill(0..bytes, window, taking) }?;
-        stage.to_device.fetch_add(bytes as u64, Relaxed);
-        copier.left[0].record(taking)
-    }
-
-    /// All_reduce of the hosts' first ranks: each combines a share, in the order of the hosts, and sends it to the others.
-    fn between(&self, inner: &mut dyn Collective, cx: &OpContext<'_>, op: ReduceOp, data: &mut [u8]) -> Result<()> {
-        let (hosts, own) = (self.leaders.len(), self.host);
-        let shares: Vec<_> = (0..hosts).map(|host| share(host, hosts, data.len())).collect();
-        let others = || (0..hosts).filter(|host| *host != own);
-        let mut got: Vec<Vec<u8>> = others().map(|_| vec![0; shares[own].len()]).collect();
-        let sends: Vec<_> = others()
-            .map(|host| Outgoing::new(self.leaders[host], cx.fingerprint, &data[shares[host].clone()]))
-            .collect();
-        let mut recvs: Vec<_> = others()
-            .zip(&mut got)
-            .map(|(host, data)| Incoming::new(self.leaders[host], cx.fingerprint, data))
-            .collect();
-        inner.exchange(cx, &sends, &mut recvs)?;
-        drop(recvs);
-        let mut inputs: Vec<Option<&[u8]>> = got.iter().map(|data| Some(&data[..])).collect();
-        inputs.insert(own, None);
-        combine(cx.dtype(), op, &inputs, &mut data[shares[own].clone()]);
-        let result = data[shares[own].clone()].to_vec();
-        let sends: Vec<_> = others().map(|host| Outgoing::new(self.leaders[host], cx.fingerprint, &result)).collect();
-        let mut rest = data;
-        let mut recvs = Vec::with_capacity(hosts - 1);
-        for (host, share) in shares.iter().enumerate() {
-            let (part, behind) = rest.split_at_mut(share.len());
-            rest = behind;
-            if host != own {
-                recvs.push(Incoming::new(self.leaders[host], cx.fingerprint, part));
-            }
-        }
-        inner.exchange(cx, &sends, &mut recvs)
     }
 }
 

@@ -16,6 +16,7 @@ use super::told::tell;
 use super::windows::{EVENTS, Names, Opened, Signals, TURNS, Window};
 use crate::api::IpcHandle;
 use crate::context::Context;
+use crate::leaders::Leaders;
 use crate::reduction::Reduction;
 use crate::stage::Stage;
 use crate::stream::Stream;
@@ -78,9 +79,8 @@ impl Ipc {
     /// This rank's windows and events, and their names.
     fn prepare(context: &Arc<Context>, health: &GroupHealth, ranks: &Ranks<'_>, kernels: bool) -> Result<(Ipc, Names)> {
         let Ranks { own, hosts, uuids } = ranks;
-        let host = hosts.iter().position(|host| host.contains(own));
-        let host = host.ok_or_else(|| Error::other("this rank is on no host"))?;
-        let here = hosts[host].clone();
+        let leaders = Leaders::new(hosts, *own)?;
+        let here = hosts[leaders.host()].clone();
         let me = here.iter().position(|rank| rank == own).expect("found above");
         for rank in &here {
             if let Some(uuid) = uuids[*rank]
@@ -130,8 +130,7 @@ impl Ipc {
         let ipc = Ipc {
             one_device: here.iter().enumerate().any(twin),
             context: Arc::clone(context),
-            leaders: hosts.iter().map(|host| host[0]).collect(),
-            host,
+            leaders,
             filling,
             taking,
             shared: Shared { me, book, signals, windows, peers: here.iter().map(|_| None).collect(), full: false },

@@ -9,11 +9,12 @@ use bagua_core::health::Subscription;
 use bagua_core::wait::lock;
 
 use super::shared::Shared;
-use super::verbs::{ALIGNMENT, Operation, next, slots};
+use super::verbs::{Operation, next, slots};
 use crate::context::Context;
 use crate::device::Place;
 use crate::event::Event;
-use crate::parts::Parts;
+use crate::leaders::Leaders;
+use crate::parts::{ALIGNMENT, Parts};
 use crate::reduction::Reduction;
 use crate::stage::{PATIENCE, Stage, wait_until_reached};
 use crate::staged;
@@ -38,10 +39,7 @@ pub(crate) struct Ipc {
     pub(super) context: Arc<Context>,
     /// Group ranks of this host.
     pub(super) here: Vec<usize>,
-    /// The first rank of each host.
-    pub(super) leaders: Vec<usize>,
-    /// Index of this host.
-    pub(super) host: usize,
+    pub(super) leaders: Leaders,
     /// Two ranks of this host have one device, which runs one process at a time.
     pub(super) one_device: bool,
     pub(super) filling: Stream,
@@ -102,7 +100,7 @@ impl Ipc {
         parts: &Parts,
         place: &Place,
     ) -> Result<()> {
-        let hier = self.leaders.len() > 1;
+        let hier = self.leaders.hosts() > 1;
         if hier && (!matches!(verb, Verb::AllReduce(_)) || parts.shard == 0) {
             return staged::run(inner, cx, verb, parts, place);
         }
@@ -225,7 +223,7 @@ impl Ipc {
 
     /// Returns when every rank of this host has come so far, on the host.
     pub(super) fn meet(&self, inner: &mut dyn Collective, cx: &OpContext<'_>) -> Result<()> {
-        if self.leaders.len() == 1 {
+        if self.leaders.hosts() == 1 {
             return inner.run(cx, Verb::Barrier, Io::none());
         }
         let own = self.here[self.shared.me];

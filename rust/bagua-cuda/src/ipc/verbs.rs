@@ -12,12 +12,9 @@ use super::shared::Shared;
 use super::windows::TURNS;
 use crate::api::CUstream;
 use crate::context::Context;
-use crate::parts::Parts;
+use crate::parts::{Parts, share};
 use crate::reduction::Reduction;
 use crate::stage::Stage;
-
-/// Lengths are multiples of so many bytes, so that no element is cut and vectors are aligned.
-pub(super) const ALIGNMENT: usize = 64;
 
 /// Slots that a verb needs for ranges of shards: one, or one for each rank. The shares of all_reduce and reduce lie in one slot.
 pub(super) fn slots(verb: Verb, ranks: usize) -> usize {
@@ -25,12 +22,6 @@ pub(super) fn slots(verb: Verb, ranks: usize) -> usize {
         Verb::Scatter { .. } | Verb::AllToAll | Verb::ReduceScatter(_) => ranks,
         _ => 1,
     }
-}
-
-/// The share of a rank in a range of so many bytes; those of the last ranks may be shorter, or empty.
-pub(super) fn share(rank: usize, ranks: usize, len: usize) -> Range<usize> {
-    let width = len.div_ceil(ranks).next_multiple_of(ALIGNMENT);
-    (rank * width).min(len)..((rank + 1) * width).min(len)
 }
 
 /// One operation inside a host.
@@ -198,21 +189,4 @@ impl Operation<'_> {
 /// The turn after another.
 pub(super) fn next(turn: usize) -> usize {
     (turn + 1) % TURNS
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shares_cover_a_range_once_and_cut_no_element() {
-        for ranks in 1..=8 {
-            for len in [0, 16, 64, 65 * 16, 4096, 1 << 20] {
-                let shares: Vec<_> = (0..ranks).map(|rank| share(rank, ranks, len)).collect();
-                assert_eq!((shares[0].start, shares[ranks - 1].end), (0, len));
-                assert!(shares.windows(2).all(|two| two[0].end == two[1].start));
-                assert!(shares.iter().all(|share| share.start % ALIGNMENT == 0 || share.is_empty()));
-            }
-        }
-    }
 }

@@ -23,7 +23,7 @@ fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
 }
 
 /// The reduction of a verb; `None` without one, and for what NCCL cannot reduce.
-fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
+pub(super) fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
     let (kind, times) = elements(dtype)?;
     Some(Reduction { count: bytes / dtype.size() * times, dtype: kind, op: operation(op, dtype)? })
 }

@@ -1,0 +1,326 @@
+"""NCCL inside hosts and host memory between: NCCL has another version on each host, and ranks share no memory.
+
+On the strict libnccl of tests/cuda/nccl over the simulated driver, at 4 ranks on two pretended hosts. As many cases as
+can share a world do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bagua
+from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.failing_calls import UNKNOWN, told
+from tests.cuda.ranks import Ranks
+from tests.cuda.test_nccl_values import near, values
+from tests.cuda.test_staged_values import DTYPES, OPS, bits, both, moves
+
+HOSTS = [[0, 1], [2, 3]]
+VERSIONS = {"pretended-host-0": "22703", "pretended-host-1": "23007"}
+WHY = (
+    "auto: NCCL is 2.27.3 on rank 0 of the group and 2.30.7 on rank {other}; {ipc}; "
+    "nccl inside the 2 hosts, staged between"
+)
+NO_PEERS = "cuda:0 does not reach the memory of the device of rank 1 (rank 0 of the group)"
+ONES = np.ones(1000, np.float32)
+#: ncclInternalError.
+INTERNAL = 3
+
+
+def run(ranks: Ranks, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+    """Ranks with a device each, of which none reaches the memory of another."""
+    named: dict[str, Any] = {"hosts": HOSTS, "BAGUA_CUDA_COLLECTIVE": "auto", "OWN_DEVICE": 1}
+    named |= {"BAGUA_SIM_PEER": 0, "BAGUA_SIM_DEVICES": 4} | options
+    return ranks(sum(len(host) for host in named["hosts"]), function, *arguments, **named)
+
+
+def begin() -> tuple[Cuda, bagua.Group]:
+    """A rank whose host has an NCCL of its own version."""
+    os.environ["BAGUA_SIM_NCCL_VERSION"] = VERSIONS[os.environ["BAGUA_HOST_ID"]]
+    return Cuda(), bagua.init()
+
+
+def end(cuda: Cuda) -> Any:
+    """What the group's statistics are; the rank leaves."""
+    found = bagua.stats()["groups"]["world"]["cuda"]
+    bagua.shutdown()
+    cuda.close()
+    return found
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def reductions(cuda: Cuda, group: bagua.Group, dtype: str) -> bytes:
+    """all_reduce by every operation that is defined; the results, which are near the host's."""
+    results, ran = b"", 0
+    for op in OPS:
+        x = values(group.rank, (group.size * 3, 5), dtype)
+        expected = x.copy()
+        try:
+            group.all_reduce(expected, op)
+        except (TypeError, ValueError):
+            with pytest.raises((TypeError, ValueError)):
+                group.all_reduce(cuda.array(x), op)
+            continue
+        same, y, out = cuda.array(x), cuda.array(x), cuda.array(np.zeros_like(x))
+        group.all_reduce(same, op)
+        group.all_reduce(y, op, out=out)
+        staged = op in ("bor", "band", "bxor") or dtype == "bool" or (op == "product" and "complex" in dtype)
+        near(same.read(), expected, exact=staged or op in ("min", "max"))
+        assert bits(out.read()) == bits(same.read())
+        assert bits(y.read()) == bits(x)
+        results += bits(same.read())
+        ran += 1
+    assert ran >= 3
+    return results
+
+
+def every_value(rank: int) -> Any:
+    cuda, group = begin()
+    same = hashlib.sha256()
+    for dtype in DTYPES if group.size == 4 else ("float16", "int32", "bool"):
+        same.update(reductions(cuda, group, dtype))
+    # Whole numbers, which bfloat16 has exactly.
+    whole = (np.arange(16, dtype=np.float32) + rank).view(np.uint32) >> 16
+    halves = cuda.array(whole.astype(np.uint16), dlpack=True, bfloat16=True)
+    group.all_reduce(halves)
+    total = sum(np.arange(16, dtype=np.float32) + each for each in range(group.size)).view(np.uint32) >> 16
+    assert halves.read().tolist() == total.tolist()
+    # The other verbs have the host's bits.
+    moves(cuda, group, "float32", True, (5,))
+    moves(cuda, group, "float32", True, (0, 3))
+    x = values(rank, (group.size * 3,), "float32")
+    both(cuda, True, lambda x, out: group.reduce(x, group.size - 1), x, None)
+    both(cuda, True, lambda x, out: group.reduce_scatter(x, out=out), x, np.zeros_like(x[:3]))
+    empty = cuda.array(np.zeros(0, np.float32), dlpack=True)
+    group.all_reduce(empty)
+    # Two pieces of 4 MiB, and one that is not aligned.
+    x = values(rank, ((2 << 20) + 4321,), "float32")
+    expected, y = x.copy(), cuda.array(x)
+    group.all_reduce(expected, "avg")
+    before, counted = bagua.stats()["groups"]["world"]["cuda"], group.stats()["ops"]["all_reduce"]["hierarchical"]
+    group.all_reduce(y, "avg")
+    near(y.read(), expected, exact=False)
+    same.update(bits(y.read()))
+    assert group.stats()["ops"]["all_reduce"]["hierarchical"] == counted + 1
+    after = end(cuda)
+    copied = [after[name] - before[name] for name in ("to_host_bytes", "to_device_bytes")]
+    return after, copied, x.nbytes, same.hexdigest()
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, [[0, 2], [1]]], ids=["two-and-two", "two-and-one"])
+def test_every_type_and_operation_is_near_the_hosts_and_equal_on_all_ranks(
+    ranks: Ranks, hosts: list[list[int]]
+) -> None:
+    found = run(ranks, every_value, hosts=hosts)
+    ipc = NO_PEERS if hosts == HOSTS else NO_PEERS.replace("rank 1", "rank 2")
+    for rank, (stats, copied, whole, _) in enumerate(found):
+        assert (stats["collective"], stats["device"]) == ("hier", rank)
+        assert stats["why"] == WHY.format(other=hosts[1][0], ipc=ipc)
+        assert 0 < stats["pinned_bytes"] <= 16 << 20
+        assert (stats["launches"], stats["device_bytes"]) == (0, 0)
+        # Only the first rank of a host brings sums to host memory.
+        assert copied == ([whole, whole] if any(rank == host[0] for host in hosts) else [0, 0])
+    assert len({same for *_, same in found}) == 1
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def in_order(rank: int) -> Any:
+    cuda, group = begin()
+    first, second, third = cuda.stream(), cuda.stream(), cuda.stream()
+    total = sum(range(4))
+    # Late producers, and streams that nobody has ordered but the call and its handle.
+    x, out = cuda.array(ONES * rank, stream=first), cuda.array(7 * ONES, stream=second)
+    group.all_reduce(x, out=out, stream=third)
+    assert out.read(third).tolist() == [float(total)] * 1000
+    x.stream = out.stream = None  # type: ignore[assignment]
+    handles, arrays = [], []
+    for at in range(6):
+        # The second and the fourth one are staged, and two are cut into pieces.
+        count = (1 << 20) + 5 if at in (2, 3) else 1000
+        arrays.append(cuda.array(np.full(count, rank + at, np.int64), stream=first))
+        arrays[-1].stream = None  # type: ignore[assignment]
+        op = "bor" if at in (1, 3) else "max"
+        handles.append(group.all_reduce(arrays[-1], op, async_op=True, stream=first))
+    handles[5].synchronize(30.0)
+    assert handles[5].is_completed()
+    group.broadcast(arrays[0], 3, async_op=True, stream=first)
+    last = group.all_reduce(arrays[0], async_op=True, stream=first)
+    # Orders the stream after all of them.
+    assert last.wait(30.0, stream=second) is arrays[0]
+    expected = [4 * 3, 1 | 2 | 3 | 4, 5, 3 | 4 | 5 | 6, 7, 8]
+    for x, value in reversed(list(zip(arrays, expected, strict=True))):
+        assert (x.read(second) == value).all()
+    # Freed when the verb has returned.
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    x.free()
+    # Buckets, also those whose tensors lie apart.
+    made = [Tensors(cuda, f"flat {flat}", flat=flat, stream=first) for flat in (True, False)]
+    for bucket in made:
+        bucket.raw.append_centralized(False, False, True)
+    queue = Queue("engine", *made)
+    for step in range(3):
+        for bucket in made:
+            bucket.write(np.arange(bucket.count, dtype=np.float32) + rank + step, first)
+        queue.step(first)
+        for bucket in made:
+            sums = 4 * np.arange(bucket.count, dtype=np.float32) + total + 4 * step
+            assert np.array_equal(bucket.read(first), sums), bucket.name
+    queue.raw.shutdown()
+    # The group stays on the device of its first array, and goes on there.
+    other = Cuda(device=rank + 4)
+    y = other.array(ONES)
+    with pytest.raises(TypeError, match=f"the array is on cuda:{rank + 4}, and the group .* on cuda:{rank}"):
+        group.all_reduce(y)
+    other.close()
+    cuda.driver.start(rank)
+    left = [cuda.array(ONES) for _ in range(3)]
+    for x in left:
+        group.all_reduce(x, async_op=True)
+    part = group.new_group([1, 2, 3])
+    if part is not None:
+        y = cuda.array(ONES)
+        part.all_reduce(y)
+        assert y.read().tolist() == [3.0] * 1000
+        assert part.stats()["cuda"]["collective"] == "hier"
+        part.leave()
+    # Also a rank that is not of the part has come to its own operations.
+    group.barrier()
+    bagua.shutdown()
+    assert all(x.read().tolist() == [4.0] * 1000 for x in left)
+    cuda.close()
+
+
+def test_operations_and_buckets_keep_the_order_of_streams(ranks: Ranks) -> None:
+    run(ranks, in_order, BAGUA_SIM_DEVICES=8)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def disagree(rank: int, in_a_bucket: bool) -> str:
+    """Only rank 1 differs, which sends nothing to the other host."""
+    cuda, group = begin()
+    found, queue = "", Queue("engine")
+    x, sizes = cuda.array(ONES), (1000, 1000 + (rank == 1))
+    try:
+        # The ranks agree on what combines arrays, and compare their calls with that.
+        for at, op in enumerate(("max", "min" if rank == 1 else "max")):
+            if in_a_bucket:
+                bucket = Tensors(cuda, f"bucket {at}", sizes=sizes[at : at + 1])
+                bucket.raw.append_centralized(False, False, True)
+                queue.register(bucket)
+                queue.step()
+            else:
+                group.all_reduce(x, op, timeout=20.0)
+    except bagua.BaguaError as error:
+        found = f"{type(error).__name__}: {error}"
+    queue.raw.shutdown()
+    end(cuda)
+    return found
+
+
+@pytest.mark.parametrize("in_a_bucket", [False, True], ids=["call", "bucket"])
+def test_calls_that_differ_are_a_mismatch_on_all_ranks_where_they_are_compared(ranks: Ranks, in_a_bucket: bool) -> None:
+    checked = {} if in_a_bucket else {"BAGUA_CUDA_CHECK": 1}
+    for text in run(ranks, disagree, in_a_bucket, **checked):
+        assert text.startswith("MismatchError: "), text
+        assert all(word in text for word in (("1000", "1001") if in_a_bucket else ("min", "max"))), text
+
+
+def fails(rank: int, failing: int, variable: str, way: str, timeout: float) -> list[dict[str, Any]]:
+    """What this rank is told, at once and again, where a call of one rank fails."""
+    if rank == failing:
+        os.environ[variable] = way
+    cuda, group = begin()
+    x, found = cuda.array(ONES), []
+    until = time.monotonic() + 40.0
+    while len(found) < 2 and time.monotonic() < until:
+        try:
+            group.all_reduce(x, async_op=True, timeout=timeout).synchronize(30.0)
+        except bagua.BaguaError as error:
+            found.append(told(error))
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rank", "variable", "way"),
+    [
+        (2, "BAGUA_SIM_FAIL", "ncclGetUniqueId:1:3"),
+        (3, "BAGUA_SIM_FAIL", "ncclCommInitRankConfig:1:3"),
+        (1, "BAGUA_SIM_FAIL", "ncclReduce:2:3"),
+        (0, "BAGUA_SIM_NCCL", "later:ncclReduce:2:3"),
+        (2, "BAGUA_SIM_FAIL", f"cuMemcpyDtoHAsync:2:{UNKNOWN}"),
+    ],
+    ids=str,
+)
+def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_on_both_hosts(
+    ranks: Ranks, rank: int, variable: str, way: str
+) -> None:
+    found = run(ranks, fails, rank, variable, way, 20.0, clean=False)
+    code = int(way.split(":")[-1])
+    for each, errors in enumerate(found):
+        assert len(errors) == 2
+        for error in errors:
+            if each == rank:
+                assert (error["class"], error["code"], error["device"]) == ("DeviceError", code, rank)
+                # NCCL's own words.
+                assert (variable in error["text"]) == (code == INTERNAL)
+            else:
+                assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", rank, "DeviceError")
+    assert not any("panicked" in text for text in ranks.output)
+    assert all(report["faults"] == [] for report in ranks.reports)
+
+
+def test_work_that_never_ends_on_one_host_is_ended_on_both_by_the_deadline(ranks: Ranks) -> None:
+    for errors in run(ranks, fails, 3, "BAGUA_SIM_NCCL", "stuck:ncclBroadcast:1", 1.0, clean=False):
+        assert [error["class"] for error in errors] == ["BaguaTimeoutError"] * 2
+        assert "all_reduce" in errors[0]["text"]
+
+
+def dies(rank: int, dying: int, folder: str) -> Any:
+    """One rank dies while the others are in the middle of an operation; what they are told, and after how long."""
+    cuda, group = begin()
+    x = cuda.array(np.ones(3 << 20, np.float32))
+    group.all_reduce(x)
+    x.read()
+    if rank == dying:
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost = None
+    try:
+        group.all_reduce(x, async_op=True).synchronize(30.0)
+    except bagua.PeerLostError as error:
+        lost = error.rank
+    after = time.time() - Path(folder, "dying").stat().st_mtime
+    with pytest.raises(bagua.PeerLostError):
+        group.all_reduce(x)
+    end(cuda)
+    return lost, after
+
+
+@pytest.mark.parametrize("dying", [2, 3], ids=["first-rank", "other-rank"])
+def test_a_rank_that_is_killed_in_the_middle_is_lost_on_both_hosts_within_a_second(
+    ranks: Ranks, tmp_path: Path, dying: int
+) -> None:
+    named = {"BAGUA_CUDA_COLLECTIVE": "auto", "OWN_DEVICE": 1, "BAGUA_SIM_PEER": 0, "BAGUA_SIM_DEVICES": 4}
+    with ranks.world(4, hosts=HOSTS, **named) as world:
+        world._expect_exit = {dying: -signal.SIGKILL}
+        found = world.run(dies, dying, str(tmp_path))
+    assert found.pop(dying) is None
+    assert all((lost, after < 1.0) == (dying, True) for lost, after in found), found
+    ranks.check()
