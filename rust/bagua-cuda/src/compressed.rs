@@ -1,4 +1,4 @@
-//! `minmax_u8` for compressed all_reduce: a device encodes, combines and decodes, and the records travel through pinned memory.
+//! Codecs for compressed all_reduce: a device encodes, combines and decodes, and the records travel through pinned memory.
 //!
 //! Tensors stay where they are. The chunk in which a tensor ends, and those behind it, are encoded from a copy on the device with zeros
 //! behind its elements.
@@ -7,7 +7,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use bagua_core::codec::{Codec, MinMaxU8};
+use bagua_core::codec::Codec;
 use bagua_core::collective::OpContext;
 use bagua_core::collective::compressed::{Chunks, DeviceCodec};
 use bagua_core::error::{Error, Result};
@@ -15,23 +15,21 @@ use bagua_core::memory::{Buffer, BufferMut, Device};
 use bagua_core::types::DType;
 
 use crate::api::CUstream;
-use crate::codec::{Decoder, Elements, Encoder};
-use crate::context::Context;
+use crate::codec::{Elements, Kernels, Part, kernels_of, load};
 use crate::device::Place;
-use crate::kernels::{Mean, short_name};
 use crate::memory::Scratch;
-use crate::programs::Kernel;
 use crate::stage::{Copier, PIECE, Stage, wait_until_reached};
 
 /// See the module.
-pub(crate) struct MinMaxOnDevice {
+pub(crate) struct CodecOnDevice {
     /// A [`Place`].
     device: Arc<dyn Device>,
+    kernels: Box<dyn Kernels>,
 }
 
-impl MinMaxOnDevice {
-    /// On a device whose value is a [`Place`]; `None` for other codecs, and for element types that this one does not have. The kernels are
-    /// loaded then.
+impl CodecOnDevice {
+    /// On a device whose value is a [`Place`]; `None` for codecs without kernels, and for element types that they do not encode. The kernels
+    /// are loaded then.
     ///
     /// # Errors
     /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
@@ -40,14 +38,10 @@ impl MinMaxOnDevice {
         codec: &dyn Codec,
         dtype: DType,
     ) -> Result<Option<Box<dyn DeviceCodec>>> {
-        if codec.id() != MinMaxU8.id() || codec.check(dtype).is_err() {
-            return Ok(None);
-        }
-        let opened = MinMaxOnDevice { device: Arc::clone(device) };
+        let Some(kernels) = kernels_of(codec).filter(|_| codec.check(dtype).is_ok()) else { return Ok(None) };
+        let opened = CodecOnDevice { device: Arc::clone(device), kernels };
         let stage = opened.place()?.stage();
-        Encoder::new(stage.context(), dtype)?;
-        Reducer::new(stage.context(), dtype)?;
-        Decoder::new(stage.context(), dtype)?;
+        load(&*opened.kernels, stage.context(), dtype, &[Part::Encode, Part::Combine, Part::Decode])?;
         Ok(Some(Box::new(opened)))
     }
 
@@ -57,18 +51,18 @@ impl MinMaxOnDevice {
     }
 }
 
-impl DeviceCodec for MinMaxOnDevice {
+impl DeviceCodec for CodecOnDevice {
     fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: &mut [u8]) -> Result<()> {
         let ends = Ends::new(chunks, data.address())?;
         self.place()?.on_lane(|stage, copier| {
             let (context, down) = (stage.context(), copier.down.handle());
-            let encoder = Encoder::new(context, chunks.dtype)?;
             stage.order_after_last(down)?;
             let encoded = Scratch::new(context, records.len(), down)?;
             let mut launches = 0;
             if ends.whole > 0 {
                 // SAFETY: the core's promise for the tensor, and the host waits for the records below; as many chunks fit both.
-                launches += unsafe { encoder.launch(down, ends.inside(chunks), ends.whole, encoded.address()) }?;
+                launches +=
+                    unsafe { self.kernels.encode(context, down, ends.inside(chunks), ends.whole, encoded.address()) }?;
             }
             if ends.rest > 0 {
                 let copy = Scratch::new(context, ends.rest_bytes(chunks), down)?;
@@ -77,7 +71,7 @@ impl DeviceCodec for MinMaxOnDevice {
                     context.copy(copy.address(), ends.end_of_whole, ends.valued, down)?;
                     context.clear(copy.address() + ends.valued, ends.rest_bytes(chunks) - ends.valued, down)?;
                     let to = encoded.address() + ends.whole * chunks.record;
-                    encoder.launch(down, ends.outside(chunks, copy.address()), ends.rest, to)?
+                    self.kernels.encode(context, down, ends.outside(chunks, copy.address()), ends.rest, to)?
                 };
                 copy.free()?;
             }
@@ -98,15 +92,14 @@ impl DeviceCodec for MinMaxOnDevice {
     ) -> Result<()> {
         self.place()?.on_lane(|stage, copier| {
             let (context, up) = (stage.context(), copier.up.handle());
-            let reducer = Reducer::new(context, chunks.dtype)?;
             let given = Scratch::new(context, records.len(), up)?;
             let made = Scratch::new(context, record.len(), up)?;
             // SAFETY: the records' memory, which is freed on the stream behind its use; so is that of the result.
-            unsafe {
+            let launches = unsafe {
                 deliver(cx, stage, copier, records, given.address())?;
-                reducer.launch(up, given.address(), chunks, divisor, made.address())?;
-            }
-            stage.launches.fetch_add(3, Relaxed);
+                self.kernels.combine(context, up, given.address(), chunks, divisor, made.address())?
+            };
+            stage.launches.fetch_add(launches, Relaxed);
             given.free()?;
             // SAFETY: as above.
             unsafe { fetch(cx, stage, copier, up, made.address(), record) }?;
@@ -119,27 +112,29 @@ impl DeviceCodec for MinMaxOnDevice {
         let place = self.place()?;
         place.on_lane(|stage, copier| {
             let (context, up) = (stage.context(), copier.up.handle());
-            let decoder = Decoder::new(context, chunks.dtype)?;
             stage.order_after_last(up)?;
             let given = Scratch::new(context, records.len(), up)?;
             // SAFETY: the records' memory, which is freed on the stream behind its use.
             unsafe { deliver(cx, stage, copier, records, given.address()) }?;
             if ends.whole > 0 {
                 // SAFETY: the core's promise for the tensor, whose end on the device is marked below; as many chunks fit both.
-                unsafe { decoder.launch(up, given.address(), ends.inside(chunks), ends.whole) }?;
-                stage.launches.fetch_add(1, Relaxed);
+                let launches =
+                    unsafe { self.kernels.decode(context, up, given.address(), ends.inside(chunks), ends.whole) }?;
+                stage.launches.fetch_add(launches, Relaxed);
             }
             if ends.rest > 0 {
                 let copy = Scratch::new(context, ends.rest_bytes(chunks), up)?;
                 let from = given.address() + ends.whole * chunks.record;
                 let padding = data.len() - (chunks.elements * chunks.dtype.size());
                 // SAFETY: as above; the copy has room for the chunks that are left, and is freed on the stream behind them.
-                unsafe {
-                    decoder.launch(up, from, ends.outside(chunks, copy.address()), ends.rest)?;
+                let launches = unsafe {
+                    let to = ends.outside(chunks, copy.address());
+                    let launches = self.kernels.decode(context, up, from, to, ends.rest)?;
                     context.copy(ends.end_of_whole, copy.address(), ends.valued, up)?;
                     context.clear(ends.end_of_whole + ends.valued, padding, up)?;
-                }
-                stage.launches.fetch_add(1, Relaxed);
+                    launches
+                };
+                stage.launches.fetch_add(launches, Relaxed);
                 copy.free()?;
             }
             given.free()?;
@@ -148,13 +143,7 @@ impl DeviceCodec for MinMaxOnDevice {
     }
 
     fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool {
-        // The smallest element is NaN then, and finite otherwise.
-        let half = u16::from_le_bytes([record[0], record[1]]);
-        match chunks.dtype {
-            DType::F16 => half & 0x7fff > 0x7c00,
-            DType::BF16 => half & 0x7fff > 0x7f80,
-            _ => f32::from_le_bytes([record[0], record[1], record[2], record[3]]).is_nan(),
-        }
+        self.kernels.is_nonfinite(chunks.dtype, record)
     }
 }
 
@@ -205,53 +194,6 @@ impl Ends {
     /// Bytes of the other chunks.
     fn rest_bytes(&self, chunks: &Chunks) -> usize {
         self.rest * chunks.count * chunks.dtype.size()
-    }
-}
-
-/// The kernels that combine the records of all members.
-struct Reducer<'a> {
-    context: &'a Context,
-    tables: Kernel,
-    range: Kernel,
-    reduce: Kernel,
-    processors: u32,
-}
-
-impl<'a> Reducer<'a> {
-    fn new(context: &'a Context, dtype: DType) -> Result<Reducer<'a>> {
-        let name = short_name(dtype);
-        Ok(Reducer {
-            tables: context.kernel(&format!("minmax_u8_tables_{name}"))?,
-            range: context.kernel(&format!("minmax_u8_reduce_range_{name}"))?,
-            reduce: context.kernel(&format!("minmax_u8_reduce_{name}"))?,
-            processors: context.processors()?,
-            context,
-        })
-    }
-
-    /// The records of all members become one, in three launches.
-    ///
-    /// # Safety
-    /// There are a record of each member from `from` on, and room for one at `to`, in memory of the context's device, which lives and is used
-    /// by nobody else until the stream has come so far.
-    unsafe fn launch(&self, stream: CUstream, from: usize, chunks: &Chunks, divisor: usize, to: usize) -> Result<()> {
-        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
-        let (from, count) = (from as u64, chunks.count as u64);
-        let sizes = Mean::new(count, ranks, self.processors);
-        let tables = Scratch::new(self.context, sizes.tables_bytes, stream)?;
-        let ranges = Scratch::new(self.context, sizes.ranges, stream)?;
-        let divisor = u64::from((divisor as f32).to_bits());
-        let (values, found) = (tables.address() as u64, ranges.address() as u64);
-        // SAFETY: the caller's promise; tables and ranges are as large as the launches ask for, and freed on the stream behind them.
-        unsafe {
-            self.context.launch(self.tables, sizes.tables, stream, &mut [from, count, values])?;
-            let ranks = u64::from(ranks);
-            self.context.launch(self.range, sizes.grid, stream, &mut [from, count, ranks, divisor, values, found])?;
-            let mut arguments = [from, count, ranks, divisor, values, found, to as u64, 0, 0];
-            self.context.launch(self.reduce, sizes.grid, stream, &mut arguments)?;
-        }
-        tables.free()?;
-        ranges.free()
     }
 }
 
