@@ -211,7 +211,7 @@ def check_convert(
     offset: int = 0,
     shift: int = 0,
 ) -> None:
-    """Records of one half type against the core's codecs; elements `offset` elements off 16 bytes, records `shift` bytes off.
+    """Against the core's codecs; elements `offset` elements off 16 bytes, records `shift` bytes off.
 
     From halves to float32 records become elements, else elements become records.
     """

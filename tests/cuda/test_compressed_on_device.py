@@ -350,7 +350,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Rank
 
 
 def any_call_fails(rank: int, communicate: bool) -> str:
-    """What the rank was told of two communications of tensors that lie apart, with padding."""
+    """What the rank was told of two communications of tensors that lie apart: compressed with padding, and a ring."""
     cuda = Cuda()
     if not communicate:
         return ""
@@ -358,7 +358,11 @@ def any_call_fails(rank: int, communicate: bool) -> str:
     found, queue = "done", None
     try:
         tensors = bucket(cuda, (1000, 2), padding=3, flat=False)
-        queue = Queue("engine", tensors)
+        ring = Tensors(cuda, "ring", sizes=(100, 7), flat=False)
+        ring.raw.append_low_precision_decentralized(engine.Codec("f16", {}), False)
+        for name in ("weight", "left_peer_weight", "right_peer_weight"):
+            ring.attach(name)
+        queue = Queue("engine", tensors, ring)
         for _ in range(2):
             queue.step()
     except bagua.BaguaError as error:

@@ -1,4 +1,5 @@
-//! Codecs for compressed all_reduce: a device encodes, combines and decodes, and the records travel through pinned memory.
+//! Codecs for compressed all_reduce and for the compressed ring: a device encodes, combines and decodes, and the records travel through
+//! pinned memory.
 //!
 //! Tensors stay where they are. The chunk in which a tensor ends, and those behind it, are encoded from a copy on the device with zeros
 //! behind its elements.
@@ -17,6 +18,7 @@ use bagua_core::types::DType;
 use crate::api::CUstream;
 use crate::codec::{Elements, Kernels, Part, kernels_of, load};
 use crate::device::Place;
+use crate::kernels::{Grid, short_name};
 use crate::memory::Scratch;
 use crate::stage::{Copier, PIECE, Stage, wait_until_reached};
 
@@ -142,9 +144,78 @@ impl DeviceCodec for CodecOnDevice {
         })
     }
 
+    fn encode_difference(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        weights: Buffer<'_>,
+        replicas: [Buffer<'_>; 3],
+        record: &mut [u8],
+    ) -> Result<()> {
+        let [left, right, own] = replicas;
+        let addresses = [weights, left, right, own].map(|buffer| buffer.address());
+        addresses.iter().try_for_each(|address| check_aligned(chunks.dtype, *address))?;
+        self.place()?.on_lane(|stage, copier| {
+            let (context, down) = (stage.context(), copier.down.handle());
+            let kernel = context.kernel(&format!("update_ring_difference_{}", short_name(chunks.dtype)))?;
+            let grid = Grid::of_bytes(weights.len() as u64, context.processors()?);
+            stage.order_after_last(down)?;
+            let difference = Scratch::new(context, weights.len(), down)?;
+            let encoded = Scratch::new(context, record.len(), down)?;
+            let [weights, left, right, own] = addresses.map(|address| address as u64);
+            let mut arguments = [weights, left, right, own, difference.address() as u64, chunks.count as u64];
+            let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
+            // SAFETY: the core's promise for tensor and replicas, of one length, and the host waits for the record below; the difference and
+            // the record are freed on the stream behind their use.
+            unsafe {
+                context.launch(kernel, grid, down, &mut arguments)?;
+                let launches = self.kernels.encode(context, down, elements, 1, encoded.address())?;
+                stage.launches.fetch_add(1 + launches, Relaxed);
+                difference.free()?;
+                fetch(cx, stage, copier, down, encoded.address(), record)?;
+            }
+            encoded.free()
+        })
+    }
+
+    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: &[u8], replica: BufferMut<'_>) -> Result<()> {
+        let address = replica.as_buffer().address();
+        check_aligned(chunks.dtype, address)?;
+        let place = self.place()?;
+        place.on_lane(|stage, copier| {
+            let (context, up) = (stage.context(), copier.up.handle());
+            let kernel = context.kernel(&format!("update_ring_take_{}", short_name(chunks.dtype)))?;
+            let grid = Grid::of_bytes(replica.len() as u64, context.processors()?);
+            stage.order_after_last(up)?;
+            let given = Scratch::new(context, record.len(), up)?;
+            let difference = Scratch::new(context, replica.len(), up)?;
+            let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
+            let mut arguments = [address as u64, difference.address() as u64, chunks.count as u64];
+            // SAFETY: the core's promise for the replica, whose end on the device is marked below; the record and what it decodes to are freed
+            // on the stream behind their use.
+            unsafe {
+                deliver(cx, stage, copier, record, given.address())?;
+                let launches = self.kernels.decode(context, up, given.address(), elements, 1)?;
+                context.launch(kernel, grid, up, &mut arguments)?;
+                stage.launches.fetch_add(1 + launches, Relaxed);
+            }
+            given.free()?;
+            difference.free()?;
+            place.mark_end(copier, false)
+        })
+    }
+
     fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool {
         self.kernels.is_nonfinite(chunks.dtype, record)
     }
+}
+
+fn check_aligned(dtype: DType, address: usize) -> Result<()> {
+    if address.is_multiple_of(dtype.size()) {
+        return Ok(());
+    }
+    let text = format!("elements of {} at address {address:#x}, which is not aligned to them", dtype.name());
+    Err(Error::InvalidArgument(text))
 }
 
 /// Where the elements of a tensor end.
@@ -165,12 +236,8 @@ impl Ends {
     /// # Errors
     /// `InvalidArgument` for elements that are not aligned to their size.
     fn new(chunks: &Chunks, start: usize) -> Result<Ends> {
+        check_aligned(chunks.dtype, start)?;
         let size = chunks.dtype.size();
-        if !start.is_multiple_of(size) {
-            let name = chunks.dtype.name();
-            let text = format!("elements of {name} at address {start:#x}, which is not aligned to them");
-            return Err(Error::InvalidArgument(text));
-        }
         let whole = chunks.elements / chunks.count;
         Ok(Ends {
             start,

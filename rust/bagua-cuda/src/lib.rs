@@ -24,7 +24,7 @@
 //! | [`programs`] | which kernels a context has loaded |
 //! | [`launch`] | loading machine code for a device, and launching kernels |
 //! | [`codec`] | codecs on arrays of a device |
-//! | `compressed` | the same for compressed all_reduce: records between a device and the host |
+//! | `compressed` | the same for compressed all_reduce and the compressed ring: records between a device and the host |
 //! | [`cache`] | a folder of machine code |
 //! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them |
 //! | [`library`] | finding and loading one shared library |

@@ -7,7 +7,7 @@ use bagua_core::collective::compressed::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
-use super::{Elements, Kernels, Part};
+use super::launches::{Elements, Kernels, Part};
 use crate::api::CUstream;
 use crate::context::Context;
 use crate::kernels::{Grid, short_name};
