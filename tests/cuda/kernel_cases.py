@@ -452,7 +452,9 @@ def check_all(kernels: Kernels) -> int:
             check_convert(kernels, source, target, held, chunks, offset=offset, shift=shift)
             done += 1
     for half, name, (number, count) in itertools.product(HALVES, CODED, ((2, 1), (3, 100), (9, 777))):
-        held = [elements("normal", name, count, k) for k in range(number)]
+        # Of the last ranks elements that overflow, and one that is NaN.
+        kinds = ["normal"] * (number - 2) + ["too large a range", "one NaN"]
+        held = [elements(kind, name, count, rank) for rank, kind in enumerate(kinds)]
         check_convert_reduce(kernels, half, name, held, number)
         done += 1
     sizes = ((1, 1, (0,)), (8, 133, (1,)), (3, 40, (0, 1)), (3, 40, (0, 1, 1)))
