@@ -155,6 +155,11 @@ def test_of_the_compressed_ring_only_records_come_to_the_host(ranks: Ranks, size
         assert told[-1]["to_host_bytes"] - before["to_host_bytes"] == steps * 2 * elements * 4 * (4 + 2 + 2)
 
 
+@pytest.mark.parametrize(("size", "hierarchical"), [(1, False), (2, True)])
+def test_a_ring_of_one_member_has_the_bits_of_the_host(ranks: Ranks, size: int, hierarchical: bool) -> None:
+    ranks(size, equals_the_host, "low_precision", hierarchical, ["float32"])
+
+
 def test_hosts_are_combined_first_also_where_the_route_is_flat(ranks: Ranks) -> None:
     ranks(3, equals_the_host, "centralized", True, ["float32"], hosts=HALVES, BAGUA_TRANSPORT="tcp")
 
