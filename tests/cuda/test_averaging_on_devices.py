@@ -274,13 +274,14 @@ class Slopes(nn.Module):
         super().__init__()
         self.one = nn.Parameter(torch.arange(4099, dtype=torch.float32))
         self.two = nn.Parameter(torch.arange(5, dtype=torch.float64))
+        self.three = nn.Parameter(torch.arange(5, dtype=torch.bfloat16))
 
     def forward(self, slope: float) -> torch.Tensor:
-        return (self.one * slope).sum() + (self.two * slope).sum()
+        return (self.one * slope).sum() + (self.two * slope).sum() + (self.three * slope).sum()
 
 
 def keeps_progress_beside_rounds(rank: int) -> None:
-    """Halves and whole numbers are exact: the sum of all progress is kept whenever rounds come."""
+    """Halves and whole numbers are exact, of bfloat16 below 128: all progress is kept whenever rounds come."""
     size, steps = api.get_world_size(), 40
     model = Slopes().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
