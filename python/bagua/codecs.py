@@ -89,17 +89,17 @@ class Codec:
         it is not contiguous. Its elements, in C order, are cut into `chunks` equal parts with a record of their own
         each. `out` is a contiguous array of uint8 with :meth:`encoded_bytes` bytes.
 
-        For minmax_u8 `x` and `out` may be on a CUDA device: contiguous, and `out` is required. The bytes are those of
-        the host. `stream` is a CUstream as an integer, by DLPack's numbers; None is the legacy stream. The work begins
-        after what the stream has, what it gets afterwards sees the result, and nothing is waited for. The first use
-        on a device compiles the kernels, which takes seconds, or finds them in a cache.
+        For minmax_u8, f16 and bf16 `x` and `out` may be on a CUDA device: contiguous, and `out` is required. The bytes
+        are those of the host. `stream` is a CUstream as an integer, by DLPack's numbers; None is the legacy stream. The
+        work begins after what the stream has, what it gets afterwards sees the result, and nothing is waited for. The
+        first use on a device compiles the kernels, which takes seconds, or finds them in a cache.
 
         What a codec cannot express does not become finite: it comes back as NaN.
 
         Raises ValueError unless `chunks` divides the elements, when an int `k` is more than the elements of a chunk,
         and for an `out` of another length, read-only, not contiguous or overlapping `x`; TypeError for another
         element type, of `x` or `out`, or for what is no array. For CUDA arrays also NotImplementedError for another
-        codec than minmax_u8, and for a stream that is being captured into a graph; ValueError for what is not
+        codec than these three, and for a stream that is being captured into a graph; ValueError for what is not
         contiguous; TypeError without `out`, or for one in another place; BaguaError without CUDA or NVRTC; DeviceError.
         """
         found = operand(x, "x", stream)

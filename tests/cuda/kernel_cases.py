@@ -21,12 +21,16 @@ U32, U64, F32, F64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float, ctypes.c_
 
 #: Element types that are encoded: the core's name, and that of elements as integers.
 CODED = {"f32": ("float32", np.uint32), "f16": ("float16", np.uint16), "bf16": ("bfloat16", np.uint16)}
+#: Which element types become which by conversion: all, but float32 does not become itself.
+CONVERSIONS = [(source, target) for source in CODED for target in CODED if (source, target) != ("f32", "f32")]
 #: All element types by the kernels' names: as NumPy holds them.
 HELD: dict[str, Any] = {
     "f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i8": np.int8,
     "i32": np.int32, "i64": np.int64, "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
 }  # fmt: skip
 FLOATS = ("f16", "bf16", "f32", "f64")
+#: Codecs whose records are elements of their name.
+HALVES = ("f16", "bf16")
 
 
 # --- float16 and bfloat16 ---------------------------------------------------------------------------------------------
@@ -197,23 +201,64 @@ def every_upper_half() -> Array:
 
 
 def check_convert(
-    kernels: Kernels, source: str, target: str, held: Array, *, offsets: tuple[int, int] = (0, 0)
+    kernels: Kernels,
+    source: str,
+    target: str,
+    held: Array,
+    chunks: int = 1,
+    *,
+    grid: tuple[int, int] = (2, 2),
+    offset: int = 0,
+    shift: int = 0,
 ) -> None:
-    """Against the core's codecs f16 and bf16, and from halves to float32 against their definition."""
+    """Against the core's codecs; elements `offset` elements off 16 bytes, records `shift` bytes off.
+
+    From halves to float32 records become elements, else elements become records.
+    """
+    count = held.size // chunks
+    step = -(-count // 16) * 16
     if target == "f32":
-        expected = core_decode(source, "f32", _padded(placed(held)), held.size, 1)
+        records = np.zeros((chunks, step), np.uint16)
+        records[:, :count] = held.reshape(chunks, count)
+        given = placed(records, shift)
+        expected = core_decode(source, "f32", placed(records), held.size, chunks)
+        out, steps = room(expected.nbytes, offset * 4), (step, count)
     else:
-        expected = core_encode(target, source, held, 1)[: held.size * 2].view(np.uint16)
-    given = placed(held, offsets[0] * held.itemsize)
-    out = room(expected.nbytes, offsets[1] * expected.itemsize)
-    kernels.launch(f"convert_{source}_{target}", (2,), given, U64(held.size), out)
+        expected = core_encode(target, source, held, chunks).view(np.uint16)
+        given, out, steps = placed(held, offset * held.itemsize), room(expected.nbytes, shift), (count, step)
+    kernels.launch(
+        f"convert_{source}_{target}", grid, given, U64(steps[0]), out, U64(steps[1]), U64(count), U64(chunks)
+    )
     got = np.frombuffer(out.tobytes(), expected.dtype)
-    assert np.array_equal(got, expected), f"differs for {held[got != expected][:9]}"
+    assert np.array_equal(got, expected), f"differs at {np.flatnonzero(got != expected)[:9]}"
     assert is_untouched_before(out)
 
 
-def _padded(halves: Bytes) -> Bytes:
-    return np.concatenate([halves, np.zeros(-halves.size % 32, np.uint8)])
+def check_convert_reduce(
+    kernels: Kernels, half: str, name: str, ranks: list[Array], divisor: int, *, columns: int = 2
+) -> None:
+    """The record of the mean of the ranks' records, as compressed all_reduce makes it through f16 or bf16."""
+    count, kind = ranks[0].size, CODED[name][1]
+    each = [core_encode(half, name, held, 1) for held in ranks]
+    total = None
+    with np.errstate(all="ignore"):
+        for record in each:
+            values = widened(name, core_decode(half, name, record, count, 1).view(HELD[name]))
+            total = values if total is None else total + values
+        assert total is not None
+        mean = narrowed(name, (total / np.float32(divisor)).astype(np.float32)).view(kind)
+    expected = core_encode(half, name, mean, 1)
+    # What stands in a record's padding does not count.
+    together = np.stack(each)
+    together[:, 2 * count :] = 0xA5
+    record = room(expected.size)
+    kernels.launch(
+        f"convert_reduce_{name}_{half}", (columns,), placed(together), U64(expected.size), U64(count),
+        U32(len(ranks)), F32(divisor), record,
+    )  # fmt: skip
+    wrong = np.flatnonzero(record.view(np.uint16) != expected.view(np.uint16))
+    assert wrong.size == 0, f"the record differs at {wrong[:9]}"
+    assert is_untouched_before(record)
 
 
 # --- reductions and updates -------------------------------------------------------------------------------------------
@@ -395,10 +440,23 @@ def check_all(kernels: Kernels) -> int:
     for name, (number, count) in itertools.product(CODED, ((2, 1), (3, 100), (8, 777), (34, 40))):
         check_mean(kernels, name, [elements("normal", name, count, k) for k in range(number)], number, shift=number % 3)
         done += 1
-    for source, target in itertools.permutations(CODED, 2):
-        for count, offsets in ((1, (0, 0)), (100, (0, 0)), (117, (1, 1)), (117, (1, 4))):
-            check_convert(kernels, source, target, elements("normal", source, count), offsets=offsets)
+    for source, target in CONVERSIONS:
+        for count, chunks, offset, shift in (
+            (1, 1, 0, 0),
+            (100, 1, 0, 0),
+            (117, 1, 1, 2),
+            (61, 3, 1, 5),
+            (64, 2, 2, 4),
+        ):
+            held = elements("normal", source, count * chunks)
+            check_convert(kernels, source, target, held, chunks, offset=offset, shift=shift)
             done += 1
+    for half, name, (number, count) in itertools.product(HALVES, CODED, ((2, 1), (3, 100), (9, 777))):
+        # Of the last ranks elements that overflow, and one that is NaN.
+        kinds = ["normal"] * (number - 2) + ["too large a range", "one NaN"]
+        held = [elements(kind, name, count, rank) for rank, kind in enumerate(kinds)]
+        check_convert_reduce(kernels, half, name, held, number)
+        done += 1
     sizes = ((1, 1, (0,)), (8, 133, (1,)), (3, 40, (0, 1)), (3, 40, (0, 1, 1)))
     for (name, op), (number, count, place) in itertools.product(operations(), sizes):
         check_reduce(kernels, name, op, number, count, offsets=place)

@@ -43,6 +43,17 @@ class Ranks:
         self, size: int, *, hosts: Sequence[Sequence[int]] | None = None, timeout: float = 60.0, **variables: object
     ) -> Iterator[World]:
         """Ranks on the simulated driver with these variables; the reports are there when it ends."""
+        with self.environment() as named:
+            env = named | {name: str(value) for name, value in variables.items()}
+            world = World(size, env=env, hosts=hosts, timeout=timeout)
+            try:
+                yield world
+            finally:
+                self.output = world.output
+
+    @contextmanager
+    def environment(self) -> Iterator[dict[str, str]]:
+        """The variables of processes on the simulated driver; the reports are there when it ends."""
         with tempfile.TemporaryDirectory(prefix="bagua-reports-") as folder:
             named: dict[str, object] = {
                 "BAGUA_CUDA_COLLECTIVE": "staged",
@@ -54,12 +65,9 @@ class Ranks:
             }
             if broken := os.environ.get("BAGUA_SIM_BREAK"):
                 named["BAGUA_SIM_BREAK"] = broken  # by `make cuda-breaks`
-            env = {name: str(value) for name, value in (named | variables).items()}
-            world = World(size, env=env, hosts=hosts, timeout=timeout)
             try:
-                yield world
+                yield {name: str(value) for name, value in named.items()}
             finally:
-                self.output = world.output
                 self.reports = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
 
     def __call__(self, size: int, function: Function, *arguments: Any, clean: bool = True, **options: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.driver import HOST_FUNCTION
 from tests.cuda.failing_calls import is_lost_within_a_second
+from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
 from tests.cuda.test_staged_failures import UNKNOWN, only, run, told
@@ -57,9 +58,10 @@ class Averaged:
         interval: float = NEVER,
         stream: int = LEGACY,
         codec: Any = None,
+        dtype: Any = None,
     ) -> None:
         self.cuda, self.lock = cuda, engine.WeightLock()
-        self.memory = Memory(cuda, len(values), values.dtype, stream)
+        self.memory = Memory(cuda, len(values), dtype or values.dtype, stream)
         self.memory.write(values, stream)
         described = [(self.memory.address, len(values), self.memory.code, cuda is not None)]
         device = None if cuda is None else (device_of(cuda.device), stream, self.memory)
@@ -90,9 +92,17 @@ class Averaged:
 
 
 def values_of(rank: int, dtype: Any, step: int = 0) -> np.ndarray[Any, Any]:
+    """Of bfloat16 as integers."""
     drawn = np.random.default_rng((rank, step)).standard_normal(COUNT) * 2.0 ** (step % 3)
     drawn[:3] = 1e8, -0.0, 2.0**-24
-    return drawn.astype(dtype)
+    return narrowed("bf16", drawn) if dtype == "bfloat16" else drawn.astype(dtype)
+
+
+def moved(values: np.ndarray[Any, Any], step: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """The sum, rounded to the type."""
+    if dtype != "bfloat16":
+        return values + step
+    return narrowed("bf16", widened("bf16", values) + widened("bf16", step))
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -100,12 +110,11 @@ def values_of(rank: int, dtype: Any, step: int = 0) -> np.ndarray[Any, Any]:
 
 def has_the_bits_of_the_host(rank: int, cuda: Cuda) -> None:
     stream = cuda.stream()
-    for dtype in (np.float32, np.float64, np.float16):
-        for codec in (None, engine.Codec("minmax_u8", {})) if dtype is np.float32 else (None,):
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        for codec in (None, engine.Codec("minmax_u8", {})) if dtype == "float32" else (None,):
+            begin = values_of(rank, dtype)
             both = [
-                Averaged(
-                    on, f"{on is None} {dtype.__name__} {codec}", values_of(rank, dtype), codec=codec, stream=stream
-                )
+                Averaged(on, f"{on is None} {dtype} {codec}", begin, codec=codec, stream=stream, dtype=dtype)
                 for on in (None, cuda)
             ]
             for step in range(1, 4):
@@ -114,10 +123,10 @@ def has_the_bits_of_the_host(rank: int, cuda: Cuda) -> None:
                 host, device = (each.read(stream) for each in both)
                 assert host.tobytes() == device.tobytes(), (dtype, codec, step)
                 for each in both:
-                    each.write(host + values_of(rank, dtype, step), stream)
+                    each.write(moved(host, values_of(rank, dtype, step), dtype), stream)
             for each in both:
                 each.raw.stop(LIMIT)
-    assert bagua.stats()["groups"]["world"]["cuda"]["launches"] >= 12
+    assert bagua.stats()["groups"]["world"]["cuda"]["launches"] >= 15
 
 
 def runs_as_an_operation_of_a_bucket(rank: int, cuda: Cuda) -> None:
@@ -265,13 +274,14 @@ class Slopes(nn.Module):
         super().__init__()
         self.one = nn.Parameter(torch.arange(4099, dtype=torch.float32))
         self.two = nn.Parameter(torch.arange(5, dtype=torch.float64))
+        self.three = nn.Parameter(torch.arange(5, dtype=torch.bfloat16))
 
     def forward(self, slope: float) -> torch.Tensor:
-        return (self.one * slope).sum() + (self.two * slope).sum()
+        return (self.one * slope).sum() + (self.two * slope).sum() + (self.three * slope).sum()
 
 
 def keeps_progress_beside_rounds(rank: int) -> None:
-    """Halves and whole numbers are exact: the sum of all progress is kept whenever rounds come."""
+    """Halves and whole numbers are exact, of bfloat16 below 128: all progress is kept whenever rounds come."""
     size, steps = api.get_world_size(), 40
     model = Slopes().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

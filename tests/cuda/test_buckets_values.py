@@ -10,11 +10,15 @@ import pytest
 import bagua
 from bagua import engine
 from bagua.cuda.arrays import device_of
+from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import Ranks
 
 CODEC = ("minmax_u8", {})
+#: Codecs that have kernels.
+ON_DEVICES = ("minmax_u8", "f16", "bf16")
+REPLICAS = ("weight", "left_peer_weight", "right_peer_weight")
 HALVES = [[0, 1], [2]]
 
 
@@ -38,7 +42,7 @@ def decentralized(tensors: Tensors, hierarchical: bool) -> None:
 
 def low_precision(tensors: Tensors, hierarchical: bool) -> None:
     tensors.raw.append_low_precision_decentralized(engine.Codec(*CODEC), hierarchical)
-    for name in ("weight", "left_peer_weight", "right_peer_weight"):
+    for name in REPLICAS:
         tensors.attach(name)
 
 
@@ -88,6 +92,72 @@ def test_an_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operati
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
     ranks(3, equals_the_host, operation, True, ["float32"], hosts=HALVES)
+
+
+def ring(rank: int) -> list[dict[str, Any]]:
+    """The compressed ring of every codec that has kernels, and what the group said before and after each."""
+    cuda, group = Cuda(), bagua.init()
+    stream, told = cuda.stream(), []
+    random = np.random.default_rng(rank)
+    for by in (*ON_DEVICES, "onebit"):
+        sides = []
+        for on in (None, cuda):
+            buckets = []
+            for dtype in ("float32", "float16", "bfloat16"):
+                for flat in (True, False):
+                    made = Tensors(on, f"{dtype} {flat}", sizes=(1000, 3, 77), dtype=dtype, flat=flat, stream=stream)
+                    made.raw.append_low_precision_decentralized(engine.Codec(by, {}), False)
+                    for name in REPLICAS:
+                        made.attach(name, dtype=dtype)
+                    buckets.append(made)
+            sides.append((buckets, Queue(f"{by} {on}", *buckets)))
+        for number in range(3):
+            for host, device in zip(sides[0][0], sides[1][0], strict=True):
+                kind = "one NaN" if number == 2 and host.name == "float16 True" else "normal"
+                name = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[host.name.split()[0]]
+                values = cases.elements(kind, name, host.count, seed=int(random.integers(1 << 30)))
+                for bucket in (host, device):
+                    bucket.write(values.view(bucket.dtype), stream)
+            for _, queue in sides:
+                queue.step(stream)
+            for host, device in zip(sides[0][0], sides[1][0], strict=True):
+                assert host.read().tobytes() == device.read(stream).tobytes(), (by, host.name)
+                for name in REPLICAS:
+                    found = device.extra[name].read(stream)
+                    assert host.extra[name].read().tobytes() == found.tobytes(), (by, host.name, name)
+        stats = group.stats()["cuda"]
+        assert isinstance(stats, dict)
+        told.append(stats)
+        for _, queue in sides:
+            queue.raw.shutdown()
+    bagua.shutdown()
+    cuda.close()
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_of_the_compressed_ring_only_records_come_to_the_host(ranks: Ranks, size: int) -> None:
+    steps, elements = 3, 1080
+    for told in ranks(size, ring):
+        before = {"to_host_bytes": 0, "to_device_bytes": 0, "launches": 0}
+        for by, stats in zip(ON_DEVICES, told, strict=False):
+            # Of float32, float16 and bfloat16, two buckets each: their own record, and three that are decoded.
+            records = 2 * sum(
+                bagua.Codec(by).encoded_bytes(elements, dtype) for dtype in ("float32", "float16", "bfloat16")
+            )
+            assert stats["to_host_bytes"] - before["to_host_bytes"] == steps * records
+            assert stats["to_device_bytes"] - before["to_device_bytes"] == steps * 3 * records
+            encoding = 2 if by == "minmax_u8" else 1
+            assert stats["launches"] - before["launches"] == steps * 6 * (1 + encoding + 3 * 2)
+            before = stats
+        # A codec without kernels: weights and replicas are copied.
+        assert told[-1]["launches"] == before["launches"]
+        assert told[-1]["to_host_bytes"] - before["to_host_bytes"] == steps * 2 * elements * 4 * (4 + 2 + 2)
+
+
+@pytest.mark.parametrize(("size", "hierarchical"), [(1, False), (2, True)])
+def test_a_ring_of_one_member_has_the_bits_of_the_host(ranks: Ranks, size: int, hierarchical: bool) -> None:
+    ranks(size, equals_the_host, "low_precision", hierarchical, ["float32"])
 
 
 def test_hosts_are_combined_first_also_where_the_route_is_flat(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""The codec minmax_u8 on CUDA arrays: the host's bytes, the order of streams, lifetimes, refusals, failures.
+"""Codecs on CUDA arrays: the host's bytes, the order of streams, lifetimes, refusals, failures.
 
 On the simulated driver, which runs the kernels that the machine code names, compiled for the host. Where there is no
 NVRTC, a pretended one names them.
@@ -26,6 +26,8 @@ from tests.cuda.pretended_nvrtc import pretended_nvrtc
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import built
 
+#: Codecs that have kernels.
+CODECS = ("minmax_u8", "f16", "bf16")
 ONES = np.ones(1000, np.float32)
 RECORD = 32 + 1024
 
@@ -77,10 +79,12 @@ def coded(cuda: Cuda, name: str, size: int) -> DeviceArray:
     return cuda.empty(size, {"f32": np.float32, "f16": np.float16}[name])
 
 
-def check(cuda: Cuda, name: str, held: Any, chunks: int = 1, offset: int = 0, shift: int = 0) -> None:
+def check(
+    cuda: Cuda, name: str, held: Any, chunks: int = 1, offset: int = 0, shift: int = 0, *, by: str = "minmax_u8"
+) -> None:
     """Records and decoded elements are the host's, and nothing beside them is written."""
-    codec, size = bagua.Codec("minmax_u8"), held.itemsize
-    expected = cases.core_encode("minmax_u8", name, held, chunks)
+    codec, size = bagua.Codec(by), held.itemsize
+    expected = cases.core_encode(by, name, held, chunks)
     whole = coded(cuda, name, offset + held.size)
     whole.write(np.concatenate([np.zeros(offset, held.dtype), held]).view(whole.dtype), whole.stream)
     records = cuda.array(np.full(shift + expected.size + 7, 0xA5, np.uint8))
@@ -92,7 +96,7 @@ def check(cuda: Cuda, name: str, held: Any, chunks: int = 1, offset: int = 0, sh
     back = coded(cuda, name, offset + held.size + 3)
     back.write(np.full(back.nbytes, 0xA5, np.uint8).view(back.dtype), back.stream)
     codec.decode(at, part(back, offset, held.size), chunks=chunks)
-    restored = cases.core_decode("minmax_u8", name, expected, held.size, chunks)
+    restored = cases.core_decode(by, name, expected, held.size, chunks)
     found, inside = back.read().view(np.uint8), np.s_[offset * size : (offset + held.size) * size]
     assert np.array_equal(found[inside], restored.view(np.uint8))
     assert (np.delete(found, inside) == 0xA5).all()
@@ -104,7 +108,8 @@ def every_kind(rank: int, name: str) -> None:
     cuda = Cuda()
     for kind in cases.KINDS:
         for count in (1, 2, 31, 32, 33, 1000, 4099):
-            check(cuda, name, cases.elements(kind, name, count, seed=count))
+            for by in CODECS:
+                check(cuda, name, cases.elements(kind, name, count, seed=count), by=by)
     cuda.close()
 
 
@@ -115,13 +120,14 @@ def test_records_and_values_are_those_of_the_host(rank: Any, name: str) -> None:
 
 def every_place(rank: int, name: str) -> None:
     cuda = Cuda()
-    for offset, shift in ((1, 0), (0, 1), (3, 5), (7, 13), (8, 32)):
-        check(cuda, name, cases.elements("normal", name, 613, seed=offset), offset=offset, shift=shift)
-    for chunks, each in ((2, 1), (3, 61), (7, 600), (40, 3)):
-        held = cases.elements("normal", name, chunks * each, seed=chunks)
-        held[0] = cases.elements("one NaN", name, 1)[0]
-        check(cuda, name, held, chunks, offset=chunks % 4, shift=chunks % 5)
-    check(cuda, name, cases.elements("normal", name, 1)[:0])
+    for by in CODECS:
+        for offset, shift in ((1, 0), (0, 1), (3, 5), (7, 13), (8, 32)):
+            check(cuda, name, cases.elements("normal", name, 613, seed=offset), offset=offset, shift=shift, by=by)
+        for chunks, each in ((2, 1), (3, 61), (7, 600), (40, 3), (3, 64)):
+            held = cases.elements("normal", name, chunks * each, seed=chunks)
+            held[0] = cases.elements("one NaN", name, 1)[0]
+            check(cuda, name, held, chunks, offset=chunks % 4, shift=chunks % 5, by=by)
+        check(cuda, name, cases.elements("normal", name, 1)[:0], by=by)
     cuda.close()
 
 
@@ -135,7 +141,26 @@ def a_million(rank: int) -> None:
     check(cuda, "f32", cases.elements("normal", "f32", 1_000_000))
     check(cuda, "f16", cases.elements("normal", "f16", 1_000_000), 5, offset=1)
     check(cuda, "bf16", cases.elements("huge", "bf16", 1_000_000), 32, shift=3)
+    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000), by="bf16")
+    check(cuda, "bf16", cases.elements("huge", "bf16", 999_999), 3, offset=1, by="f16")
     cuda.close()
+
+
+def every_half(rank: int) -> None:
+    """Signalling NaNs too, which become quiet also where the type stays."""
+    cuda, halves = Cuda(), np.arange(1 << 16, dtype=np.uint16)
+    for name in ("f16", "bf16"):
+        for by in ("f16", "bf16"):
+            check(cuda, name, halves, by=by)
+    check(cuda, "f32", cases.every_upper_half(), by="f16")
+    check(cuda, "f32", cases.every_upper_half(), by="bf16")
+    cuda.close()
+
+
+def test_halves_of_all_bits_are_converted_as_on_the_host(rank: Any, ranks: Ranks) -> None:
+    rank(every_half)
+    # One launch each way, whatever the chunks are.
+    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 6 * 2
 
 
 def test_a_million_elements_are_encoded_by_many_blocks(rank: Any) -> None:
@@ -327,7 +352,9 @@ def refused(rank: int) -> None:
     other = Cuda(1)
     there = other.empty(RECORD, np.uint8)
     refuse(TypeError, "is on cuda:1, x is on cuda:0|is on cuda:0, x is on cuda:1", out=there)
-    for name in ("f16", "bf16", "block_i8", "top_k", "random_k", "onebit"):
+    with pytest.raises(ValueError, match="which have 2016"):
+        bagua.Codec("f16").encode(x, out=out)
+    for name in ("block_i8", "top_k", "random_k", "onebit"):
         unknown = bagua.Codec(name)
         with pytest.raises(NotImplementedError, match=f"codec {name} "):
             unknown.encode(x, out=out)
@@ -351,6 +378,8 @@ def without_nvrtc(rank: int) -> None:
     for call in (lambda: codec.encode(x, out=out), lambda: codec.decode(out, x)):
         with pytest.raises(bagua.BaguaError, match=r"minmax_u8 need NVRTC .*BAGUA_LIBNVRTC=/nowhere"):
             call()
+    with pytest.raises(bagua.BaguaError, match="kernels of convert need NVRTC"):
+        bagua.Codec("f16").encode(x, out=cuda.empty(2016, np.uint8))
     assert codec.encode(ONES).size == RECORD
     assert x.read().tolist() == ONES.tolist()
     cuda.close()

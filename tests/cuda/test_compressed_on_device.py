@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -20,16 +21,23 @@ from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.failing_calls import Calls, check_each, count_calls, is_lost_within_a_second
 from tests.cuda.ranks import Ranks
 
-CODEC = ("minmax_u8", {})
+#: Codecs that have kernels.
+CODECS = ("minmax_u8", "f16", "bf16")
 KERNELS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def bucket(
-    on: Cuda | None, sizes: tuple[int, ...], average: bool = True, hierarchical: bool = False, **how: Any
+    on: Cuda | None,
+    sizes: tuple[int, ...],
+    average: bool = True,
+    hierarchical: bool = False,
+    by: str = "minmax_u8",
+    name: str = "bucket",
+    **how: Any,
 ) -> Tensors:
     """A bucket whose operation is a compressed all_reduce without error feedback."""
-    made = Tensors(on, "bucket", sizes=sizes, **how)
-    made.raw.append_compressed(engine.Codec(*CODEC), average, hierarchical, False)
+    made = Tensors(on, name, sizes=sizes, **how)
+    made.raw.append_compressed(engine.Codec(by, {}), average, hierarchical, False)
     return made
 
 
@@ -56,23 +64,37 @@ def on_the_device() -> dict[str, Any]:
     return stats
 
 
+def communicated(on: Cuda | None, cases_of: Any, name: str, stream: int) -> list[bytes]:
+    """The bytes of buckets after one communication by one engine; of each its operation's arguments and its values."""
+    made = [(bucket(on, sizes, stream=stream, **how), values) for sizes, values, how in cases_of]
+    for tensors, values in made:
+        tensors.write(values.view(tensors.dtype), stream)
+    queue = Queue(name, *(tensors for tensors, _ in made))
+    queue.step(None if on is None else stream)
+    found = [tensors.read(stream).tobytes() for tensors, _ in made]
+    queue.raw.shutdown()
+    return found
+
+
 def every_kind(rank: int, dtype: str, counts: list[int]) -> None:
     cuda, group = Cuda(), bagua.init()
-    stream = cuda.stream()
-    for number, kind in enumerate(cases.KINDS):
-        for count in counts:
+    stream, launches = cuda.stream(), 0
+    for by in CODECS:
+        chosen: list[Any] = []
+        for (number, kind), count in itertools.product(enumerate(cases.KINDS), counts):
             values = cases.elements(kind, KERNELS[dtype], count, seed=count + rank)
-            average, flat = number % 2 == 0, count % 2 == 1
+            flat = count % 2 == 1
             sizes = (count,) if flat else (count // 2, count - count // 2)
-            found = []
-            for on in (None, cuda):
-                tensors = bucket(on, sizes, average, flat=flat, dtype=dtype, stream=stream)
-                found.append(step(tensors, values.view(tensors.dtype), f"{kind} {count} {on}", stream))
-            assert found[0] == found[1], (kind, count)
-    if group.size > 1:
-        stats = on_the_device()
-        assert stats["launches"] > 0
-        assert stats["collective"] is None, "no verb has been used"
+            how = {"average": number % 2 == 0, "by": by, "flat": flat, "dtype": dtype, "name": f"{kind} {count}"}
+            chosen.append((sizes, values, how))
+        host, device = (communicated(on, chosen, f"{by} {on}", stream) for on in (None, cuda))
+        for case, expected, found in zip(chosen, host, device, strict=True):
+            assert expected == found, case[2]
+        if group.size > 1:
+            stats = on_the_device()
+            assert stats["launches"] >= launches + 3 * len(chosen), by
+            assert stats["collective"] is None, "no verb has been used"
+            launches = stats["launches"]
     bagua.shutdown()
     cuda.close()
 
@@ -85,6 +107,27 @@ def test_a_device_combines_to_the_bits_of_the_host(ranks: Ranks, size: int) -> N
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_too(ranks: Ranks, dtype: str) -> None:
     ranks(2, every_kind, dtype, [3, 1001])
+
+
+def test_more_than_eight_ranks_too(ranks: Ranks) -> None:
+    ranks(9, many, timeout=120.0)
+
+
+def many(rank: int) -> None:
+    cuda, _ = Cuda(), bagua.init()
+    chosen = [
+        (
+            (301,),
+            cases.elements("normal", KERNELS[dtype], 301, seed=rank),
+            {"by": by, "dtype": dtype, "name": f"{by} {dtype}"},
+        )
+        for by, dtype in itertools.product(CODECS, KERNELS)
+    ]
+    host, device = (communicated(on, chosen, f"{on}", LEGACY) for on in (None, cuda))
+    for case, expected, found in zip(chosen, host, device, strict=True):
+        assert expected == found, case[2]
+    bagua.shutdown()
+    cuda.close()
 
 
 def padded(rank: int) -> None:
@@ -109,32 +152,38 @@ def test_padding_is_taken_as_zeros_and_is_zero_afterwards(ranks: Ranks, size: in
     ranks(size, padded)
 
 
-def million(rank: int) -> tuple[dict[str, Any], int]:
+def million(rank: int) -> list[dict[str, Any]]:
     cuda, _ = Cuda(), bagua.init()
     values = np.random.default_rng(rank).normal(size=1_000_000).astype(np.float32)
     values[rank] = np.inf
-    sizes, found, records = (500_001, 499_999), [], []
-    for on in (None, cuda):
-        before = nonfinite()
-        found.append(step(bucket(on, sizes, flat=rank == 0), values, f"{on}"))
-        records.append(nonfinite() - before)
-    assert found[0] == found[1]
-    assert records[0] == records[1] > 0
-    stats = on_the_device()
+    sizes, told = (500_001, 499_999), []
+    for by in ("minmax_u8", "f16"):
+        found, records = [], []
+        for on in (None, cuda):
+            before = nonfinite()
+            found.append(step(bucket(on, sizes, flat=rank == 0, by=by), values, f"{by} {on}"))
+            records.append(nonfinite() - before)
+        assert found[0] == found[1]
+        assert records[0] == records[1]
+        # f16 keeps what is not finite, and counts nothing.
+        assert (records[0] > 0) == (by == "minmax_u8")
+        told.append(on_the_device())
     bagua.shutdown()
     cuda.close()
-    return stats, records[0]
+    return told
 
 
-def test_what_comes_to_the_host_is_a_quarter_of_the_tensor(ranks: Ranks) -> None:
+def test_what_comes_to_the_host_are_records_only(ranks: Ranks) -> None:
     size, tensor = 2, 4_000_000
-    for stats, _ in ranks(size, million):
-        # Records of all chunks, and of the chunk that the rank combines.
-        assert 1.5 * tensor / 4 < stats["to_host_bytes"] < 1.51 * tensor / 4
-        assert 2 * tensor / 4 < stats["to_device_bytes"] < 2.01 * tensor / 4
+    for first, both in ranks(size, million):
+        second = {name: both[name] - first[name] for name in ("to_host_bytes", "to_device_bytes", "launches")}
         # Of each chunk, of the combined one, and of all that came.
-        assert stats["launches"] == 2 + 3 + 1
-        assert stats["pinned_bytes"] <= 32 << 20
+        for stats, smaller, launches in ((first, 4, 2 + 3 + 1), (second, 2, 1 + 1 + 1)):
+            # Records of all chunks, and of the chunk that the rank combines.
+            assert 1.5 * tensor / smaller <= stats["to_host_bytes"] < 1.51 * tensor / smaller
+            assert 2 * tensor / smaller <= stats["to_device_bytes"] < 2.01 * tensor / smaller
+            assert stats["launches"] == launches
+        assert both["pinned_bytes"] <= 32 << 20
 
 
 def half_on_devices(rank: int) -> bytes:
@@ -208,7 +257,7 @@ def automatic(rank: int) -> None:
     sides = []
     for on in (None, cuda):
         tensors = Tensors(on, "auto", sizes=(1001,))
-        tensors.raw.append_automatic(engine.Codec(*CODEC), True, False)
+        tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
         sides.append((tensors, Queue(f"{on}", tensors)))
     for number in range(10):
         values = np.random.default_rng(rank + number).normal(size=1001).astype(np.float32)
@@ -301,7 +350,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Rank
 
 
 def any_call_fails(rank: int, communicate: bool) -> str:
-    """What the rank was told of two communications of tensors that lie apart, with padding."""
+    """What the rank was told of two communications of tensors that lie apart: compressed with padding, and a ring."""
     cuda = Cuda()
     if not communicate:
         return ""
@@ -309,7 +358,11 @@ def any_call_fails(rank: int, communicate: bool) -> str:
     found, queue = "done", None
     try:
         tensors = bucket(cuda, (1000, 2), padding=3, flat=False)
-        queue = Queue("engine", tensors)
+        ring = Tensors(cuda, "ring", sizes=(100, 7), flat=False)
+        ring.raw.append_low_precision_decentralized(engine.Codec("f16", {}), False)
+        for name in ("weight", "left_peer_weight", "right_peer_weight"):
+            ring.attach(name)
+        queue = Queue("engine", tensors, ring)
         for _ in range(2):
             queue.step()
     except bagua.BaguaError as error:

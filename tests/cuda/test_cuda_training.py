@@ -78,6 +78,9 @@ BOTH: dict[str, Way] = {
         all_reduce, options={"find_unused_parameters": True}, unused=True, waits_not=True
     ),
     "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), waits_not=True),
+    "bytegrad through bf16": Way(
+        lambda _: algorithms.ByteGradAlgorithm(hierarchical=False, compression="bf16"), waits_not=True
+    ),
     "bytegrad with error feedback": Way(
         lambda _: algorithms.ByteGradAlgorithm(hierarchical=False, error_feedback=True), waits_not=True
     ),
@@ -90,7 +93,8 @@ BOTH: dict[str, Way] = {
         lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), adamw
     ),
     "low_precision_decentralized, not flattened": Way(
-        lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), options={"do_flatten": False}
+        lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False, compression="bf16"),
+        options={"do_flatten": False},
     ),
     "local_sgd": Way(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False), adamw),
     "local_sgd, compressed": Way(

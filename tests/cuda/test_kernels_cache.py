@@ -31,7 +31,7 @@ int nvrtcCreateProgram(struct program **made, const char *source, const char *na
                        const char *const *texts, const char *const *names) {
     *made = malloc(sizeof(**made));
     snprintf((*made)->text, sizeof((*made)->text), "%s of %d headers", name, headers);
-    int right = strstr(source, "#include") && strstr(texts[0], "#pragma once") && strcmp(names[0], "device.cuh") == 0;
+    int right = strstr(source, "#include") && strstr(texts[0], "#pragma once") && strcmp(names[0], "convert.cuh") == 0;
     return right ? 0 : 1;
 }
 int nvrtcCompileProgram(struct program *program, int number, const char *const *options) {
@@ -90,7 +90,7 @@ def nvrtc(tmp_path: Path) -> Pretended:
     return Pretended(tmp_path / "nvrtc")
 
 
-CODE = b"code of update of 4 headers for sm_90\0"
+CODE = b"code of update of 5 headers for sm_90\0"
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_program_that_does_not_compile_is_an_error_with_the_log(tmp_path: Path
     nvrtc = Pretended(tmp_path / "nvrtc", code=6)
     with pytest.raises(BaguaError) as caught:
         nvrtc.cubin(tmp_path / "cache")
-    log = r"own.cu(1): error: update of 4 headers for sm_90\n1 error"
+    log = r"own.cu(1): error: update of 5 headers for sm_90\n1 error"
     assert str(caught.value) == f"libnvrtc ({nvrtc.path}): update does not compile for sm_90: {log}"
     assert not (tmp_path / "cache").exists()
 
@@ -226,7 +226,7 @@ def test_the_command_writes_every_program_for_each_architecture(nvrtc: Pretended
     assert {path.name for path in out.iterdir()} == expected
     assert set(ended.stdout.splitlines()) == {str(out / name) for name in expected}
     assert (out / "update.sm_90.cubin").read_bytes() == CODE
-    assert (out / "update.sm_70.ptx").read_text() == "// update of 4 headers for sm_70"
+    assert (out / "update.sm_70.ptx").read_text() == "// update of 5 headers for sm_70"
 
 
 def test_the_command_refuses_architectures_that_nvrtc_does_not_know(nvrtc: Pretended, tmp_path: Path) -> None:

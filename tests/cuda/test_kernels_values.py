@@ -86,14 +86,34 @@ def test_halves_are_rounded_as_the_core_rounds_them(kernels: Kernels) -> None:
     cases.check_convert(kernels, "f32", "f16", every)
     cases.check_convert(kernels, "f32", "bf16", every)
     halves = np.arange(1 << 16, dtype=np.uint16)
-    for source, target in (("f16", "f32"), ("bf16", "f32"), ("f16", "bf16"), ("bf16", "f16")):
-        cases.check_convert(kernels, source, target, halves)
+    for source, target in cases.CONVERSIONS:
+        if source != "f32":
+            cases.check_convert(kernels, source, target, halves)
 
 
-def test_converted_arrays_may_be_at_any_address(kernels: Kernels) -> None:
-    for source, target in itertools.permutations(cases.CODED, 2):
-        for count, offsets in itertools.product((1, 7, 8, 9, 300), ((0, 0), (1, 1), (2, 2), (4, 4), (3, 0), (0, 5))):
-            cases.check_convert(kernels, source, target, cases.elements("normal", source, count), offsets=offsets)
+def test_converted_arrays_may_be_at_any_address_and_in_any_chunks(kernels: Kernels) -> None:
+    for source, target in cases.CONVERSIONS:
+        places = ((0, 0), (1, 2), (2, 4), (4, 8), (3, 0), (0, 5), (1, 13))
+        for count, (offset, shift) in itertools.product((1, 7, 8, 9, 300), places):
+            held = cases.elements("normal", source, count)
+            cases.check_convert(kernels, source, target, held, offset=offset, shift=shift)
+        for chunks, each in ((2, 1), (3, 61), (7, 600), (40, 16)):
+            held = cases.elements("normal", source, chunks * each, seed=chunks)
+            # Fewer rows of blocks than chunks, and more.
+            cases.check_convert(kernels, source, target, held, chunks, grid=(1, chunks + 1), shift=chunks % 3)
+            cases.check_convert(kernels, source, target, held, chunks, grid=(3, 2), offset=chunks % 4)
+
+
+@pytest.mark.parametrize("name", cases.CODED)
+@pytest.mark.parametrize("half", cases.HALVES)
+def test_the_mean_of_halves_is_that_of_compressed_all_reduce(kernels: Kernels, half: str, name: str) -> None:
+    for ranks, count in itertools.product((1, 2, 3, 4, 8, 9, 20), (1, 16, 33, 2055)):
+        held = [cases.elements("normal", name, count, seed=rank) for rank in range(ranks)]
+        cases.check_convert_reduce(kernels, half, name, held, ranks)
+        cases.check_convert_reduce(kernels, half, name, held, 1, columns=1)
+    for kinds in itertools.product(cases.KINDS, repeat=2):
+        held = [cases.elements(kind, name, 300, seed=rank) for rank, kind in enumerate(kinds)]
+        cases.check_convert_reduce(kernels, half, name, held, 3)
 
 
 @pytest.mark.parametrize(("name", "op"), cases.operations(), ids=lambda value: value)
@@ -126,9 +146,9 @@ def test_the_library_has_every_kernel_and_no_other_name(kernels: Kernels) -> Non
 
 
 def test_only_the_first_blocks_run_where_that_is_asked_for(kernels: Kernels) -> None:
-    arguments = (cases.U64(4096),)
+    number = cases.U64(4096)
     source, out = placed(np.ones(4096, np.uint16)), room(4 * 4096)
-    assert kernels.outcome("convert_f16_f32", (2,), source, *arguments, out, run=1) == 0
+    assert kernels.outcome("convert_f16_f32", (2,), source, number, out, number, number, cases.U64(1), run=1) == 0
     written = (out.reshape(-1, 32) != 0xA5).any(axis=1)
     assert written.reshape(2, 256).all(axis=1).tolist() == [True, False]
 

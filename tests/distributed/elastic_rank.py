@@ -1,10 +1,14 @@
-"""A rank of an elastic job that does what its standard input says, a command per line, and answers in JSON."""
+"""A rank of an elastic job that does what its standard input says, a command per line, and answers in JSON.
+
+With `ELASTIC_DEVICE=cuda` in its environment the models are on the simulated driver.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
+import os
 import sys
 from typing import Any
 
@@ -13,6 +17,8 @@ import torch
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import Algorithm, AsyncModelAverageAlgorithm
+
+DEVICE = os.environ.get("ELASTIC_DEVICE", "cpu")
 
 
 class Model(torch.nn.Module):
@@ -35,7 +41,7 @@ def answer(value: Any) -> None:
 
 def wrap(value: float, count: int) -> tuple[Model, torch.optim.Optimizer]:
     """A model that is averaged."""
-    model = Model(value, count)
+    model = Model(value, count).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))  # type: ignore[operator]
     return model, optimizer
@@ -51,6 +57,10 @@ def attempt(work: Any) -> Any:
 
 def main() -> None:
     """Joins, then obeys."""
+    if DEVICE == "cuda":
+        from tests.cuda.torch_on_sim import install
+
+        install()
     error = attempt(bagua.init_process_group)
     answer(error or {"rank": bagua.get_rank(), "rejoined": bagua.rejoined()})
     if error:

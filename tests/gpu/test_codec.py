@@ -1,4 +1,4 @@
-"""The codec minmax_u8 on a GPU: the host's bytes and bits, up to 100 million elements, in the order of streams."""
+"""Codecs on a GPU: the host's bytes and bits, up to 100 million elements, in the order of streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, s
 
 @pytest.mark.parametrize(
     "scenario",
-    [codecs.a_million, codecs.several_passes, codecs.in_order, codecs.captured, codecs.blocks],
+    [codecs.a_million, codecs.every_half, codecs.several_passes, codecs.in_order, codecs.captured, codecs.blocks],
     ids=lambda it: it.__name__,
 )
 def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, compiler: Any, scenario: Any) -> None:
@@ -33,13 +33,16 @@ def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, comp
 
 
 def large(rank: int, name: str, count: int) -> None:
+    """By minmax_u8, and by bf16 in chunks that are not aligned."""
     held = np.resize(cases.elements("normal", name, min(count, 10_000_019), seed=3), count)
     held[:: count // 7] = cases.elements("huge", name, held[:: count // 7].size)
     # Also not aligned, in chunks of more than 16 MiB and of less.
-    for chunks, offset, shift in ((1, 0, 0), (5, 1, 3), (1000, 0, 5)):
+    for by, chunks, offset, shift in (
+        ("minmax_u8", 1, 0, 0), ("minmax_u8", 5, 1, 3), ("minmax_u8", 1000, 0, 5), ("bf16", 5, 1, 3),
+    ):  # fmt: skip
         # Gives its pinned memory back each time.
         cuda = Cuda()
-        codecs.check(cuda, name, held, chunks, offset=offset, shift=shift)
+        codecs.check(cuda, name, held, chunks, offset=offset, shift=shift, by=by)
         cuda.close()
 
 

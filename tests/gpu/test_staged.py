@@ -133,7 +133,9 @@ def test_a_bucket_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: 
     ranks(2, buckets.equals_the_host, operation, False, ["float32", "float16"])
 
 
-@pytest.mark.parametrize("scenario", [buckets.large, buckets.copies, buckets.verbs], ids=lambda it: it.__name__)
+@pytest.mark.parametrize(
+    "scenario", [buckets.large, buckets.copies, buckets.verbs, buckets.ring], ids=lambda it: it.__name__
+)
 def test_buckets_behave_on_a_device_as_on_the_simulated_driver(ranks: Ranks, scenario: Any) -> None:
     ranks(2, scenario)
 

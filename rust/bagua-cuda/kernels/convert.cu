@@ -1,14 +1,7 @@
-// Conversion between float32, float16 and bfloat16: to nearest even; a NaN keeps its sign and upper bits and becomes quiet.
+// Conversion between float32, float16 and bfloat16: the codecs f16 and bf16. See convert.cuh.
 //
-// Arrays are aligned to their elements and do not overlap. A thread converts eight elements at a time where both can be aligned.
-#include "device.cuh"
-
-template <class To, class From> DEVICE typename To::Raw converted(typename From::Raw raw) {
-    const float value = From::load(raw);
-    // The only one that is neither rounded nor computed.
-    if constexpr (To::SIZE == 4) return To::store(value != value ? quiet(value) : value);
-    else return To::store(value);
-}
+// Arrays do not overlap; they may be at any address. A thread converts eight elements at a time where both can be aligned.
+#include "convert.cuh"
 
 // As many bytes as eight elements, in one vector or two.
 template <class E> DEVICE void load_eight(const u8 *at, typename E::Raw (&raw)[8]) {
@@ -30,6 +23,17 @@ template <class E> DEVICE void store_eight(u8 *at, const typename E::Raw (&raw)[
     }
 }
 
+// An element at any address.
+template <class E> DEVICE typename E::Raw load_element(const u8 *at) {
+    typedef typename E::Raw Raw;
+    return is_aligned(at, E::SIZE) ? *reinterpret_cast<const Raw *>(at) : load_bytes<Raw>(at);
+}
+
+template <class E> DEVICE void store_element(u8 *at, typename E::Raw raw) {
+    if (is_aligned(at, E::SIZE)) *reinterpret_cast<typename E::Raw *>(at) = raw;
+    else store_bytes(at, raw);
+}
+
 template <class To, class From> DEVICE void convert(const u8 *from, u64 count, u8 *to) {
     const bool from_is_narrow = From::SIZE == 2;
     const u64 ahead = up_to(from_is_narrow ? from : to, 16) / 2;
@@ -47,18 +51,34 @@ template <class To, class From> DEVICE void convert(const u8 *from, u64 count, u
     const u64 singles = count - groups * 8;
     for (u64 item = first_item(); item < singles; item += item_step()) {
         const u64 element = item < head ? item : item + groups * 8;
-        reinterpret_cast<typename To::Raw *>(to)[element] =
-            converted<To, From>(reinterpret_cast<const typename From::Raw *>(from)[element]);
+        store_element<To>(to + element * To::SIZE, converted<To, From>(load_element<From>(from + element * From::SIZE)));
     }
 }
 
+template <class To, class From>
+DEVICE void convert_chunks(const u8 *from, u64 from_step, u8 *to, u64 to_step, u64 count, u64 chunks) {
+    for (u64 chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
+        u8 *target = to + chunk * to_step * To::SIZE;
+        convert<To, From>(from + chunk * from_step * From::SIZE, count, target);
+        for (u64 item = count + first_item(); item < to_step; item += item_step()) {
+            store_element<To>(target + item * To::SIZE, 0);
+        }
+    }
+}
+
+// `chunks` parts of `count` elements, which begin `from_step` elements apart, and `to_step` in the target, both at least `count`. The target
+// gets zeros behind the elements of a chunk. The grid is (blocks per chunk, chunks).
 #define CONVERT(name, From, To)                                                                                              \
-    KERNEL convert_##name(const u8 *from, u64 count, u8 *to) { convert<To, From>(from, count, to); }                         \
+    KERNEL convert_##name(const u8 *from, u64 from_step, u8 *to, u64 to_step, u64 count, u64 chunks) {                       \
+        convert_chunks<To, From>(from, from_step, to, to_step, count, chunks);                                               \
+    }                                                                                                                        \
     EXPORT(convert_##name)
 
 CONVERT(f32_f16, F32, F16)
 CONVERT(f32_bf16, F32, BF16)
 CONVERT(f16_f32, F16, F32)
+CONVERT(f16_f16, F16, F16)
 CONVERT(f16_bf16, F16, BF16)
 CONVERT(bf16_f32, BF16, F32)
 CONVERT(bf16_f16, BF16, F16)
+CONVERT(bf16_bf16, BF16, BF16)

@@ -14,7 +14,8 @@ use crate::nvrtc::{Compiled, Nvrtc, Source};
 pub const ARCHITECTURES: [i32; 8] = [70, 75, 80, 86, 89, 90, 100, 120];
 
 /// What the programs include: name and text.
-const HEADERS: [(&CStr, &str); 4] = [
+const HEADERS: [(&CStr, &str); 5] = [
+    (c"convert.cuh", include_str!("../kernels/convert.cuh")),
     (c"device.cuh", include_str!("../kernels/device.cuh")),
     (c"elementwise.cuh", include_str!("../kernels/elementwise.cuh")),
     (c"minmax_u8.cuh", include_str!("../kernels/minmax_u8.cuh")),
@@ -112,7 +113,7 @@ mod tests {
         let error = program("onebit").unwrap_err().to_string();
         assert_eq!(
             error,
-            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, update, reduce_half, reduce_float, reduce_integer"
+            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, convert_reduce, update, reduce_half, reduce_float, reduce_integer"
         );
         assert_eq!(program("update").unwrap().name, "update");
     }

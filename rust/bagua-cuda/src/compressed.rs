@@ -1,4 +1,5 @@
-//! `minmax_u8` for compressed all_reduce: a device encodes, combines and decodes, and the records travel through pinned memory.
+//! Codecs for compressed all_reduce and for the compressed ring: a device encodes, combines and decodes, and the records travel through
+//! pinned memory.
 //!
 //! Tensors stay where they are. The chunk in which a tensor ends, and those behind it, are encoded from a copy on the device with zeros
 //! behind its elements.
@@ -7,7 +8,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use bagua_core::codec::{Codec, MinMaxU8};
+use bagua_core::codec::Codec;
 use bagua_core::collective::OpContext;
 use bagua_core::collective::compressed::{Chunks, DeviceCodec};
 use bagua_core::error::{Error, Result};
@@ -15,23 +16,22 @@ use bagua_core::memory::{Buffer, BufferMut, Device};
 use bagua_core::types::DType;
 
 use crate::api::CUstream;
-use crate::codec::{Decoder, Elements, Encoder};
-use crate::context::Context;
+use crate::codec::{Elements, Kernels, Part, kernels_of, load};
 use crate::device::Place;
-use crate::kernels::{Mean, short_name};
+use crate::kernels::{Grid, short_name};
 use crate::memory::Scratch;
-use crate::programs::Kernel;
 use crate::stage::{Copier, PIECE, Stage, wait_until_reached};
 
 /// See the module.
-pub(crate) struct MinMaxOnDevice {
+pub(crate) struct CodecOnDevice {
     /// A [`Place`].
     device: Arc<dyn Device>,
+    kernels: Box<dyn Kernels>,
 }
 
-impl MinMaxOnDevice {
-    /// On a device whose value is a [`Place`]; `None` for other codecs, and for element types that this one does not have. The kernels are
-    /// loaded then.
+impl CodecOnDevice {
+    /// On a device whose value is a [`Place`]; `None` for codecs without kernels, and for element types that they do not encode. The kernels
+    /// are loaded then.
     ///
     /// # Errors
     /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
@@ -40,14 +40,10 @@ impl MinMaxOnDevice {
         codec: &dyn Codec,
         dtype: DType,
     ) -> Result<Option<Box<dyn DeviceCodec>>> {
-        if codec.id() != MinMaxU8.id() || codec.check(dtype).is_err() {
-            return Ok(None);
-        }
-        let opened = MinMaxOnDevice { device: Arc::clone(device) };
+        let Some(kernels) = kernels_of(codec).filter(|_| codec.check(dtype).is_ok()) else { return Ok(None) };
+        let opened = CodecOnDevice { device: Arc::clone(device), kernels };
         let stage = opened.place()?.stage();
-        Encoder::new(stage.context(), dtype)?;
-        Reducer::new(stage.context(), dtype)?;
-        Decoder::new(stage.context(), dtype)?;
+        load(&*opened.kernels, stage.context(), dtype, &[Part::Encode, Part::Combine, Part::Decode])?;
         Ok(Some(Box::new(opened)))
     }
 
@@ -57,18 +53,18 @@ impl MinMaxOnDevice {
     }
 }
 
-impl DeviceCodec for MinMaxOnDevice {
+impl DeviceCodec for CodecOnDevice {
     fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: &mut [u8]) -> Result<()> {
         let ends = Ends::new(chunks, data.address())?;
         self.place()?.on_lane(|stage, copier| {
             let (context, down) = (stage.context(), copier.down.handle());
-            let encoder = Encoder::new(context, chunks.dtype)?;
             stage.order_after_last(down)?;
             let encoded = Scratch::new(context, records.len(), down)?;
             let mut launches = 0;
             if ends.whole > 0 {
                 // SAFETY: the core's promise for the tensor, and the host waits for the records below; as many chunks fit both.
-                launches += unsafe { encoder.launch(down, ends.inside(chunks), ends.whole, encoded.address()) }?;
+                launches +=
+                    unsafe { self.kernels.encode(context, down, ends.inside(chunks), ends.whole, encoded.address()) }?;
             }
             if ends.rest > 0 {
                 let copy = Scratch::new(context, ends.rest_bytes(chunks), down)?;
@@ -77,7 +73,7 @@ impl DeviceCodec for MinMaxOnDevice {
                     context.copy(copy.address(), ends.end_of_whole, ends.valued, down)?;
                     context.clear(copy.address() + ends.valued, ends.rest_bytes(chunks) - ends.valued, down)?;
                     let to = encoded.address() + ends.whole * chunks.record;
-                    encoder.launch(down, ends.outside(chunks, copy.address()), ends.rest, to)?
+                    self.kernels.encode(context, down, ends.outside(chunks, copy.address()), ends.rest, to)?
                 };
                 copy.free()?;
             }
@@ -98,15 +94,14 @@ impl DeviceCodec for MinMaxOnDevice {
     ) -> Result<()> {
         self.place()?.on_lane(|stage, copier| {
             let (context, up) = (stage.context(), copier.up.handle());
-            let reducer = Reducer::new(context, chunks.dtype)?;
             let given = Scratch::new(context, records.len(), up)?;
             let made = Scratch::new(context, record.len(), up)?;
             // SAFETY: the records' memory, which is freed on the stream behind its use; so is that of the result.
-            unsafe {
+            let launches = unsafe {
                 deliver(cx, stage, copier, records, given.address())?;
-                reducer.launch(up, given.address(), chunks, divisor, made.address())?;
-            }
-            stage.launches.fetch_add(3, Relaxed);
+                self.kernels.combine(context, up, given.address(), chunks, divisor, made.address())?
+            };
+            stage.launches.fetch_add(launches, Relaxed);
             given.free()?;
             // SAFETY: as above.
             unsafe { fetch(cx, stage, copier, up, made.address(), record) }?;
@@ -119,27 +114,29 @@ impl DeviceCodec for MinMaxOnDevice {
         let place = self.place()?;
         place.on_lane(|stage, copier| {
             let (context, up) = (stage.context(), copier.up.handle());
-            let decoder = Decoder::new(context, chunks.dtype)?;
             stage.order_after_last(up)?;
             let given = Scratch::new(context, records.len(), up)?;
             // SAFETY: the records' memory, which is freed on the stream behind its use.
             unsafe { deliver(cx, stage, copier, records, given.address()) }?;
             if ends.whole > 0 {
                 // SAFETY: the core's promise for the tensor, whose end on the device is marked below; as many chunks fit both.
-                unsafe { decoder.launch(up, given.address(), ends.inside(chunks), ends.whole) }?;
-                stage.launches.fetch_add(1, Relaxed);
+                let launches =
+                    unsafe { self.kernels.decode(context, up, given.address(), ends.inside(chunks), ends.whole) }?;
+                stage.launches.fetch_add(launches, Relaxed);
             }
             if ends.rest > 0 {
                 let copy = Scratch::new(context, ends.rest_bytes(chunks), up)?;
                 let from = given.address() + ends.whole * chunks.record;
                 let padding = data.len() - (chunks.elements * chunks.dtype.size());
                 // SAFETY: as above; the copy has room for the chunks that are left, and is freed on the stream behind them.
-                unsafe {
-                    decoder.launch(up, from, ends.outside(chunks, copy.address()), ends.rest)?;
+                let launches = unsafe {
+                    let to = ends.outside(chunks, copy.address());
+                    let launches = self.kernels.decode(context, up, from, to, ends.rest)?;
                     context.copy(ends.end_of_whole, copy.address(), ends.valued, up)?;
                     context.clear(ends.end_of_whole + ends.valued, padding, up)?;
-                }
-                stage.launches.fetch_add(1, Relaxed);
+                    launches
+                };
+                stage.launches.fetch_add(launches, Relaxed);
                 copy.free()?;
             }
             given.free()?;
@@ -147,15 +144,78 @@ impl DeviceCodec for MinMaxOnDevice {
         })
     }
 
-    fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool {
-        // The smallest element is NaN then, and finite otherwise.
-        let half = u16::from_le_bytes([record[0], record[1]]);
-        match chunks.dtype {
-            DType::F16 => half & 0x7fff > 0x7c00,
-            DType::BF16 => half & 0x7fff > 0x7f80,
-            _ => f32::from_le_bytes([record[0], record[1], record[2], record[3]]).is_nan(),
-        }
+    fn encode_difference(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        weights: Buffer<'_>,
+        replicas: [Buffer<'_>; 3],
+        record: &mut [u8],
+    ) -> Result<()> {
+        let [left, right, own] = replicas;
+        let addresses = [weights, left, right, own].map(|buffer| buffer.address());
+        addresses.iter().try_for_each(|address| check_aligned(chunks.dtype, *address))?;
+        self.place()?.on_lane(|stage, copier| {
+            let (context, down) = (stage.context(), copier.down.handle());
+            let kernel = context.kernel(&format!("update_ring_difference_{}", short_name(chunks.dtype)))?;
+            let grid = Grid::of_bytes(weights.len() as u64, context.processors()?);
+            stage.order_after_last(down)?;
+            let difference = Scratch::new(context, weights.len(), down)?;
+            let encoded = Scratch::new(context, record.len(), down)?;
+            let [weights, left, right, own] = addresses.map(|address| address as u64);
+            let mut arguments = [weights, left, right, own, difference.address() as u64, chunks.count as u64];
+            let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
+            // SAFETY: the core's promise for tensor and replicas, of one length, and the host waits for the record below; the difference and
+            // the record are freed on the stream behind their use.
+            unsafe {
+                context.launch(kernel, grid, down, &mut arguments)?;
+                let launches = self.kernels.encode(context, down, elements, 1, encoded.address())?;
+                stage.launches.fetch_add(1 + launches, Relaxed);
+                difference.free()?;
+                fetch(cx, stage, copier, down, encoded.address(), record)?;
+            }
+            encoded.free()
+        })
     }
+
+    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: &[u8], replica: BufferMut<'_>) -> Result<()> {
+        let address = replica.as_buffer().address();
+        check_aligned(chunks.dtype, address)?;
+        let place = self.place()?;
+        place.on_lane(|stage, copier| {
+            let (context, up) = (stage.context(), copier.up.handle());
+            let kernel = context.kernel(&format!("update_ring_take_{}", short_name(chunks.dtype)))?;
+            let grid = Grid::of_bytes(replica.len() as u64, context.processors()?);
+            stage.order_after_last(up)?;
+            let given = Scratch::new(context, record.len(), up)?;
+            let difference = Scratch::new(context, replica.len(), up)?;
+            let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
+            let mut arguments = [address as u64, difference.address() as u64, chunks.count as u64];
+            // SAFETY: the core's promise for the replica, whose end on the device is marked below; the record and what it decodes to are freed
+            // on the stream behind their use.
+            unsafe {
+                deliver(cx, stage, copier, record, given.address())?;
+                let launches = self.kernels.decode(context, up, given.address(), elements, 1)?;
+                context.launch(kernel, grid, up, &mut arguments)?;
+                stage.launches.fetch_add(1 + launches, Relaxed);
+            }
+            given.free()?;
+            difference.free()?;
+            place.mark_end(copier, false)
+        })
+    }
+
+    fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool {
+        self.kernels.is_nonfinite(chunks.dtype, record)
+    }
+}
+
+fn check_aligned(dtype: DType, address: usize) -> Result<()> {
+    if address.is_multiple_of(dtype.size()) {
+        return Ok(());
+    }
+    let text = format!("elements of {} at address {address:#x}, which is not aligned to them", dtype.name());
+    Err(Error::InvalidArgument(text))
 }
 
 /// Where the elements of a tensor end.
@@ -176,12 +236,8 @@ impl Ends {
     /// # Errors
     /// `InvalidArgument` for elements that are not aligned to their size.
     fn new(chunks: &Chunks, start: usize) -> Result<Ends> {
+        check_aligned(chunks.dtype, start)?;
         let size = chunks.dtype.size();
-        if !start.is_multiple_of(size) {
-            let name = chunks.dtype.name();
-            let text = format!("elements of {name} at address {start:#x}, which is not aligned to them");
-            return Err(Error::InvalidArgument(text));
-        }
         let whole = chunks.elements / chunks.count;
         Ok(Ends {
             start,
@@ -205,53 +261,6 @@ impl Ends {
     /// Bytes of the other chunks.
     fn rest_bytes(&self, chunks: &Chunks) -> usize {
         self.rest * chunks.count * chunks.dtype.size()
-    }
-}
-
-/// The kernels that combine the records of all members.
-struct Reducer<'a> {
-    context: &'a Context,
-    tables: Kernel,
-    range: Kernel,
-    reduce: Kernel,
-    processors: u32,
-}
-
-impl<'a> Reducer<'a> {
-    fn new(context: &'a Context, dtype: DType) -> Result<Reducer<'a>> {
-        let name = short_name(dtype);
-        Ok(Reducer {
-            tables: context.kernel(&format!("minmax_u8_tables_{name}"))?,
-            range: context.kernel(&format!("minmax_u8_reduce_range_{name}"))?,
-            reduce: context.kernel(&format!("minmax_u8_reduce_{name}"))?,
-            processors: context.processors()?,
-            context,
-        })
-    }
-
-    /// The records of all members become one, in three launches.
-    ///
-    /// # Safety
-    /// There are a record of each member from `from` on, and room for one at `to`, in memory of the context's device, which lives and is used
-    /// by nobody else until the stream has come so far.
-    unsafe fn launch(&self, stream: CUstream, from: usize, chunks: &Chunks, divisor: usize, to: usize) -> Result<()> {
-        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
-        let (from, count) = (from as u64, chunks.count as u64);
-        let sizes = Mean::new(count, ranks, self.processors);
-        let tables = Scratch::new(self.context, sizes.tables_bytes, stream)?;
-        let ranges = Scratch::new(self.context, sizes.ranges, stream)?;
-        let divisor = u64::from((divisor as f32).to_bits());
-        let (values, found) = (tables.address() as u64, ranges.address() as u64);
-        // SAFETY: the caller's promise; tables and ranges are as large as the launches ask for, and freed on the stream behind them.
-        unsafe {
-            self.context.launch(self.tables, sizes.tables, stream, &mut [from, count, values])?;
-            let ranks = u64::from(ranks);
-            self.context.launch(self.range, sizes.grid, stream, &mut [from, count, ranks, divisor, values, found])?;
-            let mut arguments = [from, count, ranks, divisor, values, found, to as u64, 0, 0];
-            self.context.launch(self.reduce, sizes.grid, stream, &mut arguments)?;
-        }
-        tables.free()?;
-        ranges.free()
     }
 }
 

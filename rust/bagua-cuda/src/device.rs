@@ -535,6 +535,16 @@ impl Device for Place {
         })
     }
 
+    unsafe fn copy_in_operation(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize) -> Result<()> {
+        self.on_lane(|stage, copier| {
+            let up = copier.up.handle();
+            stage.order_after_last(up)?;
+            // SAFETY: the caller's promise.
+            unsafe { stage.context().copy(to.as_ptr() as usize, from.as_ptr() as usize, len, up) }?;
+            self.mark_end(copier, false)
+        })
+    }
+
     unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
         Place::order(self, stream)?;
         let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);

@@ -12,7 +12,7 @@ use bagua_core::types::DType;
 use nccl_sys::UNIQUE_ID_BYTES;
 
 use crate::choice::{self, Candidate, Chosen, Found, Hosts, NCCL, RECORD, Way};
-use crate::compressed::MinMaxOnDevice;
+use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, Place, Wish, place_of};
 use crate::ipc::{Ipc, Ranks};
 use crate::leaders::{LEADER, Leaders};
@@ -84,7 +84,7 @@ impl Collective for OnDevices {
 
     fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
         match place {
-            Some(device) if place_of(place).is_some() => MinMaxOnDevice::open(device, codec, dtype),
+            Some(device) if place_of(place).is_some() => CodecOnDevice::open(device, codec, dtype),
             _ => self.inner.codec_on(place, codec, dtype),
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Every kernel has blocks of [`THREADS`] threads and loops over what it has to do, so that grids are a matter of speed only: except for
 //! those of a [`Pass`], which share a grid, and of [`Mean`]. Numbers of elements are u64, addresses 8 bytes. Elements are aligned to
-//! their size (complex128: to 8 bytes), records and their ranges: to 1 and to 4.
+//! their size (complex128: to 8 bytes), records and their ranges: to 1 and to 4 (those of `convert_reduce_T_U`: to 16).
 //!
 //! | kernel | parameters |
 //! |---|---|
@@ -12,7 +12,8 @@
 //! | `minmax_u8_tables_T` | records, count, tables |
 //! | `minmax_u8_reduce_range_T` | records, count, ranks (u32), divisor (f32), tables, ranges |
 //! | `minmax_u8_reduce_T` | records, count, ranks (u32), divisor (f32), tables, ranges, record, mean (or null), nonfinite (or null) |
-//! | `convert_T_U` | elements, count, converted |
+//! | `convert_T_U` | elements, their step, converted, their step, count per chunk, chunks |
+//! | `convert_reduce_T_U` | records of U, bytes of each, count, ranks (u32), divisor (f32), record |
 //! | `update_correct_T` | weights, average, snapshot, count |
 //! | `update_subtract_T` | values, base, out, count |
 //! | `update_ring_difference_T` | weights, left, right, own, out, count |
@@ -44,7 +45,7 @@ pub struct Program {
 }
 
 /// All programs.
-pub const PROGRAMS: [Program; 7] = [
+pub const PROGRAMS: [Program; 8] = [
     Program {
         name: "minmax_u8",
         source: include_str!("../kernels/minmax_u8.cu"),
@@ -82,9 +83,23 @@ pub const PROGRAMS: [Program; 7] = [
             "convert_f32_f16",
             "convert_f32_bf16",
             "convert_f16_f32",
+            "convert_f16_f16",
             "convert_f16_bf16",
             "convert_bf16_f32",
             "convert_bf16_f16",
+            "convert_bf16_bf16",
+        ],
+    },
+    Program {
+        name: "convert_reduce",
+        source: include_str!("../kernels/convert_reduce.cu"),
+        kernels: &[
+            "convert_reduce_f32_f16",
+            "convert_reduce_f32_bf16",
+            "convert_reduce_f16_f16",
+            "convert_reduce_f16_bf16",
+            "convert_reduce_bf16_f16",
+            "convert_reduce_bf16_bf16",
         ],
     },
     Program {
@@ -244,9 +259,14 @@ fn blocks(pieces: u64, each: u64, processors: u32) -> u32 {
 const MAX_BLOCKS: u32 = 2048;
 
 impl Grid {
-    /// For kernels over so many bytes of the largest array: `convert`, `update`, `reduce_T_OP`.
+    /// For kernels over so many bytes of the largest array: `convert_reduce`, `update`, `reduce_T_OP`.
     pub fn of_bytes(bytes: u64, processors: u32) -> Grid {
         Grid { blocks: [blocks(bytes.div_ceil(16), 2, processors), 1, 1], shared: 0 }
+    }
+
+    /// For `convert_T_U`, where a chunk has so many bytes in the larger of its arrays.
+    pub fn convert(bytes: u64, chunks: u64, processors: u32) -> Grid {
+        Grid::of_chunks(bytes.div_ceil(16), 2, chunks, processors)
     }
 
     /// For `minmax_u8_decode_T`.

@@ -1,6 +1,6 @@
 //! CUDA, found at run time and never linked.
 //!
-//! Which libraries there are, which devices, kernels, the codec `minmax_u8` on a device, and the collectives `staged`, `nccl`, `ipc` and `hier`.
+//! Which libraries there are, which devices, kernels, codecs on a device, and the collectives `staged`, `nccl`, `ipc` and `hier`.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -24,8 +24,8 @@
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
 //! | [`programs`] | which kernels a context has loaded |
 //! | [`launch`] | loading machine code for a device, and launching kernels |
-//! | [`codec`] | `minmax_u8` on arrays of a device |
-//! | `compressed` | `minmax_u8` for compressed all_reduce: records between a device and the host |
+//! | [`codec`] | codecs on arrays of a device |
+//! | `compressed` | the same for compressed all_reduce and the compressed ring: records between a device and the host |
 //! | [`cache`] | a folder of machine code |
 //! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them; `hier` with it inside hosts |
 //! | [`library`] | finding and loading one shared library |

@@ -177,7 +177,7 @@ impl Codec {
         self.on_device(py, call, keep, || {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
             let from = Elements { address: src, count, dtype };
-            tensor::encode_on_device(call.core(), from, chunks, Records { address: dst, len })
+            tensor::encode_on_device(call.core(), &*self.core, from, chunks, Records { address: dst, len })
         })
     }
 
@@ -197,7 +197,7 @@ impl Codec {
         self.on_device(py, call, keep, || {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
             let to = Elements { address: dst, count, dtype };
-            tensor::decode_on_device(call.core(), Records { address: src, len }, to, chunks)
+            tensor::decode_on_device(call.core(), &*self.core, Records { address: src, len }, to, chunks)
         })
     }
 }
@@ -211,7 +211,7 @@ impl Codec {
         keep: Py<PyAny>,
         work: impl FnOnce() -> Result<()> + Send,
     ) -> PyResult<()> {
-        let outcome = py.detach(|| on_device::check(&*self.core).and_then(|()| work()));
+        let outcome = py.detach(work);
         call.core().keep(Box::new(keep));
         outcome.map_err(|e| errors::raise(py, e))
     }

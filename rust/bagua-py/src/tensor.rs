@@ -9,11 +9,12 @@
 
 use std::sync::Arc;
 
+use bagua_core::codec::Codec;
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{DeviceRef, Region, WeightLock, Weights};
 use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
-use bagua_cuda::codec::{self, Elements, Records};
+use bagua_cuda::codec::{self as on_device, Elements, Records};
 use bagua_cuda::{Averaged, Averaging, Place};
 
 /// `count` elements at `address`, by the promise above.
@@ -38,15 +39,15 @@ pub fn copy_on_device(call: &Place, to: usize, from: usize, bytes: usize) -> Res
 }
 
 /// Encodes an array of a device, on the stream of a call, by the promise above for both arrays.
-pub fn encode_on_device(call: &Place, from: Elements, chunks: usize, to: Records) -> Result<()> {
+pub fn encode_on_device(call: &Place, codec: &dyn Codec, from: Elements, chunks: usize, to: Records) -> Result<()> {
     // SAFETY: the caller's promise, for memory of that device.
-    unsafe { codec::encode(call, from, chunks, to) }
+    unsafe { on_device::encode(call, codec, from, chunks, to) }
 }
 
 /// Decodes an array of a device, on the stream of a call, by the promise above for both arrays.
-pub fn decode_on_device(call: &Place, from: Records, to: Elements, chunks: usize) -> Result<()> {
+pub fn decode_on_device(call: &Place, codec: &dyn Codec, from: Records, to: Elements, chunks: usize) -> Result<()> {
     // SAFETY: the caller's promise, for memory of that device.
-    unsafe { codec::decode(call, from, to, chunks) }
+    unsafe { on_device::decode(call, codec, from, to, chunks) }
 }
 
 /// `count` elements at `address` that are shared under a lock: by the promise above, but for who uses them meanwhile; that is up to

@@ -7,10 +7,11 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-use super::{Collective, Incoming, OpContext, Outgoing};
+use super::{Chunks, Collective, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::codec::{Codec, Encoded, Scratch};
 use crate::error::{Error, Result};
+use crate::memory::BufferMut;
 use crate::reduce::combine;
 use crate::types::ReduceOp;
 
@@ -144,14 +145,21 @@ pub fn average(
     Ok(())
 }
 
-/// Replicas of the compressed ring, each of the length of the weights: what the neighbours know.
+/// Replicas of the compressed ring, each of the length of the weights and in the same place: what the neighbours know.
 pub struct Replicas<'a> {
     /// Own weights as both neighbours have them.
-    pub own: &'a mut [u8],
+    pub own: BufferMut<'a>,
     /// Those of the left neighbour, member i - 1.
-    pub left: &'a mut [u8],
+    pub left: BufferMut<'a>,
     /// Those of the right neighbour, member i + 1.
-    pub right: &'a mut [u8],
+    pub right: BufferMut<'a>,
+}
+
+impl Replicas<'_> {
+    /// The same for a shorter time.
+    pub fn reborrow(&mut self) -> Replicas<'_> {
+        Replicas { own: self.own.reborrow(), left: self.left.reborrow(), right: self.right.reborrow() }
+    }
 }
 
 /// Memory of [`compressed_ring`] that is kept between calls.
@@ -169,9 +177,35 @@ pub struct Workspace {
 /// neighbours; L and R take up the neighbours' differences, W its own, and x becomes W. So W is to the bit what both neighbours
 /// hold. Alone, W becomes x.
 ///
+/// On a device that has the codec all of it stays there, and only records come to the host: those of the host, byte for byte.
+///
 /// # Errors
-/// As [`Collective::run`].
+/// `UnsupportedType` on a device where the collective has not the codec; otherwise as [`Collective::codec_on`] and [`Collective::run`].
 pub fn compressed_ring(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    codec: &dyn Codec,
+    draw: u64,
+    weights: BufferMut<'_>,
+    mut replicas: Replicas<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    if collective.size() == 1 || weights.is_empty() {
+        return replicas.own.copy_in_place(weights.as_buffer());
+    }
+    let count = weights.len() / cx.dtype().size();
+    codec.check_count(count)?;
+    let record = codec.record_len(count, cx.dtype());
+    for bytes in [&mut work.sent, &mut work.left, &mut work.right] {
+        bytes.resize(record, 0);
+    }
+    match weights.device() {
+        None => ring_on_host(collective, cx, codec, draw, weights.into_host()?, replicas, work),
+        Some(_) => ring_on_device(collective, cx, codec, weights, replicas, work),
+    }
+}
+
+fn ring_on_host(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     codec: &dyn Codec,
@@ -180,25 +214,59 @@ pub fn compressed_ring(
     replicas: Replicas<'_>,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (me, n, dtype) = (collective.rank(), collective.size(), cx.dtype());
-    let Replicas { own, left, right } = replicas;
-    if n == 1 || weights.is_empty() {
-        own.copy_from_slice(weights);
-        return Ok(());
-    }
-    let count = weights.len() / dtype.size();
-    codec.check_count(count)?;
-    let record = codec.record_len(count, dtype);
+    let dtype = cx.dtype();
+    let (own, left, right) = (replicas.own.into_host()?, replicas.left.into_host()?, replicas.right.into_host()?);
     work.elements.resize(weights.len(), 0);
-    for bytes in [&mut work.sent, &mut work.left, &mut work.right] {
-        bytes.resize(record, 0);
-    }
     let start = Instant::now();
     for_dtype(dtype, Difference { weights, own, left, right, out: &mut work.elements });
     if codec.encode(dtype, &work.elements, &mut work.sent, draw, &mut work.scratch) == Encoded::NonFinite {
         cx.stats.nonfinite_records.fetch_add(1, Relaxed);
     }
     cx.stats.add_encode(start.elapsed());
+    with_neighbours(collective, cx, work)?;
+    let start = Instant::now();
+    for (record, replica) in [(&work.left, left), (&work.right, right), (&work.sent, &mut *own)] {
+        codec.decode(dtype, record, &mut work.elements)?;
+        for_dtype(dtype, Take { replica, difference: &work.elements });
+    }
+    weights.copy_from_slice(own);
+    cx.stats.add_encode(start.elapsed());
+    Ok(())
+}
+
+fn ring_on_device(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    codec: &dyn Codec,
+    mut weights: BufferMut<'_>,
+    replicas: Replicas<'_>,
+    work: &mut Workspace,
+) -> Result<()> {
+    let dtype = cx.dtype();
+    let Some(mut on_device) = collective.codec_on(weights.device(), codec, dtype)? else {
+        return Err(Error::UnsupportedType(format!("codec {} does not run where the weights are", codec.name())));
+    };
+    let Replicas { mut own, left, right } = replicas;
+    let count = weights.len() / dtype.size();
+    let chunks = Chunks { dtype, chunks: 1, count, elements: count, record: work.sent.len() };
+    let start = Instant::now();
+    let known = [left.as_buffer(), right.as_buffer(), own.as_buffer()];
+    on_device.encode_difference(cx, &chunks, weights.as_buffer(), known, &mut work.sent)?;
+    cx.stats.nonfinite_records.fetch_add(u64::from(on_device.is_nonfinite(&chunks, &work.sent)), Relaxed);
+    cx.stats.add_encode(start.elapsed());
+    with_neighbours(collective, cx, work)?;
+    let start = Instant::now();
+    for (record, replica) in [(&work.left, left), (&work.right, right), (&work.sent, own.reborrow())] {
+        on_device.add(cx, &chunks, record, replica)?;
+    }
+    weights.copy_in_place(own.as_buffer())?;
+    cx.stats.add_encode(start.elapsed());
+    Ok(())
+}
+
+/// The record goes to both neighbours, and theirs come.
+fn with_neighbours(collective: &mut dyn Collective, cx: &OpContext<'_>, work: &mut Workspace) -> Result<()> {
+    let (me, n) = (collective.rank(), collective.size());
     let (before, after) = ((me + n - 1) % n, (me + 1) % n);
     let mut sends = vec![Outgoing::new(before, cx.fingerprint, &work.sent)];
     let mut recvs = vec![Incoming::new(before, cx.fingerprint, &mut work.left)];
@@ -211,13 +279,6 @@ pub fn compressed_ring(
     if before == after {
         work.right.copy_from_slice(&work.left);
     }
-    let start = Instant::now();
-    for (record, replica) in [(&work.left, left), (&work.right, right), (&work.sent, &mut *own)] {
-        codec.decode(dtype, record, &mut work.elements)?;
-        for_dtype(dtype, Take { replica, difference: &work.elements });
-    }
-    weights.copy_from_slice(own);
-    cx.stats.add_encode(start.elapsed());
     Ok(())
 }
 

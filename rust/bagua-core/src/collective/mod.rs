@@ -48,8 +48,8 @@ pub struct Chunks {
     pub record: usize,
 }
 
-/// A two-shot codec on a device. Its records are in host memory, and those of the codec on the host, byte for byte; the tensor is on the
-/// device. Each method returns when the host's bytes are there, and may leave work on the tensor to the device.
+/// A two-shot codec on a device, for compressed all_reduce and for the compressed ring. Its records are in host memory, and those of the codec
+/// on the host, byte for byte; the tensor is on the device. Each method returns when the host's bytes are there, and may leave work on the tensor to the device.
 pub trait DeviceCodec {
     /// Encodes all chunks into one record after the other.
     ///
@@ -75,6 +75,26 @@ pub trait DeviceCodec {
     /// # Errors
     /// As [`DeviceCodec::encode`].
     fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: &[u8], data: BufferMut<'_>) -> Result<()>;
+
+    /// Encodes what the compressed ring sends, see [`gossip::compressed_ring`], as the only chunk: of the weights, and of the replicas of the left
+    /// neighbour, of the right one, and of this member.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn encode_difference(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        weights: Buffer<'_>,
+        replicas: [Buffer<'_>; 3],
+        record: &mut [u8],
+    ) -> Result<()>;
+
+    /// Adds what the record of the only chunk decodes to to a replica, rounded.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: &[u8], replica: BufferMut<'_>) -> Result<()>;
 
     /// Whether a record is one of elements that are not all finite.
     fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool;

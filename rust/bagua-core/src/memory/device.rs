@@ -118,6 +118,22 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// Copies `len` bytes within the device, as a step of the operation that runs: on the communication thread.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Safety
+    /// Both are memory of this device, apart from each other, valid, and nobody else uses them until what operations did next is done.
+    unsafe fn copy_in_operation(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize) -> Result<()> {
+        let mut host = vec![0; len];
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.copy_to_host(from, &mut host)?;
+            self.copy_from_host(&host, to)
+        }
+    }
+
     /// Copies `len` bytes within the device, as work of `stream` behind what [`Device::order`] names.
     ///
     /// # Errors
@@ -364,6 +380,24 @@ impl<'a> BufferMut<'a> {
                 from.copy_to(&mut host)?;
                 self.copy_from(&host)
             }
+        }
+    }
+
+    /// Copies `from`, of the same place and as long, over all bytes, as a step of the operation that runs.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    ///
+    /// # Panics
+    /// When the lengths or the places differ.
+    pub(crate) fn copy_in_place(&mut self, from: Buffer<'_>) -> Result<()> {
+        assert!(from.len == self.len() && same_place(from.device, self.device()));
+        match self.bytes.device {
+            Some(device) if !from.is_empty() => {
+                // SAFETY: memory of this device, by the promise of `new`; the exclusive borrow of one keeps the other apart from it.
+                unsafe { device.copy_in_operation(from.ptr, self.bytes.ptr, from.len) }
+            }
+            _ => self.copy_from_buffer(from),
         }
     }
 

@@ -9,7 +9,7 @@ use crate::codec::chunks::draw;
 use crate::collective::gossip::{Replicas, Workspace};
 use crate::error::{Error, Result};
 use crate::group::{CompressedRing, Options};
-use crate::memory::Region;
+use crate::memory::{BufferMut, Region, same_place};
 use crate::types::DType;
 use crate::wait::lock;
 
@@ -19,6 +19,8 @@ pub const REPLICAS: [&str; 3] = ["weight", "left_peer_weight", "right_peer_weigh
 
 /// See the module and [`crate::collective::gossip::compressed_ring`]. `hierarchical`: members are the hosts, with the means of their
 /// ranks.
+///
+/// On a device that has the codec the tensors and the replicas stay there; without the codec, copies on the host are averaged.
 pub struct LowPrecisionDecentralizedOp {
     codec: Arc<dyn Codec>,
     hierarchical: bool,
@@ -28,9 +30,9 @@ pub struct LowPrecisionDecentralizedOp {
 /// What is kept between runs.
 #[derive(Default)]
 struct Memory {
-    /// The tensors, where they are not adjacent on the host.
+    /// The tensors, where they are on a device that has not the codec, or not adjacent on the host.
     tensors: Vec<u8>,
-    /// The replicas, where they are on a device.
+    /// The replicas, where they are on a device that has not the codec.
     replicas: [Vec<u8>; 3],
     work: Workspace,
 }
@@ -39,6 +41,11 @@ impl LowPrecisionDecentralizedOp {
     /// The compressed ring.
     pub fn new(codec: Arc<dyn Codec>, hierarchical: bool) -> LowPrecisionDecentralizedOp {
         LowPrecisionDecentralizedOp { codec, hierarchical, memory: Mutex::default() }
+    }
+
+    /// The round of a step.
+    fn ring<'a>(&'a self, step: u64, replicas: Replicas<'a>) -> CompressedRing<'a> {
+        CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(step, 0), replicas }
     }
 }
 
@@ -60,23 +67,37 @@ impl Op for LowPrecisionDecentralizedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
-        let Memory { tensors: scratch, replicas, work } = &mut *lock(&self.memory);
-        let [mut own, mut left, mut right] = on_host(extra, bucket, replicas)?;
-        let replicas = Replicas { own: own.bytes()?, left: left.bytes()?, right: right.bytes()? };
-        let ring =
-            CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(*step, 0), replicas };
-        with_whole(tensors, scratch, |weights| lanes.compressed_ring(&options, dtype, weights, ring, work))?;
+        let Memory { tensors: scratch, replicas: copies, work } = &mut *lock(&self.memory);
+        let [own, left, right] = replicas_of(extra, bucket)?;
+        let place = tensors.first().and_then(Region::device);
+        let together = [&*own, left, right].iter().all(|replica| same_place(replica.device(), place));
+        if together && lanes.encodes_on(place, &*self.codec, dtype, self.hierarchical)? {
+            let replicas = Replicas { own: own.buffer_mut(), left: left.buffer_mut(), right: right.buffer_mut() };
+            let run = |weights: BufferMut<'_>| {
+                lanes.compressed_ring(&options, dtype, weights, self.ring(*step, replicas), work)
+            };
+            if Region::whole_on_device(tensors, run)?.is_some() {
+                return Ok(());
+            }
+        }
+        let [own_copy, left_copy, right_copy] = copies;
+        let mut own = OnHost::read(own, own_copy)?;
+        let mut left = OnHost::read(left, left_copy)?;
+        let mut right = OnHost::read(right, right_copy)?;
+        let replicas = Replicas { own: own.bytes()?.into(), left: left.bytes()?.into(), right: right.bytes()?.into() };
+        with_whole(tensors, scratch, |weights| {
+            lanes.compressed_ring(&options, dtype, weights.into(), self.ring(*step, replicas), work)
+        })?;
         [own, left, right].into_iter().try_for_each(OnHost::write_back)
     }
 }
 
 /// The three replicas among the extra tensors.
-fn on_host<'a>(extra: &'a mut [ExtraTensor], bucket: &str, copies: &'a mut [Vec<u8>; 3]) -> Result<[OnHost<'a>; 3]> {
+fn replicas_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str) -> Result<[&'a mut Region; 3]> {
     let mut found = [None, None, None];
-    let mut copies = copies.each_mut().map(Some);
     for ExtraTensor { name, region } in extra {
         if let Some(at) = REPLICAS.iter().position(|replica| replica == name) {
-            found[at] = copies[at].take().map(|copy| OnHost::read(region, copy)).transpose()?;
+            found[at] = Some(region);
         }
     }
     match found {

@@ -231,6 +231,11 @@ impl Collective for Staged {
     }
 }
 
+/// The float32 of toy memory.
+fn floats(buffer: Buffer<'_>) -> Result<Vec<f32>> {
+    Ok(on_host(buffer)?.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
+}
+
 /// minmax_u8 of float32 on toy memory, by way of copies. The device lists its calls.
 struct ToyCodec(Arc<dyn Device>);
 
@@ -284,6 +289,31 @@ impl DeviceCodec for ToyCodec {
         }
         host[chunks.elements * 4..].fill(0);
         data.copy_from(&host[..data.len()])
+    }
+
+    fn encode_difference(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        weights: Buffer<'_>,
+        [left, right, own]: [Buffer<'_>; 3],
+        record: &mut [u8],
+    ) -> Result<()> {
+        self.hear("difference");
+        let (x, l, r, w) = (floats(weights)?, floats(left)?, floats(right)?, floats(own)?);
+        let one = |i: usize| x[i] + l[i] * (1.0 / 3.0) + r[i] * (1.0 / 3.0) - w[i] * (5.0 / 3.0);
+        let difference: Vec<u8> = (0..chunks.count).flat_map(|i| one(i).to_ne_bytes()).collect();
+        let _ = MinMaxU8.encode(cx.dtype(), &difference, record, 0, &mut Scratch::default());
+        Ok(())
+    }
+
+    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: &[u8], mut replica: BufferMut<'_>) -> Result<()> {
+        self.hear("add");
+        let mut difference = vec![0; chunks.count * 4];
+        MinMaxU8.decode(cx.dtype(), record, &mut difference)?;
+        let difference = difference.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
+        let sums = floats(replica.as_buffer())?.into_iter().zip(difference).map(|(value, more)| value + more);
+        replica.copy_from(&sums.flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
     }
 
     fn is_nonfinite(&self, _chunks: &Chunks, record: &[u8]) -> bool {

@@ -5,7 +5,7 @@ use crate::codec::{self, Codec};
 use crate::collective::compressed::{self, Compression};
 use crate::collective::gossip::{self, PeerSelection, Replicas};
 use crate::error::{Error, Result};
-use crate::memory::BufferMut;
+use crate::memory::{BufferMut, name_of, same_place};
 use crate::types::{DType, Kind};
 
 impl Lane {
@@ -66,7 +66,7 @@ impl Lane {
     ///
     /// # Errors
     /// `UnsupportedType` for an element type that the codec does not encode, `InvalidArgument` for replicas of another length than
-    /// the weights, before anything is sent; otherwise as [`Lane::run`].
+    /// the weights or in another place, before anything is sent; otherwise as [`Lane::run`].
     #[expect(clippy::too_many_arguments, reason = "all are buffers or choices of one operation")]
     pub fn compressed_ring(
         &mut self,
@@ -74,17 +74,22 @@ impl Lane {
         dtype: DType,
         codec: &dyn Codec,
         draw: u64,
-        weights: &mut [u8],
+        weights: BufferMut<'_>,
         replicas: Replicas<'_>,
         work: &mut gossip::Workspace,
     ) -> Result<()> {
         self.health.check()?;
         codec.check(dtype)?;
         let count = check::elements(dtype, weights.len(), "the buffer")?;
-        let lens = [replicas.own.len(), replicas.left.len(), replicas.right.len()];
-        if let Some(len) = lens.into_iter().find(|len| *len != weights.len()) {
-            let elements = len / dtype.size();
-            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+        for replica in [&replicas.own, &replicas.left, &replicas.right] {
+            if replica.len() != weights.len() {
+                let elements = replica.len() / dtype.size();
+                return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+            }
+            if !same_place(replica.device(), weights.device()) {
+                let (one, other) = (name_of(weights.device()), name_of(replica.device()));
+                return Err(Error::InvalidArgument(format!("the weights are on {one}, a replica is on {other}")));
+            }
         }
         let options = options_of_ring(options, codec);
         let says = self.next(Kind::Gossip, dtype, count, &options);

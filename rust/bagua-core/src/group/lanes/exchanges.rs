@@ -96,7 +96,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Whether [`Lanes::compressed_all_reduce`] without error feedback leaves the tensor on this device, and encodes it there.
+    /// Whether [`Lanes::compressed_all_reduce`] without error feedback, and [`Lanes::compressed_ring`], leave the tensor on this device, and
+    /// encode it there.
     ///
     /// # Errors
     /// As [`crate::collective::Collective::codec_on`].
@@ -150,7 +151,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// A round of the compressed ring; `weights` become the replica `own` on every rank.
+    /// A round of the compressed ring; `weights` become the replica `own` on every rank. On a device for which [`Lanes::encodes_on`] is true,
+    /// nothing but records comes to the host.
     ///
     /// # Errors
     /// As [`crate::group::Lane::compressed_ring`].
@@ -158,26 +160,24 @@ impl Lanes {
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        weights: &mut [u8],
+        mut weights: BufferMut<'_>,
         ring: CompressedRing<'_>,
         work: &mut RingWorkspace,
     ) -> Result<()> {
-        let CompressedRing { codec, hierarchical, draw, replicas } = ring;
+        let CompressedRing { codec, hierarchical, draw, mut replicas } = ring;
         if !hierarchical {
             return self.global.compressed_ring(options, dtype, codec, draw, weights, replicas, work);
         }
         let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of_ring(options, codec) };
-        let Replicas { own, left, right } = replicas;
         let HostLanes { intra, inter } = self.hosts()?;
         let average = Verb::Reduce { op: ReduceOp::Avg, root: LEADER };
-        intra.run(&options, dtype, average, Io::in_place(weights))?;
+        intra.run(&options, dtype, average, Io::InPlace(weights.reborrow()))?;
         let counted = inter.is_some();
         if let Some(inter) = inter {
-            let replicas = Replicas { own: &mut *own, left, right };
-            inter.compressed_ring(&options, dtype, codec, draw, weights, replicas, work)?;
+            inter.compressed_ring(&options, dtype, codec, draw, weights.reborrow(), replicas.reborrow(), work)?;
         }
-        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::in_place(weights))?;
-        own.copy_from_slice(weights);
+        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::InPlace(weights.reborrow()))?;
+        replicas.own.copy_in_place(weights.as_buffer())?;
         self.count_hierarchical(Kind::Gossip, weights.len(), counted);
         Ok(())
     }

@@ -1,0 +1,100 @@
+//! What the kernels of every codec do.
+
+use bagua_core::collective::compressed::Chunks;
+use bagua_core::error::Result;
+use bagua_core::types::DType;
+
+use crate::api::CUstream;
+use crate::context::Context;
+
+/// Elements on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Elements {
+    /// Of the first one.
+    pub address: usize,
+    /// How many.
+    pub count: usize,
+    /// Their type.
+    pub dtype: DType,
+}
+
+/// Bytes on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Records {
+    /// Of the first one.
+    pub address: usize,
+    /// How many.
+    pub len: usize,
+}
+
+/// One launch or several of a codec's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Elements become records.
+    Encode,
+    /// The records of all members for one chunk become one.
+    Combine,
+    /// Records become elements.
+    Decode,
+}
+
+/// The kernels of a codec. What a method of this trait launches is loaded then, if it was not before; the number of launches is
+/// returned.
+pub(crate) trait Kernels: Send + Sync {
+    /// The names of those that a part of the work needs.
+    fn names(&self, part: Part, dtype: DType) -> Vec<String>;
+
+    /// Encodes elements, at least one, in equal chunks.
+    ///
+    /// # Safety
+    /// The elements, and the records' bytes from `to` on, are memory of the context's device, which lives and is used by nobody else until the
+    /// stream has come so far; the elements are aligned to their type.
+    ///
+    /// # Errors
+    /// `Unavailable` without NVRTC; `Device`.
+    unsafe fn encode(
+        &self,
+        context: &Context,
+        stream: CUstream,
+        from: Elements,
+        chunks: usize,
+        to: usize,
+    ) -> Result<u64>;
+
+    /// Decodes records into elements, at least one, in equal chunks.
+    ///
+    /// # Safety
+    /// As [`Kernels::encode`], with the records' bytes from `from` on.
+    ///
+    /// # Errors
+    /// As [`Kernels::encode`].
+    unsafe fn decode(
+        &self,
+        context: &Context,
+        stream: CUstream,
+        from: usize,
+        to: Elements,
+        chunks: usize,
+    ) -> Result<u64>;
+
+    /// The records of all members become one, as [`bagua_core::collective::compressed::DeviceCodec::combine`] says.
+    ///
+    /// # Safety
+    /// There are a record of each member from `from` on, and room for one at `to`, in memory of the context's device, which lives and is used
+    /// by nobody else until the stream has come so far. Both are aligned to 16 bytes.
+    ///
+    /// # Errors
+    /// As [`Kernels::encode`].
+    unsafe fn combine(
+        &self,
+        context: &Context,
+        stream: CUstream,
+        from: usize,
+        chunks: &Chunks,
+        divisor: usize,
+        to: usize,
+    ) -> Result<u64>;
+
+    /// Whether a record is one of elements that are not all finite, as the codec counts them.
+    fn is_nonfinite(&self, dtype: DType, record: &[u8]) -> bool;
+}

@@ -1,0 +1,119 @@
+//! `minmax_u8`: encoding takes two launches for as many chunks as fit a cache, combining three, decoding one.
+
+use bagua_core::codec::{Codec, MinMaxU8};
+use bagua_core::collective::compressed::Chunks;
+use bagua_core::error::{Error, Result};
+use bagua_core::types::DType;
+
+use super::launches::{Elements, Kernels, Part};
+use crate::api::CUstream;
+use crate::context::Context;
+use crate::kernels::{self, Grid, Mean, short_name};
+use crate::memory::Scratch;
+
+/// See the module.
+pub(super) struct MinMaxU8Kernels;
+
+impl Kernels for MinMaxU8Kernels {
+    fn names(&self, part: Part, dtype: DType) -> Vec<String> {
+        let names: &[&str] = match part {
+            Part::Encode => &["range", "encode"],
+            Part::Combine => &["tables", "reduce_range", "reduce"],
+            Part::Decode => &["decode"],
+        };
+        names.iter().map(|name| format!("minmax_u8_{name}_{}", short_name(dtype))).collect()
+    }
+
+    unsafe fn encode(
+        &self,
+        context: &Context,
+        stream: CUstream,
+        from: Elements,
+        chunks: usize,
+        to: usize,
+    ) -> Result<u64> {
+        let name = short_name(from.dtype);
+        let range = context.kernel(&format!("minmax_u8_range_{name}"))?;
+        let encode = context.kernel(&format!("minmax_u8_encode_{name}"))?;
+        let processors = context.processors()?;
+        let count = from.count / chunks;
+        let passes = || kernels::encode(from.dtype, count as u64, chunks as u64, processors);
+        let bytes = passes().map(|pass| pass.ranges).max().unwrap_or(0);
+        let ranges = Scratch::new(context, bytes, stream)?;
+        let mut launches = 0;
+        for pass in passes() {
+            let elements = from.address as u64 + pass.first * (count * from.dtype.size()) as u64;
+            let records = to as u64 + pass.first * MinMaxU8.record_len(count, from.dtype) as u64;
+            let mut arguments = [elements, count as u64, pass.chunks, ranges.address() as u64, records, 0];
+            // SAFETY: the caller's promise for both arrays; the ranges are as many as the passes ask for, and freed on the stream after both
+            // launches.
+            unsafe {
+                context.launch(range, pass.grid, stream, &mut arguments[..4])?;
+                context.launch(encode, pass.grid, stream, &mut arguments)?;
+            }
+            launches += 2;
+        }
+        ranges.free()?;
+        Ok(launches)
+    }
+
+    unsafe fn decode(
+        &self,
+        context: &Context,
+        stream: CUstream,
+        from: usize,
+        to: Elements,
+        chunks: usize,
+    ) -> Result<u64> {
+        let decode = context.kernel(&format!("minmax_u8_decode_{}", short_name(to.dtype)))?;
+        let count = (to.count / chunks) as u64;
+        let grid = Grid::decode(to.dtype, count, chunks as u64, context.processors()?);
+        let mut arguments = [from as u64, count, chunks as u64, to.address as u64];
+        // SAFETY: the caller's promise for both arrays.
+        unsafe { context.launch(decode, grid, stream, &mut arguments) }?;
+        Ok(1)
+    }
+
+    unsafe fn combine(
+        &self,
+        context: &Context,
+        stream: CUstream,
+        from: usize,
+        chunks: &Chunks,
+        divisor: usize,
+        to: usize,
+    ) -> Result<u64> {
+        let name = short_name(chunks.dtype);
+        let make_tables = context.kernel(&format!("minmax_u8_tables_{name}"))?;
+        let range = context.kernel(&format!("minmax_u8_reduce_range_{name}"))?;
+        let reduce = context.kernel(&format!("minmax_u8_reduce_{name}"))?;
+        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
+        let (from, count) = (from as u64, chunks.count as u64);
+        let sizes = Mean::new(count, ranks, context.processors()?);
+        let tables = Scratch::new(context, sizes.tables_bytes, stream)?;
+        let ranges = Scratch::new(context, sizes.ranges, stream)?;
+        let divisor = u64::from((divisor as f32).to_bits());
+        let (values, found) = (tables.address() as u64, ranges.address() as u64);
+        // SAFETY: the caller's promise; tables and ranges are as large as the launches ask for, and freed on the stream behind them.
+        unsafe {
+            context.launch(make_tables, sizes.tables, stream, &mut [from, count, values])?;
+            let ranks = u64::from(ranks);
+            context.launch(range, sizes.grid, stream, &mut [from, count, ranks, divisor, values, found])?;
+            let mut arguments = [from, count, ranks, divisor, values, found, to as u64, 0, 0];
+            context.launch(reduce, sizes.grid, stream, &mut arguments)?;
+        }
+        tables.free()?;
+        ranges.free()?;
+        Ok(3)
+    }
+
+    fn is_nonfinite(&self, dtype: DType, record: &[u8]) -> bool {
+        // The smallest element is NaN then, and finite otherwise.
+        let half = u16::from_le_bytes([record[0], record[1]]);
+        match dtype {
+            DType::F16 => half & 0x7fff > 0x7c00,
+            DType::BF16 => half & 0x7fff > 0x7f80,
+            _ => f32::from_le_bytes([record[0], record[1], record[2], record[3]]).is_nan(),
+        }
+    }
+}
