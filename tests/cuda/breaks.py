@@ -27,6 +27,9 @@ WAYS = (
     ("short-kernel", "tests/cuda/test_codec_on_device.py"),
     ("short-kernel", "tests/cuda/test_compressed_on_device.py"),
     ("no-wait", "tests/cuda/test_compressed_on_device.py"),
+    ("no-wait", "tests/cuda/test_buckets_values.py"),
+    ("no-wait", "tests/cuda/test_nccl_order.py"),
+    ("no-wait", "tests/cuda/test_nccl_in_hosts.py"),
 )
 
 

@@ -132,7 +132,8 @@ def lose_a_rank_in_backward(rank: int) -> str:
     try:
         outputs.sum().backward()
     except RuntimeError as error:
-        return str(error)
+        # The error itself, where the rank was known to be lost when DDP called; else one of C++ with its name inside.
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
-from bagua.torch_api import communication
+from bagua.torch_api import communication, torch_group
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.world import World
 
@@ -118,6 +118,27 @@ def leaves_torch_alone(rank: int) -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return total
+
+
+def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
+    begin_gloo = torch_group.begin_gloo
+
+    def late(*arguments: Any) -> None:
+        begin_gloo(*arguments)
+        if rank == 1:
+            time.sleep(0.5)
+            Path(connected).touch()
+
+    torch_group.begin_gloo = late
+    bagua.init_process_group()
+    # What gloo still connects with could be closed from here on.
+    there = Path(connected).exists()
+    bagua.destroy_process_group()
+    return there
+
+
+def test_nobody_has_joined_before_every_rank_of_gloo_is_connected(tmp_path: Path) -> None:
+    assert World(2).run(joins_while_the_other_is_late, str(tmp_path / "connected")) == [True, True]
 
 
 def test_a_torch_distributed_that_somebody_else_began_is_left_alone() -> None:
@@ -290,8 +311,6 @@ def test_data_loader_workers_forked_after_init_neither_hang_nor_disturb(persiste
 
 def exits_with_an_operation_pending(rank: int) -> float:
     bagua.init_process_group()
-    # torch's gloo on the other rank may still be connecting to this one.
-    bagua.barrier()
     tensor = torch.zeros(4)
     if rank == 0:
         bagua.allreduce_inplace(tensor, async_op=True)

@@ -109,6 +109,8 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
         raise
     finally:
         watched.let_go()
+    # A rank that leaves as soon as its own connections stand would break those that others are still making.
+    world.barrier()
     core = dist.distributed_c10d
     # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
     default: Any = core._get_default_group()
