@@ -55,6 +55,8 @@ class _AveragedWeights(WeightTensors):
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """Starts the averaging."""
         super().bind(buckets)
+        # Of weights with gaps: their first forward would put them in place of what others have averaged until then.
+        self.move_back()
         self._started(buckets)
 
     def move_back(self) -> None:
