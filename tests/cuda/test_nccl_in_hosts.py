@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import bagua
-from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.buckets import Queue, Tensors, check_sums
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import UNKNOWN, told
 from tests.cuda.ranks import Ranks
@@ -167,19 +167,7 @@ def in_order(rank: int) -> Any:
     x = cuda.array(ONES)
     group.all_reduce(x)
     x.free()
-    # Buckets, also those whose tensors lie apart.
-    made = [Tensors(cuda, f"flat {flat}", flat=flat, stream=first) for flat in (True, False)]
-    for bucket in made:
-        bucket.raw.append_centralized(False, False, True)
-    queue = Queue("engine", *made)
-    for step in range(3):
-        for bucket in made:
-            bucket.write(np.arange(bucket.count, dtype=np.float32) + rank + step, first)
-        queue.step(first)
-        for bucket in made:
-            sums = 4 * np.arange(bucket.count, dtype=np.float32) + total + 4 * step
-            assert np.array_equal(bucket.read(first), sums), bucket.name
-    queue.raw.shutdown()
+    check_sums(cuda, rank, 4, first)
     # The group stays on the device of its first array, and goes on there.
     other = Cuda(device=rank + 4)
     y = other.array(ONES)
@@ -242,7 +230,7 @@ def test_calls_that_differ_are_a_mismatch_on_all_ranks_where_they_are_compared(r
 
 
 def fails(rank: int, failing: int, variable: str, way: str, timeout: float) -> list[dict[str, Any]]:
-    """What this rank is told, at once and again, where a call of one rank fails."""
+    """The errors of this rank, at once and again, where a call of one rank fails."""
     if rank == failing:
         os.environ[variable] = way
     cuda, group = begin()

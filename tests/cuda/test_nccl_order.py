@@ -13,7 +13,7 @@ import pytest
 
 import bagua
 from tests.cuda import test_staged_order as staged
-from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.buckets import check_sums
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_codec_on_device import _kernels, compiler
@@ -142,18 +142,7 @@ def test_large_arrays_do_not_pass_through_host_memory(ranks: Ranks) -> None:
 def buckets(rank: int) -> Any:
     cuda = Cuda()
     group, stream = bagua.init(), cuda.stream()
-    made = [Tensors(cuda, f"flat {flat}", flat=flat, stream=stream) for flat in (True, False)]
-    for bucket in made:
-        bucket.raw.append_centralized(False, False, True)
-    queue = Queue("engine", *made)
-    for step in range(3):
-        for bucket in made:
-            bucket.write(np.arange(bucket.count, dtype=np.float32) + rank + step, stream)
-        queue.step(stream)
-        for bucket in made:
-            expected = 2 * np.arange(bucket.count, dtype=np.float32) + 1 + 2 * step
-            assert np.array_equal(bucket.read(stream), expected), bucket.name
-    queue.raw.shutdown()
+    check_sums(cuda, rank, 2, stream)
     found = bagua.stats()["groups"][group.name]["cuda"]
     bagua.shutdown()
     cuda.close()

@@ -388,7 +388,7 @@ mod tests {
         assert_eq!(over(&alone, &[(0..9).collect(), vec![9]]).unwrap().0, "hier");
         let flat = Hosts { ranks: &ranks, hierarchical: false };
         assert!(matches!(choose(&many, &flat), Ok(Found::Settled(chosen)) if chosen.way == Way::Staged));
-        // A reason against one communicator of all ranks that holds inside a host too is told once.
+        // A reason against one communicator of all ranks that holds inside a host too is in `why` once.
         let mut twins = many;
         twins[1].uuid = twins[0].uuid;
         twins[9].nccl = 22703;
