@@ -367,9 +367,12 @@ impl Shm {
         let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, shard, || {
             let mine = shifted(0..shard, me * shard);
-            // SAFETY: D2; each rank writes only to a range that no other rank reads.
-            let inputs =
-                inputs(ranks, |rank| if rank == me { &[] } else { unsafe { tensors.read(rank, mine.clone()) } });
+            let inputs = inputs(ranks, |rank| match rank {
+                // Replaced by this rank's own input.
+                _ if rank == me => &[],
+                // SAFETY: D2; each rank writes only to a range that no other rank reads.
+                _ => unsafe { tensors.read(rank, mine.clone()) },
+            });
             combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..shard, to));
         })
     }
