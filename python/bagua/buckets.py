@@ -32,7 +32,7 @@ __all__ = ["Bucket", "Engine"]
 
 
 class Bucket:
-    """Named arrays of one element type that travel together.
+    """Named arrays of one element type that travel together. Local, with all its methods.
 
     The arrays must be writable and contiguous, on the host or all on one CUDA device; the bucket keeps them alive.
     ValueError for an empty bucket, TypeError for mixed element types and places.
@@ -161,8 +161,8 @@ class Bucket:
 class Engine:
     """One strictly ordered queue of buckets with a communication thread of its own.
 
-    Every rank of the group (the default one when None) makes its engines in the same order. A context manager: leaving
-    it shuts the engine down.
+    Collective: every rank of the group (the default one when None) makes its engines in the same order. A context
+    manager: leaving it shuts the engine down.
     """
 
     def __init__(self, name: str = "engine", *, group: groups.Group | None = None) -> None:

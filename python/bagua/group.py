@@ -90,8 +90,8 @@ class Group(Verbs):
     def new_group(self, ranks: Sequence[int], ordered: bool = False) -> Group | None:
         """The group of some members; None when this rank is not among them.
 
-        Only the members need to call it, in the same order for the same ranks. The new group numbers them in ascending
-        order; with `ordered` in the order of `ranks`, whose first one is its rank 0.
+        Collective among the members, who call it in the same order for the same ranks; local on other ranks. The new
+        group numbers them in ascending order; with `ordered` in the order of `ranks`, whose first one is its rank 0.
         """
         chosen = [self._rank(rank, "ranks") for rank in ranks]
         if not ordered:
@@ -155,11 +155,11 @@ class Group(Verbs):
         return self._communicator.view
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "float32") -> np.ndarray[Any, Any]:
-        """A new array, of zeros, in memory that the ranks of this host share.
+        """A new array, of zeros, in memory that the other ranks of this host can map.
 
-        Verbs on such arrays work on the peers' memory in place, several times faster than on any other array. Every
-        rank of the group calls it, in the same order, with the same size. The memory goes with the array and its
-        views, and may outlive the group.
+        Verbs on tensors that lie in such arrays on all ranks work on the peers' memory in place, several times faster
+        than on any other array. Local: the ranks map each other's memory in the first such verb. The memory goes with
+        the array and its views, and may outlive the group.
         """
         return shared_memory.empty(self._communicator, shape, dtype)
 

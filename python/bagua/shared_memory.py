@@ -18,10 +18,10 @@ __all__ = ["empty", "memory"]
 
 
 def memory(communicator: engine.Communicator, nbytes: int, label: str = "bagua-arena") -> ctypes.Array[ctypes.c_uint8]:
-    """Zeroed memory, `nbytes` on every rank, as an object with the buffer protocol; it goes when nobody holds that.
+    """`nbytes` of zeroed memory, as an object with the buffer protocol, which owns it.
 
-    Every rank of the group calls it, in the same order, with the same size. Verbs on tensors that lie in it at all
-    ranks work on the peers' memory directly; where no peer shares memory with this rank it is ordinary memory.
+    Local: made by this rank alone. Verbs on tensors that lie in such memory at all ranks work on the peers' memory
+    directly; where no peer shares memory with this rank it is ordinary memory.
     """
     arena = communicator.arena(nbytes, label=label)
     view = (ctypes.c_uint8 * nbytes).from_address(arena.address)

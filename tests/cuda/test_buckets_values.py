@@ -31,10 +31,6 @@ def compressed(tensors: Tensors, hierarchical: bool) -> None:
     tensors.attach("error", tensors.count - sum(tensors.sizes[tensors.marks :]), np.float32)
 
 
-def automatic(tensors: Tensors, hierarchical: bool) -> None:
-    tensors.raw.append_automatic(engine.Codec(*CODEC), False, hierarchical)
-
-
 def decentralized(tensors: Tensors, hierarchical: bool) -> None:
     tensors.raw.append_decentralized("ring", hierarchical)
     tensors.attach("peer_weight")
@@ -46,9 +42,7 @@ def low_precision(tensors: Tensors, hierarchical: bool) -> None:
         tensors.attach(name)
 
 
-OPERATIONS = {
-    operation.__name__: operation for operation in (centralized, compressed, automatic, decentralized, low_precision)
-}
+OPERATIONS = {operation.__name__: operation for operation in (centralized, compressed, decentralized, low_precision)}
 
 
 def equals_the_host(rank: int, operation: str, hierarchical: bool, dtypes: list[str]) -> None:

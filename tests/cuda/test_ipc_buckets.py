@@ -18,12 +18,12 @@ def test_tensors_that_lie_apart_on_one_rank_only_do_not_pass_through_host_memory
         assert stats["launches"] == 1
 
 
-@pytest.mark.parametrize("operation", ["centralized", "automatic"])
+@pytest.mark.parametrize("operation", ["centralized", "compressed"])
 def test_an_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
     run(ranks, 2, values.equals_the_host, operation, False, ["float32", "float16"])
 
 
-@pytest.mark.parametrize("operation", ["centralized", "automatic"])
+@pytest.mark.parametrize("operation", ["centralized", "compressed"])
 def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
     run(ranks, 3, values.equals_the_host, operation, True, ["float32"], hosts=values.HALVES)
 

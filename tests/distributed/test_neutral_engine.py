@@ -136,6 +136,7 @@ def averages(rank: int) -> dict[str, Any]:
             found["hierarchical" if hierarchical else "flat"] = x.tobytes()
             counts = bagua.stats()["groups"]["world"]["ops"]["all_reduce"]
             found[f"calls {hierarchical}"] = (counts["calls"], counts["hierarchical"])
+            found["payload"] = counts["payload_bytes"]
     found["collective"] = bagua.stats()["groups"]["world"]["collective"]
     bagua.shutdown()
     return found
@@ -152,8 +153,9 @@ def test_hierarchical_adds_inside_hosts_first_also_where_the_group_goes_flat(wor
     assert len({result["flat"] for result in flat}) == 1
     assert flat[0]["flat"] != flat[0]["hierarchical"], "the values do not tell the routes apart"
     assert flat[0]["calls False"] == (2, 0)
-    # Beside the bucket's own calls: those between the hosts' first ranks.
-    assert flat[1]["calls True"] == (4, 2)
+    # One count for an operation, on the hosts' first ranks too.
+    assert [result["calls True"] for result in flat] == [(4, 2)] * 4
+    assert {result["payload"] for result in (*flat, *near)} == {4 * 4 * 300_001}
     assert near[0]["calls False"] == (2, 2)
     assert near[0]["calls True"] == (4, 4)
 

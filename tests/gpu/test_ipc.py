@@ -66,7 +66,7 @@ def test_work_that_comes_late_is_waited_for(anywhere: Ranks, compiler: Any, scen
     anywhere(2, scenario, **IPC, **compiler)
 
 
-@pytest.mark.parametrize("operation", ["centralized", "automatic"])
+@pytest.mark.parametrize("operation", ["centralized", "compressed"])
 def test_a_bucket_on_a_device_has_the_bits_of_the_host(ranks: Ranks, compiler: Any, operation: str) -> None:
     ranks(2, buckets.equals_the_host, operation, False, ["float32", "float16"], **IPC, **compiler)
 

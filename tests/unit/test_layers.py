@@ -78,6 +78,7 @@ def test_a_wrong_import_in_a_copy_of_the_real_tree_is_found(tmp_path: Path) -> N
     ("file", "line", "rule"),
     [
         (f"{CORE}/schedule.rs", "use crate::engine::Engine;", "upwards from 'engine'"),
+        ("rust/bagua-py/src/lib.rs", "static STATE: std::sync::Mutex<u8> = Mutex::new(0);", "is a PerProcess"),
         (f"{CORE}/schedule.rs", "use crate::{error::Error, op::{Op, NoOp}};", "upwards from 'op'"),
         (f"{CORE}/collective/net/mesh.rs", "fn f(g: &crate::group::Group) {}", "upwards from 'group'"),
         (f"{CORE}/collective/net/mesh.rs", "use super::super::super::engine::Engine;", "upwards from 'engine'"),

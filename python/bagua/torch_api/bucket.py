@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from bagua import engine
+from bagua import engine, shared_memory
 from bagua.codecs import Compression, raw_codec
 from bagua.lifecycle import torch_state
 
@@ -16,22 +18,21 @@ from .tensor import BaguaTensor, effective, layout_of, registration, require_res
 from .utils import check_contiguous
 
 
-def _communicator_of(group: ProcessGroup | None) -> Communicator | None:
-    """That of all ranks of the group (``None``: the default group); None on a rank outside any group."""
-    communicator = torch_state().world if group is None else group.get_global_communicator()
-    return communicator if isinstance(communicator, Communicator) else None
-
-
-def _flat_memory(group: ProcessGroup | None, count: int, like: torch.Tensor, name: str) -> torch.Tensor:
-    """Zeros of the dtype of ``like``, at its place: in an arena of the group (``None``: the default group); in private
-    memory on a rank outside any group, and on a device.
+def _flat_memory(count: int, like: torch.Tensor, name: str) -> tuple[torch.Tensor, object]:
+    """Zeros of the dtype of ``like``, at its place, and who owns their memory: an arena where there is a default group
+    of several ranks, private memory otherwise; of zeros on a device the zeros themselves. Local.
     """
-    if like.device.type != "cpu":
-        return torch.zeros(count, dtype=like.dtype, device=like.device)
-    communicator = _communicator_of(group)
-    if communicator is not None:
-        return communicator.empty(count, like.dtype, label=f"bagua-bucket-{name}")
-    return torch.zeros(count, dtype=like.dtype)
+    if like.device.type != "cpu" or count == 0:
+        flat = torch.zeros(count, dtype=like.dtype, device=like.device)
+        return flat, flat
+    world = torch_state().world
+    nbytes = count * like.dtype.itemsize
+    owner: Any
+    if isinstance(world, Communicator) and world.nranks() > 1:
+        owner = shared_memory.memory(world.raw, nbytes, f"bagua-bucket-{name}")
+    else:
+        owner = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(owner, dtype=like.dtype), owner
 
 
 class DecentralizedSynchronousOp:
@@ -101,11 +102,12 @@ class AsyncModelAverageOp:
 class BaguaBucket:
     """Bagua tensors of one dtype and device under one name.
 
-    With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the ranks of a host share,
-    and reduce without a copy; tensors on a CUDA device into contiguous memory there. All ranks of ``group`` (``None``:
-    the default group) then build the bucket, in the same order; without any group the memory is private. With
-    ``alignment`` > 1 a tensor of zeros is added where needed, so that the number of elements can be divided by it. Lazy
-    negations and conjugates (``is_neg()``, ``is_conj()``) are resolved with ``flatten``, and a ValueError without.
+    With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the other ranks of this
+    host can map, and reduce without a copy; tensors on a CUDA device into contiguous memory there. Without a default
+    group the memory is private. Local, with all methods: a bucket of a sub-group is built on its ranks only. ``group``
+    (``None``: the default group) is the one that operations are for which name none. With ``alignment`` > 1 a tensor of
+    zeros is added where needed, so that the number of elements can be divided by it. Lazy negations and conjugates
+    (``is_neg()``, ``is_conj()``) are resolved with ``flatten``, and a ValueError without.
     """
 
     def __init__(
@@ -138,6 +140,8 @@ class BaguaBucket:
         self._right_peer_weight: torch.Tensor | None = None
         # The operation that averages weights asynchronously.
         self._async_op: AsyncModelAverageOp | None = None
+        # Owners of the flat memory and of that of the operations: it stays, whatever becomes of the tensors in it.
+        self._owners: list[object] = []
         # Tensors of the operations, by name.
         self._extra: dict[str, torch.Tensor] = {}
         self._built_for = group
@@ -146,7 +150,7 @@ class BaguaBucket:
         self._check()
         self._pad()
         if flatten:
-            self._flatten(group)
+            self._flatten()
         self.flatten = flatten
         # What the core was told of must stay alive as long as it knows of it.
         self._registered = self._effective()
@@ -207,14 +211,19 @@ class BaguaBucket:
             described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
         return described
 
-    def _flatten(self, group: ProcessGroup | None) -> None:
+    def _flatten(self) -> None:
         parts = self._effective()
-        flat = self._filled(_flat_memory(group, sum(part.numel() for part in parts), parts[0], self.name))
+        flat = self._filled(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
         storage, offset = flat.untyped_storage(), 0
         for tensor in self._members():
             BaguaTensor.bagua_set_storage(tensor, storage, offset)
             offset += effective(tensor).numel()
         self.backend_tensor = flat
+
+    def _allocate(self, count: int, like: torch.Tensor, name: str) -> torch.Tensor:
+        flat, owner = _flat_memory(count, like, name)
+        self._owners.append(owner)
+        return flat
 
     def flattened_tensor(self) -> torch.Tensor:
         """A new tensor, gapless in memory, with the values of the effective tensors and the padding."""
@@ -232,14 +241,12 @@ class BaguaBucket:
         return flat
 
     def extra_memory(self, name: str) -> torch.Tensor:
-        """Zeros of the bucket's dtype and number of elements, padding included; in an arena with ``flatten``, and then
-        all ranks call it in the same order.
-        """
+        """Zeros of the bucket's dtype and number of elements, padding included; in an arena with ``flatten``. Local."""
         values = self._registered
         count = sum(part.numel() for part in values)
         if not self.flatten:
             return torch.zeros(count, dtype=values[0].dtype, device=values[0].device)
-        return _flat_memory(self._built_for, count, values[0], f"{self.name}-{name}")
+        return self._allocate(count, values[0], f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat tensor with the bucket's elements (padding may be left out), by the names of its tensors."""
@@ -323,6 +330,7 @@ class BaguaBucket:
     ) -> BaguaBucket:
         """Sums or averages the tensors over all ranks, through the codec or without it: the ranks time both ways in the
         first 10 communications of every 1,000, and keep the faster. ``backend_bucket.choice()`` is the codec, or "".
+        NotImplementedError for tensors on a device, whose work this thread does not wait for.
         """
         codec = raw_codec(compression)
         if codec is None:
@@ -345,9 +353,8 @@ class BaguaBucket:
         "exponential", "one_peer_exponential". ``hierarchical``: the members are hosts, with the means of their ranks.
         The number of the round is that of the bucket's communications.
         """
-        communicator = _communicator_of(group or self._built_for)
-        members = 1 if communicator is None else len(communicator.members(hierarchical))
-        engine.check_peer_selection(peer_selection_mode, members)
+        among = group or self._built_for or torch_state().default_group
+        engine.check_peer_selection(peer_selection_mode, 1 if among is None else among.members(hierarchical))
         self._check_length("peer_weight", peer_weight)
         self.backend_bucket.append_decentralized(peer_selection_mode, hierarchical)
         self._attach("peer_weight", peer_weight)

@@ -127,7 +127,7 @@ def _rank_not_in_group(group: ProcessGroup | None = None) -> bool:
 def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
     """A group of some ranks of the world (``None``: all).
 
-    Its members must call this in the same order for the same ranks.
+    Collective among the members, who call it in the same order for the same ranks; local on other ranks.
     """
     size = _world().nranks()
     chosen = list(range(size)) if ranks is None else sorted(map(operator.index, ranks))
@@ -165,7 +165,7 @@ def get_communicator(group_name: str, comm_name: Literal["global", "inter", "int
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
-    """A group of the same ranks as a group of torch.distributed. Its members must call this."""
+    """A group of the same ranks as a group of torch.distributed. Collective among its members, as :func:`new_group`."""
     return new_group(dist.get_process_group_ranks(group), stream)
 
 
@@ -183,7 +183,7 @@ def to_bagua_process_group(group: ProcessGroup | dist.ProcessGroup | None) -> Pr
 
 
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
-    """Creates the counterpart of a group of torch.distributed, reachable as ``group.bagua_pg``."""
+    """Creates ``group.bagua_pg`` of a group of torch.distributed. Collective at the first call, as `new_group`."""
     if self not in _state.torch_groups:
         _state.torch_groups[self] = from_torch_group(self, stream)
     return self
@@ -192,22 +192,29 @@ def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGrou
 def empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """A new tensor of zeros in an arena: memory that the ranks of a host share, on which collectives need no copy.
+    """A new tensor of zeros in an arena: memory that the other ranks of this host can map, on which collectives need no
+    copy.
 
-    Every rank of ``group`` (``None``: the default group) calls it, in the same order, with the same shape and dtype
-    (``None``: torch's default dtype). The memory is released with the last tensor that uses it, and may outlive the
-    group. ValueError on a rank outside the group.
+    Local: the ranks map each other's arenas in the first collective on tensors that lie in arenas on all of them, of
+    whichever group. ``dtype`` ``None`` is torch's default dtype. The memory is released with the last tensor that uses
+    it, and may outlive the group. ValueError on a rank outside ``group`` (``None``: the default group).
     """
-    communicator = to_bagua_process_group(group).get_global_communicator()
-    if not isinstance(communicator, Communicator):
+    world = _world()
+    # Not the group's communicator, which may not be open yet.
+    if isinstance(group, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(group)
+    else:
+        ranks = to_bagua_process_group(group).ranks
+    if world.rank() not in ranks:
         raise ValueError(f"empty: this rank is not in {group}")
-    return communicator.empty(shape, dtype)
+    return world.empty(shape, dtype)
 
 
 def get_backend(model_name: str, group: ProcessGroup | None = None) -> Backend:
     """The backend of a model by its name; a new one on ``group`` (the default group) when there is none yet.
 
-    ValueError when there is one on another group.
+    Collective among the ranks of the group when it is new, in the same order on all of them; else local. ValueError
+    when there is one on another group.
     """
     found = backend.find(model_name)
     if found is not None and group is not None and found.group.ranks != group.ranks:

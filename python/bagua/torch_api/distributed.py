@@ -36,7 +36,7 @@ def with_bagua(
     broadcast_buffers: bool = True,
     bucket_size: int | None = None,
 ) -> torch.nn.Module:
-    """Makes ``module`` train in step with the other ranks, and returns it.
+    """Makes ``module`` train in step with the other ranks, and returns it. Collective among the ranks of the group.
 
     Parameters, buffers and the optimizers' state become rank 0's. From then on ``loss.backward()`` returns with
     gradients that are communicated as ``algorithm`` says. Called again, it replaces what was there before.

@@ -40,6 +40,10 @@ mod machine {
         time
     }
 
+    /// Notes that these bytes are those of a file, which may be mapped more than once.
+    #[inline(always)]
+    pub(crate) fn mapped(_file: std::os::fd::BorrowedFd<'_>, _bytes: *const u8, _len: usize) {}
+
     /// A 4-byte word of shared memory.
     #[inline(always)]
     pub(crate) fn word(memory: &AtomicU32) -> &AtomicU32 {

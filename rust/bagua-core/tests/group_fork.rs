@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_core::error::Error;
-use bagua_core::group::{Options, TransportChoice};
+use bagua_core::group::{Options, PerProcess, TransportChoice};
 use bagua_core::wait::lock;
 use group_world::{cause, exit_code, fork, mixed, run_commands, until, world_with};
 use rustix::process::Signal;
@@ -83,4 +83,24 @@ fn a_rank_that_dies_is_lost_at_once_although_its_child_still_runs() {
     let took = until("the loss is detected", || groups[0].health().cause().is_some());
     assert!(took < Duration::from_secs(1), "{took:?}");
     assert!(matches!(cause(&groups[0]), Error::PeerLost { rank: 1, .. }));
+}
+
+#[test]
+fn a_child_has_locks_of_its_own_where_a_thread_held_its_parents_at_the_fork() {
+    let _serialised = serialise();
+    static VALUE: PerProcess<Mutex<u32>> = PerProcess::new();
+    let (held, hold) = std::sync::mpsc::channel();
+    let (free, freed) = std::sync::mpsc::channel::<()>();
+    let holder = std::thread::spawn(move || {
+        let mut value = lock(VALUE.get());
+        *value = 5;
+        held.send(()).unwrap();
+        freed.recv().unwrap();
+    });
+    hold.recv().unwrap();
+    let child = fork(|| assert_eq!(VALUE.get().try_lock().map(|value| *value).ok(), Some(0)));
+    assert_eq!(exit_code(child), 0);
+    free.send(()).unwrap();
+    holder.join().unwrap();
+    assert_eq!(*lock(VALUE.get()), 5);
 }

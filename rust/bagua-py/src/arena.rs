@@ -3,7 +3,7 @@
 use bagua_core::memory::SharedArena;
 use pyo3::prelude::*;
 
-/// This rank's part of an arena: memory for tensors that the other ranks of the host access directly.
+/// Memory for tensors that the other ranks of the host can map, to access them directly.
 ///
 /// Users of the address must keep this object, which owns the memory. It may outlive the group.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -25,13 +25,13 @@ impl Arena {
         self.core.address()
     }
 
-    /// Length of this rank's part in bytes.
+    /// Length in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.core.len()
     }
 
-    /// True when peers on this host map this memory; otherwise it is private.
+    /// True when peers on this host can map this memory; otherwise it is private.
     #[getter]
     fn shared(&self) -> bool {
         self.core.is_shared()

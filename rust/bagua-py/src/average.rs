@@ -1,5 +1,7 @@
 //! `WeightLock` and `Averager`: asynchronous averaging of a model's weights.
 
+#![allow(unsafe_code)]
+
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -339,8 +341,11 @@ pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 /// The memory of a model. `stage`, where it is on a device: what the averaging has there.
 ///
 /// # Errors
-/// As [`tensor::averaged_at`], and `NotImplemented` for a stream that is being captured.
-pub fn model(
+/// As [`tensor::weights_in`], and `NotImplemented` for a stream that is being captured.
+///
+/// # Safety
+/// As [`tensor::weights_in`], for all of the memory.
+pub unsafe fn model(
     py: Python<'_>,
     (weights, buffers): (Vec<Described>, Vec<Described>),
     lock: &WeightLock,
@@ -357,10 +362,9 @@ pub fn model(
     let (averaging, core) = (averaging.transpose()?, lock.core());
     let one = |(address, count, dtype, on_device)| {
         let dtype = tensor::dtype(dtype)?;
-        match averaging.as_ref().filter(|_| on_device) {
-            Some(averaging) => tensor::averaged_at(averaging, address, count, dtype, Arc::clone(&core)),
-            None => tensor::weights_at(address, count, dtype, Arc::clone(&core)),
-        }
+        let averaging = averaging.as_ref().filter(|_| on_device);
+        // SAFETY: by this function's promise.
+        unsafe { tensor::weights_in(averaging, address, count, dtype, Arc::clone(&core)) }
     };
     let all = |list: Vec<Described>| list.into_iter().map(one).collect::<Result<_>>();
     // The kernels may have to be compiled.

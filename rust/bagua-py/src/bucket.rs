@@ -1,5 +1,7 @@
 //! `Bucket`: tensors that are communicated together, and their operations.
 
+#![allow(unsafe_code)]
+
 use std::sync::Arc;
 
 use bagua_core::bucket;
@@ -75,7 +77,9 @@ impl Bucket {
         let on = place.as_ref().map(|place| Arc::clone(place) as Arc<dyn Device>);
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let region = tensor::region_in(on.as_ref(), address, count, tensor::dtype(dtype)?)?;
+                let dtype = tensor::dtype(dtype)?;
+                // SAFETY: the caller's promise in the docstring of this class.
+                let region = unsafe { tensor::region_in(on.as_ref(), address, count, dtype) }?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
@@ -230,7 +234,9 @@ impl Bucket {
     ) -> PyResult<()> {
         let attach = || -> Result<()> {
             let place = device.map(|device| self.place_on(device, keep));
-            let region = tensor::region_in(place.as_ref(), address, count, tensor::dtype(dtype)?)?;
+            let dtype = tensor::dtype(dtype)?;
+            // SAFETY: the caller's promise in the docstring of this method.
+            let region = unsafe { tensor::region_in(place.as_ref(), address, count, dtype) }?;
             self.core.attach(ExtraTensor { name: name.to_owned(), region })
         };
         attach().map_err(|e| errors::raise(py, e))

@@ -1,5 +1,7 @@
 //! `Codec`: encoding elements into fewer bytes and back.
 
+#![allow(unsafe_code)]
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -16,8 +18,8 @@ use crate::cuda_call::CudaCall;
 use crate::errors;
 use crate::tensor;
 
-/// A codec with its options. `bagua.Codec` is the one for users; this one speaks in addresses, and its caller keeps the promise that is
-/// written in the module's stub.
+/// A codec with its options. `bagua.Codec` is the one for users; this one takes addresses. The caller promises that they stay valid, and
+/// that no other code writes to a source or uses a destination, until the call has returned; on a device, until that is done.
 ///
 /// Raises ValueError for an unknown name or an option out of its range, TypeError for an option that the codec does not have or of
 /// another type.
@@ -120,7 +122,9 @@ impl Codec {
     ) -> PyResult<bool> {
         let work = || -> Result<bool> {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
-            let (src, mut dst) = (tensor::region_at(src, count, dtype)?, tensor::region_at(dst, len, DType::U8)?);
+            // SAFETY: the caller's promise, see the class: both stay valid, and nobody else uses `dst`, while this call lasts.
+            let (src, dst) = unsafe { (tensor::region_at(src, count, dtype), tensor::region_at(dst, len, DType::U8)) };
+            let (src, mut dst) = (src?, dst?);
             tensor::check_apart(&src, &dst)?;
             let mut scratch = std::mem::take(&mut *lock(&self.scratch));
             let call = || self.calls.fetch_add(1, Ordering::Relaxed);
@@ -147,7 +151,9 @@ impl Codec {
     ) -> PyResult<()> {
         let work = || -> Result<()> {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
-            let (src, mut dst) = (tensor::region_at(src, len, DType::U8)?, tensor::region_at(dst, count, dtype)?);
+            // SAFETY: as in `encode`.
+            let (src, dst) = unsafe { (tensor::region_at(src, len, DType::U8), tensor::region_at(dst, count, dtype)) };
+            let (src, mut dst) = (src?, dst?);
             tensor::check_apart(&src, &dst)?;
             chunks::decode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?)
         };
@@ -177,7 +183,8 @@ impl Codec {
         self.on_device(py, call, keep, || {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
             let from = Elements { address: src, count, dtype };
-            tensor::encode_on_device(call.core(), &*self.core, from, chunks, Records { address: dst, len })
+            // SAFETY: the caller's promise, see the class; `keep` holds both arrays until the device is done.
+            unsafe { on_device::encode(call.core(), &*self.core, from, chunks, Records { address: dst, len }) }
         })
     }
 
@@ -197,7 +204,8 @@ impl Codec {
         self.on_device(py, call, keep, || {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
             let to = Elements { address: dst, count, dtype };
-            tensor::decode_on_device(call.core(), &*self.core, Records { address: src, len }, to, chunks)
+            // SAFETY: as in `encode_on_device`.
+            unsafe { on_device::decode(call.core(), &*self.core, Records { address: src, len }, to, chunks) }
         })
     }
 }

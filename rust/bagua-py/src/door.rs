@@ -1,5 +1,7 @@
 //! `Door`: where a running elastic job lets processes in.
 
+#![allow(unsafe_code)]
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -91,7 +93,7 @@ impl Door {
     }
 
     /// Comes into the averaging of a model in the running job: as `Communicator.averager`, but not collective, and alone where the other
-    /// ranks run. The weights are the job's after `Averager.wait_joined`.
+    /// ranks run. The weights are the job's after `Averager.wait_joined`. The caller promises the same of the addresses.
     ///
     /// Raises MismatchError for a model that does not fit, BaguaTimeoutError after `timeout` seconds.
     #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
@@ -111,7 +113,9 @@ impl Door {
     ) -> PyResult<Averager> {
         let settings = settings(name, interval, codec.map(Codec::core), Some((self.core(), digest)), true)?;
         let stage = |device: &CudaDevice| Arc::new(Stage::new(device.context()));
-        let model = average::model(py, (weights, buffers), lock, device, stage).map_err(|e| errors::raise(py, e))?;
+        // SAFETY: the caller's promise in the docstring of this method.
+        let model = unsafe { average::model(py, (weights, buffers), lock, device, stage) };
+        let model = model.map_err(|e| errors::raise(py, e))?;
         let deadline = Deadline::after(seconds("timeout", timeout)?);
         let core = interrupt::run_on_thread(py, move || core::Averager::join(model, settings, &deadline))?;
         Ok(Averager::of(core, self.core.rank()))

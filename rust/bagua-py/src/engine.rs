@@ -1,5 +1,7 @@
 //! `Engine`: a queue of buckets, which are communicated on a thread of its own.
 
+#![allow(unsafe_code)]
+
 use std::sync::{Arc, Mutex};
 
 use bagua_core::engine as core;
@@ -114,7 +116,8 @@ impl Engine {
                 (Some(address), Some(count)) => match self.tensor(number) {
                     Some((dtype, place)) => {
                         let place = place.map(|place| place as Arc<dyn Device>);
-                        Some(tensor::region_in(place.as_ref(), address, count, dtype)?)
+                        // SAFETY: the promise of a bucket's caller, here for the memory that replaces a tensor's.
+                        Some(unsafe { tensor::region_in(place.as_ref(), address, count, dtype) }?)
                     }
                     None => None,
                 },
@@ -195,7 +198,9 @@ impl Engine {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let device = place.map(CudaCall::device);
-        let mut request = Request::new(py, &self.group, (verb, src, dst, count, dtype, op, root), device.as_ref())?;
+        let codes = (verb, src, dst, count, dtype, op, root);
+        // SAFETY: the promise of a verb's caller, see the communicator's.
+        let mut request = unsafe { Request::new(py, &self.group, codes, device.as_ref()) }?;
         let op = request.announced();
         if let Some(place) = place {
             let submit = |job: LaneJob| self.core.submit_op(&op, job);

@@ -4,6 +4,8 @@
 //! address, whose checks say what is wrong, or make the copy that is needed. So every check has one home, and the core's own are
 //! enough here. A small all_reduce costs 0.8 us from Python this way, and 1.3 us by address.
 
+#![allow(unsafe_code)]
+
 use bagua_core::group::Options;
 use bagua_core::request::Verb;
 use bagua_core::types::{Kind, ReduceOp};
@@ -43,8 +45,10 @@ impl Communicator {
         let shape = Some(from.as_ref().map_or(to.shape, |from| from.shape));
         let options = Options { shape, ..Options::DEFAULT };
         let operands = || {
-            let src = from.map(|from| tensor::region_at(from.address, from.count, dtype)).transpose()?;
-            Operands::new(src, tensor::region_at(to.address, to.count, dtype)?)
+            // SAFETY: just read from tensors that the caller holds, and which hold their memory, until this call returns.
+            let region =
+                |plain: &tensor_reader::Plain<_>| unsafe { tensor::region_at(plain.address, plain.count, dtype) };
+            Operands::new(from.as_ref().map(region).transpose()?, region(&to)?)
         };
         let Ok(mut operands) = operands() else { return Ok(false) };
         let bytes = operands.bytes();

@@ -3,6 +3,8 @@
 //! Addresses are those of host memory, or with `place` of a device's; counts are elements (of one rank's chunk in the verbs that have chunks), element types and
 //! reduce operations are the codes of `bagua_core::types`, ranks are ranks of the group, timeouts are seconds.
 
+#![allow(unsafe_code)]
+
 use std::any::Any;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -155,7 +157,10 @@ impl Communicator {
 }
 
 /// Messages of one type and tag: each has a peer, an address, of memory at `place`, and a count.
-fn messages(
+///
+/// # Safety
+/// The promise of [`tensor`], until the messages are done.
+unsafe fn messages(
     list: Vec<(Option<usize>, usize, usize)>,
     code: u8,
     tag: u32,
@@ -163,7 +168,9 @@ fn messages(
 ) -> Result<Vec<core::Message>> {
     let (dtype, device) = (tensor::dtype(code)?, place.map(CudaCall::device));
     let message = |(peer, address, count)| {
-        Ok(core::Message { peer, tag, data: tensor::region_in(device.as_ref(), address, count, dtype)? })
+        // SAFETY: by this function's promise.
+        let data = unsafe { tensor::region_in(device.as_ref(), address, count, dtype) }?;
+        Ok(core::Message { peer, tag, data })
     };
     list.into_iter().map(message).collect()
 }
@@ -282,7 +289,9 @@ impl Communicator {
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let device = place.map(CudaCall::device);
-        let mut request = Request::new(py, self.group(), (verb, src, dst, count, dtype, op, root), device.as_ref())?;
+        let codes = (verb, src, dst, count, dtype, op, root);
+        // SAFETY: the caller's promise in the docstring of this class.
+        let mut request = unsafe { Request::new(py, self.group(), codes, device.as_ref()) }?;
         let op = request.announced();
         if let Some(place) = place {
             return self.go_on_device(py, call, place.core(), &op, move |lane, options| request.run(lane, options));
@@ -315,7 +324,8 @@ impl Communicator {
         let kind = with(py, || tensor::dtype(dtype))?;
         let device = place.map(CudaCall::device);
         let mut operands = with(py, || {
-            let region = |address, count| tensor::region_in(device.as_ref(), address, count, kind);
+            // SAFETY: the caller's promise in the docstring of this class.
+            let region = |address, count| unsafe { tensor::region_in(device.as_ref(), address, count, kind) };
             Operands::new(src.map(|address| region(address, src_count)).transpose()?, region(dst, dst_count)?)
         })?;
         let op = request::messages(Kind::AllToAllV, kind, src.map_or(dst_count, |_| dst_count.max(src_count)));
@@ -375,7 +385,8 @@ impl Communicator {
         place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let sends = with(py, || messages(vec![(Some(to), address, count)], dtype, tag, place))?;
+        // SAFETY: the caller's promise in the docstring of this class.
+        let sends = with(py, || unsafe { messages(vec![(Some(to), address, count)], dtype, tag, place) })?;
         self.post(py, call, sends, Vec::new(), place)
     }
 
@@ -396,7 +407,8 @@ impl Communicator {
         place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let receives = with(py, || messages(vec![(from_, address, count)], dtype, tag, place))?;
+        // SAFETY: the caller's promise in the docstring of this class.
+        let receives = with(py, || unsafe { messages(vec![(from_, address, count)], dtype, tag, place) })?;
         self.post(py, call, Vec::new(), receives, place)
     }
 
@@ -415,8 +427,9 @@ impl Communicator {
         place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let (sends, recvs) =
-            with(py, || Ok((messages(sends, dtype, tag, place)?, messages(recvs, dtype, tag, place)?)))?;
+        // SAFETY: the caller's promise in the docstring of this class.
+        let messages = |list| with(py, || unsafe { messages(list, dtype, tag, place) });
+        let (sends, recvs) = (messages(sends)?, messages(recvs)?);
         self.post(py, call, sends, recvs, place)
     }
 
@@ -447,11 +460,12 @@ impl Communicator {
         Ok((Communicator::of(view.opened), view.ranks))
     }
 
-    /// Memory for tensors, `nbytes` on every rank, zeroed. Verbs on tensors that lie in it on all ranks of a host work on the peers'
-    /// memory in place. Every rank of the group calls it, in the same order, with the same size.
+    /// Memory for tensors, `nbytes` zeroed bytes, made by this rank alone. Verbs on tensors that lie in such memory on all ranks of a host
+    /// work on the peers' memory directly: the ranks map each other's in the first of them. Local.
     #[pyo3(signature = (nbytes, *, label="bagua-arena"))]
     fn arena(&self, py: Python<'_>, nbytes: usize, label: &str) -> PyResult<Arena> {
-        gil::run_released(py, self.group(), &self.origin, || self.group().arena(nbytes, label)).map(Arena::of)
+        let made = py.detach(|| self.group().arena(nbytes, label));
+        made.map(Arena::of).map_err(|e| self.origin.raise(py, e))
     }
 
     /// An engine with a lane and a thread of its own. Every rank of the group calls it, in the same order.
@@ -497,7 +511,8 @@ impl Communicator {
             sync::lock(&self.stages).push(Arc::new(Stages::of(group, Arc::clone(&stage))));
             stage
         };
-        let model = average::model(py, (weights, buffers), lock, device, on_device);
+        // SAFETY: the caller's promise in the docstring of this method.
+        let model = unsafe { average::model(py, (weights, buffers), lock, device, on_device) };
         let model = model.map_err(|e| self.origin.fail(py, e))?;
         let start = || self.core.run(|lane| core_average::Averager::start(group, lane, model, settings));
         let core = gil::run_released(py, group, &self.origin, start)?;

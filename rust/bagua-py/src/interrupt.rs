@@ -17,7 +17,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
-use bagua_core::group::Group;
+use bagua_core::group::{Group, PerProcess};
 use bagua_core::wait::lock;
 use pyo3::prelude::*;
 
@@ -36,9 +36,10 @@ const SIGINT: u8 = 2;
 pub type Between<'a> = &'a mut (dyn FnMut() -> PyResult<()> + Send);
 
 /// What the thread that reads the wakeup descriptor has to know.
+#[derive(Default)]
 struct State {
-    /// The thread on which Python runs signal handlers, and its process; `None` before [`listen_for_interrupts`].
-    main_thread: Option<(ThreadId, u32)>,
+    /// The thread on which Python runs signal handlers; `None` before [`listen_for_interrupts`].
+    main_thread: Option<ThreadId>,
     /// The end of the socket pair that Python writes signal numbers to. Never closed, because Python keeps its number.
     wakeup: Option<UnixStream>,
     /// Blocking verbs of the main thread so far: tells whether it is still in the same one.
@@ -47,25 +48,22 @@ struct State {
     group: Option<Group>,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { main_thread: None, wakeup: None, verbs: 0, group: None });
+/// A fork may come while the thread that reads has the lock, and there is no such thread in the child.
+static STATE: PerProcess<Mutex<State>> = PerProcess::new();
 
 fn state() -> MutexGuard<'static, State> {
-    lock(&STATE)
+    lock(STATE.get())
 }
 
 /// Starts listening and returns the descriptor for `signal.set_wakeup_fd`. Call it on the main thread.
 ///
 /// The first call starts a thread that never ends and never holds the GIL for longer than it takes to ask which handler
-/// SIGINT has. Later calls return the same descriptor; in a forked child there is nothing to interrupt, and it raises.
+/// SIGINT has. Later calls return the same descriptor; a forked child has a thread and a descriptor of its own.
 #[pyfunction]
 pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
     let start = || -> Result<i32> {
-        let process = std::process::id();
         let mut state = state();
-        if let (Some((_, owner)), Some(wakeup)) = (state.main_thread, &state.wakeup) {
-            if owner != process {
-                return Err(Error::other("a forked child has no group to interrupt"));
-            }
+        if let Some(wakeup) = &state.wakeup {
             return Ok(wakeup.as_raw_fd());
         }
         let failed = |e: std::io::Error| Error::system("listening for interrupts", e);
@@ -75,7 +73,7 @@ pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
             .name("bagua-interrupts".to_owned())
             .spawn(move || read_signals(signals))
             .map_err(failed)?;
-        state.main_thread = Some((std::thread::current().id(), process));
+        state.main_thread = Some(std::thread::current().id());
         Ok(state.wakeup.insert(wakeup).as_raw_fd())
     };
     start().map_err(|e| errors::raise(py, e))
@@ -126,7 +124,7 @@ pub struct Interruptible {
 impl Interruptible {
     pub fn new(group: &Group) -> Interruptible {
         let mut state = state();
-        let on_main_thread = state.main_thread.is_some_and(|(thread, _)| thread == std::thread::current().id());
+        let on_main_thread = state.main_thread == Some(std::thread::current().id());
         if on_main_thread {
             state.verbs += 1;
             state.group = Some(group.clone());

@@ -1,5 +1,7 @@
 //! The arguments of a verb, as Python passes them, become one request for a lane.
 
+#![allow(unsafe_code)]
+
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
@@ -59,13 +61,19 @@ pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
 
 impl Request {
     /// The request that these codes and addresses mean, for this rank of the group; `place` is the device of the addresses.
+    ///
+    /// # Safety
+    /// The promise of [`tensor`], as long as the request lives.
     #[inline]
-    pub fn new(py: Python<'_>, group: &Group, codes: Codes, place: DeviceRef<'_>) -> PyResult<Request> {
-        Request::checked(group, codes, place).map_err(|e| errors::raise(py, e))
+    pub unsafe fn new(py: Python<'_>, group: &Group, codes: Codes, place: DeviceRef<'_>) -> PyResult<Request> {
+        // SAFETY: by this function's promise.
+        unsafe { Request::checked(group, codes, place) }.map_err(|e| errors::raise(py, e))
     }
 
+    /// # Safety
+    /// As [`Request::new`].
     #[inline]
-    fn checked(
+    unsafe fn checked(
         group: &Group,
         (kind, src, dst, count, dtype, op, root): Codes,
         place: DeviceRef<'_>,
@@ -85,8 +93,10 @@ impl Request {
                 return Err(Error::InvalidArgument(format!("{} needs a source or a destination", kind.name())));
             }
         };
-        let src = src.map(|address| tensor::shards_in(place, address, count, src_parts, dtype)).transpose()?;
-        let operands = Operands::new(src, tensor::shards_in(place, dst, count, dst_parts, dtype)?)?;
+        // SAFETY: by this function's promise.
+        let shards = |address, parts| unsafe { tensor::shards_in(place, address, count, parts, dtype) };
+        let src = src.map(|address| shards(address, src_parts)).transpose()?;
+        let operands = Operands::new(src, shards(dst, dst_parts)?)?;
         Ok(Request { verb, dtype, count, operands })
     }
 

@@ -1,84 +1,84 @@
-//! Addresses become regions of memory: with `tensor_reader` and `call_user`, the only files of the bindings with `unsafe`.
+//! Addresses become regions of memory.
 //!
-//! The promise of every caller that passes an address to a verb, a `Bucket` or an `Engine` of this module: from the call until the
+//! The promise of every caller in Python that passes an address to a method of this module's classes: from the call until the
 //! verb has returned (or its handle is done; for a bucket's tensor, as long as the bucket is registered) the address is that of
 //! `count` elements of `dtype` that stay allocated, writable where they are a destination, and neither read nor written by
-//! others while the core works on them. `bagua.arrays` and `bagua.torch_api` keep it by holding the owner.
+//! others while the core works on them. `bagua.arrays` and `bagua.torch_api` keep it by holding the owner. The docstrings of the
+//! classes repeat it; `tools/check_layers.py` lists the files whose methods take addresses, the only ones that call these functions.
 
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 
-use bagua_core::codec::Codec;
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{DeviceRef, Region, WeightLock, Weights};
 use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
-use bagua_cuda::codec::{self as on_device, Elements, Records};
-use bagua_cuda::{Averaged, Averaging, Place};
+use bagua_cuda::{Averaged, Averaging};
 
-/// `count` elements at `address`, by the promise above.
-pub fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
-    // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
+/// `count` elements at `address`.
+///
+/// # Safety
+/// The promise above.
+pub unsafe fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
+    // SAFETY: by this function's promise.
     unsafe { Region::new(address as *mut u8, count, dtype) }
 }
 
-/// `count` elements at `address` in a device's memory, or in the host's, by the promise above.
-pub fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtype: DType) -> Result<Region> {
+/// `count` elements at `address` in a device's memory, or in the host's.
+///
+/// # Safety
+/// The promise above, for memory of that device.
+pub unsafe fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtype: DType) -> Result<Region> {
     match place {
-        None => region_at(address, count, dtype),
-        // SAFETY: the caller's promise, for memory of that device.
+        // SAFETY: by this function's promise.
+        None => unsafe { region_at(address, count, dtype) },
+        // SAFETY: by this function's promise.
         Some(device) => unsafe { Region::on(Arc::clone(device), address as *mut u8, count, dtype) },
     }
 }
 
-/// Copies between two arrays of a device, on the stream of a call, by the promise above.
-pub fn copy_on_device(call: &Place, to: usize, from: usize, bytes: usize) -> Result<()> {
-    // SAFETY: the caller's promise, for memory of that device.
-    unsafe { call.copy(to, from, bytes) }
-}
-
-/// Encodes an array of a device, on the stream of a call, by the promise above for both arrays.
-pub fn encode_on_device(call: &Place, codec: &dyn Codec, from: Elements, chunks: usize, to: Records) -> Result<()> {
-    // SAFETY: the caller's promise, for memory of that device.
-    unsafe { on_device::encode(call, codec, from, chunks, to) }
-}
-
-/// Decodes an array of a device, on the stream of a call, by the promise above for both arrays.
-pub fn decode_on_device(call: &Place, codec: &dyn Codec, from: Records, to: Elements, chunks: usize) -> Result<()> {
-    // SAFETY: the caller's promise, for memory of that device.
-    unsafe { on_device::decode(call, codec, from, to, chunks) }
-}
-
-/// `count` elements at `address` that are shared under a lock: by the promise above, but for who uses them meanwhile; that is up to
-/// the holder of the lock, until the averaging has stopped.
-pub fn weights_at(address: usize, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Result<Weights> {
-    // SAFETY: the caller's promise, written at the top of this file and in the docstrings of the module's classes.
-    unsafe { Weights::new(address as *mut u8, count, dtype, lock) }
-}
-
-/// The same on the device of an averaging.
-pub fn averaged_at(
-    of: &Arc<Averaging>,
+/// `count` elements at `address` that are shared under a lock, on the host or on the device of an averaging.
+///
+/// # Safety
+/// The promise above, but for who uses them meanwhile: until the averaging has stopped, whoever holds the lock.
+pub unsafe fn weights_in(
+    averaging: Option<&Arc<Averaging>>,
     address: usize,
     count: usize,
     dtype: DType,
     lock: Arc<WeightLock>,
 ) -> Result<Weights> {
-    // SAFETY: as in `weights_at`; the averaging has the owner.
-    let device = unsafe { Averaged::new(of, address, count, dtype) }?;
-    Ok(Weights::on_device(Box::new(device), count, dtype, lock))
+    match averaging {
+        // SAFETY: by this function's promise.
+        None => unsafe { Weights::new(address as *mut u8, count, dtype, lock) },
+        Some(averaging) => {
+            // SAFETY: by this function's promise; the averaging has the owner.
+            let device = unsafe { Averaged::new(averaging, address, count, dtype) }?;
+            Ok(Weights::on_device(Box::new(device), count, dtype, lock))
+        }
+    }
 }
 
 /// `per_rank` elements for each of `ranks` ranks at `address`, on a device or on the host.
-pub fn shards_in(place: DeviceRef<'_>, address: usize, per_rank: usize, ranks: usize, dtype: DType) -> Result<Region> {
+///
+/// # Safety
+/// As [`region_in`], for the elements of all ranks.
+pub unsafe fn shards_in(
+    place: DeviceRef<'_>,
+    address: usize,
+    per_rank: usize,
+    ranks: usize,
+    dtype: DType,
+) -> Result<Region> {
     let count = per_rank.checked_mul(ranks).ok_or_else(|| {
         Error::InvalidArgument(format!(
             "{ranks} chunks of {per_rank} {} elements do not fit the address space",
             dtype.name()
         ))
     })?;
-    region_in(place, address, count, dtype)
+    // SAFETY: by this function's promise.
+    unsafe { region_in(place, address, count, dtype) }
 }
 
 /// Whether no byte belongs to both: the core's slices must not alias.

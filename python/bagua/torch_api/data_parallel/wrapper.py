@@ -33,7 +33,8 @@ _engines: MutableMapping[torch.nn.Module, ModelEngine] = torch_state().wrapped
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
-    """Trains ``module`` in step with the other ranks, as torch's DistributedDataParallel does.
+    """Trains ``module`` in step with the other ranks, as torch's DistributedDataParallel does. Collective among the
+    ranks of the group.
 
     Parameters, buffers and the state of ``optimizers`` become rank 0's (``init_sync=False``: they stay). From then on
     ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says (``None``:

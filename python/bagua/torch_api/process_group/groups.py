@@ -39,10 +39,10 @@ class Communicator(Collectives):
     def empty(
         self, shape: int | Sequence[int], dtype: torch.dtype | None = None, *, label: str = "bagua-arena"
     ) -> torch.Tensor:
-        """A new tensor of zeros in an arena: memory that the ranks of a host share, and reduce without a copy.
+        """A new tensor of zeros in an arena: memory that the ranks of this host can map, and reduce without a copy.
 
-        Every rank of the group calls it, in the same order, with the same shape and dtype. The memory is released with
-        the last tensor that uses it, and may outlive the group.
+        Local: the ranks map each other's arenas in the first collective on tensors that lie in arenas on all of them.
+        The memory is released with the last tensor that uses it, and may outlive the group.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         require_dtype(dtype, "the tensor")
@@ -138,8 +138,19 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, group_name={self.group_name!r})"
 
+    def members(self, hierarchical: bool) -> int:
+        """How many members exchange with each other: ranks, or the hosts that they are on. 1 on a rank outside the
+        group. Local.
+        """
+        parent = self._parent()
+        if parent.rank() not in self.ranks:
+            return 1
+        if not hierarchical:
+            return len(self.ranks)
+        return sum(any(rank in self.ranks for rank in host) for host in parent.raw.hosts)
+
     def get_global_communicator(self) -> AnyCommunicator:
-        """Spans every rank of the group."""
+        """Spans every rank of the group. Collective among these at the first call, as the two below."""
         return self.communicator("global")
 
     def get_intra_node_communicator(self) -> AnyCommunicator:

@@ -550,7 +550,7 @@ fn lost(own: usize, reason: String) -> Error {
     Error::PeerLost { rank: own, host, reason, noticed_by: own, progress, source }
 }
 
-/// Room for the average of each of the weights. Collective.
+/// Room for the average of each of the weights.
 ///
 /// # Errors
 /// Those of the group.

@@ -21,7 +21,7 @@ use crate::types::ReduceOp;
 pub enum PeerSelection {
     /// Everybody's.
     All = 0,
-    /// One other member's, another one in each round; pairs are mutual. n must be even or 1.
+    /// One member's of the other half of all members, another one in each round; pairs are mutual. n must be even or 1.
     ShiftOne = 1,
     /// Those of i - 1 and i + 1.
     Ring = 2,
@@ -70,7 +70,8 @@ impl PeerSelection {
     pub fn check(self, members: usize) -> Result<()> {
         if self == PeerSelection::ShiftOne && members > 1 && members % 2 == 1 {
             return Err(Error::InvalidArgument(format!(
-                "shift_one pairs all members with each other, and they are {members}: an odd number"
+                "shift_one pairs each member of the first half with one of the second half: it needs an even number of members, \
+                 not {members}"
             )));
         }
         Ok(())
@@ -326,12 +327,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shift_one_pairs_are_mutual_and_every_pair_meets() {
+    fn shift_one_pairs_are_mutual_and_of_one_member_of_each_half() {
         for n in [2, 4, 6, 8, 16] {
             for r in 0..20 {
                 for i in 0..n {
                     let [peer] = PeerSelection::ShiftOne.peers(i, n, r)[..] else { panic!("one peer") };
                     assert_eq!(PeerSelection::ShiftOne.peers(peer, n, r), [i], "n {n} r {r}");
+                    assert_ne!(peer < n / 2, i < n / 2, "n {n} r {r}");
                     let half = n / 2;
                     let expected = if i < half {
                         (r as usize + i) % n.div_ceil(2) + half
@@ -359,7 +361,8 @@ mod tests {
 
     #[test]
     fn shift_one_refuses_odd_numbers_and_names_them() {
-        assert!(PeerSelection::ShiftOne.check(5).unwrap_err().to_string().contains('5'));
+        let refused = PeerSelection::ShiftOne.check(5).unwrap_err().to_string();
+        assert!(refused.contains("first half with one of the second half") && refused.ends_with("not 5"), "{refused}");
         PeerSelection::ShiftOne.check(1).unwrap();
         PeerSelection::ShiftOne.check(4).unwrap();
         assert!(PeerSelection::by_name("star").unwrap_err().to_string().contains("one_peer_exponential"));

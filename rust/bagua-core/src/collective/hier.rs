@@ -80,30 +80,6 @@ impl Hier {
         }
     }
 
-    fn all_reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
-        let (src, out) = match io {
-            HostIo::InPlace(data) => (None, data),
-            HostIo::Split { src, dst } => (Some(src), dst),
-        };
-        let sum = op.undivided();
-        for range in chunks(out.len()) {
-            let chunk = &mut out[range.clone()];
-            let io = match src {
-                None => Io::in_place(chunk),
-                Some(src) => Io::split(&src[range], chunk),
-            };
-            self.intra.run(cx, Verb::Reduce { op: sum, root: LEADER }, io)?;
-            if let Some(inter) = &mut self.inter {
-                inter.run(cx, Verb::AllReduce(sum), Io::in_place(chunk))?;
-                if op == ReduceOp::Avg {
-                    divide(cx.dtype(), chunk, self.flat.size());
-                }
-            }
-            self.intra.run(cx, Verb::Broadcast { root: LEADER }, Io::in_place(chunk))?;
-        }
-        Ok(())
-    }
-
     fn reduce(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (root_host, root_local) = self.index_of(root);
         let (my_host, _) = self.index_of(self.rank());
@@ -158,6 +134,41 @@ impl Hier {
     }
 }
 
+/// All_reduce over the ranks of this host and, on its leader, over the leaders of all hosts, on which `size` ranks are.
+///
+/// # Errors
+/// As [`Collective::run`].
+pub fn all_reduce(
+    intra: &mut dyn Collective,
+    mut inter: Option<&mut (dyn Collective + '_)>,
+    size: usize,
+    cx: &OpContext<'_>,
+    io: HostIo<'_>,
+    op: ReduceOp,
+) -> Result<()> {
+    let (src, out) = match io {
+        HostIo::InPlace(data) => (None, data),
+        HostIo::Split { src, dst } => (Some(src), dst),
+    };
+    let sum = op.undivided();
+    for range in chunks(out.len()) {
+        let chunk = &mut out[range.clone()];
+        let io = match src {
+            None => Io::in_place(chunk),
+            Some(src) => Io::split(&src[range], chunk),
+        };
+        intra.run(cx, Verb::Reduce { op: sum, root: LEADER }, io)?;
+        if let Some(inter) = &mut inter {
+            inter.run(cx, Verb::AllReduce(sum), Io::in_place(chunk))?;
+            if op == ReduceOp::Avg {
+                divide(cx.dtype(), chunk, size);
+            }
+        }
+        intra.run(cx, Verb::Broadcast { root: LEADER }, Io::in_place(chunk))?;
+    }
+    Ok(())
+}
+
 /// The chunks of a tensor; one empty chunk of an empty tensor, so that fingerprints are compared all the same.
 fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(CHUNK).max(1)).map(move |chunk| chunk * CHUNK..((chunk + 1) * CHUNK).min(len))
@@ -185,7 +196,11 @@ impl Collective for Hier {
             cx.stats.hierarchical.fetch_add(1, Relaxed);
         }
         match verb {
-            Verb::AllReduce(op) => self.all_reduce(cx, io.into_host()?, op),
+            Verb::AllReduce(op) => {
+                let Hier { intra, inter, flat, .. } = self;
+                let inter = inter.as_mut().map(|inter| &mut **inter as &mut dyn Collective);
+                all_reduce(&mut **intra, inter, flat.size(), cx, io.into_host()?, op)
+            }
             Verb::Reduce { op, root } => self.reduce(cx, io.into_host()?, op, root),
             Verb::Broadcast { root } => self.broadcast(cx, io.into_host()?.output(), root),
             Verb::Barrier => self.barrier(cx),

@@ -11,7 +11,7 @@ use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
 use crate::group::{Group, Lane, Lanes};
 use crate::health::GroupHealth;
-use crate::memory::{Device, Region};
+use crate::memory::{Device, Region, name_of};
 use crate::op::Op;
 use crate::recorder::{Announced, What};
 use crate::schedule::Schedule;
@@ -354,13 +354,15 @@ fn check_memory(buckets: &[SharedBucket]) -> Result<()> {
         let regions = bucket.regions().unwrap_or_default();
         for ((name, _), region) in bucket.tensors().zip(regions).filter(|(_, region)| !region.is_empty()) {
             let place = format!("'{name}' of bucket '{}'", bucket.name());
-            spans.push((region.address(), region.address() + region.len(), place));
+            // By name, because two buckets may have a value each for one device.
+            let device = name_of(region.device()).to_owned();
+            spans.push((device, region.address(), region.address() + region.len(), place));
         }
     }
     spans.sort();
-    match spans.windows(2).find(|pair| pair[1].0 < pair[0].1) {
+    match spans.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[1].1 < pair[0].2) {
         None => Ok(()),
-        Some(pair) => Err(Error::InvalidArgument(format!("tensors {} and {} share memory", pair[0].2, pair[1].2))),
+        Some(pair) => Err(Error::InvalidArgument(format!("tensors {} and {} share memory", pair[0].3, pair[1].3))),
     }
 }
 

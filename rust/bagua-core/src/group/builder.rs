@@ -1,34 +1,25 @@
 //! Connecting a lane: its streams, its shared memory, and the collective for the group's hosts.
 //!
 //! Two ranks that use TCP have a few streams, the smaller of the numbers in their addresses; the higher rank connects, the lower one
-//! accepts. The ranks of one host share one memory segment per lane: the first of them creates it and passes its descriptor over Unix
-//! connections, which are closed afterwards.
+//! accepts. The ranks of one host share one memory segment per lane, see [`super::segment`].
 
 use std::collections::HashMap;
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
-
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
 
 use super::connection::{ConnKey, DataConn, NotArrived, Socket};
 use super::control::{Control, Dial};
 use super::descriptors::{self, Need};
 use super::fork::{ForkFd, OwnerProcess};
-use super::handshake::{Purpose, digest};
+use super::handshake::Purpose;
 use crate::codec::Codec;
 use crate::collective::compressed::DeviceCodec;
 use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
-use crate::memory::{Arena, DeviceRef, Registry, SharedArena, part_stride};
+use crate::memory::{Arena, DeviceRef, Registry};
 use crate::transport::{Mesh, Transport};
 use crate::types::DType;
 use crate::wait::{Deadline, SLICE};
@@ -42,27 +33,18 @@ const LEADERS: u32 = 1;
 /// `index` of the streams between the ranks of one machine that do not share memory.
 const MACHINE: u32 = 2;
 
-/// `index` of the connections over which the descriptor of a lane's segment is passed.
-const LANE_SEGMENT: u32 = 0;
-
-/// `index` of the connections over which the descriptor of an arena is passed; their `channel` is the number of the arena.
-const ARENA_SEGMENT: u32 = 1;
-
 /// Bit position of a stream's number in its `index`.
 const NUMBER_SHIFT: u32 = 8;
 
-/// The byte that accompanies a descriptor.
-const DESCRIPTOR_BYTE: u8 = b'M';
-
-/// Builds one lane or one arena.
+/// Builds one lane, and connects its ranks later where they pass descriptors.
 pub(super) struct LaneBuilder<'a> {
     pub(super) control: &'a Arc<Control>,
     pub(super) health: &'a Arc<GroupHealth>,
     /// Id of the group.
     pub(super) group: u64,
-    /// "lane" or "arena", for error texts.
+    /// What is opened, for error texts.
     pub(super) what: &'static str,
-    /// Number of the lane, or of the arena.
+    /// Number of the lane.
     pub(super) channel: u32,
     /// Group ranks on each host, ascending.
     pub(super) hosts: &'a [Vec<usize>],
@@ -72,8 +54,13 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
-/// Collectives of a machine and, on its first rank, of the machines' first ranks.
-type ByMachine = (Box<dyn Collective>, Option<Box<dyn Collective>>);
+/// The collectives by machine, of one lane.
+pub(super) struct HostCollectives {
+    /// The ranks of this machine; ranks in it are indices on the machine.
+    pub(super) intra: Box<dyn Collective>,
+    /// The machines' first ranks, on those only; ranks in it are indices of machines.
+    pub(super) inter: Option<Box<dyn Collective>>,
+}
 
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
@@ -86,12 +73,8 @@ impl LaneBuilder<'_> {
             return self.bound(Box::new(Solo::new()), self.hosts, Vec::new());
         }
         let (host, local) = self.host()?;
-        let arena = if host.len() > 1 {
-            Some(Arc::new(self.memory(host, LANE_SEGMENT, "bagua-lane", segment_len(host.len()))?))
-        } else {
-            None
-        };
-        let shm = |arena| Shm::new(arena, local, host.to_vec()).map(|shm| shm.knowing(Arc::clone(self.registry)));
+        let arena = if host.len() > 1 { Some(Arc::new(self.segment(host, segment_len(host.len()))?)) } else { None };
+        let shm = |arena| Shm::new(arena, local, host.to_vec()).map(|shm| self.knowing_arenas(shm));
         let mut fork_fds: Vec<ForkFd> = arena.iter().map(|arena| ForkFd::new(&arena.fd())).collect();
         let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
             Box::new(shm(Arc::clone(arena))?)
@@ -114,7 +97,7 @@ impl LaneBuilder<'_> {
     }
 
     /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
-    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<ByMachine> {
+    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<HostCollectives> {
         let rank = self.health.rank();
         let (host, local) = self.host()?;
         let machine = machines.iter().find(|machine| machine.contains(&rank));
@@ -123,9 +106,9 @@ impl LaneBuilder<'_> {
         let intra: Box<dyn Collective> = if machine.len() == 1 {
             Box::new(Solo::new())
         } else if machine.as_slice() == host {
-            let arena = Arc::new(self.memory(host, LANE_SEGMENT, "bagua-lane", segment_len(host.len()))?);
+            let arena = Arc::new(self.segment(host, segment_len(host.len()))?);
             fork_fds.push(ForkFd::new(&arena.fd()));
-            Box::new(Shm::new(arena, local, host.to_vec())?.knowing(Arc::clone(self.registry)))
+            Box::new(self.knowing_arenas(Shm::new(arena, local, host.to_vec())?))
         } else {
             let others: Vec<usize> = machine.iter().copied().filter(|other| *other != rank).collect();
             let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
@@ -135,7 +118,8 @@ impl LaneBuilder<'_> {
         let mut fork_fds = Vec::new();
         let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
         let inter = self.leaders(machines, &mut fork_fds)?;
-        Ok((intra, inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?))
+        let inter = inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?;
+        Ok(HostCollectives { intra, inter })
     }
 
     /// The collective of the hosts' first ranks, if this is one of them.
@@ -163,23 +147,11 @@ impl LaneBuilder<'_> {
     }
 
     /// The group ranks on this rank's host, and this rank's index among them.
-    fn host(&self) -> Result<(&[usize], usize)> {
+    pub(super) fn host(&self) -> Result<(&[usize], usize)> {
         let rank = self.health.rank();
         let index = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().find_map(|host| index(host).map(|at| (host.as_slice(), at)));
         found.ok_or_else(|| Error::other("this rank is on no host of its group"))
-    }
-
-    /// Allocates an arena: one file for all ranks of this host, private memory for the only rank of a host.
-    pub(super) fn arena(&self, len: usize, label: &str) -> Result<SharedArena> {
-        let (host, local) = self.host()?;
-        let whole = part_stride(len, host.len())? * host.len();
-        if host.len() == 1 {
-            return SharedArena::private(len, self.health.world_rank(self.health.rank()), self.registry);
-        }
-        let ranks = host.iter().map(|member| self.health.world_rank(*member)).collect();
-        let file = self.memory(host, ARENA_SEGMENT, label, whole)?;
-        SharedArena::shared(file, arena_id(self.group, self.channel), ranks, local, len, self.registry)
     }
 
     /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and streams to all others.
@@ -202,7 +174,7 @@ impl LaneBuilder<'_> {
     }
 
     /// Starts to connect to a rank whose world rank is lower; [`LaneBuilder::dialled`] waits for the outcome.
-    fn dial(
+    pub(super) fn dial(
         &self,
         peer: usize,
         purpose: Purpose,
@@ -213,7 +185,7 @@ impl LaneBuilder<'_> {
     }
 
     /// Waits for a connection that [`LaneBuilder::dial`] started.
-    fn dialled(
+    pub(super) fn dialled(
         &self,
         peer: usize,
         outcome: &std::sync::mpsc::Receiver<std::result::Result<DataConn, String>>,
@@ -235,7 +207,7 @@ impl LaneBuilder<'_> {
     }
 
     /// The error that must end a wait for a peer: the group failed, the peer left, or the deadline passed.
-    fn check(&self, peer: usize) -> Result<()> {
+    pub(super) fn check(&self, peer: usize) -> Result<()> {
         self.health.check()?;
         if self.health.has_departed(peer) {
             return Err(self.health.attribute_disconnect(peer, LEFT));
@@ -249,7 +221,7 @@ impl LaneBuilder<'_> {
     }
 
     /// Waits for a connection from a rank whose world rank is higher.
-    fn accepted(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
+    pub(super) fn accepted(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
         let key = self.key(peer, purpose, index);
         self.control.plane.pending.take(&key, peer, &self.deadline, self.health).map_err(|why| match why {
             NotArrived::TimedOut => self.timed_out(peer),
@@ -304,73 +276,6 @@ impl LaneBuilder<'_> {
         }
         Ok(connected)
     }
-
-    /// Memory that the ranks of this host share; the one with the lowest world rank creates it with `len` bytes.
-    fn memory(&self, host: &[usize], index: u32, label: &str, len: usize) -> Result<Arena> {
-        let rank = self.health.rank();
-        let first = host.iter().copied().min_by_key(|member| self.health.world_rank(*member)).unwrap_or(rank);
-        if first == rank {
-            let arena = Arena::create(label, len)?;
-            for peer in host.iter().filter(|peer| **peer != rank) {
-                let data_conn = self.accepted(*peer, Purpose::Segment, index)?;
-                let Socket::Unix(stream) = &data_conn.socket else {
-                    return Err(Error::other("a descriptor cannot be passed over TCP"));
-                };
-                // The control plane reports a lost peer.
-                send_descriptor(stream, &arena).map_err(|e| Error::system("passing shared memory to a peer", e))?;
-            }
-            return Ok(arena);
-        }
-        let data_conn = self.dialled(first, &self.dial(first, Purpose::Segment, index))?;
-        let Socket::Unix(stream) = &data_conn.socket else {
-            return Err(Error::other("a descriptor cannot be passed over TCP"));
-        };
-        let failed = |e| Error::system("receiving shared memory", e);
-        stream.set_read_timeout(Some(SLICE)).map_err(failed)?;
-        let descriptor = loop {
-            match receive_descriptor(stream) {
-                Ok(Some(descriptor)) => break descriptor,
-                Ok(None) => {
-                    return Err(self.health.attribute_disconnect(first, "it closed the connection for shared memory"));
-                }
-                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => {
-                    self.check(first)?;
-                }
-                Err(e) => return Err(failed(e)),
-            }
-        };
-        Arena::from_fd(descriptor)
-    }
-}
-
-/// Id of an arena, which all members compute without communication. Unique, because groups and their arenas are numbered; never 0, which
-/// means no arena.
-fn arena_id(group: u64, nth: u32) -> u64 {
-    let hash = digest(&[b"bagua arena", &group.to_le_bytes(), &nth.to_le_bytes()]);
-    u64::from_le_bytes(*hash.first_chunk().expect("32 bytes have a first 8")).max(1)
-}
-
-/// Sends the descriptor of an arena.
-fn send_descriptor(stream: &UnixStream, arena: &Arena) -> std::io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [arena.fd()];
-    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[DESCRIPTOR_BYTE])], &mut ancillary, SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
-/// Receives a descriptor; `None` when the peer has closed the connection or sent none.
-fn receive_descriptor(stream: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0];
-    rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut byte)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
-    let found = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-        _ => None,
-    });
-    Ok(found)
 }
 
 /// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them

@@ -113,19 +113,25 @@ impl OwnerProcess {
 }
 
 /// One value per process. A forked child gets a new value: a thread of the parent may have held a lock of the parent's value at the fork.
-pub(crate) struct PerProcess<T> {
+pub struct PerProcess<T> {
     /// Null, or the value and the process that created it. Never freed: at most one per fork between the first process and this one.
     current: AtomicPtr<(OwnerProcess, T)>,
 }
 
+impl<T: Default + Send + Sync + 'static> Default for PerProcess<T> {
+    fn default() -> PerProcess<T> {
+        PerProcess::new()
+    }
+}
+
 impl<T: Default + Send + Sync + 'static> PerProcess<T> {
     /// Without a value yet.
-    pub(crate) const fn new() -> PerProcess<T> {
+    pub const fn new() -> PerProcess<T> {
         PerProcess { current: AtomicPtr::new(std::ptr::null_mut()) }
     }
 
     /// The value of this process, created by the first call.
-    pub(crate) fn get(&self) -> &'static T {
+    pub fn get(&self) -> &'static T {
         let mut current = self.current.load(Ordering::Acquire);
         loop {
             // SAFETY: null, or a pointer that the exchange below published; its target is never freed or changed.

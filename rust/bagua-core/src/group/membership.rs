@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::builder::LaneBuilder;
+use super::builder::{HostCollectives, LaneBuilder};
 use super::config::Config;
 use super::control::{Control, Plane};
 use super::fork::PerProcess;
 use super::handshake::digest;
-use super::lane::{HostLanes, Lane};
+use super::lane::Lane;
 use super::messages::MessageStreams;
 use crate::error::{Error, Result};
 use crate::health::{GroupHealth, LEAVING};
-use crate::memory::{Registry, SharedArena, part_stride};
+use crate::memory::{Registry, SharedArena};
 use crate::recorder::FlightRecorder;
 use crate::stats::Stats;
 use crate::wait::{Deadline, lock};
@@ -46,9 +46,7 @@ struct Membership {
     hosts: Vec<Vec<usize>>,
     /// Number of lanes opened.
     channels: AtomicU32,
-    /// Number of arenas created.
-    arenas: AtomicU32,
-    /// The existing arenas of the world group and all its sub-groups.
+    /// This rank's arenas, of the world group and all its sub-groups.
     registry: Arc<Registry>,
     /// By world ranks in the order of the sub-group: how many such sub-groups were built.
     subgroups: Mutex<HashMap<Vec<usize>, u64>>,
@@ -73,7 +71,6 @@ impl Group {
             epoch: world.epoch(),
             hosts,
             channels: AtomicU32::new(0),
-            arenas: AtomicU32::new(0),
             registry: Arc::default(),
             subgroups: Mutex::default(),
             left: AtomicBool::new(false),
@@ -174,8 +171,8 @@ impl Group {
     /// # Errors
     /// The group's first cause; an error of this call becomes the first cause.
     pub fn lane(&self) -> Result<Lane> {
-        let Membership { health, stats, epoch, channels, .. } = &*self.membership;
-        let builder = self.builder("lane", channels)?;
+        let Membership { health, stats, epoch, .. } = &*self.membership;
+        let builder = self.builder()?;
         let channel = builder.channel;
         let collective = builder.build().map_err(|error| health.fail(error))?;
         let lane = Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout());
@@ -188,52 +185,43 @@ impl Group {
         MessageStreams::new(control, health, *id, control.plane.config.connect_timeout)
     }
 
-    /// Opens the lanes by machine, see [`HostLanes`]. Collective, as [`Group::lane`].
+    /// Connects the collectives by machine, see [`HostCollectives`]. Collective, as [`Group::lane`].
     ///
     /// # Errors
     /// As [`Group::lane`].
-    pub(super) fn host_lanes(&self) -> Result<HostLanes> {
-        let Membership { health, stats, epoch, channels, .. } = &*self.membership;
-        let builder = self.builder("lane", channels)?;
-        let number = builder.channel;
-        let machines = self.machines();
-        let (intra, inter) = builder.build_by_machine(&machines).map_err(|error| health.fail(error))?;
-        // Their operations are numbered apart, so their records need names of their own.
-        let host = machines.iter().position(|machine| machine.contains(&self.rank())).unwrap_or_default();
-        let lane = |collective, place: String| {
-            Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, number, self.timeout())
-                .recorded_by(flight_recorder().lane(&format!("{}, {place}", self.name()), number))
-        };
-        let between = |collective| lane(collective, "between hosts".to_owned());
-        Ok(HostLanes { intra: lane(intra, format!("host {host}")), inter: inter.map(between) })
+    pub(super) fn host_collectives(&self) -> Result<HostCollectives> {
+        let connected = self.builder()?.build_by_machine(&self.machines());
+        connected.map_err(|error| self.health().fail(error))
     }
 
-    /// Allocates an arena: memory for tensors, `bytes` on every rank, populated and zeroed. Operations of this group and its sub-groups
-    /// on tensors that lie in the same arena on all ranks of a host access the peers' tensors directly. `label` appears in
-    /// `/proc/<pid>/maps`. The arena outlives the group, until its last clone is dropped. Collective: all members allocate arenas in
-    /// the same order.
+    /// Allocates an arena: `bytes` of memory for tensors, populated and zeroed. `label` appears in `/proc/<pid>/maps`. Operations of this
+    /// group and its sub-groups access the peers' tensors directly where those of all ranks of a host lie in arenas. Local: the peers map
+    /// it in the first operation on a tensor in it. It may outlive the group. Private memory where no other rank of this group is on this
+    /// host.
     ///
     /// # Errors
-    /// `InvalidArgument` for a size beyond the address space, otherwise the group's first cause; an error of this call, such as too little
-    /// memory or different sizes, becomes the first cause.
+    /// `InvalidArgument` for a size beyond the address space, `System` when memory or descriptors are short, or in a forked child; the
+    /// group's first cause.
     pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
-        // The same outcome on all members, because they pass the same size.
-        part_stride(bytes, self.size())?;
-        let Membership { health, arenas, .. } = &*self.membership;
-        // The kernel accepts 249 bytes without NUL.
-        let label: String = label.chars().filter(|c| *c != '\0').take(50).collect();
-        let builder = self.builder("arena", arenas)?;
-        builder.arena(bytes, &label).map_err(|error| health.fail(error))
-    }
-
-    /// The builder of the next lane or arena; `what` names it in error texts, `counter` numbers it.
-    fn builder<'a>(&'a self, what: &'static str, counter: &AtomicU32) -> Result<LaneBuilder<'a>> {
-        let Membership { health, id, hosts, control, registry, .. } = &*self.membership;
+        let Membership { health, hosts, control, registry, .. } = &*self.membership;
         control.plane.owner.check()?;
         health.check()?;
-        let channel = counter.fetch_add(1, Ordering::Relaxed);
+        if hosts.iter().any(|host| host.len() == 1 && host.contains(&self.rank())) {
+            return SharedArena::private(bytes, registry);
+        }
+        // The kernel accepts 249 bytes without NUL.
+        let label: String = label.chars().filter(|c| *c != '\0').take(50).collect();
+        SharedArena::new(&label, bytes, registry)
+    }
+
+    /// The builder of the next lane.
+    fn builder(&self) -> Result<LaneBuilder<'_>> {
+        let Membership { health, id, hosts, control, registry, channels, .. } = &*self.membership;
+        control.plane.owner.check()?;
+        health.check()?;
+        let channel = channels.fetch_add(1, Ordering::Relaxed);
         let deadline = Deadline::after(control.plane.config.connect_timeout);
-        Ok(LaneBuilder { control, health, group: *id, what, channel, hosts, deadline, registry })
+        Ok(LaneBuilder { control, health, group: *id, what: "lane", channel, hosts, deadline, registry })
     }
 
     /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. `None` when this rank is not among
@@ -289,7 +277,6 @@ impl Group {
             epoch: parent.epoch,
             hosts,
             channels: AtomicU32::new(0),
-            arenas: AtomicU32::new(0),
             registry: Arc::clone(&parent.registry),
             subgroups: Mutex::default(),
             left: AtomicBool::new(false),

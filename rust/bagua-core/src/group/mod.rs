@@ -15,6 +15,7 @@
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
 //! | `messages` | the streams of a group's messages |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
 //! | `fork` | closing the descriptors of a group in forked children |
@@ -40,6 +41,7 @@ mod listen;
 mod membership;
 mod messages;
 mod rendezvous;
+mod segment;
 #[cfg(all(test, not(model)))]
 mod tests;
 mod tls;
@@ -51,8 +53,9 @@ pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
 pub use door::{Answer, Asked, Door};
 pub(crate) use door::{DoorMessage, Visit};
-pub(crate) use fork::{OwnerProcess, PerProcess};
-pub use lane::{HostLanes, Lane, Options, PartLayout};
+pub(crate) use fork::OwnerProcess;
+pub use fork::PerProcess;
+pub use lane::{Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;

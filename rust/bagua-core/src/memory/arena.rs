@@ -67,6 +67,11 @@ impl Arena {
         self.fd.as_fd()
     }
 
+    /// The mapping.
+    pub(super) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
     /// The mapping alone: nobody else can get the memory from this process any more.
     pub fn into_mapping(self) -> Mapping {
         self.mapping

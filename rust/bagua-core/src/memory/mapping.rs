@@ -30,7 +30,9 @@ impl Mapping {
         let ptr = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)
         };
-        Mapping::made(ptr, len, "shared memory")
+        let mapping = Mapping::made(ptr, len, "shared memory")?;
+        sync::mapped(file, mapping.pointer(), len);
+        Ok(mapping)
     }
 
     /// Zeroed memory of this process alone.

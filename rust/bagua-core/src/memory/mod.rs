@@ -19,6 +19,6 @@ pub use device::{Buffer, BufferMut, Device, DeviceRef, kind_of, name_of, same_pl
 pub use host::HostMemory;
 pub use mapping::Mapping;
 pub use region::Region;
-pub use shared::{Finder, Registry, SharedArena, part_stride};
+pub use shared::{Finder, KnownArena, LaneId, Mapped, MappedArenas, Registry, SharedArena};
 pub use weight_lock::{Owner, Request, WeightGuard, WeightLock};
 pub use weights::{ArenaBuffer, DeviceWeights, Locked, WeightStep, Weights};

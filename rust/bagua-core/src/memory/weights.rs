@@ -155,16 +155,16 @@ pub struct ArenaBuffer {
 }
 
 impl ArenaBuffer {
-    /// The whole of this rank's part of an arena that nobody else uses.
+    /// The whole of an arena.
     pub fn new(arena: SharedArena) -> ArenaBuffer {
         ArenaBuffer { arena }
     }
 
     /// The bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the mapping lives as long as the arena, and this value is the only one that makes slices of it; peers touch it
-        // only during a collective, to which the slice was passed as the exclusive borrow that it is.
-        unsafe { std::slice::from_raw_parts_mut(self.arena.pointer(), self.arena.len()) }
+        // SAFETY: this value has the only handle that makes slices of the memory, and the borrow is unique; peers access the memory only
+        // during a collective, to which the slice was passed as the exclusive borrow that it is.
+        unsafe { self.arena.bytes_mut() }
     }
 }
 

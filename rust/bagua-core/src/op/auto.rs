@@ -8,8 +8,9 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::{BucketCx, CentralizedOp, CompressedOp, Op};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::Options;
+use crate::memory::DeviceRef;
 use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
@@ -67,6 +68,16 @@ impl Op for AutoOp {
     fn check(&self, dtype: DType, elements: usize) -> Result<()> {
         self.plain.check(dtype, elements)?;
         self.compressed.check(dtype, elements)
+    }
+
+    fn check_place(&self, place: DeviceRef<'_>) -> Result<()> {
+        match place {
+            None => Ok(()),
+            Some(device) => Err(Error::NotImplemented(format!(
+                "the choice of a compression by time, for tensors on {}: this thread does not wait for a device, so it cannot time one",
+                device.name()
+            ))),
+        }
     }
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {

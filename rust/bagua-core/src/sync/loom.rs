@@ -222,6 +222,8 @@ struct Shared {
     blocks: Pool<UnsafeCell<()>>,
     /// Addresses that mean others: where memory begins that is mapped twice, its length, and where its first mapping begins.
     aliases: std::sync::Mutex<Vec<(usize, usize, usize)>>,
+    /// Where the first mapping of a file begins, by inode: a model keeps it as long as there are others.
+    files: std::sync::Mutex<HashMap<u64, usize>>,
 }
 
 impl Shared {
@@ -231,6 +233,7 @@ impl Shared {
             longs: Pool::new(LONGS, AtomicU64::default),
             blocks: Pool::new(BLOCKS, || UnsafeCell::new(())),
             aliases: std::sync::Mutex::default(),
+            files: std::sync::Mutex::default(),
         }
     }
 
@@ -242,11 +245,14 @@ impl Shared {
     }
 }
 
-/// Has `len` bytes at `second` be another mapping of those at `first`.
-#[cfg(test)]
-pub(crate) fn same_memory(first: *const u8, second: *const u8, len: usize) {
-    let mut aliases = SHARED.aliases.lock().unwrap_or_else(PoisonError::into_inner);
-    aliases.push((second as usize, len, first as usize));
+/// Notes that `len` bytes are those of a file: what was mapped before from the same one is the same memory.
+pub(crate) fn mapped(file: std::os::fd::BorrowedFd<'_>, bytes: *const u8, len: usize) {
+    let file = rustix::fs::fstat(file).expect("an open file").st_ino;
+    let mut files = SHARED.files.lock().unwrap_or_else(PoisonError::into_inner);
+    let first = *files.entry(file).or_insert(bytes as usize);
+    if first != bytes as usize {
+        SHARED.aliases.lock().unwrap_or_else(PoisonError::into_inner).push((bytes as usize, len, first));
+    }
 }
 
 /// Objects of loom, by address.

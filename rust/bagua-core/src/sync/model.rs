@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use loom::thread;
 
-pub(crate) use super::loom::same_memory;
 use super::{AtomicU32, futex};
 
 /// Preemptions of a model of two threads, where `LOOM_MAX_PREEMPTIONS` does not say another number.

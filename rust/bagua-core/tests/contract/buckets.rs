@@ -81,14 +81,10 @@ fn minmax() -> Arc<dyn codec::Codec> {
 }
 
 const COUNT: usize = 5301;
-const OPERATIONS: [Make; 7] = [
+const OPERATIONS: [Make; 6] = [
     || (Arc::new(CentralizedOp::new(true, false, false)), &[]),
     || (Arc::new(CompressedOp::new(minmax(), true, false, true)), &[("error", COUNT)]),
     || (Arc::new(CompressedOp::new(minmax(), false, false, false)), &[]),
-    || {
-        let compressed = CompressedOp::new(minmax(), true, false, false);
-        (Arc::new(AutoOp::new(CentralizedOp::new(true, false, false), compressed)), &[])
-    },
     || (Arc::new(DecentralizedOp::new(PeerSelection::Ring, false)), &[("peer_weight", COUNT)]),
     || (Arc::new(AsyncModelAverageOp::new(WeightLock::new())), &[]),
     || {
@@ -98,7 +94,7 @@ const OPERATIONS: [Make; 7] = [
 ];
 
 /// The number of the compressed ring.
-const RING: usize = 6;
+const RING: usize = 5;
 
 /// What two steps of an operation leave in the tensors and the extra tensors.
 fn after_two_steps(
@@ -296,6 +292,48 @@ fn a_stream_that_a_device_refuses_marks_nothing() {
     engine.mark_ready(1, None, Some(1)).unwrap();
     assert_eq!(engine.wait(LONG), Ok(1));
     assert!(health.check().is_ok());
+}
+
+#[test]
+fn equal_addresses_are_one_memory_on_one_device_only() {
+    let bucket = |number: usize, device: Arc<dyn Device>| {
+        // SAFETY: the engine is given the regions, and communicates nothing.
+        let region = unsafe { Region::on(device, 0x1000 as *mut u8, 4, DType::F32).unwrap() };
+        let tensor = Tensor { name: format!("tensor {number}"), region, padding: false };
+        SharedBucket::new(Bucket::new(&format!("bucket {number}"), vec![tensor]).unwrap())
+    };
+    let (engine, _) = alone();
+    engine.register(vec![bucket(0, Toy::device(0)), bucket(1, Toy::device(1))]).unwrap();
+    let mut host = [0f32; 4];
+    let same = Toy::device(0);
+    for second in [Arc::clone(&same), Toy::device(0)] {
+        let refused = engine.register(vec![bucket(0, Arc::clone(&same)), bucket(1, second)]).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "tensors 'tensor 0' of bucket 'bucket 0' and 'tensor 1' of bucket 'bucket 1' share memory"
+        );
+    }
+    // SAFETY: as above.
+    let region = unsafe { Region::new(host.as_mut_ptr().cast(), 4, DType::F32).unwrap() };
+    let address = region.address() as *mut u8;
+    // SAFETY: as above.
+    let there = unsafe { Region::on(same, address, 4, DType::F32).unwrap() };
+    let tensors = [("here", region), ("there", there)];
+    let buckets = tensors.map(|(name, region)| {
+        let tensor = Tensor { name: name.to_owned(), region, padding: false };
+        SharedBucket::new(Bucket::new(name, vec![tensor]).unwrap())
+    });
+    engine.register(buckets.into()).unwrap();
+}
+
+#[test]
+fn the_choice_of_a_compression_by_time_is_refused_on_a_device() {
+    let (bucket, _memory) = bucket_on(&Toy::device(0));
+    let compressed = CompressedOp::new(minmax(), true, false, false);
+    let refused = bucket.append(Arc::new(AutoOp::new(CentralizedOp::new(true, false, false), compressed)));
+    let Err(Error::NotImplemented(text)) = refused else { panic!("{refused:?}") };
+    assert!(text.starts_with("bucket 'bucket': ") && text.contains("tensors on toy:0"), "{text}");
+    assert!(bucket.ops().is_empty());
 }
 
 #[test]

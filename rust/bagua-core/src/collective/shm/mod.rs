@@ -1,6 +1,6 @@
 //! Collectives in memory that all ranks of one host map.
 //!
-//! Where all ranks' tensors lie in one arena, each rank reads and writes its peers' tensors directly (`zero_copy`). Otherwise a rank
+//! Where all ranks' tensors lie in arenas, each rank maps its peers' arenas in the first such operation, and reads and writes its peers' tensors directly (`zero_copy`). Otherwise a rank
 //! copies what its peers need of its tensor to the segment, chunk by chunk, and the peers combine it into their tensors.
 //!
 //! | file | what it holds |
@@ -9,6 +9,7 @@
 //! | `placement` | the processors of the ranks |
 //! | `segment` | the layout of the shared memory |
 //! | `announce` | the fingerprint that a rank publishes for its peers to compare |
+//! | `arenas` | mapping the peers' arenas |
 //! | `cico` | all_reduce and reduce through windows |
 //! | `pairwise` | all_gather and all_to_all between two ranks |
 //! | `zero_copy` | every verb on tensors in an arena |
@@ -19,6 +20,7 @@
 #![allow(unsafe_code)]
 
 mod announce;
+mod arenas;
 mod chunks;
 mod cico;
 mod pairwise;
@@ -35,16 +37,18 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use crate::error::{Error, Result};
-use crate::memory::{Arena, Finder, Registry};
+use crate::memory::{Arena, Registry};
 use crate::sync::buffer_len;
 use crate::transport::shm::ring_links;
 use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
 use crate::wait::Doorbell;
 
+pub use arenas::PassDescriptors;
 pub use segment::segment_len;
 
 use announce::Announcement;
+use arenas::LaneArenas;
 use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
 use cico::Reduction;
 use pairwise::Pairwise;
@@ -61,8 +65,8 @@ pub struct Shm {
     protocol: Protocol,
     /// Streams to the same ranks, for messages (send, recv, exchange).
     mesh: Mesh,
-    /// Finds the arena in which a tensor lies.
-    finder: Finder,
+    /// Finds and maps the arenas in which tensors lie; without it no operation is zero-copy.
+    arenas: Option<LaneArenas>,
     /// The first error. The ranks' arrivals may differ after it, so every later operation returns it.
     broken: Option<Error>,
 }
@@ -77,13 +81,13 @@ impl Shm {
         let segment = Segment::new(arena, index, members.len())?;
         let (links, bell) = ring_links(segment.arena(), segment.own_rings(), index, members.len());
         let mesh = Mesh::new(index, members.clone(), links, Some(bell));
-        Ok(Shm { protocol: Protocol::new(segment, members), mesh, finder: Finder::default(), broken: None })
+        Ok(Shm { protocol: Protocol::new(segment, members), mesh, arenas: None, broken: None })
     }
 
-    /// Operates zero-copy on tensors in the arenas of this registry. The ranks' registries may differ.
+    /// Operates zero-copy on tensors in arenas, of which this rank's are in `registry`. All ranks do so, or none.
     #[must_use]
-    pub fn knowing(self, registry: Arc<Registry>) -> Shm {
-        Shm { finder: Finder::new(registry), ..self }
+    pub fn knowing(self, registry: Arc<Registry>, between: Box<dyn PassDescriptors>) -> Shm {
+        Shm { arenas: Some(LaneArenas::new(registry, between)), ..self }
     }
 
     /// Leaves this rank on the processors that the kernel chooses: for benchmarks that compare.
@@ -101,6 +105,11 @@ impl Shm {
         self.protocol.segment.ranks
     }
 
+    /// This tensor as one in an arena; `None` for others.
+    fn in_arena(&mut self, tensor: &[u8]) -> Option<ArenaTensor> {
+        self.arenas.as_mut()?.tensor(tensor)
+    }
+
     /// An operation that is never zero-copy.
     fn execute(
         &mut self,
@@ -109,54 +118,48 @@ impl Shm {
         route: Route,
         phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<()> {
-        let offers = self.guarded(|protocol| {
+        let offers = guarded(&mut self.broken, || {
             let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
-            protocol.run(cx, &announcement, route, false, BufferOffer::Never, phase)
+            let map = |_: &[u64]| Ok(BufferOffer::Nowhere);
+            self.protocol.run(cx, &announcement, route, false, BufferOffer::Never, map, phase)
         });
         offers.map(|offsets| debug_assert!(offsets.is_none(), "an operation without offers is not zero-copy"))
     }
 
-    /// An operation that is zero-copy when the tensors of all ranks, `bytes` long, lie in one arena. If it returns `Some`, no byte has
+    /// An operation that is zero-copy when the tensors of all ranks, `bytes` long, lie in arenas. If it returns `Some`, no byte has
     /// been moved yet, and [`Shm::run_zero_copy`] must follow.
     fn run_or_offer(
         &mut self,
         cx: &OpContext<'_>,
         (verb, bytes): (Kind, usize),
         (route, collect): (Route, bool),
-        tensor: Option<ArenaTensor>,
+        mut tensor: Option<ArenaTensor>,
         phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<PeerBuffers>> {
-        self.guarded(|protocol| {
+        let Shm { protocol, arenas, broken, .. } = self;
+        guarded(broken, || {
             let announcement = Announcement { fingerprint: cx.fingerprint, verb, bytes: bytes as u64 };
             let offer = match route {
                 Route::Windows(_) => tensor.as_ref().map_or(BufferOffer::Nowhere, ArenaTensor::offer),
                 Route::Nothing | Route::Slots => BufferOffer::Never,
             };
-            let offsets = protocol.run(cx, &announcement, route, collect, offer, phase)?;
+            let map = |ids: &[u64]| match (arenas, &mut tensor) {
+                (Some(arenas), Some(tensor)) => arenas.map(cx, tensor, ids),
+                _ => Ok(BufferOffer::Nowhere),
+            };
+            let offsets = protocol.run(cx, &announcement, route, collect, offer, map, phase)?;
             let found = offsets.zip(tensor);
-            found.map(|(offsets, tensor)| tensor.tensors(cx, &protocol.members, &offsets)).transpose()
+            found.map(|(offsets, tensor)| tensor.tensors(cx, protocol.segment.index, &offsets)).transpose()
         })
     }
 
     /// Runs this rank's part of a zero-copy operation and waits until all ranks have run theirs.
     fn run_zero_copy(&mut self, cx: &OpContext<'_>, bytes: usize, work: impl FnOnce()) -> Result<()> {
         cx.stats.zero_copy.fetch_add(1, Relaxed);
-        self.guarded(|protocol| {
+        guarded(&mut self.broken, || {
             work();
-            protocol.leave(cx, bytes as u64)
+            self.protocol.leave(cx, bytes as u64)
         })
-    }
-
-    /// Runs `body` unless an earlier operation failed, and keeps its error for later operations.
-    fn guarded<T>(&mut self, body: impl FnOnce(&mut Protocol) -> Result<T>) -> Result<T> {
-        if let Some(error) = &self.broken {
-            return Err(error.clone());
-        }
-        let outcome = body(&mut self.protocol);
-        if let Err(error) = &outcome {
-            self.broken = Some(error.clone());
-        }
-        outcome
     }
 
     /// all_reduce (no root) and reduce.
@@ -190,7 +193,7 @@ impl Shm {
         }
         let cut = Cut::new(total, self.protocol.segment.window());
         let tensor = match &io {
-            HostIo::InPlace(data) => ArenaTensor::of(data, &mut self.finder),
+            HostIo::InPlace(data) => self.in_arena(data),
             HostIo::Split { .. } => None,
         };
         let route = (Route::Windows(cut.chunks), gets);
@@ -216,7 +219,7 @@ impl Shm {
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
             self.route(shard, shard, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
-        let tensor = ArenaTensor::of(&io.input()[own..own + shard], &mut self.finder);
+        let tensor = self.in_arena(&io.input()[own..own + shard]);
         let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * shard, keep: (own, me * shard) };
         let swaps = pair && matches!(route, Route::Windows(_));
         let found =
@@ -269,6 +272,16 @@ impl Shm {
     }
 }
 
+/// Runs `body` unless an earlier operation failed, and keeps its error for later operations.
+fn guarded<T>(broken: &mut Option<Error>, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    if let Some(error) = broken {
+        return Err(error.clone());
+    }
+    let outcome = body();
+    *broken = outcome.as_ref().err().cloned();
+    outcome
+}
+
 impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
@@ -276,7 +289,7 @@ impl Shm {
         // At least eight chunks, so that the other ranks read a chunk while the root writes the next one.
         let part = (total / 8 / ALIGN * ALIGN).max(EARLY).min(self.protocol.segment.window());
         let (route, cut) = self.route(total, total, part);
-        let tensor = ArenaTensor::of(data, &mut self.finder);
+        let tensor = self.in_arena(data);
         let verb = (Kind::Broadcast, total);
         let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
             Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
@@ -334,7 +347,7 @@ impl Shm {
         let shard = io.input().len() / ranks;
         let to = if matches!(io, HostIo::InPlace(_)) { me * shard } else { 0 };
         let (route, cut, stride) = self.route_for_each(shard);
-        let tensor = ArenaTensor::of(io.input(), &mut self.finder);
+        let tensor = self.in_arena(io.input());
         let verb = (Kind::ReduceScatter, shard);
         let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
             Phase::Fill(chunk) if chunk < cut.chunks => {
@@ -354,8 +367,12 @@ impl Shm {
         let Some(tensors) = found else { return Ok(()) };
         self.run_zero_copy(cx, shard, || {
             let mine = shifted(0..shard, me * shard);
-            // SAFETY: D2; each rank writes only to a range that no other rank reads.
-            let inputs = inputs(ranks, |rank| unsafe { tensors.read(rank, mine.clone()) });
+            let inputs = inputs(ranks, |rank| match rank {
+                // Replaced by this rank's own input.
+                _ if rank == me => &[],
+                // SAFETY: D2; each rank writes only to a range that no other rank reads.
+                _ => unsafe { tensors.read(rank, mine.clone()) },
+            });
             combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..shard, to));
         })
     }
@@ -373,7 +390,7 @@ impl Shm {
         // In place a rank would overwrite what its peers have not read yet.
         let tensor = match &io {
             HostIo::InPlace(_) => None,
-            HostIo::Split { src, .. } => ArenaTensor::of(src, &mut self.finder),
+            HostIo::Split { src, .. } => self.in_arena(src),
         };
         let verb = (Kind::AllToAll, shard);
         let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {

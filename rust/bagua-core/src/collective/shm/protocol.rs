@@ -21,6 +21,9 @@
 //! - **D2.** Zero-copy: between the first arrival of all ranks and the second, only this operation accesses the tensors that were
 //!   offered; the verb defines which rank accesses which range of which tensor.
 //! - **D3.** No rank returns from such an operation before the second arrival of all, except with an error.
+//! - **D4.** When all ranks offer tensors in arenas that not all have mapped together, all map them (see [`super::arenas`]), publish
+//!   their new offers in place of the first ones, arrive and decide again. No rank does so before all have read the first offers,
+//!   because the descriptors come to no rank before all ranks have begun to pass theirs. No window was filled.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
@@ -81,25 +84,38 @@ pub(super) enum Route {
 pub(super) enum BufferOffer {
     /// This operation is zero-copy on no rank.
     Never,
-    /// It could be, but this rank's tensor lies in no arena.
+    /// It could be, but this rank's tensor lies in no arena that peers can map.
     Nowhere,
+    /// The tensor lies in an arena that the peers have not mapped.
+    Unmapped,
     /// The tensor lies here.
     At(Location),
 }
 
-/// A place in an arena.
+/// A place in arenas that all ranks have mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
-    /// Which arena; not 0.
-    pub(super) arena: u64,
+    /// Their number, [`FIRST_ID`] or above.
+    pub(super) arenas: u64,
     /// Offset in the rank's part.
     pub(super) offset: u64,
 }
+
+/// What a rank publishes instead of a number for [`BufferOffer::Nowhere`].
+const NOWHERE: u64 = 0;
+
+/// The same for [`BufferOffer::Unmapped`].
+const UNMAPPED: u64 = 1;
+
+/// The first number of mapped arenas.
+pub(super) const FIRST_ID: u64 = 2;
 
 /// How an operation continues, by the offers of all ranks.
 enum Path {
     /// Zero-copy, on tensors at these offsets in the ranks' parts.
     ZeroCopy(Vec<u64>),
+    /// The ranks map the arenas with these numbers together with those that have none, and decide again.
+    Map(Vec<u64>),
     /// Through windows or slots; all ranks have filled theirs.
     AllFilled,
     /// Through windows; the ranks that made an offer have not filled theirs yet.
@@ -152,8 +168,10 @@ impl Protocol {
     /// Runs one operation: calls `phase` with each phase of each chunk and its buffer. With `collect`, it calls it once more when all
     /// ranks have taken the last chunk, with `Fill` of the number two after it.
     ///
-    /// If all ranks offer tensors in one arena, it does not call `phase`, and returns the tensors' offsets in the ranks' parts, by rank
-    /// on this host. The caller operates on them and then calls [`Protocol::leave`].
+    /// If all ranks offer tensors in arenas, it does not call `phase`, and returns the tensors' offsets in the ranks' parts, by rank
+    /// on this host. The caller operates on them and then calls [`Protocol::leave`]. Before that it may call `map`, once, with the
+    /// numbers that were offered: it maps the arenas on all ranks and returns the new offer.
+    #[expect(clippy::too_many_arguments, reason = "one operation and what its verb supplies")]
     pub(super) fn run(
         &mut self,
         cx: &OpContext<'_>,
@@ -161,6 +179,7 @@ impl Protocol {
         route: Route,
         collect: bool,
         offer: BufferOffer,
+        map: impl FnOnce(&[u64]) -> Result<BufferOffer>,
         mut phase: impl FnMut(&Segment, Phase, Buffer),
     ) -> Result<Option<Vec<u64>>> {
         let total = announcement.bytes;
@@ -173,7 +192,7 @@ impl Protocol {
         self.parity ^= 1;
         let parity = self.parity;
         let digest = announcement.publish(&self.segment, parity);
-        let offers = matches!(offer, BufferOffer::At(_));
+        let offers = matches!(offer, BufferOffer::At(_) | BufferOffer::Unmapped);
         if !offers {
             self.fill_first(cx, route, parity, total, &mut phase)?;
         }
@@ -186,10 +205,20 @@ impl Protocol {
                 return Err(cx.mismatch(self.members[peer], &theirs));
             }
         }
-        match self.path(offer, parity) {
+        let mut path = self.path(offer, parity);
+        if let Path::Map(ids) = path {
+            // D4.
+            let offer = map(&ids)?;
+            self.publish_offer(offer, parity);
+            self.arrive();
+            self.wait_for(cx, self.arrivals, 0, total)?;
+            path = self.path(offer, parity);
+        }
+        match path {
             Path::ZeroCopy(offsets) => return Ok(Some(offsets)),
-            Path::AllFilled => {}
-            Path::SomeFilled => {
+            Path::AllFilled if !offers => {}
+            // After D4 no rank has filled its window, and a rank that could not map the arenas offers none.
+            Path::AllFilled | Path::SomeFilled | Path::Map(_) => {
                 if offers {
                     self.fill_first(cx, route, parity, total, &mut phase)?;
                 }
@@ -257,14 +286,19 @@ impl Protocol {
         if let Some(placement) = &self.placement {
             placement.publish(&self.segment);
         }
-        let location = match offer {
+        self.publish_offer(offer, parity);
+    }
+
+    fn publish_offer(&self, offer: BufferOffer, parity: usize) {
+        let (arenas, offset) = match offer {
             BufferOffer::Never => return,
-            BufferOffer::Nowhere => Location { arena: 0, offset: 0 },
-            BufferOffer::At(location) => location,
+            BufferOffer::Nowhere => (NOWHERE, 0),
+            BufferOffer::Unmapped => (UNMAPPED, 0),
+            BufferOffer::At(Location { arenas, offset }) => (arenas, offset),
         };
         let word = |at| self.segment.offer(self.segment.index, parity, at);
-        word(0).store(location.arena, Ordering::Relaxed);
-        word(1).store(location.offset, Ordering::Relaxed);
+        word(0).store(arenas, Ordering::Relaxed);
+        word(1).store(offset, Ordering::Relaxed);
     }
 
     /// How the operation continues; the same on every rank (D1).
@@ -275,10 +309,13 @@ impl Protocol {
         let word = |rank, at| self.segment.offer(rank, parity, at).load(Ordering::Relaxed);
         let ranks = 0..self.segment.ranks;
         let first = word(0, 0);
-        match ranks.clone().map(|rank| word(rank, 0)).find(|arena| *arena != first) {
-            Some(_) => Path::SomeFilled,
-            None if first == 0 => Path::AllFilled,
-            None => Path::ZeroCopy(ranks.map(|rank| word(rank, 1)).collect()),
+        let equal = ranks.clone().all(|rank| word(rank, 0) == first);
+        match first {
+            NOWHERE if equal => Path::AllFilled,
+            UNMAPPED if equal => Path::Map(Vec::new()),
+            _ if equal => Path::ZeroCopy(ranks.map(|rank| word(rank, 1)).collect()),
+            _ if ranks.clone().any(|rank| word(rank, 0) == NOWHERE) => Path::SomeFilled,
+            _ => Path::Map(ranks.map(|rank| word(rank, 0)).filter(|id| *id >= FIRST_ID).collect()),
         }
     }
 

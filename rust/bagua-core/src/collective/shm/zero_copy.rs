@@ -1,9 +1,10 @@
-//! Zero-copy operations: the tensors of all ranks lie in one arena.
+//! Zero-copy operations: the tensors of all ranks lie in arenas that all have mapped.
 //!
 //! Every rank reads its peers' tensors, and in a reduction writes to them; the `unsafe` blocks quote the numbered rules of
-//! [`super::protocol`]. A rank accesses its own tensor through the caller's slice and the peers' through the mapping.
+//! [`super::protocol`]. A rank accesses its own tensor through the caller's slice and the peers' through the mappings.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::chunks::Timer;
 use super::protocol::{BufferOffer, Location};
@@ -11,85 +12,96 @@ use super::ranges::others;
 use super::segment::ALIGN;
 use crate::collective::OpContext;
 use crate::error::{Error, Result};
-use crate::memory::{Finder, SharedArena};
+use crate::memory::{KnownArena, Mapped, MappedArenas, Mapping};
 use crate::reduce::{combine, combine_everywhere};
 use crate::types::ReduceOp;
 
 /// A rank's tensor in an arena.
 pub(super) struct ArenaTensor {
-    arena: SharedArena,
-    /// In this rank's part.
-    offset: usize,
+    pub(super) arena: KnownArena,
+    /// In the arena.
+    pub(super) offset: usize,
     /// Bytes of the tensor; equal on all ranks, or their fingerprints would differ.
-    len: usize,
+    pub(super) len: usize,
+    /// Whether the ranks of the lane have mapped the arena.
+    pub(super) mapped: Mapped,
 }
 
 impl ArenaTensor {
-    /// A tensor that lies in an arena; `None` for others.
-    pub(super) fn of(tensor: &[u8], finder: &mut Finder) -> Option<ArenaTensor> {
-        finder.find(tensor).map(|(arena, offset)| ArenaTensor { arena, offset, len: tensor.len() })
-    }
-
     /// What this rank publishes of it.
     pub(super) fn offer(&self) -> BufferOffer {
-        let location = |arena| Location { arena, offset: self.offset as u64 };
-        self.arena.id().map_or(BufferOffer::Nowhere, |id| BufferOffer::At(location(id)))
+        match &self.mapped {
+            Mapped::No => BufferOffer::Unmapped,
+            Mapped::Refused => BufferOffer::Nowhere,
+            Mapped::In(all, begin) => {
+                BufferOffer::At(Location { arenas: all.id(), offset: (begin + self.offset) as u64 })
+            }
+        }
     }
 
-    /// The tensors of all ranks, each at an offset of its rank's part. Every rank offered a tensor in this arena, so all get the same
-    /// result or the same error.
-    pub(super) fn tensors(self, cx: &OpContext<'_>, members: &[usize], offsets: &[u64]) -> Result<PeerBuffers> {
-        let place = |(member, offset): (&usize, &u64)| {
-            let part = self.arena.part(cx.health.world_rank(*member))?;
-            let begin = part.start.checked_add(usize::try_from(*offset).ok()?)?;
-            (begin.checked_add(self.len)? <= part.end).then(|| begin..begin + self.len)
+    /// The tensors of all ranks, each at an offset of its rank's part; rank `me` is this one. Every rank offered a tensor in the same
+    /// mapped arenas, so all get the same result or the same error.
+    pub(super) fn tensors(&self, cx: &OpContext<'_>, me: usize, offsets: &[u64]) -> Result<PeerBuffers> {
+        let outside = |rank: usize| {
+            Error::Mismatch(format!(
+                "{}: rank {rank} on this host published an offset outside of its arenas",
+                cx.fingerprint
+            ))
         };
-        let places: Option<Vec<_>> = members.iter().zip(offsets).map(place).collect();
-        let places = places.ok_or_else(|| {
-            Error::Mismatch(format!("{}: a rank published an offset outside of its part of the arena", cx.fingerprint))
-        })?;
-        Ok(PeerBuffers { arena: self.arena, places })
+        let Mapped::In(arenas, _) = &self.mapped else { return Err(outside(me)) };
+        for (rank, offset) in offsets.iter().enumerate().filter(|(rank, _)| *rank != me) {
+            let found = usize::try_from(*offset).ok().and_then(|offset| arenas.find(rank, offset, self.len));
+            found.ok_or_else(|| outside(rank))?;
+        }
+        let offsets = offsets.iter().map(|offset| *offset as usize).collect();
+        Ok(PeerBuffers { arenas: Arc::clone(arenas), offsets, len: self.len })
     }
 }
 
 /// The tensors of all ranks, during one operation.
 pub(super) struct PeerBuffers {
-    /// Keeps the peers' parts mapped.
-    arena: SharedArena,
-    /// Ranges of the arena's memory, by rank on this host; in bounds and disjoint.
-    places: Vec<Range<usize>>,
+    /// Keeps the peers' arenas mapped.
+    arenas: Arc<MappedArenas>,
+    /// Where each rank's tensor begins in its part, by rank on this host; in bounds for all but this one, whose tensor the caller has.
+    offsets: Vec<usize>,
+    /// Bytes of each tensor.
+    len: usize,
 }
 
 impl PeerBuffers {
-    fn range(&self, rank: usize, range: Range<usize>) -> Range<usize> {
-        let place = &self.places[rank];
-        assert!(range.start <= range.end && range.end <= place.len());
-        place.start + range.start..place.start + range.end
+    /// The memory of a peer's tensor, and the range in it.
+    fn range(&self, rank: usize, range: Range<usize>) -> (&Mapping, Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len);
+        let (mapping, begin) =
+            self.arenas.find(rank, self.offsets[rank], self.len).expect("a peer's tensor, found before");
+        (mapping, begin + range.start..begin + range.end)
     }
 
-    /// Bytes of a rank's tensor.
+    /// Bytes of a peer's tensor.
     ///
     /// # Safety
     /// No rank writes to the range before this rank's second arrival, and the slice does not outlive that moment.
     pub(super) unsafe fn read(&self, rank: usize, range: Range<usize>) -> &[u8] {
+        let (mapping, range) = self.range(rank, range);
         // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
-        unsafe { self.arena.mapping().slice(self.range(rank, range)) }
+        unsafe { mapping.slice(range) }
     }
 
-    /// Bytes of a rank's tensor, to write.
+    /// Bytes of a peer's tensor, to write.
     ///
     /// # Safety
     /// No other rank reads or writes the range before this rank's second arrival, the slice does not outlive that moment, and
     /// this rank holds no other slice of the range.
     #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the protocol can promise")]
     unsafe fn write(&self, rank: usize, range: Range<usize>) -> &mut [u8] {
+        let (mapping, range) = self.range(rank, range);
         // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
-        unsafe { self.arena.mapping().slice_mut(self.range(rank, range)) }
+        unsafe { mapping.slice_mut(range) }
     }
 
     /// Rank `me` combines its share of all tensors and writes the result to all of them, or to the root's. `own` is its tensor.
     pub(super) fn reduce(&self, cx: &OpContext<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
-        let ranks = self.places.len();
+        let ranks = self.offsets.len();
         let each = own.len().div_ceil(ranks).next_multiple_of(ALIGN);
         let mine = (each * me).min(own.len())..(each * (me + 1)).min(own.len());
         let timer = Timer::start(cx, mine.len());
@@ -129,7 +141,7 @@ impl PeerBuffers {
     /// Rank `me`'s part of a broadcast of `data`, its own tensor. The root does as much as each of the others: it writes the last n-th
     /// of every tensor of n, and the others take the rest. With two ranks that takes half as long as one reading it all.
     pub(super) fn broadcast(&self, me: usize, root: usize, data: &mut [u8]) {
-        let ranks = self.places.len();
+        let ranks = self.offsets.len();
         let cut = (data.len() - data.len() / ranks) / ALIGN * ALIGN;
         let pushed = cut..data.len();
         if me == root {
@@ -145,7 +157,7 @@ impl PeerBuffers {
 
     /// Copies a range of every peer's tensor to the range `to(peer)` of `out`, in verbs that do not write to the ranges they read.
     pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
-        for rank in others(me, self.places.len()) {
+        for rank in others(me, self.offsets.len()) {
             // SAFETY: D2; the verbs that come here write only to what no other rank reads.
             out[to(rank)].copy_from_slice(unsafe { self.read(rank, range.clone()) });
         }

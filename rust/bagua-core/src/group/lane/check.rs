@@ -116,24 +116,36 @@ pub(super) fn parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str)
     Ok(())
 }
 
-/// The part of each rank, to write. The parts lie within `data` (see [`parts`]); they must not overlap.
-pub(super) fn split<'a>(data: BufferMut<'a>, parts: &PartLayout<'_>, element: usize) -> Result<Vec<BufferMut<'a>>> {
+/// The ranks with a part, by where it begins.
+fn in_order(parts: &PartLayout<'_>) -> Vec<usize> {
     let mut order: Vec<usize> = (0..parts.counts.len()).filter(|rank| parts.counts[*rank] > 0).collect();
     order.sort_by_key(|rank| parts.displs[*rank]);
+    order
+}
+
+/// No two parts have an element in common. They lie within a buffer, see [`parts`].
+pub(super) fn apart(parts: &PartLayout<'_>) -> Result<()> {
+    let order = in_order(parts);
+    let overlap = |pair: &&[usize]| parts.displs[pair[1]] < parts.displs[pair[0]] + parts.counts[pair[0]];
+    match order.windows(2).find(overlap) {
+        None => Ok(()),
+        Some(pair) => {
+            Err(Error::InvalidArgument(format!("the receive parts of ranks {} and {} overlap", pair[0], pair[1])))
+        }
+    }
+}
+
+/// The part of each rank, to write. The parts lie within `data` (see [`parts`]), and apart (see [`apart`]).
+pub(super) fn split<'a>(data: BufferMut<'a>, parts: &PartLayout<'_>, element: usize) -> Vec<BufferMut<'a>> {
     let mut slices: Vec<BufferMut<'a>> = parts.counts.iter().map(|_| BufferMut::from(&mut [][..])).collect();
     let mut data = data;
     let mut done = 0;
-    let mut before = None;
-    for rank in order {
+    for rank in in_order(parts) {
         let (displ, count) = (parts.displs[rank], parts.counts[rank]);
-        if let Some(before) = before.filter(|_| displ < done) {
-            return Err(Error::InvalidArgument(format!("the receive parts of ranks {before} and {rank} overlap")));
-        }
         let (part, rest) = data.split_at((displ - done) * element).1.split_at(count * element);
         slices[rank] = part;
         data = rest;
         done = displ + count;
-        before = Some(rank);
     }
-    Ok(slices)
+    slices
 }

@@ -5,8 +5,8 @@ use crate::codec::{self, Codec};
 use crate::collective::compressed::{self, Compression};
 use crate::collective::gossip::{self, PeerSelection, Replicas};
 use crate::error::{Error, Result};
-use crate::memory::{BufferMut, name_of, same_place};
-use crate::types::{DType, Kind};
+use crate::memory::{Buffer, BufferMut, name_of, same_place};
+use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 
 impl Lane {
     /// All_reduce of `data`, on the host or on a device, through a codec, in place. Ranks that differ in the codec, its options, the
@@ -23,10 +23,9 @@ impl Lane {
         work: &mut compressed::Workspace,
     ) -> Result<()> {
         self.health.check()?;
-        how.codec.check(dtype)?;
-        let count = check::elements(dtype, data.len(), "the buffer")?;
+        let print = print_of_compressed(dtype, data.as_buffer(), how.codec)?;
         let options = options_of(options, how);
-        let says = self.next(Kind::CompressedAllReduce, dtype, count, &options);
+        let says = self.numbered(print, &options);
         let payload = data.len();
         self.perform(&options, says, payload, |collective, cx| compressed::all_reduce(collective, cx, data, how, work))
     }
@@ -47,15 +46,9 @@ impl Lane {
         received: &mut Vec<u8>,
     ) -> Result<()> {
         self.health.check()?;
-        crate::types::ReduceOp::Avg.check(dtype)?;
-        selection.check(self.size())?;
-        let count = check::elements(dtype, weights.len(), "the buffer")?;
-        if mean.len() != weights.len() {
-            let elements = mean.len() / dtype.size();
-            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of their mean")));
-        }
+        let print = print_of_gossip(dtype, selection, self.size(), weights, mean)?;
         let options = options_of_gossip(options, (selection, round));
-        let says = self.next(Kind::Gossip, dtype, count, &options);
+        let says = self.numbered(print, &options);
         let payload = weights.len();
         self.perform(&options, says, payload, |collective, cx| {
             gossip::average(collective, cx, selection, round, weights, mean, received)
@@ -79,25 +72,64 @@ impl Lane {
         work: &mut gossip::Workspace,
     ) -> Result<()> {
         self.health.check()?;
-        codec.check(dtype)?;
-        let count = check::elements(dtype, weights.len(), "the buffer")?;
-        for replica in [&replicas.own, &replicas.left, &replicas.right] {
-            if replica.len() != weights.len() {
-                let elements = replica.len() / dtype.size();
-                return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
-            }
-            if !same_place(replica.device(), weights.device()) {
-                let (one, other) = (name_of(weights.device()), name_of(replica.device()));
-                return Err(Error::InvalidArgument(format!("the weights are on {one}, a replica is on {other}")));
-            }
-        }
+        let print = print_of_ring(dtype, weights.as_buffer(), codec, &replicas)?;
         let options = options_of_ring(options, codec);
-        let says = self.next(Kind::Gossip, dtype, count, &options);
+        let says = self.numbered(print, &options);
         let payload = weights.len();
         self.perform(&options, says, payload, |collective, cx| {
             gossip::compressed_ring(collective, cx, codec, draw, weights, replicas, work)
         })
     }
+}
+
+/// The fingerprint of a compressed all_reduce, before it has a number.
+///
+/// # Errors
+/// Those of [`Lane::compressed_all_reduce`] for arguments that do not fit; so of the two below.
+pub fn print_of_compressed(dtype: DType, data: Buffer<'_>, codec: &dyn Codec) -> Result<Fingerprint> {
+    codec.check(dtype)?;
+    let count = check::elements(dtype, data.len(), "the buffer")?;
+    Ok(Fingerprint::new(Kind::CompressedAllReduce, dtype, count))
+}
+
+/// The same of gossip among so many members.
+pub fn print_of_gossip(
+    dtype: DType,
+    selection: PeerSelection,
+    members: usize,
+    weights: &[u8],
+    mean: &[u8],
+) -> Result<Fingerprint> {
+    ReduceOp::Avg.check(dtype)?;
+    selection.check(members)?;
+    let count = check::elements(dtype, weights.len(), "the buffer")?;
+    if mean.len() != weights.len() {
+        let elements = mean.len() / dtype.size();
+        return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of their mean")));
+    }
+    Ok(Fingerprint::new(Kind::Gossip, dtype, count))
+}
+
+/// The same of the compressed ring.
+pub fn print_of_ring(
+    dtype: DType,
+    weights: Buffer<'_>,
+    codec: &dyn Codec,
+    replicas: &Replicas<'_>,
+) -> Result<Fingerprint> {
+    codec.check(dtype)?;
+    let count = check::elements(dtype, weights.len(), "the buffer")?;
+    for replica in [&replicas.own, &replicas.left, &replicas.right] {
+        if replica.len() != weights.len() {
+            let elements = replica.len() / dtype.size();
+            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+        }
+        if !same_place(replica.device(), weights.device()) {
+            let (one, other) = (name_of(weights.device()), name_of(replica.device()));
+            return Err(Error::InvalidArgument(format!("the weights are on {one}, a replica is on {other}")));
+        }
+    }
+    Ok(Fingerprint::new(Kind::Gossip, dtype, count))
 }
 
 /// The options with what ranks must agree on of a compressed all_reduce, also in its parts inside hosts.

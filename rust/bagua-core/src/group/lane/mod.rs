@@ -15,7 +15,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 pub use self::check::PartLayout;
-pub(super) use self::exchanges::{options_of, options_of_gossip, options_of_ring};
+pub(super) use self::exchanges::{
+    options_of, options_of_gossip, options_of_ring, print_of_compressed, print_of_gossip, print_of_ring,
+};
 use crate::codec::Codec;
 use crate::collective::Collective;
 use crate::collective::compressed::DeviceCodec;
@@ -75,14 +77,6 @@ pub struct Lane {
     queued: Option<Ticket>,
 }
 
-/// The lanes by host.
-pub struct HostLanes {
-    /// The ranks of this host; ranks in it are indices on the host.
-    pub intra: Lane,
-    /// The hosts' first ranks, on those only; ranks in it are indices of hosts.
-    pub inter: Option<Lane>,
-}
-
 impl Lane {
     /// A lane over a collective. `number` distinguishes the lanes of one group.
     pub fn new(
@@ -113,7 +107,7 @@ impl Lane {
         self.queued = ticket;
     }
 
-    /// The ticket that no operation has used.
+    /// The ticket that no operation has used yet.
     pub(super) fn unused_ticket(&mut self) -> Option<Ticket> {
         self.queued.take()
     }
@@ -150,20 +144,23 @@ impl Lane {
     /// cause.
     pub fn run(&mut self, options: &Options<'_>, dtype: DType, verb: Verb, io: Io<'_>) -> Result<()> {
         self.health.check()?;
-        let count = check::verb(verb, dtype, &io, self.rank(), self.size())?;
-        let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
-        let place = io.device()?;
-        self.check_reach(place)?;
-        let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
-        let says = Fingerprint {
-            op: verb.op(),
-            root,
-            shape,
-            device: kind_of(place),
-            ..self.next(verb.kind(), dtype, count, options)
-        };
+        let print = self.print_of(options, dtype, verb, &io)?;
+        self.check_reach(io.device()?)?;
+        let says = self.numbered(print, options);
         let payload = io.len();
         self.perform(options, says, payload, |collective, cx| collective.run(cx, verb, io))
+    }
+
+    /// The fingerprint of a verb, before it has a number.
+    ///
+    /// # Errors
+    /// Those of [`Lane::run`] for arguments that do not fit.
+    pub(super) fn print_of(&self, options: &Options<'_>, dtype: DType, verb: Verb, io: &Io<'_>) -> Result<Fingerprint> {
+        let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
+        let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
+        let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
+        let device = kind_of(io.device()?);
+        Ok(Fingerprint { op: verb.op(), root, shape, device, ..Fingerprint::new(verb.kind(), dtype, count) })
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
@@ -180,6 +177,20 @@ impl Lane {
         self.health.check()?;
         let payload = io.len();
         self.check_reach(io.device()?)?;
+        let (rank, size, element) = (self.rank(), self.size(), dtype.size());
+        let (src_len, dst_len) = match &io {
+            Io::InPlace(data) => (data.len(), data.len()),
+            Io::Split { src, dst } => (src.len(), dst.len()),
+        };
+        check::parts(&send, check::elements(dtype, src_len, "the source")?, size, "send")?;
+        check::parts(&recv, check::elements(dtype, dst_len, "the destination")?, size, "receive")?;
+        check::apart(&recv)?;
+        if send.counts[rank] != recv.counts[rank] {
+            return Err(Error::InvalidArgument(format!(
+                "rank {rank} sends {} elements to itself and receives {}",
+                send.counts[rank], recv.counts[rank]
+            )));
+        }
         let copy;
         let (src, dst) = match io {
             Io::InPlace(data) => {
@@ -190,21 +201,12 @@ impl Lane {
             }
             Io::Split { src, dst } => (src, dst),
         };
-        let (rank, size, element) = (self.rank(), self.size(), dtype.size());
-        check::parts(&send, check::elements(dtype, src.len(), "the source")?, size, "send")?;
-        check::parts(&recv, check::elements(dtype, dst.len(), "the destination")?, size, "receive")?;
-        if send.counts[rank] != recv.counts[rank] {
-            return Err(Error::InvalidArgument(format!(
-                "rank {rank} sends {} elements to itself and receives {}",
-                send.counts[rank], recv.counts[rank]
-            )));
-        }
         let part = |to: usize| src.slice(send.displs[to] * element..(send.displs[to] + send.counts[to]) * element);
-        let mut targets = check::split(dst, &recv, element)?;
+        let mut targets = check::split(dst, &recv, element);
         targets[rank].copy_from_buffer(part(rank))?;
 
         // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
-        let says = self.next(Kind::AllToAllV, dtype, 0, options);
+        let says = self.numbered(Fingerprint::new(Kind::AllToAllV, dtype, 0), options);
         let peers = || (0..size).filter(|peer| *peer != rank);
         let sends: Vec<_> = peers().map(|peer| Outgoing { peer, fingerprint: says, data: part(peer) }).collect();
         let mut recvs: Vec<_> = targets
@@ -260,13 +262,27 @@ impl Lane {
         }
     }
 
-    /// The fingerprint of the next collective operation, without op, root and shape. Takes its number, so it comes after
-    /// all checks.
-    fn next(&mut self, kind: Kind, dtype: DType, count: usize, options: &Options<'_>) -> Fingerprint {
+    /// The fingerprint of the next collective operation. Takes its number, so it comes after all checks.
+    fn numbered(&mut self, print: Fingerprint, options: &Options<'_>) -> Fingerprint {
         let seq = next(&mut self.seq);
         let Options { tag, flags, codec, .. } = *options;
-        let plain = Fingerprint::new(kind, dtype, count);
-        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, flags, codec, ..plain }
+        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, flags, codec, ..print }
+    }
+
+    /// Runs one operation of this lane by other collectives of its ranks: numbered, timed, counted and recorded as this lane's.
+    ///
+    /// # Errors
+    /// As [`Lane::run`].
+    pub(super) fn run_by(
+        &mut self,
+        options: &Options<'_>,
+        print: Fingerprint,
+        payload: usize,
+        body: impl FnOnce(&OpContext<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.health.check()?;
+        let says = self.numbered(print, options);
+        self.perform(options, says, payload, |_, cx| body(cx))
     }
 
     /// Counts and records the call, sets its deadline, and turns its failure into the group's first cause.

@@ -1,9 +1,11 @@
 //! Arguments, numbers and failures of a lane, over one rank and over a collective that records its calls.
 
+use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use super::*;
 use crate::collective::Solo;
+use crate::memory::{Device, Region};
 use crate::types::ReduceOp;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -37,6 +39,9 @@ impl Collective for Recorder {
     fn transports(&self) -> Vec<&'static str> {
         vec!["local", "self", "local", "local"]
     }
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        place.is_none_or(|device| device.name() == Closed.name())
+    }
     fn run(&mut self, cx: &OpContext<'_>, _: Verb, _: Io<'_>) -> Result<()> {
         self.note(cx)
     }
@@ -45,6 +50,26 @@ impl Collective for Recorder {
         let messages = sends.iter().map(|m| m.fingerprint).chain(recvs.iter().map(|m| m.fingerprint));
         self.log.lock().unwrap().extend(messages);
         self.note(cx)
+    }
+}
+
+/// A device whose memory cannot be copied.
+#[derive(Debug)]
+struct Closed;
+
+#[allow(unsafe_code)]
+impl Device for Closed {
+    fn name(&self) -> &str {
+        "closed:0"
+    }
+    fn kind(&self) -> u8 {
+        254
+    }
+    unsafe fn copy_to_host(&self, _: NonNull<u8>, _: &mut [u8]) -> Result<()> {
+        Err(Error::other("a copy"))
+    }
+    unsafe fn copy_from_host(&self, _: &[u8], _: NonNull<u8>) -> Result<()> {
+        Err(Error::other("a copy"))
     }
 }
 
@@ -143,6 +168,23 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
 }
 
 #[test]
+#[allow(unsafe_code)]
+fn the_parts_of_all_to_all_v_are_checked_before_anything_is_copied() {
+    let Fixture { mut lane, log, .. } = recorder(None);
+    // SAFETY: a device that copies nothing, so the memory is never used.
+    let mut region = unsafe { Region::on(Arc::new(Closed), 64 as *mut u8, 4, DType::F32) }.unwrap();
+    let whole = PartLayout { counts: &[1; 4], displs: &[0, 1, 2, 3] };
+    let overlapping = PartLayout { counts: &[1; 4], displs: &[0; 4] };
+    let mut run = |recv| {
+        let io = Io::InPlace(region.buffer_mut());
+        lane.all_to_all_v(&Options::default(), DType::F32, io, whole, recv).unwrap_err()
+    };
+    assert!(matches!(run(overlapping), Error::InvalidArgument(text) if text.contains("overlap")));
+    assert_eq!(run(whole), Error::other("a copy"));
+    assert!(log.lock().unwrap().is_empty());
+}
+
+#[test]
 fn what_an_operation_says_of_itself_is_what_the_header_needs() {
     let Fixture { mut lane, log, stats, .. } = recorder(None);
     let b = &mut [0u8; 64];
@@ -204,7 +246,7 @@ fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let _reports = health.subscribe_local(move |error| heard.lock().unwrap().push(error.clone()));
     // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
     health.fail_from_peer(first.clone());
-    let says = lane.next(Kind::Barrier, DType::U8, 0, &Options::default());
+    let says = lane.numbered(Fingerprint::new(Kind::Barrier, DType::U8, 0), &Options::default());
     let error = lane
         .perform(&Options::default(), says, 0, |collective, cx| collective.run(cx, Verb::Barrier, Io::none()))
         .unwrap_err();

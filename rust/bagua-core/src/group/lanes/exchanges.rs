@@ -3,17 +3,18 @@
 //! By host, the members are the hosts: their ranks reduce to the first rank in full precision, the first ranks exchange, and each host
 //! broadcasts the result.
 
-use std::sync::atomic::Ordering::Relaxed;
-
 use super::{LEADER, Lanes};
 use crate::codec::{Codec, Exchange};
-use crate::collective::compressed::{Compression, Workspace};
-use crate::collective::gossip::{PeerSelection, Replicas, Workspace as RingWorkspace};
+use crate::collective::compressed::{self, Compression, Workspace};
+use crate::collective::gossip::{self, PeerSelection, Replicas, Workspace as RingWorkspace};
 use crate::error::Result;
-use crate::group::lane::{HostLanes, Options, options_of, options_of_gossip, options_of_ring};
-use crate::memory::{BufferMut, DeviceRef};
+use crate::group::builder::HostCollectives;
+use crate::group::lane::{
+    Options, options_of, options_of_gossip, options_of_ring, print_of_compressed, print_of_gossip, print_of_ring,
+};
+use crate::memory::{BufferMut, DeviceRef, kind_of};
 use crate::request::{Io, Verb};
-use crate::types::{DType, Kind, ReduceOp, flags};
+use crate::types::{DType, Fingerprint, ReduceOp, flags};
 
 /// A compressed all_reduce on all ranks or between hosts.
 pub struct CompressedAllReduce<'a> {
@@ -49,16 +50,6 @@ impl Lanes {
         self.group.as_ref().map_or(1, |group| group.machines().len())
     }
 
-    /// Counts a call by host of this kind; the lane between hosts has counted it on their first ranks.
-    fn count_hierarchical(&self, kind: Kind, payload: usize, counted: bool) {
-        let stats = self.global.stats().of(kind);
-        stats.hierarchical.fetch_add(1, Relaxed);
-        if !counted {
-            stats.calls.fetch_add(1, Relaxed);
-            stats.payload_bytes.fetch_add(payload as u64, Relaxed);
-        }
-    }
-
     /// All_reduce of `data` through a codec, in place. By host, with one host, it is the plain all_reduce to the bit. On a device for which
     /// [`Lanes::encodes_on`] is true, nothing but records comes to the host.
     ///
@@ -83,17 +74,16 @@ impl Lanes {
             let op = if average { ReduceOp::Avg } else { ReduceOp::Sum };
             return self.all_reduce(&options, dtype, Io::InPlace(data), op, true);
         }
-        let HostLanes { intra, inter } = self.hosts()?;
-        let sum = Verb::Reduce { op: ReduceOp::Sum, root: LEADER };
-        intra.run(&options, dtype, sum, Io::InPlace(data.reborrow()))?;
-        let counted = inter.is_some();
-        if let Some(inter) = inter {
-            inter.compressed_all_reduce(&options, dtype, data.reborrow(), &mut how, work)?;
-        }
+        let print =
+            Fingerprint { device: kind_of(data.device()), ..print_of_compressed(dtype, data.as_buffer(), how.codec)? };
         let payload = data.len();
-        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::InPlace(data))?;
-        self.count_hierarchical(Kind::CompressedAllReduce, payload, counted);
-        Ok(())
+        self.by_host(&options, print, payload, |HostCollectives { intra, inter }, cx| {
+            intra.run(cx, Verb::Reduce { op: ReduceOp::Sum, root: LEADER }, Io::InPlace(data.reborrow()))?;
+            if let Some(inter) = inter {
+                compressed::all_reduce(&mut **inter, cx, data.reborrow(), &mut how, work)?;
+            }
+            intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(data))
+        })
     }
 
     /// Whether [`Lanes::compressed_all_reduce`] without error feedback, and [`Lanes::compressed_ring`], leave the tensor on this device, and
@@ -137,18 +127,17 @@ impl Lanes {
             return self.global.gossip(options, dtype, peers, weights, mean, received);
         }
         let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of_gossip(options, peers) };
-        let HostLanes { intra, inter } = self.hosts()?;
-        mean.copy_from_slice(weights);
-        let average = Verb::Reduce { op: ReduceOp::Avg, root: LEADER };
-        intra.run(&options, dtype, average, Io::in_place(mean))?;
-        let counted = inter.is_some();
-        if let Some(inter) = inter {
-            let weights = mean.to_vec();
-            inter.gossip(&options, dtype, peers, &weights, mean, received)?;
-        }
-        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::in_place(mean))?;
-        self.count_hierarchical(Kind::Gossip, mean.len(), counted);
-        Ok(())
+        let (selection, round) = peers;
+        let print = print_of_gossip(dtype, selection, self.host_count(), weights, mean)?;
+        self.by_host(&options, print, weights.len(), |HostCollectives { intra, inter }, cx| {
+            mean.copy_from_slice(weights);
+            intra.run(cx, Verb::Reduce { op: ReduceOp::Avg, root: LEADER }, Io::in_place(mean))?;
+            if let Some(inter) = inter {
+                let weights = mean.to_vec();
+                gossip::average(&mut **inter, cx, selection, round, &weights, mean, received)?;
+            }
+            intra.run(cx, Verb::Broadcast { root: LEADER }, Io::in_place(mean))
+        })
     }
 
     /// A round of the compressed ring; `weights` become the replica `own` on every rank. On a device for which [`Lanes::encodes_on`] is true,
@@ -169,16 +158,19 @@ impl Lanes {
             return self.global.compressed_ring(options, dtype, codec, draw, weights, replicas, work);
         }
         let options = Options { flags: options.flags | flags::HIERARCHICAL, ..options_of_ring(options, codec) };
-        let HostLanes { intra, inter } = self.hosts()?;
-        let average = Verb::Reduce { op: ReduceOp::Avg, root: LEADER };
-        intra.run(&options, dtype, average, Io::InPlace(weights.reborrow()))?;
-        let counted = inter.is_some();
-        if let Some(inter) = inter {
-            inter.compressed_ring(&options, dtype, codec, draw, weights.reborrow(), replicas.reborrow(), work)?;
-        }
-        intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::InPlace(weights.reborrow()))?;
-        replicas.own.copy_in_place(weights.as_buffer())?;
-        self.count_hierarchical(Kind::Gossip, weights.len(), counted);
-        Ok(())
+        let print = Fingerprint {
+            device: kind_of(weights.device()),
+            ..print_of_ring(dtype, weights.as_buffer(), codec, &replicas)?
+        };
+        let payload = weights.len();
+        self.by_host(&options, print, payload, |HostCollectives { intra, inter }, cx| {
+            intra.run(cx, Verb::Reduce { op: ReduceOp::Avg, root: LEADER }, Io::InPlace(weights.reborrow()))?;
+            if let Some(inter) = inter {
+                let (weights, replicas) = (weights.reborrow(), replicas.reborrow());
+                gossip::compressed_ring(&mut **inter, cx, codec, draw, weights, replicas, work)?;
+            }
+            intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(weights.reborrow()))?;
+            replicas.own.copy_in_place(weights.as_buffer())
+        })
     }
 }

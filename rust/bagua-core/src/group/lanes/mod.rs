@@ -7,28 +7,26 @@ use std::sync::atomic::Ordering::Relaxed;
 
 pub use exchanges::{CompressedAllReduce, CompressedRing};
 
-use super::lane::{HostLanes, Lane, Options};
+use super::builder::HostCollectives;
+use super::lane::{Lane, Options};
 use super::membership::Group;
+use crate::collective::{Collective, hier};
 use crate::error::{Error, Result};
 use crate::memory::{Device, DeviceRef};
 use crate::recorder::Ticket;
-use crate::reduce::divide;
-use crate::request::{HostIo, Io, Verb};
-use crate::types::{DType, Kind, ReduceOp, flags};
-
-/// Bytes of one chunk, which passes through all phases of a hierarchical all_reduce before the next.
-const CHUNK: usize = 512 << 10;
+use crate::request::{Io, OpContext, Verb};
+use crate::types::{DType, Fingerprint, ReduceOp, flags};
 
 /// Rank of a host's first rank in the lane of that host.
 const LEADER: usize = 0;
 
-/// The lanes of one engine. The lanes by host are opened by the first operation that needs them.
+/// The lanes of one engine. The collectives by host are connected by the first operation that needs them.
 pub struct Lanes {
     /// The lane of all ranks.
     pub global: Lane,
-    /// Opens the lanes by host; `None` for a lane that belongs to no [`Group`].
+    /// Connects the collectives by host; `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
-    hosts: Option<HostLanes>,
+    hosts: Option<HostCollectives>,
     /// Those of the buckets that are communicated on the lanes, which hear of the end.
     devices: Vec<Arc<dyn Device>>,
 }
@@ -49,34 +47,43 @@ impl Lanes {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None, devices: Vec::new() })
     }
 
-    /// The next operation is the one that was queued with this ticket, on whichever lane it is; `None`: it was not queued.
+    /// The next operation is the one that was queued with this ticket; `None`: it was not queued.
     pub(crate) fn expect(&mut self, ticket: Option<Ticket>) {
         self.global.expect(ticket);
-        if let Some(hosts) = &mut self.hosts {
-            hosts.intra.expect(None);
-        }
     }
 
-    /// The lanes by host. The first call opens them and is collective.
+    /// Runs an operation inside hosts and between them, as one of the global lane: one number, deadline, count and record. The first such
+    /// call connects the collectives by host. `print` is of checked arguments.
     ///
     /// # Errors
-    /// `Mismatch` when another rank runs another operation; otherwise as [`Group::lane`].
-    pub fn hosts(&mut self) -> Result<&mut HostLanes> {
-        if self.hosts.is_none() {
-            let Some(group) = &self.group else {
-                return Err(Error::InvalidArgument(
-                    "this lane belongs to no group and has no lanes by host".to_owned(),
-                ));
-            };
-            // A rank that runs another operation is a mismatch here, instead of a timeout while opening lanes.
-            let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
-            self.global.barrier(&options)?;
-            self.hosts = Some(group.host_lanes()?);
-        }
-        let ticket = self.global.unused_ticket();
-        let hosts = self.hosts.as_mut().ok_or_else(|| Error::other("the lanes by host were just opened"))?;
-        hosts.intra.expect(ticket);
-        Ok(hosts)
+    /// `Mismatch` when another rank runs another operation; otherwise as [`Lane::run`] and [`Group::lane`].
+    fn by_host(
+        &mut self,
+        options: &Options<'_>,
+        print: Fingerprint,
+        payload: usize,
+        body: impl FnOnce(&mut HostCollectives, &OpContext<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let hosts = match &mut self.hosts {
+            Some(hosts) => hosts,
+            none => {
+                let Some(group) = &self.group else {
+                    return Err(Error::InvalidArgument(
+                        "this lane belongs to no group and has no lanes by host".to_owned(),
+                    ));
+                };
+                // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
+                let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
+                let ticket = self.global.unused_ticket();
+                self.global.barrier(&options)?;
+                self.global.expect(ticket);
+                none.insert(group.host_collectives()?)
+            }
+        };
+        self.global.run_by(options, print, payload, |cx| {
+            cx.stats.hierarchical.fetch_add(1, Relaxed);
+            body(hosts, cx)
+        })
     }
 
     /// The buckets that are communicated from now on are on these devices, which are made ready for that.
@@ -132,35 +139,12 @@ impl Lanes {
         if self.route_is_hierarchical() {
             return self.global.run(&options, dtype, Verb::AllReduce(op), io);
         }
-        op.check(dtype)?;
+        let print = self.global.print_of(&options, dtype, Verb::AllReduce(op), &io)?;
         let (size, payload) = (self.global.size(), io.len());
-        let data = match io.into_host()? {
-            HostIo::InPlace(data) => data,
-            HostIo::Split { src, dst } if src.len() == dst.len() => {
-                dst.copy_from_slice(src);
-                dst
-            }
-            HostIo::Split { src, dst } => {
-                let (src, dst) = (src.len() / dtype.size(), dst.len() / dtype.size());
-                return Err(Error::InvalidArgument(format!("the source has {src} elements, the destination {dst}")));
-            }
-        };
-        let sum = op.undivided();
-        let HostLanes { intra, inter } = self.hosts()?;
-        for chunk in data.chunks_mut(CHUNK) {
-            intra.run(&options, dtype, Verb::Reduce { op: sum, root: LEADER }, Io::in_place(chunk))?;
-            if let Some(inter) = inter {
-                inter.run(&options, dtype, Verb::AllReduce(sum), Io::in_place(chunk))?;
-                if op == ReduceOp::Avg {
-                    divide(dtype, chunk, size);
-                }
-            }
-            intra.run(&options, dtype, Verb::Broadcast { root: LEADER }, Io::in_place(chunk))?;
-        }
-        let stats = self.global.stats().of(Kind::AllReduce);
-        stats.calls.fetch_add(1, Relaxed);
-        stats.hierarchical.fetch_add(1, Relaxed);
-        stats.payload_bytes.fetch_add(payload as u64, Relaxed);
-        Ok(())
+        let io = io.into_host()?;
+        self.by_host(&options, print, payload, |HostCollectives { intra, inter }, cx| {
+            let inter = inter.as_mut().map(|inter| &mut **inter as &mut dyn Collective);
+            hier::all_reduce(&mut **intra, inter, size, cx, io, op)
+        })
     }
 }

@@ -4,9 +4,12 @@
 //! still use them, and a wake that is missed. Each model found the mistakes that are named beside it, when they were made by hand in
 //! `protocol.rs` and `pairwise.rs`.
 
+use std::os::fd::{AsFd, BorrowedFd};
+
 use super::*;
-use crate::memory::{SharedArena, part_stride};
-use crate::sync::model::{explore, explore_latest, explore_three, same_memory};
+use crate::memory::SharedArena;
+use crate::sync::model::{explore, explore_latest, explore_three};
+use crate::sync::{self, Condvar, Mutex};
 
 /// Bytes for a slot, and for two and three pieces in windows.
 const SMALL: usize = SLOT;
@@ -90,24 +93,50 @@ fn two_ranks_swap_pieces_in_one_window_each() {
     explore_latest(verbs(2, &[(Kind::AllGather, 1200, 0)]));
 }
 
-/// Two ranks reduce tensors of 256 bytes twice, each in its part of an arena where `in_arena` says so, and touch them before and after.
+/// What both ranks have put here to be passed, and who waits for it.
+type Passed = sync::Arc<(Mutex<[Option<Vec<OwnedFd>>; 2]>, Condvar)>;
+
+/// Passes descriptors between two threads, once.
+struct BetweenThreads {
+    me: usize,
+    passed: Passed,
+}
+
+impl PassDescriptors for BetweenThreads {
+    fn pass(&mut self, _cx: &OpContext<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Vec<Option<OwnedFd>>>> {
+        let copy = |descriptor: &BorrowedFd<'_>| descriptor.try_clone_to_owned().unwrap();
+        let (lists, changed) = &*self.passed;
+        let mut lists = lists.lock().unwrap();
+        lists[self.me] = Some(own.iter().map(copy).collect());
+        changed.notify_all();
+        while lists.iter().any(Option::is_none) {
+            lists = changed.wait(lists).unwrap();
+        }
+        let theirs = lists[1 - self.me].iter().flatten().map(|descriptor| Some(copy(&descriptor.as_fd()))).collect();
+        let mut all = vec![Vec::new(), Vec::new()];
+        all[1 - self.me] = theirs;
+        Ok(all)
+    }
+}
+
+/// Two ranks reduce tensors of 256 bytes twice, each in its arena where `in_arena` says so, and touch them before and after. The first
+/// operation maps the arenas.
 fn explore_arena(in_arena: [bool; 2]) {
     const LEN: usize = 256;
     explore_latest(move || {
-        let file = Arena::create("bagua-model", 2 * part_stride(LEN, 2).unwrap()).unwrap();
-        let joined = world(2).into_iter().enumerate().map(|(own, rank)| {
-            let (registry, file) = (Arc::default(), Arena::from_fd(file.fd().try_clone_to_owned().unwrap()).unwrap());
-            let arena = SharedArena::shared(file, 7, vec![0, 1], own, LEN, &registry).unwrap();
-            (Rank { shm: rank.shm.knowing(registry), ..rank }, arena)
+        let passed = Passed::new((Mutex::default(), Condvar::new()));
+        let joined = world(2).into_iter().enumerate().map(|(me, rank)| {
+            let registry = Arc::default();
+            let arena = SharedArena::new("bagua-model", LEN, &registry).unwrap();
+            let between = BetweenThreads { me, passed: passed.clone() };
+            (Rank { shm: rank.shm.knowing(registry, Box::new(between)), ..rank }, arena)
         });
         let ranks: Vec<_> = joined.collect();
-        let [first, second] = [0, 1].map(|rank: usize| ranks[rank].1.mapping());
-        same_memory(first.pointer(), second.pointer(), first.len());
         let ranks = on_threads(ranks, move |(mut rank, arena)| {
             let me = rank.shm.rank();
             let mut private = vec![0; LEN];
             for _ in 0..2 {
-                // SAFETY: one slice at a time, of this rank's part; the model shows that no peer uses it outside of an operation.
+                // SAFETY: one slice at a time, of this rank's arena; the model shows that no peer uses it outside of an operation.
                 let tensor = if in_arena[me] { unsafe { arena.bytes_mut() } } else { &mut private };
                 tensor.copy_from_slice(&data(me, rank.seq, DType::F32, LEN));
                 let expected = combined(2, rank.seq, DType::F32, ReduceOp::Sum, LEN, 0..LEN);
@@ -126,7 +155,8 @@ fn explore_arena(in_arena: [bool; 2]) {
     });
 }
 
-/// D2 and D3. Finds a rank that returns when it has done its own share.
+/// D2, D3 and D4. Finds a rank that returns when it has done its own share, and one that decides again before its peer has published
+/// its new offer.
 #[test]
 fn tensors_in_an_arena_are_touched_by_peers_during_the_operation_only() {
     explore_arena([true; 2]);

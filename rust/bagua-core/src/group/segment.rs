@@ -1,0 +1,237 @@
+//! Memory that the ranks of a host share, and passing descriptors of it over Unix connections, which are closed afterwards.
+//!
+//! The rank with the lowest world rank creates the segment of a lane and passes it to the others. Arenas are made by each rank for itself:
+//! the same rank collects the descriptors of all and passes them on.
+
+use std::io::{ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+
+use super::builder::LaneBuilder;
+use super::connection::{DataConn, Socket};
+use super::control::Control;
+use super::fork::ForkFd;
+use super::handshake::Purpose;
+use crate::collective::shm::PassDescriptors;
+use crate::collective::{OpContext, Shm};
+use crate::error::{Error, Result};
+use crate::health::GroupHealth;
+use crate::memory::{Arena, Registry};
+use crate::wait::{SLICE, blocking_wait};
+
+/// `index` of the connections over which the descriptor of a lane's segment is passed.
+const LANE_SEGMENT: u32 = 0;
+
+/// `index` of the connections over which the descriptors of arenas are passed.
+const ARENAS: u32 = 1;
+
+/// The byte that accompanies a descriptor.
+const DESCRIPTOR: u8 = b'M';
+
+/// The byte that ends a list of descriptors.
+const END: u8 = b'E';
+
+/// Descriptors of one rank's arenas; `None` for one that this process had no room for.
+type Received = Vec<Option<OwnedFd>>;
+
+impl LaneBuilder<'_> {
+    /// The segment of the lane: `len` bytes that the ranks of this host share.
+    pub(super) fn segment(&self, host: &[usize], len: usize) -> Result<Arena> {
+        let (rank, first) = (self.health.rank(), self.first(host));
+        if first != rank {
+            let mut descriptors = self.passing(first, LANE_SEGMENT)?.receive()?;
+            let descriptor = descriptors.pop().flatten();
+            return Arena::from_fd(descriptor.ok_or_else(|| Error::other("no descriptor of the lane's segment"))?);
+        }
+        let arena = Arena::create("bagua-lane", len)?;
+        for peer in host.iter().filter(|peer| **peer != rank) {
+            self.passing(*peer, LANE_SEGMENT)?.send([arena.fd()])?;
+        }
+        Ok(arena)
+    }
+
+    /// The same collective, which maps the arenas of its ranks.
+    pub(super) fn knowing_arenas(&self, shm: Shm) -> Shm {
+        let between = BetweenRanks {
+            control: Arc::clone(self.control),
+            health: Arc::clone(self.health),
+            group: self.group,
+            channel: self.channel,
+            hosts: self.hosts.to_vec(),
+            registry: Arc::clone(self.registry),
+        };
+        shm.knowing(Arc::clone(self.registry), Box::new(between))
+    }
+
+    /// The one of these ranks with the lowest world rank, which the others can connect to.
+    fn first(&self, host: &[usize]) -> usize {
+        host.iter().copied().min_by_key(|member| self.health.world_rank(*member)).unwrap_or(self.health.rank())
+    }
+
+    /// A connection with a rank of this host.
+    fn passing(&self, peer: usize, index: u32) -> Result<Passing<'_>> {
+        let dials = self.health.world_rank(peer) < self.health.world_rank(self.health.rank());
+        let conn = if dials {
+            self.dialled(peer, &self.dial(peer, Purpose::Segment, index))?
+        } else {
+            self.accepted(peer, Purpose::Segment, index)?
+        };
+        let DataConn { fork_fd, socket } = conn;
+        let Socket::Unix(stream) = socket else {
+            return Err(Error::other("a descriptor cannot be passed over TCP"));
+        };
+        let limited = stream.set_read_timeout(Some(SLICE)).and_then(|()| stream.set_write_timeout(Some(SLICE)));
+        limited.map_err(|e| Error::system("passing shared memory", e))?;
+        Ok(Passing { _fork_fd: fork_fd, stream, peer, builder: self })
+    }
+}
+
+/// Passes the descriptors of arenas between the ranks of a lane on this host.
+struct BetweenRanks {
+    control: Arc<Control>,
+    health: Arc<GroupHealth>,
+    /// Id of the group.
+    group: u64,
+    /// Number of the lane.
+    channel: u32,
+    /// Group ranks on each host.
+    hosts: Vec<Vec<usize>>,
+    registry: Arc<Registry>,
+}
+
+impl PassDescriptors for BetweenRanks {
+    fn pass(&mut self, cx: &OpContext<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Received>> {
+        let builder = LaneBuilder {
+            control: &self.control,
+            health: &self.health,
+            group: self.group,
+            what: "the arenas of lane",
+            channel: self.channel,
+            hosts: &self.hosts,
+            deadline: cx.deadline,
+            registry: &self.registry,
+        };
+        let mut passed = Ok(Vec::new());
+        blocking_wait(|| passed = pass(&builder, own));
+        passed
+    }
+}
+
+/// See [`PassDescriptors::pass`]: the first rank collects, and passes on.
+fn pass(builder: &LaneBuilder<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Received>> {
+    let (host, local) = builder.host()?;
+    let first = builder.first(host);
+    if first != host[local] {
+        let line = builder.passing(first, ARENAS)?;
+        line.send(own.iter().copied())?;
+        return host.iter().map(|_| line.receive()).collect();
+    }
+    let mut lines = Vec::with_capacity(host.len());
+    let mut all: Vec<Received> = Vec::with_capacity(host.len());
+    for (index, peer) in host.iter().enumerate() {
+        lines.push(if index == local { None } else { Some(builder.passing(*peer, ARENAS)?) });
+        all.push(lines[index].as_ref().map_or(Ok(Vec::new()), Passing::receive)?);
+    }
+    for (index, line) in lines.iter().enumerate().filter_map(|(index, line)| Some((index, line.as_ref()?))) {
+        for (rank, theirs) in all.iter().enumerate() {
+            if rank == local {
+                line.send(own.iter().copied())?;
+            } else if rank == index {
+                line.send([])?;
+            } else {
+                line.send_received(theirs)?;
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// A connection over which descriptors are passed.
+struct Passing<'a> {
+    /// Unregistered before the connection is closed.
+    _fork_fd: ForkFd,
+    stream: UnixStream,
+    /// Group rank at the other end.
+    peer: usize,
+    /// Knows why a wait must end.
+    builder: &'a LaneBuilder<'a>,
+}
+
+impl Passing<'_> {
+    /// Sends a list.
+    fn send<'fd>(&self, descriptors: impl IntoIterator<Item = BorrowedFd<'fd>>) -> Result<()> {
+        descriptors.into_iter().try_for_each(|descriptor| self.send_one(DESCRIPTOR, &[descriptor]))?;
+        self.send_one(END, &[])
+    }
+
+    /// Passes a list on, in which the receiver finds the same gaps.
+    fn send_received(&self, descriptors: &Received) -> Result<()> {
+        for descriptor in descriptors {
+            self.send_one(DESCRIPTOR, descriptor.as_ref().map(AsFd::as_fd).as_slice())?;
+        }
+        self.send_one(END, &[])
+    }
+
+    fn send_one(&self, byte: u8, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        self.patiently("passing shared memory to a peer", || {
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            if !descriptors.is_empty() {
+                ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+            }
+            rustix::net::sendmsg(self.stream.as_fd(), &[IoSlice::new(&[byte])], &mut ancillary, SendFlags::NOSIGNAL)
+        })
+        .map(drop)
+    }
+
+    /// Receives a list.
+    fn receive(&self) -> Result<Received> {
+        let mut received = Received::new();
+        loop {
+            match self.receive_one()? {
+                (END, _) => return Ok(received),
+                (_, descriptor) => received.push(descriptor),
+            }
+        }
+    }
+
+    fn receive_one(&self) -> Result<(u8, Option<OwnedFd>)> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut byte = [0];
+        let (bytes, found) = self.patiently("receiving shared memory", || {
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let into = &mut [IoSliceMut::new(&mut byte)];
+            let message = rustix::net::recvmsg(self.stream.as_fd(), into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+            let found = ancillary.drain().find_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+                _ => None,
+            });
+            Ok((message.bytes, found))
+        })?;
+        if bytes == 0 {
+            let how = "it closed the connection for shared memory";
+            return Err(self.builder.health.attribute_disconnect(self.peer, how));
+        }
+        Ok((byte[0], found))
+    }
+
+    /// Repeats a call that gave up after a slice, until the group has failed or the deadline has passed.
+    fn patiently<T>(&self, what: &str, mut call: impl FnMut() -> rustix::io::Result<T>) -> Result<T> {
+        loop {
+            match call().map_err(std::io::Error::from) {
+                Ok(done) => return Ok(done),
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                    self.builder.check(self.peer)?;
+                }
+                // The control plane reports a lost peer.
+                Err(e) => return Err(Error::system(what, e)),
+            }
+        }
+    }
+}
