@@ -8,7 +8,6 @@ import platform
 import socket
 from importlib import metadata
 from typing import Any
-from urllib.parse import urlsplit
 
 from bagua import config, cuda, engine, group, launcher
 from bagua.commands import machine, tables, trial
@@ -173,10 +172,10 @@ def _network(place: launcher.Place | None, problems: _Problems) -> dict[str, Any
 
 def _book_host() -> str | None:
     try:
-        parts = urlsplit(config.text("BAGUA_ELASTIC") or "")
+        place = config.book_place(config.text("BAGUA_ELASTIC") or "")
     except ValueError:
         return None
-    return parts.hostname if parts.scheme == "tcp" else None
+    return place[0] if isinstance(place, tuple) else None
 
 
 def _resolves(host: str) -> bool:
