@@ -60,7 +60,8 @@ def integer(name: str, default: int, least: int | None = None, most: int | None 
     except ValueError:
         raise ValueError(f"{name}={value!r} is not an integer") from None
     if (least is not None and found < least) or (most is not None and found > most):
-        raise ValueError(f"{name} is {found}; it must be " + (f"from {least} to {most}" if most else f"{least} or more"))
+        limits = f"from {least} to {most}" if most is not None else f"{least} or more"
+        raise ValueError(f"{name} is {found}; it must be {limits}")
     return found
 
 

@@ -20,12 +20,13 @@ __all__ = ["StepMeter", "begin", "check", "serve"]
 
 _log = logging.getLogger(__name__)
 
+
 def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     """Answers `GET /metrics` at `addr` until the process ends, on a thread; the port (0: any free one).
 
-    By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s` as
-    `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`. A
-    group that was left is no longer shown.
+    By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s`
+    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`.
+    A group that was left is no longer shown.
 
     Whoever can connect can read: the counters, and host, process and version in `bagua_info`. ImportError without
     prometheus_client, OSError where the address cannot be used.
