@@ -9,7 +9,7 @@ import socket
 from importlib import metadata
 from typing import Any
 
-from bagua import config, cuda, engine, group, launcher
+from bagua import config, cuda, engine, group, launcher, torch_needed
 from bagua.commands import machine, tables, trial
 from bagua.commands.variables import SECRET, VARIABLES
 from bagua.errors import BaguaError
@@ -60,6 +60,8 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     }
     place = _place(problems)
     found["launcher"] = _launcher(place)
+    if why := torch_needed.too_old("bagua.torch_api", found["versions"]["torch"] or ""):
+        problems.add("torch", why, 'pip install "bagua[torch]"')
     found["network"] = _network(place, problems)
     _check_limits(place, problems)
     found["cuda"] = _cuda()
