@@ -282,7 +282,7 @@ BOOK = """
 import os, time
 from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = engine.Book(host, int(port), b"", 60.0)
+book = engine.Book(host, int(port), os.environ["BAGUA_JOB_SECRET"].encode(), 60.0)
 rank = int(os.environ["RANK"])
 book.write(f"door {rank}", f"of {rank}".encode())
 while (found := book.read(f"door {1 - rank}")) is None:
