@@ -100,6 +100,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if self._backend is None:
             # Such a torch does not call `shutdown` when the group is destroyed.
             at_exit(self._kept.clear)
+            at_exit(self._asked.clear)
         # And has no place for the name.
         self._name = ""
 
@@ -331,11 +332,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leaves the group. Operations that still run fail with AbortedError."""
         self._kept.clear()
+        self._asked.clear()
         self._life.ended(self)
 
     def abort(self) -> None:
         """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
         self._kept.clear()
+        self._asked.clear()
         self.bagua_group.abort("torch.distributed aborted the group")
         self._life.ended(self)
 
