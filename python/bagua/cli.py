@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bagua import trace
+from bagua import engine, trace
 from bagua.commands import bench, doctor, top
 from bagua.errors import BaguaError
 
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bagua", description="Tools for jobs that communicate with Bagua.")
+    parser.add_argument("-V", "--version", action="version", version=f"bagua {engine.version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     traces = commands.add_parser("trace", help="flight records of failed ranks")
     actions = traces.add_subparsers(required=True, metavar="ACTION")

@@ -7,22 +7,29 @@ import os
 import site
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from bagua.engine import ALGORITHMS, MAX_STREAMS, Tls
 
 __all__ = [
+    "CUDA_COLLECTIVES",
+    "TRANSPORTS",
     "CudaPlaces",
     "Settings",
+    "address_book",
     "agent_serves_store",
     "announce",
     "attempt",
+    "book_place",
+    "choice",
     "cuda_cache",
     "cuda_check",
     "cuda_collective",
     "cuda_places",
+    "default_bucket_size",
     "default_trace_dir",
     "environment",
     "flag",
@@ -30,7 +37,9 @@ __all__ = [
     "keeping",
     "metrics_address",
     "number",
+    "seconds",
     "settings",
+    "ssh_port",
     "text",
     "trace_dir",
 ]
@@ -41,15 +50,19 @@ def text(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def integer(name: str, default: int) -> int:
-    """The variable as an integer. ValueError names the variable and what it holds."""
+def integer(name: str, default: int, least: int | None = None, most: int | None = None) -> int:
+    """The variable as an integer, within limits. ValueError names the variable and what it holds."""
     value = text(name)
     if value is None:
         return default
     try:
-        return int(value)
+        found = int(value)
     except ValueError:
         raise ValueError(f"{name}={value!r} is not an integer") from None
+    if (least is not None and found < least) or (most is not None and found > most):
+        limits = f"from {least} to {most}" if most is not None else f"{least} or more"
+        raise ValueError(f"{name} is {found}; it must be {limits}")
+    return found
 
 
 def number(name: str, default: float) -> float:
@@ -61,6 +74,25 @@ def number(name: str, default: float) -> float:
         return float(value)
     except ValueError:
         raise ValueError(f"{name}={value!r} is not a number") from None
+
+
+def seconds(name: str, default: float) -> float:
+    """The variable as a time. ValueError names the variable where it is none, or not positive."""
+    return _positive(name, number(name, default))
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} is {value} s; it must be positive")
+    return value
+
+
+def choice(name: str, choices: Sequence[str], default: str) -> str:
+    """The variable as one of these texts. ValueError names the variable, what it holds, and what there is."""
+    value = text(name) or default
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}")
+    return value
 
 
 def flag(name: str) -> bool:
@@ -119,6 +151,9 @@ class Settings:
     tls: Tls | None
 
 
+#: Values of BAGUA_TRANSPORT.
+TRANSPORTS = ("auto", "tcp")
+
 _TLS_FILES = ("BAGUA_TLS_CERT", "BAGUA_TLS_KEY", "BAGUA_TLS_CA")
 
 
@@ -152,27 +187,49 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
     """Arguments where they are given, then the environment, then the defaults."""
     if secret is None:
         secret = text("BAGUA_JOB_SECRET") or ""
-    timeout = number("BAGUA_TIMEOUT", 300.0) if timeout is None else float(timeout)
-    heartbeat_timeout = number("BAGUA_HEARTBEAT_TIMEOUT", 5.0)
-    for name, value in (("timeout", timeout), ("BAGUA_HEARTBEAT_TIMEOUT", heartbeat_timeout)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value} s; it must be positive")
-    streams = integer("BAGUA_STREAMS_PER_PEER", 2)
-    if not 1 <= streams <= MAX_STREAMS:
-        raise ValueError(f"BAGUA_STREAMS_PER_PEER is {streams}; it must be between 1 and {MAX_STREAMS}")
-    algorithm = text("BAGUA_ALGORITHM") or "auto"
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"BAGUA_ALGORITHM={algorithm!r} is none of {', '.join(ALGORITHMS)}")
+    timeout = seconds("BAGUA_TIMEOUT", 300.0) if timeout is None else _positive("timeout", float(timeout))
     return Settings(
         timeout=timeout,
-        heartbeat_timeout=heartbeat_timeout,
-        transport=text("BAGUA_TRANSPORT") or "auto",
-        streams_per_peer=streams,
-        algorithm=algorithm,
+        heartbeat_timeout=seconds("BAGUA_HEARTBEAT_TIMEOUT", 5.0),
+        transport=choice("BAGUA_TRANSPORT", TRANSPORTS, "auto"),
+        streams_per_peer=integer("BAGUA_STREAMS_PER_PEER", 2, 1, MAX_STREAMS),
+        algorithm=choice("BAGUA_ALGORITHM", ALGORITHMS, "auto"),
         secret=secret.encode() if isinstance(secret, str) else bytes(secret),
         host_id=text("BAGUA_HOST_ID") or "",
         tls=_tls(bool(secret)),
     )
+
+
+def address_book() -> str | None:
+    """The address book of an elastic job, BAGUA_ELASTIC; None in other jobs. ValueError for what names none."""
+    url = text("BAGUA_ELASTIC")
+    if url is not None:
+        try:
+            book_place(url)
+        except ValueError as error:
+            raise ValueError(f"BAGUA_ELASTIC: {error}") from None
+    return url
+
+
+def book_place(url: str) -> Path | tuple[str, int]:
+    """The directory, or the host and port, of an address book. ValueError for what names none."""
+    with contextlib.suppress(ValueError):
+        parsed = urlsplit(url)
+        if parsed.scheme == "file" and parsed.path.startswith("/") and parsed.path != "/" and not parsed.netloc:
+            return Path(parsed.path)
+        if parsed.scheme == "tcp" and parsed.hostname is not None and parsed.port is not None and not parsed.path:
+            return parsed.hostname, parsed.port
+    raise ValueError(f"an address book is file:///directory or tcp://host:port, not {url!r}")
+
+
+def default_bucket_size() -> int:
+    """Bytes of a gradient bucket, BAGUA_DEFAULT_BUCKET_SIZE."""
+    return integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024 * 1024, 1)
+
+
+def ssh_port() -> int:
+    """The port of ssh on hosts that name none, BAGUA_SSH_PORT."""
+    return integer("BAGUA_SSH_PORT", 22, 1, 65535)
 
 
 def agent_serves_store() -> bool:
@@ -189,10 +246,7 @@ def metrics_address() -> tuple[str, int] | None:
     """Where local rank 0 serves its metrics, each further rank of a host one port higher; None: nowhere."""
     if text("BAGUA_METRICS_PORT") is None:
         return None
-    port = integer("BAGUA_METRICS_PORT", 0)
-    if not 1 <= port <= 65535:
-        raise ValueError(f"BAGUA_METRICS_PORT is {port}; it must be from 1 to 65535")
-    return text("BAGUA_METRICS_ADDR") or "127.0.0.1", port
+    return text("BAGUA_METRICS_ADDR") or "127.0.0.1", integer("BAGUA_METRICS_PORT", 0, 1, 65535)
 
 
 def trace_dir() -> str | None:
@@ -248,12 +302,10 @@ def cuda_check() -> bool:
     return flag("BAGUA_CUDA_CHECK")
 
 
-_CUDA_COLLECTIVES = ("auto", "nccl", "ipc", "staged")
+#: Values of BAGUA_CUDA_COLLECTIVE.
+CUDA_COLLECTIVES = ("auto", "nccl", "ipc", "staged")
 
 
 def cuda_collective() -> str:
     """How arrays on CUDA devices are combined: BAGUA_CUDA_COLLECTIVE. ValueError names what there is."""
-    wish = text("BAGUA_CUDA_COLLECTIVE") or "auto"
-    if wish not in _CUDA_COLLECTIVES:
-        raise ValueError(f"BAGUA_CUDA_COLLECTIVE={wish!r} is none of {', '.join(_CUDA_COLLECTIVES)}")
-    return wish
+    return choice("BAGUA_CUDA_COLLECTIVE", CUDA_COLLECTIVES, "auto")

@@ -280,7 +280,7 @@ def stats() -> dict[str, Any]:
     `stats()["elastic"]` is that of an elastic job, None in other jobs: "view", "ranks", "door" ("host:port") and
     "connections_refused".
     """
-    groups = {name: group.stats() for name, group in sorted(process.groups.items())}
+    groups = {group._key: group.stats() for group in sorted(process.live_groups(), key=lambda group: group._key)}
     return {"groups": groups, "elastic": None if process.elastic_stats is None else process.elastic_stats()}
 
 
@@ -300,7 +300,7 @@ def _leave_all(torchs: bool = True) -> None:
         except Exception as error:
             first = first or error
     # The world last: leaving it leaves its sub-groups.
-    for group in sorted(process.groups.values(), key=lambda group: group.size):
+    for group in sorted(process.live_groups(), key=lambda group: group.size):
         if torchs or not group.used_by_torch:
             group.leave()
     process.default_group = None

@@ -64,9 +64,9 @@ class TorchState:
         # Model name -> its Backend; and every Backend that has not been collected.
         self.backends: dict[str, Any] = {}
         self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Parameter -> weak reference to the BaguaDistributedDataParallel that communicates its gradient.
+        # Parameter -> weak reference to the ModelEngine that communicates its gradient.
         self.gradient_owners: MutableMapping[Any, weakref.ref[Any]] = WeakTensorKeyDictionary()
-        # Module -> its BaguaDistributedDataParallel, and module -> its name. Kept beside the modules and not in them,
+        # Module -> its ModelEngine, and module -> its name. Kept beside the modules and not in them,
         # so that a copied or pickled module is a plain one.
         self.wrapped: MutableMapping[Any, Any] = WeakIdKeyDictionary()
         self.module_names: MutableMapping[Any, str] = WeakIdKeyDictionary()
@@ -201,6 +201,11 @@ class _Process:
         self.torch: TorchState | None = None
         self.cache: CacheState | None = None
 
+    def live_groups(self) -> list[Any]:
+        """The groups at one time: other threads may make and leave groups."""
+        # A loop over the dict itself would fail where one does so meanwhile.
+        return [group for ref in self.groups.valuerefs() if (group := ref()) is not None]
+
 
 #: The only instance.
 process = _Process()
@@ -276,7 +281,7 @@ def report(kind: type[BaseException], error: BaseException) -> None:
     if process.owner_pid != os.getpid():
         return
     # The world first: it has all ranks.
-    for group in sorted(process.groups.values(), key=lambda group: -group.size):
+    for group in sorted(process.live_groups(), key=lambda group: -group.size):
         group.communicator.raise_(kind.__name__, str(error))
 
 

@@ -20,23 +20,13 @@ __all__ = ["StepMeter", "begin", "check", "serve"]
 
 _log = logging.getLogger(__name__)
 
-# Counter of one group and op -> its key in `stats()`, and what it counts.
-_COUNTERS = {
-    "bagua_op_calls": ("calls", "Operations started."),
-    "bagua_op_payload_bytes": ("payload_bytes", "Bytes of the user's tensors."),
-    "bagua_op_wire_bytes_sent": ("wire_bytes_sent", "Bytes written to sockets, headers included."),
-    "bagua_op_wire_bytes_received": ("wire_bytes_received", "Bytes read from sockets, headers included."),
-    "bagua_op_wait_seconds": ("wait_s", "Seconds blocked waiting for peers."),
-    "bagua_op_reduce_seconds": ("reduce_s", "Seconds in reduce kernels."),
-}
-
 
 def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     """Answers `GET /metrics` at `addr` until the process ends, on a thread; the port (0: any free one).
 
-    By group and op: `bagua_op_calls_total`, `bagua_op_payload_bytes_total`, `bagua_op_wire_bytes_sent_total`,
-    `bagua_op_wire_bytes_received_total`, `bagua_op_wait_seconds_total`, `bagua_op_reduce_seconds_total`; by group:
-    `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`. A group that was left is no longer shown.
+    By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s`
+    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`.
+    A group that was left is no longer shown.
 
     Whoever can connect can read: the counters, and host, process and version in `bagua_info`. ImportError without
     prometheus_client, OSError where the address cannot be used.
@@ -106,13 +96,16 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
 
-        groups = _groups()
-        for name, (key, what) in _COUNTERS.items():
-            family = core.CounterMetricFamily(name, what, labels=["group", "op"])
-            for group_name, counters in groups.items():
-                for op, values in counters["ops"].items():
-                    family.add_metric([group_name, op], values[key])
-            yield family
+        groups = group.stats()["groups"]
+        families: dict[str, Any] = {}
+        for group_name, counters in groups.items():
+            for op, values in counters["ops"].items():
+                for key, value in values.items():
+                    if key not in families:
+                        what = f"{key} in bagua.stats(), by group and kind of operation."
+                        families[key] = core.CounterMetricFamily(_metric(key), what, labels=["group", "op"])
+                    families[key].add_metric([group_name, op], value)
+        yield from families.values()
         refused = core.CounterMetricFamily(
             "bagua_connections_refused", "Connections that failed the handshake.", labels=["group"]
         )
@@ -142,20 +135,11 @@ def _client() -> ModuleType:
     return prometheus_client
 
 
-def _groups() -> dict[str, Any]:
-    """`stats()["groups"]`, also on a thread beside one that makes or leaves groups."""
-    while True:
-        try:
-            groups: dict[str, Any] = group.stats()["groups"]
-        except RuntimeError as error:
-            # The dict of groups changed while it was read.
-            if "changed size during iteration" not in str(error):
-                raise
-        else:
-            return groups
+def _metric(key: str) -> str:
+    """The metric of a counter in `stats()`, without the `_total` that Prometheus has at the end of all counters."""
+    return f"bagua_op_{key.removesuffix('_s')}_seconds" if key.endswith("_s") else f"bagua_op_{key}"
 
 
 def _totals() -> dict[tuple[str, str], dict[str, float]]:
-    return {
-        (group_name, op): values for group_name, counters in _groups().items() for op, values in counters["ops"].items()
-    }
+    groups = group.stats()["groups"]
+    return {(name, op): values for name, counters in groups.items() for op, values in counters["ops"].items()}

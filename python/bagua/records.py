@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from typing import Any
 
 from bagua import config, engine
@@ -22,6 +23,8 @@ VERSION = 1
 
 # With them a reader sees at once whose file it is, and nobody has to be asked whether the name is free.
 _NAME = "rank{rank}-{group}-{pid}-{number}.json"
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def flight_recorder() -> list[dict[str, Any]]:
@@ -71,18 +74,53 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         "ops": engine.flight_recorder(),
     }
     text = json.dumps(record, allow_nan=False)
-    if not os.path.isdir(directory):
+    if directory == config.default_trace_dir():
+        directory, place = _own_folder(directory)
+    else:
         os.makedirs(directory, exist_ok=True)
-        if directory == config.default_trace_dir():
-            # As the temporary directory that it is in: for every user of this host.
-            os.chmod(directory, 0o1777)
-    names = (_NAME.format(rank=rank, group=_plain(group), pid=os.getpid(), number=number) for number in range(10_000))
-    for name in names:
-        path = os.path.join(os.path.abspath(directory), name)
-        # Neither an older file nor a link that somebody put there is ever written to.
+        place = os.open(directory, _FOLDER)
+    try:
+        return os.path.join(os.path.abspath(directory), _write_new(place, directory, rank, group, text))
+    finally:
+        os.close(place)
+
+
+def _own_folder(directory: str) -> tuple[str, int]:
+    """A folder that no other user but root can change, and its descriptor: this one, or else that of this user.
+
+    In a temporary directory everybody may make a folder or a link of this name before.
+    """
+    problems = []
+    for candidate in (directory, f"{directory}-{os.geteuid()}"):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(candidate, 0o700)
+        try:
+            place = os.open(candidate, _FOLDER | os.O_NOFOLLOW)
+        except OSError as error:
+            why = "is a symbolic link" if os.path.islink(candidate) else f"cannot be used: {error.strerror}"
+        else:
+            found = os.fstat(place)
+            if found.st_uid not in (0, os.geteuid()):
+                why = f"belongs to user {found.st_uid}"
+            elif found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+                why = "can be changed by other users"
+            elif not os.access(candidate, os.W_OK | os.X_OK, effective_ids=True):
+                why = "cannot be written to"
+            else:
+                return candidate, place
+            os.close(place)
+        problems.append(f"{candidate} {why}")
+    raise PermissionError(" and ".join(problems))
+
+
+def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> str:
+    """Writes a new file into an open folder; its name."""
+    for number in range(10_000):
+        name = _NAME.format(rank=rank, group=_plain(group), pid=os.getpid(), number=number)
+        # Neither an older file nor a link that another user put there is ever written to.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = os.open(name, flags, 0o600, dir_fd=place)
         except FileExistsError:
             continue
         try:
@@ -91,9 +129,9 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         except BaseException:
             # Half a record would only mislead.
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(name, dir_fd=place)
             raise
-        return path
+        return name
     raise FileExistsError(f"{directory} has too many records of rank {rank}")
 
 

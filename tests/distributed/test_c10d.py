@@ -393,10 +393,17 @@ def functional_collectives_work(pair: Pair) -> None:
     assert part.item() == pair.size
 
 
-@needs_backend_class("an event cannot end on another thread")
+def events_of(profile: Any) -> dict[str, Any]:
+    """The events of Bagua in a profile, by name; each name once."""
+    found = [event for event in profile.function_events if event.name.startswith("bagua:")]
+    events = {event.name: event for event in found}
+    assert len(events) == len(found), [event.name for event in found]
+    return events
+
+
 def operations_are_events_of_the_profiler(pair: Pair) -> None:
-    with torch.autograd.profiler.profile() as profile:
-        dist.all_reduce(torch.ones(3), group=pair.ours)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3, 2), group=pair.ours)
         dist.all_gather([torch.zeros(2) for _ in range(pair.size)], torch.ones(2), group=pair.ours)
         if pair.rank == 0:
             work = dist.irecv(torch.zeros(2), pair.world_rank(1), group=pair.ours, tag=8)
@@ -406,13 +413,46 @@ def operations_are_events_of_the_profiler(pair: Pair) -> None:
         elif pair.rank == 1:
             dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
             dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=8)
-    events = {event.name: event for event in profile.function_events if event.name.startswith("bagua:")}
+    events = events_of(profile)
     messages = {"bagua:send", "bagua:recv"} if pair.rank in (0, 1) else set()
-    assert events.keys() == {"bagua:all_reduce", "bagua:all_gather", *messages}
-    assert all(event.count == 1 for event in events.values())
+    calls = {name: event for name, event in events.items() if not name.endswith(".wait")}
+    assert calls.keys() == {"bagua:all_reduce", "bagua:all_gather", *messages}
+    assert calls["bagua:all_reduce"].input_shapes == [[3, 2]]
+    assert calls["bagua:all_gather"].input_shapes == [[2], [2 * pair.size]]
+    for name in messages:
+        assert events[f"{name}.wait"].time_range.start >= events[name].time_range.end
     if pair.rank == 0:
-        # It lasts until the message has come, and not only as long as the call.
-        assert events["bagua:recv"].time_range.end > events["bagua:send"].time_range.start
+        assert events["bagua:recv.wait"].time_range.start >= events["bagua:send"].time_range.end
+
+
+def no_event_is_open_when_its_profile_ends(pair: Pair) -> None:
+    # torch would write the end of such an event into memory that it has freed.
+    profiled = torch.autograd.profiler.profile
+    if pair.rank == 0:
+        room = [torch.zeros(2) for _ in range(3)]
+        with profiled() as first:
+            works = [dist.irecv(x, pair.world_rank(1), group=pair.ours, tag=tag) for tag, x in enumerate(room)]
+            torch.empty(5)
+        receives = [event for event in first.function_events if event.name == "bagua:recv"]
+        (later,) = (event for event in first.function_events if event.name == "aten::empty")
+        assert len(receives) == 3
+        assert all(event.time_range.end <= later.time_range.start for event in receives)
+        with profiled() as second:
+            dist.send(torch.ones(1), pair.world_rank(1), group=pair.ours, tag=9)
+            # Done in another profile than it began in, dropped there without a wait, and done after all profiles.
+            works[0].wait()
+            del works[1]
+        assert "bagua:recv.wait" in events_of(second)
+        assert "bagua:recv" not in events_of(second)
+        works[-1].wait()
+        dist.barrier(pair.ours)
+        assert all(torch.equal(x, torch.ones(2)) for x in (room[0], room[2]))
+    else:
+        if pair.rank == 1:
+            dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
+            for tag in range(3):
+                dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=tag)
+        dist.barrier(pair.ours)
 
 
 CASES: list[Case] = [
@@ -439,6 +479,7 @@ CASES: list[Case] = [
     a_wait_whose_time_passes_leaves_the_operation_running,
     functional_collectives_work,
     operations_are_events_of_the_profiler,
+    no_event_is_open_when_its_profile_ends,
 ]
 
 

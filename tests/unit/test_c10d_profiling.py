@@ -1,4 +1,4 @@
-"""Events of torch's profiler end before their profile does, or not at all."""
+"""Events of torch's profiler: each begins and ends in one call, because torch frees what a later end is written to."""
 
 from __future__ import annotations
 
@@ -8,84 +8,79 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.c10d.profiling import Profiled, profiled
-from bagua.c10d.torch_c10d import BACKEND_HAS_CONSTRUCTOR
-
-pytestmark = pytest.mark.skipif(not BACKEND_HAS_CONSTRUCTOR, reason="with this torch there are no events")
+from bagua.c10d import Work
+from bagua.c10d.profiling import event
 
 
-class LateHandle:
-    """An operation that is done, and whose callbacks run when the test says so."""
+class OpenHandle:
+    """An operation that is done when the test says so."""
 
     def __init__(self) -> None:
-        self.callbacks: list[Callable[[Exception | None], object]] = []
-        self.done = True
+        self.done = False
 
     def wait(self, timeout: float | None = None) -> None:
+        torch.empty(3)
         if not self.done:
             raise TimeoutError
 
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        self.callbacks.append(callback)
+        raise AssertionError("nothing of the profiler may run when an operation is done")
 
     def is_completed(self) -> bool:
         return self.done
 
-    def call_back(self) -> None:
-        for callback in self.callbacks:
-            callback(None)
+
+def ours(profile: Any) -> list[Any]:
+    return [found for found in profile.function_events if found.name.startswith("bagua:")]
 
 
-def ended(handle: Any) -> bool:
-    assert isinstance(handle, Profiled)
-    return bool(handle._event._done.done())
+def is_inside(inner: Any, outer: Any) -> bool:
+    return bool(outer.time_range.start <= inner.time_range.start and inner.time_range.end <= outer.time_range.end)
 
 
-@pytest.mark.parametrize("asked", [LateHandle.wait, LateHandle.is_completed])
-def test_an_event_has_ended_when_its_handle_reports_completion(asked: Any) -> None:
-    operation = LateHandle()
+@pytest.mark.parametrize("done", [True, False])
+def test_an_event_lasts_as_long_as_the_wait_whether_or_not_its_time_passes(done: bool) -> None:
+    operation = OpenHandle()
+    operation.done = done
+    work = Work(operation, name="verb")
     with torch.autograd.profiler.profile() as profile:
-        handle = profiled("verb", lambda: operation)
-        assert not ended(handle)
-        getattr(handle, asked.__name__)()
-        assert ended(handle)
-        operation.call_back()
-    assert [event.name for event in profile.function_events if event.name.startswith("bagua:")] == ["bagua:verb"]
+        if done:
+            work.wait()
+        else:
+            with pytest.raises(TimeoutError):
+                work.wait()
+        torch.empty(3)
+    (waited,) = ours(profile)
+    assert waited.name == "bagua:verb.wait"
+    within, later = (found for found in profile.function_events if found.name == "aten::empty")
+    assert is_inside(within, waited)
+    assert waited.time_range.end <= later.time_range.start
 
 
-def test_a_wait_whose_time_passes_leaves_the_event_open() -> None:
-    operation = LateHandle()
-    with torch.autograd.profiler.profile():
-        handle = profiled("verb", lambda: operation)
-        operation.done = False
-        with pytest.raises(TimeoutError):
-            handle.wait(0.1)  # type: ignore[union-attr]
-        assert not ended(handle)
-        operation.done = True
-        operation.call_back()
-        assert ended(handle)
-
-
-def test_an_operation_that_is_done_after_the_profile_writes_no_end() -> None:
-    operation = LateHandle()
-    with torch.autograd.profiler.profile():
-        handle = profiled("verb", lambda: operation)
-    operation.call_back()
-    assert not ended(handle)
-
-
-def test_what_cannot_be_started_is_an_event_that_has_ended() -> None:
-    def start() -> None:
-        raise ValueError("no")
-
+def test_a_call_that_fails_is_an_event_that_has_ended() -> None:
+    caught = None
     with torch.autograd.profiler.profile() as profile:
-        with pytest.raises(ValueError, match="no"):
-            profiled("verb", start)
-        assert profiled("nothing", lambda: None) is None
-    names = [event.name for event in profile.function_events if event.name.startswith("bagua:")]
-    assert sorted(names) == ["bagua:nothing", "bagua:verb"]
+        try:
+            with event("verb"):
+                raise ValueError("no")
+        except ValueError as error:
+            # Its traceback keeps the frames of the call.
+            caught = error
+        torch.empty(3)
+    assert caught is not None
+    (failed,) = ours(profile)
+    (later,) = (found for found in profile.function_events if found.name == "aten::empty")
+    assert failed.time_range.end <= later.time_range.start
 
 
-def test_without_a_profile_the_handle_is_handed_on() -> None:
-    operation = LateHandle()
-    assert profiled("verb", lambda: operation) is operation
+@pytest.mark.parametrize("record_shapes", [True, False])
+def test_an_event_has_the_shapes_that_the_profile_asks_for(record_shapes: bool) -> None:
+    with torch.autograd.profiler.profile(record_shapes=record_shapes) as profile, event("verb", [torch.ones(3, 2)]):
+        pass
+    (found,) = ours(profile)
+    assert found.input_shapes == ([[3, 2]] if record_shapes else [])
+
+
+def test_without_a_profile_there_is_no_event() -> None:
+    with event("verb") as nothing:
+        assert nothing is None

@@ -161,11 +161,26 @@ def test_a_hard_limit_of_files_that_is_too_low_is_a_problem() -> None:
     assert found["limits"]["open_files"] == 128
 
 
+def test_a_torch_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "torch-2.4.1.dist-info").mkdir()
+    (tmp_path / "torch-2.4.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.1\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    code, found = examined("--no-trial", PYTHONPATH=path)
+    assert (code, found["versions"]["torch"]) == (1, "2.4.1")
+    assert problems(found) == {"torch": "bagua.torch_api needs torch 2.5 or newer, this is 2.4.1"}
+
+
 def test_a_trial_that_fails_is_a_problem() -> None:
     code, found = examined(BAGUA_ALGORITHM="bruck")
     assert code == 1
     assert found["trial"]["ok"] is False
     assert "BAGUA_ALGORITHM='bruck'" in problems(found)["trial of two processes"]
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_is_shown(option: str) -> None:
+    ended = command(option)
+    assert (ended.returncode, ended.stdout) == (0, f"bagua {bagua.__version__}\n")
 
 
 def test_the_secret_is_not_shown() -> None:

@@ -9,16 +9,19 @@ import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
 
 import bagua
 from bagua import config, metrics
+from bagua.lifecycle import process
 from tests.world import World, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Some of the metrics, whose names jobs watch.
 KEYS = {
     "bagua_op_calls_total": "calls",
     "bagua_op_payload_bytes_total": "payload_bytes",
@@ -26,6 +29,10 @@ KEYS = {
     "bagua_op_wire_bytes_received_total": "wire_bytes_received",
     "bagua_op_wait_seconds_total": "wait_s",
     "bagua_op_reduce_seconds_total": "reduce_s",
+    "bagua_op_encode_seconds_total": "encode_s",
+    "bagua_op_zero_copy_total": "zero_copy",
+    "bagua_op_hierarchical_total": "hierarchical",
+    "bagua_op_nonfinite_records_total": "nonfinite_records",
 }
 
 needs_client = pytest.mark.skipif(
@@ -51,6 +58,10 @@ def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 def equals_stats(port: int) -> dict[str, Any]:
     """Asserts that the endpoint says what `bagua.stats()` says, which it returns."""
     shown, groups = scrape(port), bagua.stats()["groups"]
+    ops = [values for counters in groups.values() for values in counters["ops"].values()]
+    # None is missing.
+    assert all(set(values) == set(KEYS.values()) for values in ops)
+    assert {name for name in shown if name.startswith("bagua_op_") and name.endswith("_total")} == set(KEYS)
     for name, key in KEYS.items():
         assert shown[name] == {
             (("group", group), ("op", op)): values[key]
@@ -194,6 +205,39 @@ def test_importing_bagua_imports_none_of_the_clients() -> None:
     code += "print([name for name in ('rich', 'prometheus_client', 'torch') if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout == "[]\n"
+
+
+class Leaving(WeakValueDictionary[str, Any]):
+    """The groups of a process in which another thread makes one whenever one is looked at."""
+
+    def valuerefs(self) -> list[Any]:
+        return [lambda ref=ref: self._seen(ref) for ref in super().valuerefs()]
+
+    def items(self) -> Any:
+        return ((ref.key, self._seen(ref)) for ref in self.itervaluerefs())
+
+    def values(self) -> Any:
+        return (self._seen(ref) for ref in self.itervaluerefs())
+
+    def _seen(self, ref: Any) -> Any:
+        self[f"another {len(self)}"] = ref()
+        return ref()
+
+
+def test_stats_are_of_the_groups_that_there_were_while_threads_make_and_leave_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = bagua.init(0, 1)
+    try:
+        bagua.barrier()
+        groups = Leaving({"world": group})
+        monkeypatch.setattr(process, "groups", groups)
+        assert list(bagua.stats()["groups"]) == ["world"]
+        assert len(groups) == 2
+        assert metrics.StepMeter().step()["calls_per_step"] == 0
+    finally:
+        monkeypatch.undo()
+        bagua.shutdown()
 
 
 def meters(rank: int) -> list[dict[str, float]]:

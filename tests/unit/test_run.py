@@ -58,13 +58,12 @@ def program(*command: str, env: dict[str, str] | None = None) -> Iterator[subpro
         # A shell that starts the tests by nohup has SIGHUP ignored, and the runner would keep that.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
-    try:
-        with process:
+    with process:
+        try:
             yield process
+        finally:
             # A block that fails must not wait for it.
             process.kill()
-    finally:
-        process.kill()
 
 
 def runner(
@@ -283,7 +282,7 @@ BOOK = """
 import os, time
 from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = engine.Book(host, int(port), b"", 60.0)
+book = engine.Book(host, int(port), os.environ["BAGUA_JOB_SECRET"].encode(), 60.0)
 rank = int(os.environ["RANK"])
 book.write(f"door {rank}", f"of {rank}".encode())
 while (found := book.read(f"door {1 - rank}")) is None:
@@ -379,6 +378,62 @@ def test_a_store_with_a_secret_refuses_who_has_another() -> None:
         with pytest.raises(BaguaError, match="TLS"):
             engine.Book("127.0.0.1", port, b"one", DEADLINE_S)
         assert engine.Book("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).read("key") is None
+
+
+SECRET_TOLD = """
+import os, pathlib, sys
+told = pathlib.Path(sys.argv[1], f"secret.{os.environ['RANK']}.{os.environ['BAGUA_RESTART_COUNT']}")
+told.write_text(os.environ.get("BAGUA_JOB_SECRET", "") + " " + os.environ["BAGUA_ELASTIC"])
+"""
+SECRET_LIVES = (
+    SECRET_TOLD
+    + """
+if (rank, start) == (1, 0):
+    sys.exit(1)
+live()
+"""
+)
+
+
+def test_on_one_node_the_ranks_have_a_secret_that_the_runner_drew_and_others_cannot_read_the_book(
+    tmp_path: Path,
+) -> None:
+    found = set()
+    for job in ("first", "second"):
+        (here := tmp_path / job).mkdir()
+        arguments = ["--nproc-per-node", "2", "--restart-delay", "0", write(here, LIVES + SECRET_LIVES), str(here)]
+        with runner(*arguments) as process:
+            for rank in ("0.0", "1.1"):
+                pid_of(here / rank)
+            told = {(here / f"secret.{rank}").read_text() for rank in ("0.0", "1.0", "1.1")}
+            (one,) = told
+            secret, url = one.split()
+            assert len(secret) >= 32
+            for line in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    assert secret.encode() not in line.read_bytes()
+            port = int(url.rpartition(":")[2])
+            for wrong in (b"", b"guessed"):
+                with pytest.raises(BaguaError, match="secret"):
+                    engine.Book("127.0.0.1", port, wrong, DEADLINE_S)
+            assert engine.Book("127.0.0.1", port, secret.encode(), DEADLINE_S).read("no key") is None
+            process.send_signal(signal.SIGTERM)
+            assert finish(process)[0] == 128 + signal.SIGTERM
+        found.add(secret)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "env", "secret"), [([], {"BAGUA_JOB_SECRET": "mine"}, "mine"), (NODE_1, {}, "")], ids=["set", "two nodes"]
+)
+def test_a_secret_that_is_set_is_kept_and_for_several_nodes_none_is_drawn(
+    tmp_path: Path, nodes: list[str], env: dict[str, str], secret: str
+) -> None:
+    script = write(tmp_path, SECRET_TOLD)
+    with runner("--nproc-per-node", "1", *nodes, script, str(tmp_path), env=env) as process:
+        assert finish(process)[0] == 0
+    (told,) = tmp_path.glob("secret.*")
+    assert told.read_text().split(" ")[0] == secret
 
 
 def test_a_store_with_tls_and_no_secret_says_so(

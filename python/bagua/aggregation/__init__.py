@@ -10,6 +10,10 @@
 The optimizers that do this by themselves live in :mod:`bagua.aggregation.optim`.
 """
 
+from bagua.torch_needed import require
+
+require("bagua.aggregation")
+
 from .aggregation import Aggregation
 from .centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, AllReduceAggregationHVD
 from .decentralized import DecentralizedAggregation

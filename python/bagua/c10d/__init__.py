@@ -7,6 +7,10 @@
 Rank, world size and store come from torch alone. docs/torch_distributed.md has what works, and what differs from gloo.
 """
 
+from bagua.torch_needed import require
+
+require("bagua.c10d")
+
 from .process_group import BaguaProcessGroup
 from .registration import register
 from .work import Work

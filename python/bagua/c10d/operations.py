@@ -68,6 +68,11 @@ class Begin:
         """The CUDA device of its tensors; none for those on the host."""
         return [self._device] if self.on_device else []
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that it reads and writes."""
+        return [held.memory for held in self._keep if held is not None]
+
     def __call__(self, async_op: bool, timeout: float, finish: Callable[[], None] | None = None) -> Handle | None:
         """On a device, `finish` becomes part of the operation; on the host it is not used."""
         if not self.on_device:

@@ -8,6 +8,7 @@ device types, the group's name and calls from C++.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,14 +23,14 @@ from bagua.lifecycle import at_exit
 from . import operations, sparse
 from .operands import Operand, source, target
 from .operations import Begin, Operation
-from .profiling import profiled
+from .profiling import event
 from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
 from .uncompiled import uncompiled
 from .work import Handle, Together, Work, WorkHandle, seconds
 
 __all__ = ["BaguaProcessGroup", "Life"]
 
-#: So many Works are kept at most that nobody waits for.
+#: So many Works are kept at most that no thread waits for.
 _MOST_KEPT = 1000
 
 
@@ -91,11 +92,15 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._coalescing: list[Work] | None = None
         # The Python half of the Backend, which torch's C++ code may not keep.
         self._backend = _register(self)
-        # Where torch has no such Backend, it keeps only the C++ half of a Work: the Works that nobody has waited for.
-        self._kept: list[Work] = []
+        # Where torch has no such Backend, it keeps only the C++ half of a Work, which waits for ever without the other
+        # half: the Works that no thread has waited for, oldest first; and those of them that one has waited for since
+        # the last operation.
+        self._kept: OrderedDict[Work, None] = OrderedDict()
+        self._asked: list[Work] = []
         if self._backend is None:
             # Such a torch does not call `shutdown` when the group is destroyed.
             at_exit(self._kept.clear)
+            at_exit(self._asked.clear)
         # And has no place for the name.
         self._name = ""
 
@@ -106,7 +111,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts, op=op, timeout=timeout)
         tensor = _one(tensors, "all_reduce")
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
-            return self._remember(sparse.all_reduce(self._raw, tensor, call.op, call.timeout))
+            with event("sparse_all_reduce"):
+                return self._remember(sparse.all_reduce(self._raw, tensor, call.op, call.timeout))
         return self._start(call, operations.all_reduce(self._raw, tensor, call.op))
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Work:
@@ -251,12 +257,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def _message(self, name: str, begin: Begin, operand: Operand, result: torch.Tensor) -> Work:
         finish = operand.finish
-        handle = profiled(name, lambda: begin(True, self._limit(), finish))
+        with event(name, begin.tensors):
+            handle = begin(True, self._limit(), finish)
         if handle is not None and begin.on_device and finish is not None:
             # The handle copies the result, without anybody who waits, too.
             handle.then(lambda _: None)
             finish = None
-        return self._remember(Work(handle, [result], finish, devices=begin.devices))
+        return self._remember(Work(handle, [result], finish, devices=begin.devices, name=name))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -280,7 +287,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise RuntimeError("coalescing has not begun")
         tensors = [tensor for work in works for tensor in work.result()]
         devices = [device for work in works for device in work.devices]
-        return Work(Together([WorkHandle(work) for work in works]), tensors, devices=devices)
+        return Work(Together([WorkHandle(work) for work in works]), tensors, devices=devices, name="coalesced")
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -325,11 +332,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leaves the group. Operations that still run fail with AbortedError."""
         self._kept.clear()
+        self._asked.clear()
         self._life.ended(self)
 
     def abort(self) -> None:
         """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
         self._kept.clear()
+        self._asked.clear()
         self.bagua_group.abort("torch.distributed aborted the group")
         self._life.ended(self)
 
@@ -388,27 +397,35 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         def start() -> Handle | None:
             begun = [part.begin(call.async_op, call.timeout, part.finish) for part in parts]
             handles = [handle for handle in begun if handle is not None]
-            if not call.async_op or not parts:
+            if not call.async_op:
                 return None
             return handles[0] if len(handles) == 1 else Together(handles)
 
         devices = [device for part in parts for device in part.begin.devices]
         self._sequence += 1
-        pending = profiled(parts[0].name, start) if parts else None
+        if not parts:
+            return self._remember(Work(None, result, devices=devices))
+        name = parts[0].name
+        with event(name, [tensor for part in parts for tensor in part.begin.tensors]):
+            pending = start()
         if pending is None:
             finish()
             return self._remember(Work(None, result, devices=devices))
         if copying:
             # Without anybody who waits, too.
             pending.then(lambda _: None)
-        return self._remember(Work(pending, result, finish if finishes else None, devices=devices))
+        return self._remember(Work(pending, result, finish if finishes else None, devices=devices, name=name))
 
     def _remember(self, work: Work) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
         if self._backend is None:
-            self._kept[:] = [one for one in self._kept[-_MOST_KEPT:] if not one.asked]
-            self._kept.append(work)
+            while self._asked:
+                self._kept.pop(self._asked.pop(), None)
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+            self._kept[work] = None
+            work.on_asked = self._asked.append
         return work
 
     # torch's names before 2.12, which its C++ code calls too.
@@ -484,6 +501,11 @@ class _Backend(c10d.Backend):  # type: ignore[misc]
     name = getBackendName
 
     @property
+    def options(self) -> Any:
+        """The name and the timeout."""
+        return c10d.Backend.Options("bagua", self._of()._timeout)
+
+    @property
     def supports_splitting(self) -> bool:
         """True: see :meth:`BaguaProcessGroup.split_group`."""
         return True
@@ -515,6 +537,14 @@ def _forward(verb: str) -> Callable[..., Any]:
 for _verb in _FORWARDED:
     setattr(_Backend, _verb, _forward(_verb))
 uncompiled(_Backend)
+
+#: What newer releases of torch ask a group and its backend for. torch's own answer asks the Python half again, without
+#: an end.
+_NOT_SUPPORTED = ("supports_reconfigure", "supports_shrinking", "supports_window", "_supports_time_estimate")
+
+for _name in _NOT_SUPPORTED:
+    for _half in (BaguaProcessGroup, _Backend):
+        setattr(_half, _name, property(lambda self: False))
 
 
 def _register(group: BaguaProcessGroup) -> _Backend | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.futures
 
+from .profiling import event
 from .torch_c10d import c10d
 from .uncompiled import uncompiled
 
@@ -70,7 +71,10 @@ def _streams_of_its_own(devices: Sequence[torch.device]) -> Iterator[None]:
 
 @uncompiled
 class Work(c10d.Work):  # type: ignore[misc]
-    """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them."""
+    """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them.
+
+    Under torch's profiler its waits are events, `name` with `.wait` behind it.
+    """
 
     def __init__(
         self,
@@ -79,8 +83,10 @@ class Work(c10d.Work):  # type: ignore[misc]
         finish: Callable[[], None] | None = None,
         *,
         devices: Sequence[torch.device] = (),
+        name: str = "work",
     ) -> None:
         super().__init__()
+        self._name = name
         #: CUDA devices of its tensors, each once. The handle copies results there itself.
         self.devices = list(dict.fromkeys(devices))
         self._handle = handle
@@ -91,8 +97,8 @@ class Work(c10d.Work):  # type: ignore[misc]
         self._finish = finish
         self._error: Exception | None = None
         self._future: Future[list[torch.Tensor]] | None = None
-        #: Whether somebody has waited for it, or its future is done.
-        self.asked = False
+        #: Called once with this Work, when a thread has waited for it or its future is done.
+        self.on_asked: Callable[[Work], object] | None = None
         # Re-entrant: a handle that is done already calls back at once.
         self._lock = threading.RLock()
         if handle is not None and finish is not None:
@@ -104,8 +110,9 @@ class Work(c10d.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until it is done, or raises its error. After `timeout` BaguaTimeoutError, and the operation goes on."""
         if self._handle is not None:
-            self._handle.wait(seconds(timeout))
-        self.asked = True
+            with event(f"{self._name}.wait"):
+                self._handle.wait(seconds(timeout))
+        self._asked()
         self._copy_results()
         if self._error is not None:
             raise self._error
@@ -227,8 +234,13 @@ class Work(c10d.Work):  # type: ignore[misc]
                 self._finish()
                 self._finish = None
 
+    def _asked(self) -> None:
+        call, self.on_asked = self.on_asked, None
+        if call is not None:
+            call(self)
+
     def _outcome(self, _: Future[None]) -> list[torch.Tensor]:
-        self.asked = True
+        self._asked()
         if self._error is not None:
             raise self._error
         if self.devices:

@@ -8,9 +8,8 @@ import platform
 import socket
 from importlib import metadata
 from typing import Any
-from urllib.parse import urlsplit
 
-from bagua import config, cuda, engine, group, launcher
+from bagua import config, cuda, engine, group, launcher, torch_needed
 from bagua.commands import machine, tables, trial
 from bagua.commands.variables import SECRET, VARIABLES
 from bagua.errors import BaguaError
@@ -61,6 +60,8 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     }
     place = _place(problems)
     found["launcher"] = _launcher(place)
+    if why := torch_needed.too_old("bagua.torch_api", found["versions"]["torch"] or ""):
+        problems.add("torch", why, 'pip install "bagua[torch]"')
     found["network"] = _network(place, problems)
     _check_limits(place, problems)
     found["cuda"] = _cuda()
@@ -173,10 +174,10 @@ def _network(place: launcher.Place | None, problems: _Problems) -> dict[str, Any
 
 def _book_host() -> str | None:
     try:
-        parts = urlsplit(config.text("BAGUA_ELASTIC") or "")
+        place = config.book_place(config.text("BAGUA_ELASTIC") or "")
     except ValueError:
         return None
-    return parts.hostname if parts.scheme == "tcp" else None
+    return place[0] if isinstance(place, tuple) else None
 
 
 def _resolves(host: str) -> bool:

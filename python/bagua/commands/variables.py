@@ -13,7 +13,7 @@ __all__ = ["SECRET", "VARIABLES", "Variable"]
 #: Whose value is not shown.
 SECRET = "BAGUA_JOB_SECRET"
 
-_Check = Callable[[str], None]
+_Check = Callable[[str], object]
 
 
 class Variable(NamedTuple):
@@ -34,14 +34,7 @@ def _flag(name: str) -> None:
 
 
 def _integer(least: int | None = None, most: int | None = None) -> _Check:
-    def check(name: str) -> None:
-        value = config.integer(name, 0)
-        if (least is not None and value < least) or (most is not None and value > most):
-            raise ValueError(
-                f"{name} is {value}; it must be " + (f"from {least} to {most}" if most else f"{least} or more")
-            )
-
-    return check
+    return lambda name: config.integer(name, 0, least, most)
 
 
 def _number(name: str) -> None:
@@ -49,24 +42,15 @@ def _number(name: str) -> None:
 
 
 def _seconds(name: str) -> None:
-    value = config.number(name, 1.0)
-    if not value > 0:
-        raise ValueError(f"{name} is {value} s; it must be positive")
+    config.seconds(name, 1.0)
 
 
 def _one_of(*choices: str) -> _Check:
-    def check(name: str) -> None:
-        value = config.text(name)
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}")
-
-    return check
+    return lambda name: config.choice(name, choices, choices[0])
 
 
 def _book(name: str) -> None:
-    value = config.text(name) or ""
-    if not value.startswith(("tcp://", "file:///")):
-        raise ValueError(f"{name}={value!r} is neither tcp://host:port nor file:///directory")
+    config.address_book()
 
 
 def _tls(name: str) -> None:
@@ -82,7 +66,7 @@ VARIABLES: dict[str, Variable] = {
     "BAGUA_AUTOTUNE_SERVER_WAIT_TIME": Variable("300", _integer()),
     "BAGUA_AUTOTUNE_WARMUP_TIME_S": Variable("30.0", _number),
     "BAGUA_CUDA_CHECK": Variable("0", _flag),
-    "BAGUA_CUDA_COLLECTIVE": Variable("auto", _one_of("auto", "nccl", "ipc", "staged")),
+    "BAGUA_CUDA_COLLECTIVE": Variable("auto", _one_of(*config.CUDA_COLLECTIVES)),
     "BAGUA_DEFAULT_BUCKET_SIZE": Variable("10485760", _integer(1)),
     "BAGUA_ELASTIC": Variable(None, _book),
     "BAGUA_HEARTBEAT_TIMEOUT": Variable("5", _seconds),
@@ -107,5 +91,5 @@ VARIABLES: dict[str, Variable] = {
     "BAGUA_TLS_CERT": Variable(None, _tls),
     "BAGUA_TLS_KEY": Variable(None, _tls),
     "BAGUA_TRACE_DIR": Variable(config.default_trace_dir(), _any),
-    "BAGUA_TRANSPORT": Variable("auto", _one_of("auto", "tcp")),
+    "BAGUA_TRANSPORT": Variable("auto", _one_of(*config.TRANSPORTS)),
 }

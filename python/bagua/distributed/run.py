@@ -7,7 +7,8 @@ The first is torchrun with the original's flags (`supervise.py`). The second is 
 file: it starts a rank that fails again, alone.
 
 Every rank runs under `end_with_parent.py` and in a session of its own, so that the runner can end what it has started
-and the kernel does when the runner is killed. The runner has one thread, and imports no torch.
+and the kernel does when the runner is killed. The runner has one thread, and imports no torch. On one node it draws the
+job's secret where BAGUA_JOB_SECRET is not set, so that no other process of the host reaches the address book.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.util
 import ipaddress
 import math
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -136,6 +138,10 @@ class _Runner:
         first = options.node_rank * options.nproc_per_node
         self._ranks = [_Rank(first + local, local) for local in range(options.nproc_per_node)]
         self._book: _Process | None = None
+        # On one node every process of the job is a child of this one. On several the runners have to be given a secret.
+        drawn = options.nnodes == 1 and config.text("BAGUA_JOB_SECRET") is None
+        #: What the environment of every child has besides the runner's own.
+        self._shared = {"BAGUA_JOB_SECRET": secrets.token_hex(32)} if drawn else {}
 
     def run(self) -> int:
         """The exit code. No child is left when it returns or raises."""
@@ -157,7 +163,7 @@ class _Runner:
         listen = host if self._options.nnodes == 1 or _is_numeric(host) else ""
         address = f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
         command = (sys.executable, "-m", "bagua.distributed.store", "--listen", address)
-        self._book = _Process(command, {}, output=subprocess.PIPE)
+        self._book = _Process(command, self._shared, output=subprocess.PIPE)
         assert self._book.stdout is not None
         with self._book.stdout as output:
             while not select.select([output], [], [], 0)[0]:
@@ -210,6 +216,7 @@ class _Runner:
             "LOCAL_WORLD_SIZE": str(self._options.nproc_per_node),
             "BAGUA_ELASTIC": where,
             "BAGUA_RESTART_COUNT": str(rank.restarts),
+            **self._shared,
         }
 
     def _next_event(self, deadline: float | None, file: IO[bytes] | None = None) -> None:

@@ -4,6 +4,10 @@ Scripts write ``import bagua.horovod.torch as hvd`` in place of ``import horovod
 Names and meaning are those of Horovod's documented API. Operations match by their order, not by their names.
 """
 
+from bagua.torch_needed import require
+
+require("bagua.horovod")
+
 from bagua.errors import BaguaError as HorovodInternalError
 
 from .absent import (

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         hosts = hosts_of(
             options.host_list or config.text("BAGUA_NODE_DOMAIN_NAMES") or "",
-            config.integer("BAGUA_SSH_PORT", 22) if options.ssh_port is None else options.ssh_port,
+            config.ssh_port() if options.ssh_port is None else options.ssh_port,
         )
         carried = _carried(options.x)
     except ValueError as error:

@@ -1,5 +1,9 @@
 """Bagua for torch, under the names of the original. Conventionally ``import bagua.torch_api as bagua``."""
 
+from bagua.torch_needed import require
+
+require("bagua.torch_api")
+
 from . import (
     algorithms,
     bucket,

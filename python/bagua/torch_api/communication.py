@@ -479,7 +479,7 @@ def init_process_group(
         raise ValueError(f"init_process_group with a store also needs {', '.join(absent)}")
     if store is not None and elastic is not None:
         raise ValueError("init_process_group: the ranks of an elastic job find each other by its book, not by a store")
-    book = (elastic or config.text("BAGUA_ELASTIC")) if store is None else None
+    book = (elastic or config.address_book()) if store is None else None
     foreign = book is None and dist.is_initialized()
     if store is None and foreign:
         rank = _consistent("rank", rank, dist.get_rank())

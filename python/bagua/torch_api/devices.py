@@ -12,13 +12,9 @@ import torch
 
 from bagua import config
 
-from .process_group import check_on_cpu
+from .process_group import check_place
 
-
-def check_place(tensor: torch.Tensor, what: str) -> None:
-    """Refuses a tensor outside host memory and the memory of CUDA devices, or a sparse one."""
-    if tensor.device.type != "cuda" or tensor.layout != torch.strided:
-        check_on_cpu(tensor, what)
+__all__ = ["bucket_options", "check_place", "device_of", "memory_options", "stream_options"]
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:

@@ -17,7 +17,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlparse
 
 from bagua import config, engine
 from bagua import group as neutral
@@ -126,17 +125,11 @@ def _entry(text: bytes) -> dict[str, Any] | None:
 
 def _open_book(url: str) -> _Book:
     """The book at a URL. ValueError for what is none, BaguaTimeoutError when nobody serves it."""
-    parsed = urlparse(url)
-    if parsed.scheme == "file" and parsed.path.startswith("/") and parsed.path != "/" and not parsed.netloc:
-        return _FileBook(Path(parsed.path))
+    place = config.book_place(url)
+    if isinstance(place, Path):
+        return _FileBook(place)
     try:
-        place = parsed.hostname, parsed.port
-    except ValueError:
-        place = None, None
-    if parsed.scheme != "tcp" or place[0] is None or place[1] is None or parsed.path:
-        raise ValueError(f"an address book is file:///directory or tcp://host:port, not {url!r}")
-    try:
-        return _ServedBook(place[0], place[1])
+        return _ServedBook(*place)
     except BaguaTimeoutError as failure:
         limit = config.settings().timeout
         text = f"init_process_group: nobody serves the address book {url}: {failure}"

@@ -36,7 +36,7 @@ def get_node_rank() -> int:
 
 def get_default_bucket_size() -> int:
     """Bytes of a bucket (``BAGUA_DEFAULT_BUCKET_SIZE``)."""
-    return config.integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024 * 1024)
+    return config.default_bucket_size()
 
 
 def get_master_addr() -> str:

@@ -2,7 +2,7 @@
 
 from .collectives import Handle
 from .groups import NON_COMM_MEMBER, AnyCommunicator, Communicator, NonMember, ProcessGroup
-from .tensor_args import DTYPES, ReduceOp, check_on_cpu, dtype_code
+from .tensor_args import DTYPES, ReduceOp, check_on_cpu, check_place, dtype_code
 
 __all__ = [
     "DTYPES",
@@ -14,5 +14,6 @@ __all__ = [
     "ProcessGroup",
     "ReduceOp",
     "check_on_cpu",
+    "check_place",
     "dtype_code",
 ]

@@ -6,7 +6,7 @@ count and dtype in one call; every other tensor, and every error message, goes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -92,10 +92,17 @@ def require_dtype(dtype: torch.dtype, what: str) -> int:
 
 def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
     """Refuses a tensor outside host memory, or a sparse one."""
-    if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{what} is on {tensor.device}: only CPU tensors can be communicated yet")
+    check_place(tensor, what, ("cpu",))
+
+
+def check_place(tensor: torch.Tensor, what: str, places: Sequence[str] = ("cpu", "cuda")) -> None:
+    """Refuses a tensor outside the memory of these kinds of devices, or a sparse one."""
+    if tensor.device.type not in places:
+        allowed = " and ".join(place.upper() for place in places)
+        raise NotImplementedError(f"{what} is on {tensor.device}: only {allowed} tensors can be communicated here")
     if tensor.layout != torch.strided:
-        raise NotImplementedError(f"{what} is {tensor.layout}: only dense tensors can be communicated yet")
+        where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+        raise NotImplementedError(f"{what} is {tensor.layout}{where}: only dense tensors can be communicated here")
 
 
 def seen(tensor: torch.Tensor, what: str) -> Seen:
@@ -105,8 +112,7 @@ def seen(tensor: torch.Tensor, what: str) -> Seen:
         return found
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
-    if not tensor.is_cuda or tensor.layout != torch.strided:
-        check_on_cpu(tensor, what)
+    check_place(tensor, what)
     return None, tensor.numel(), dtype_code(tensor, what), tuple(tensor.shape), tensor
 
 

@@ -16,6 +16,9 @@ __all__ = ["Reader"]
 # What a batch of small values needs at a time. A value that has no room in it is read into memory of its own.
 _ROOM = 1 << 18
 
+# Bytes of a value: the most that Redis stores in a string, https://redis.io/docs/latest/develop/data-types/strings/
+_MOST = 512 << 20
+
 
 class Reader:
     """MGET through a redis-py client. Threads may share it: each call has a connection and a buffer of its own."""
@@ -91,8 +94,10 @@ class _Reply:
         if kind != b"$":
             raise self._errors.InvalidResponse(f"{bytes(kind + text)!r} instead of a value")
         length = int(text)
-        if length < 0:
+        if length == -1:
             return None
+        if not 0 <= length <= _MOST:
+            raise self._errors.InvalidResponse(f"a value of {length} bytes; it must have from 0 to {_MOST}")
         begin, end = self._begin, self._begin + length
         if end + 2 <= self._end:
             self._begin = end + 2

@@ -1,0 +1,30 @@
+"""What the parts of the package that use torch ask for before they import it."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["OLDEST", "require", "too_old"]
+
+#: The oldest release of torch that is supported: docs/configuration.md says why.
+OLDEST = (2, 5)
+
+
+def require(part: str) -> None:
+    """ModuleNotFoundError without torch, ImportError where torch is too old; both name the part of the package."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f'{part} needs torch: pip install "bagua[torch]"', name="torch") from None
+    if why := too_old(part, torch.__version__):
+        raise ImportError(why)
+
+
+def too_old(part: str, version: str) -> str | None:
+    """Why a release of torch cannot be used; None where it can."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) >= OLDEST:
+        return None
+    return f"{part} needs torch {OLDEST[0]}.{OLDEST[1]} or newer, this is {version}"

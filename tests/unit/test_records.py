@@ -1,0 +1,144 @@
+"""Where flight records are written in a temporary directory in which every user may make folders and links."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bagua import records
+from bagua.lifecycle import process
+
+OTHER = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+
+
+@pytest.fixture
+def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of this process, and a folder outside it."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("BAGUA_TRACE_DIR", raising=False)
+    monkeypatch.setattr(process, "records", {})
+    yield tmp_path / "tmp"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def record() -> tuple[str | None, str]:
+    return records.of_failure(1, "world", 0, "host", "why")
+
+
+def nothing(path: Path) -> None:
+    """The name is free."""
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to(path.parent / "absent")
+
+
+def file(path: Path) -> None:
+    path.touch()
+
+
+def folder(mode: int, owner: int | None = None) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        path.chmod(mode)
+        if owner is not None:
+            os.chown(path, owner, owner)
+
+    return make
+
+
+ALLOWED = {"nothing": nothing, "own": folder(0o755), "own and sticky": folder(0o1777)}
+REFUSED = {
+    "link": (link, "is a symbolic link"),
+    "link to nothing": (dangling_link, "is a symbolic link"),
+    "file": (file, "cannot be used: Not a directory"),
+    "all may change it": (folder(0o777), "can be changed by other users"),
+    "a group may change it": (folder(0o770), "can be changed by other users"),
+}
+FOREIGN = {
+    "of another user": (folder(0o755, OTHER), f"belongs to user {OTHER}"),
+    "of another user, for all": (folder(0o1777, OTHER), f"belongs to user {OTHER}"),
+}
+CASES = [
+    *(pytest.param(*case, id=name) for name, case in REFUSED.items()),
+    *(pytest.param(*case, id=name, marks=needs_root) for name, case in FOREIGN.items()),
+]
+
+
+@pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED)
+def test_a_folder_of_this_user_has_the_record(tmp: Path, make: Callable[[Path], None]) -> None:
+    make(tmp / "bagua")
+    path, told = record()
+    assert path is not None
+    assert Path(path).parent == tmp / "bagua"
+    assert told == f"; flight record: {path}"
+    assert json.loads(Path(path).read_text())["error"] == "why"
+    assert stat.S_IMODE(os.lstat(path).st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("make", "why"), CASES)
+def test_what_another_user_may_have_made_is_not_used(tmp: Path, make: Callable[[Path], None], why: str) -> None:
+    make(tmp / "bagua")
+    before = os.lstat(tmp / "bagua")
+    path, _ = record()
+    own = tmp / f"bagua-{os.geteuid()}"
+    assert path is not None
+    assert Path(path).parent == own
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    after = os.lstat(tmp / "bagua")
+    assert (before.st_mtime_ns, before.st_mode) == (after.st_mtime_ns, after.st_mode)
+
+
+@pytest.mark.parametrize(("make", "why"), CASES)
+def test_without_a_folder_of_this_user_there_is_no_record_and_the_error_says_why(
+    tmp: Path, make: Callable[[Path], None], why: str
+) -> None:
+    own = tmp / f"bagua-{os.geteuid()}"
+    link(tmp / "bagua")
+    make(own)
+    path, told = record()
+    assert path is None
+    assert told == f"; no flight record: PermissionError: {tmp}/bagua is a symbolic link and {own} {why}"
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
+def test_a_folder_of_root_is_used_where_this_user_may_write_to_it(
+    tmp: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    folder(mode)(tmp / "bagua")
+    tmp.chmod(0o1777)
+    # A user may be barred from a folder above it.
+    monkeypatch.chdir(tmp)
+    monkeypatch.setattr(tempfile, "tempdir", ".")
+    os.seteuid(OTHER)
+    try:
+        path, told = record()
+    finally:
+        os.seteuid(0)
+    assert path is not None, told
+    assert Path(path).parent.name == ("bagua" if mode == 0o1777 else f"bagua-{OTHER}")
+    assert Path(path).stat().st_uid == OTHER
+
+
+def test_a_directory_that_the_user_names_may_be_a_link(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp / "mine").mkdir()
+    (tmp / "link").symlink_to(tmp / "mine")
+    monkeypatch.setenv("BAGUA_TRACE_DIR", str(tmp / "link"))
+    path, _ = record()
+    assert path is not None
+    assert Path(path).parent == tmp / "link"
