@@ -77,6 +77,14 @@ class Place:
             self._shown = self._window(self._flat.shown())
         return self._shown.data
 
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Brings a tensor that was given other memory back into its place, with the values it has now. Not one of
+        another type or shape, which was changed on purpose.
+        """
+        if tensor.dtype is self.dtype and tensor.shape == self.shape:
+            self.take(tensor)
+            tensor.data = self.tensor()
+
     def take(self, values: torch.Tensor) -> None:
         """Copies values into the place."""
         if values.requires_grad:

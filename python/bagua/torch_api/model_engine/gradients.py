@@ -271,7 +271,7 @@ class GradientExchange(Exchange):
         self._backend.wait_pending_comm_ops()
 
     def _settle(self) -> None:
-        """The results are in the memory that the engine was told of: each gradient gets those that it does not share."""
+        """The results are in the memory that the engine was told of: gradients elsewhere get them."""
         for slot in self._slots.values():
             grad = slot.grad
             if grad is None:
