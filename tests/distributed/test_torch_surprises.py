@@ -239,7 +239,7 @@ def a_queue_of_weights_does_not_disturb_averaging(rank: int) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1))
-    queue = torch.multiprocessing.get_context("spawn").Queue()
+    queue = torch.multiprocessing.get_context("fork").Queue()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(30):

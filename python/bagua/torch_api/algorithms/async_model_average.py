@@ -64,6 +64,10 @@ class _AveragedWeights(WeightTensors):
         self.move_back()
         self._started(buckets)
 
+    def have_moved(self) -> bool:
+        """True if a parameter was given other memory since."""
+        return not all(slot.in_place() for slot in self._slots)
+
     def move_back(self) -> None:
         """A parameter that was given other memory since gets its place in the bucket back, with the values it has now.
         Under the weight lock.
@@ -388,8 +392,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._check_module(bagua_module)
         if self._averager is not None:
             self._check_unlocked("synchronize")
-            with self.lock(bagua_module):
-                """Weights that were given other memory are in their places."""
+            if self._weights is not None and self._weights.have_moved():
+                with self.lock(bagua_module):
+                    """Which puts them back."""
             self._averager.synchronize(self._communicator().timeout if timeout is None else timeout)
             self._lock.order(**self._stream)
 
