@@ -264,10 +264,12 @@ def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:
     wrappers = [wrap(model) for wrap, model in zip(OURS, models, strict=True)]
     for wrapped in wrappers:
         wrapped(inputs()).sum().backward()
-    for again in (False, True):
+    for _ in range(2):
         bagua.destroy_process_group()
-        if again:
-            bagua.init_process_group()
+        for wrapped in wrappers:
+            # Alone, without a group.
+            wrapped(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        bagua.init_process_group()
         for model, wrapped in zip(models, wrappers, strict=True):
             with pytest.raises(BaguaError, match=r"model '.*' was wrapped for a process group that has ended"):
                 wrapped(torch.ones(1, 4))
@@ -277,13 +279,14 @@ def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:
             wrapped(torch.ones(1, 4))
             wrapped.train()
             copy.deepcopy(model)(torch.ones(1, 4)).sum().backward()
-        if not again:
-            bagua.init_process_group()
-            # Wrapped for this group, and this one ends too.
-            for number, wrap in enumerate(OURS):
-                bagua.unwrap(wrappers[number])
-                wrappers[number] = wrap(models[number])
-                wrappers[number](inputs()).sum().backward()
+        # Wrapped for this group: a model directly, the one in a wrapper by another wrapper.
+        wrappers = [wrap(model) for wrap, model in zip(OURS, models, strict=True)]
+        for model, wrapped in zip(models, wrappers, strict=True):
+            model.zero_grad()
+            wrapped(inputs()).sum().backward()
+            assert same_everywhere(*gradients(model))
+    bagua.destroy_process_group()
+    bagua.init_process_group()
     # One trains alone by request, one inside a larger model, the others are wrapped again.
     bagua.unwrap(models[0])
     models[0](inputs()).sum().backward()

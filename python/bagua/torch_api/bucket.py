@@ -216,7 +216,7 @@ class BaguaBucket:
         self.memory = FlatMemory(flat)
         shown, offset = self.memory.shown(), 0
         for tensor in self._members():
-            BaguaTensor.bagua_set_storage(tensor, shown.untyped_storage(), shown.storage_offset() + offset)
+            BaguaTensor.bagua_set_storage(tensor, shown.untyped_storage(), int(shown.storage_offset()) + offset)
             self.places.append(Place(self.memory, effective(tensor), offset))
             offset += self.places[-1].own.numel()
 

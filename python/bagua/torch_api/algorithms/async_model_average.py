@@ -79,7 +79,7 @@ class _AveragedWeights(WeightTensors):
                 slot.place.put_back(slot.param)
 
     def _warn_of_sharing(self, name: str, param: torch.Tensor) -> None:
-        if param.is_shared() and not param.is_cuda and not self._warned:
+        if not self._warned and not param.is_cuda and param.untyped_storage().is_shared():
             self._warned = True
             warnings.warn(
                 f"parameter {name!r} of model {self._module_name!r} was moved to memory that other processes share "

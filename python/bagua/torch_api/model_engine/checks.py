@@ -16,10 +16,11 @@ from bagua.lifecycle import torch_state
 from .. import devices
 from ..process_group import dtype_code
 
-_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = torch_state().gradient_owners
+_state = torch_state()
+_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = _state.gradient_owners
 
 # By what was wrapped: name of a model whose group has ended, and the hook that refuses its training, if it needs one.
-_ended: MutableMapping[torch.nn.Module, tuple[str, RemovableHandle | None]] = torch_state().ended
+_ended: MutableMapping[torch.nn.Module, tuple[str, RemovableHandle | None]] = _state.ended
 
 
 class Tracked:
@@ -61,12 +62,14 @@ class Tracked:
 
 
 def refuse_training(wrapped: torch.nn.Module) -> None:
-    """BaguaError in a training forward of what was wrapped for a group that has ended; not when a checkpoint computes
-    the forward again.
+    """BaguaError in a training forward of what was wrapped for a group that has ended, where this process has another
+    one: its ranks would differ silently. Without a group each model trains alone. Not when a checkpoint computes the
+    forward again.
     """
     found = _ended.get(wrapped)
-    trains = wrapped.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-    if found is not None and trains:
+    if found is None or (_state.default_group is None and _state.c10d_world is None):
+        return
+    if wrapped.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         raise BaguaError(
             f"model {found[0]!r} was wrapped for a process group that has ended: wrap it again to train with the ranks "
             "of another one, or call bagua.torch_api.unwrap on it to train it alone"

@@ -193,8 +193,8 @@ class ModelEngine:
         self._communicator = communicator
 
         self._tracked = self.bagua_build_params()
-        self._unchanged = Tracked(name, self._tracked)
         self._agree(module, algorithm)
+        self._unchanged = Tracked(name, self._tracked)
         self.backend = backends.Backend(name, process_group)
         backends.adopt(self.backend)
         try:

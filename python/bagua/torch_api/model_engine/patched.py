@@ -120,8 +120,8 @@ def unwrap(wrapped: torch.nn.Module) -> None:
 
 
 def end_with_group(wrapped: torch.nn.Module) -> None:
-    """Ends what communicates for a model whose group has ended, without communication. The model's next training
-    forward is a BaguaError, rather than the begin of a training that no other rank takes part in.
+    """Ends what communicates for a model whose group has ended, without communication. When there is another group, its
+    next training forward is a BaguaError, rather than the begin of a training that no other rank takes part in.
     """
     ddp = _wrapped.pop(wrapped)
     ddp.close(at_exit=True)
