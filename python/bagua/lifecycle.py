@@ -70,6 +70,8 @@ class TorchState:
         # so that a copied or pickled module is a plain one.
         self.wrapped: MutableMapping[Any, Any] = WeakIdKeyDictionary()
         self.module_names: MutableMapping[Any, str] = WeakIdKeyDictionary()
+        # What was wrapped for a group that has ended -> the model's name, and a hook.
+        self.ended: MutableMapping[Any, Any] = WeakIdKeyDictionary()
         # What a call of rebuild() that raised had still to do: its _Plan.
         self.rebuilding: Any = None
         # The Job of an elastic job.

@@ -13,6 +13,7 @@ from bagua.codecs import Compression, raw_codec
 from bagua.lifecycle import torch_state
 
 from . import devices
+from .places import FlatMemory, Place
 from .process_group import Communicator, ProcessGroup, dtype_code
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous
@@ -127,8 +128,9 @@ class BaguaBucket:
         self.name = name
         self.alignment = alignment
         self.bagua_module_name = registration(self.tensors[0]).module_name
-        # The flat memory, when the bucket owns one.
-        self.backend_tensor: torch.Tensor | None = None
+        # When the bucket is flattened: its memory, and where in it each tensor belongs, padding included.
+        self.memory: FlatMemory | None = None
+        self.places: list[Place] = []
         self.padding_tensor: torch.Tensor | None = None
         # What encoding lost of each element, padding left out: float32, with error feedback only.
         self.error: torch.Tensor | None = None
@@ -152,8 +154,9 @@ class BaguaBucket:
         if flatten:
             self._flatten()
         self.flatten = flatten
-        # What the core was told of must stay alive as long as it knows of it.
-        self._registered = self._effective()
+        # What the core was told of: the bucket's own memory; unless it is flattened the tensors', which the core uses
+        # where no later address replaces it.
+        self._registered = [place.own for place in self.places] or [values.detach() for values in self._effective()]
         #: The CUDA device of its tensors; None for the host.
         self.device = devices.device_of(self._registered[0])
         # Without hooks and graphs, which may refer to the bucket.
@@ -214,11 +217,17 @@ class BaguaBucket:
     def _flatten(self) -> None:
         parts = self._effective()
         flat = self._filled(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
-        storage, offset = flat.untyped_storage(), 0
+        self.memory = FlatMemory(flat)
+        shown, offset = self.memory.shown(), 0
         for tensor in self._members():
-            BaguaTensor.bagua_set_storage(tensor, storage, offset)
-            offset += effective(tensor).numel()
-        self.backend_tensor = flat
+            BaguaTensor.bagua_set_storage(tensor, shown.untyped_storage(), int(shown.storage_offset()) + offset)
+            self.places.append(Place(self.memory, effective(tensor), offset))
+            offset += self.places[-1].own.numel()
+
+    @property
+    def backend_tensor(self) -> torch.Tensor | None:
+        """The flat memory, when the bucket owns one."""
+        return None if self.memory is None else self.memory.shown()
 
     def _allocate(self, count: int, like: torch.Tensor, name: str) -> torch.Tensor:
         flat, owner = _flat_memory(count, like, name)

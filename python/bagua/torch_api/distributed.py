@@ -16,6 +16,7 @@ from bagua.lifecycle import process, torch_state
 from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
+from .model_engine import patched
 from .model_engine.engine import ModelEngine, name_of
 from .model_engine.patched import BaguaDistributedDataParallel
 from .process_group import ProcessGroup
@@ -73,9 +74,7 @@ def with_bagua(
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Makes a model train alone again. Nothing happens to one that does already."""
-    ddp = _wrapped.pop(module, None)
-    if ddp is not None:
-        ddp.close()
+    patched.unwrap(module)
     return module
 
 
@@ -132,10 +131,9 @@ class BaguaModule:
 
 
 def _end_all() -> None:
-    """Removes the hooks of every model, so that each trains alone after the group is gone."""
-    for ddp in list(_wrapped.values()):
-        ddp.close(at_exit=True)
-    _wrapped.clear()
+    """Ends what communicates for every model."""
+    for module in list(_wrapped):
+        patched.end_with_group(module)
     _state.wrapped_count = 0
     _state.rebuilding = None
 

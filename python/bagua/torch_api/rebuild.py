@@ -21,6 +21,7 @@ from .algorithms.base import Algorithm
 from .model_engine import backend
 from .model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
 from .model_engine.engine import ModelEngine, Progress
+from .model_engine.patched import end_with_group
 from .process_group import Communicator, ProcessGroup
 
 __all__ = ["Rebuilt", "rebuild"]
@@ -172,8 +173,7 @@ class _Plan:
             if ddp.process_group is default:
                 self.models.append(_Model.of(module, ddp))
             else:
-                del _wrapped[module]
-                ddp.close(at_exit=True)
+                end_with_group(module)
                 text = f"model {ddp.bagua_module_name!r} is unwrapped: {ddp.process_group} is gone"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
         self.models.sort(key=lambda model: model.name)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from ..bucket import BaguaBucket
 from ..model_engine.backend import AveragedMemory
 from ..model_engine.exchange import Exchange
 from ..model_engine.weights import WeightTensors, check_floating
+from ..places import FlatMemory, Place
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, one_bucket_per_dtype
 
@@ -51,6 +54,8 @@ class _AveragedWeights(WeightTensors):
     def __init__(self, started: Callable[[Sequence[BaguaBucket]], None], *args: Any) -> None:
         super().__init__(*args)
         self._started = started
+        # Of memory that other processes share.
+        self._warned = False
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """Starts the averaging."""
@@ -59,26 +64,55 @@ class _AveragedWeights(WeightTensors):
         self.move_back()
         self._started(buckets)
 
+    def have_moved(self) -> bool:
+        """True if a parameter was given other memory since."""
+        return not all(slot.in_place() for slot in self._slots)
+
     def move_back(self) -> None:
-        """A parameter that was given other memory since, or is no view of its bucket any more, gets its place in the
-        bucket back, with the values it has now. Under the weight lock.
+        """A parameter that was given other memory since gets its place in the bucket back, with the values it has now.
+        Under the weight lock.
         """
         for slot in self._slots:
-            if slot.param.data_ptr() != slot.memory.data_ptr():
-                with torch.no_grad():
-                    slot.memory.copy_(slot.param)
-                    slot.param.data = slot.memory
+            assert slot.place is not None
+            if not slot.place.holds(slot.param):
+                self._warn_of_sharing(slot.name, slot.param)
+                slot.place.put_back(slot.param)
+
+    def _warn_of_sharing(self, name: str, param: torch.Tensor) -> None:
+        if not self._warned and not param.is_cuda and param.untyped_storage().is_shared():
+            self._warned = True
+            warnings.warn(
+                f"parameter {name!r} of model {self._module_name!r} was moved to memory that other processes share "
+                "(share_memory(), or a queue of torch.multiprocessing), and is back in its bucket now: they keep the "
+                "values that it had; send them a copy each time",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
-def _buffers(ddp: WrappedModel) -> list[torch.Tensor]:
-    """The model's buffers, contiguous, as a newcomer gets them."""
-    found = []
-    for name, buffer in ddp.module.named_buffers():
-        if name not in ddp.parameters_to_ignore and buffer.numel():
-            if not buffer.is_contiguous():
-                buffer.data = buffer.contiguous()
-            found.append(buffer)
-    return found
+class _Buffers:
+    """The model's buffers, as a rank that joins the job gets them: in memory of ours, contiguous."""
+
+    def __init__(self, ddp: WrappedModel) -> None:
+        self._module = weakref.ref(ddp.module)
+        self._places: dict[str, Place] = {}
+        for name, buffer in ddp.module.named_buffers():
+            if name not in ddp.parameters_to_ignore and buffer.numel():
+                flat = FlatMemory(torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device))
+                self._places[name] = Place(flat, buffer.contiguous(), 0)
+        self.move_back()
+
+    def memory(self) -> list[torch.Tensor]:
+        """That of each buffer."""
+        return [place.own for place in self._places.values()]
+
+    def move_back(self) -> None:
+        """See :meth:`_AveragedWeights.move_back`."""
+        module = self._module()
+        for name, buffer in () if module is None else module.named_buffers():
+            place = self._places.get(name)
+            if place is not None and not place.holds(buffer):
+                place.put_back(buffer)
 
 
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
@@ -118,6 +152,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._stepping = 0
         # The averaging thread reads and writes it until it has stopped.
         self._memory: list[torch.Tensor] = []
+        # In an elastic job.
+        self._buffers: _Buffers | None = None
         # The CUDA device of the weights, on which the lock is an order of streams; None for the host.
         self._device: torch.device | None = None
 
@@ -188,13 +224,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         ddp = self.bagua_ddp
         assert isinstance(ddp.exchange, _AveragedWeights)
         self._weights = ddp.exchange
-        self._memory = [bucket.backend_tensor for bucket in buckets if bucket.backend_tensor is not None]
+        weights = [bucket.memory.own for bucket in buckets if bucket.memory is not None]
         job = elastic.job()
-        buffers = [] if job is None else _buffers(ddp)
-        self._memory += buffers
-        described = AveragedMemory(
-            self._memory[: len(self._memory) - len(buffers)], buffers, self._lock, job.door if job else None, ddp.digest
-        )
+        self._buffers = None if job is None else _Buffers(ddp)
+        buffers = [] if self._buffers is None else self._buffers.memory()
+        self._memory = weights + buffers
+        described = AveragedMemory(weights, buffers, self._lock, job.door if job else None, ddp.digest)
         self._device = described.device
         interval, codec, limit = self.sync_interval_ms / 1000, raw_codec(self.compression), self._communicator().timeout
         if job is None or not job.rejoined:
@@ -240,7 +275,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             if not self._awaited:
                 self._awaited_until = None
             self._awaited += 1
+            self._move_back()
+
+    def _move_back(self) -> None:
+        """Under the lock: parameters and buffers that were given other memory are where the averaging thread works."""
+        if self._weights is not None:
             self._weights.move_back()
+        if self._buffers is not None:
+            self._buffers.move_back()
 
     def forward_ends(self, bagua_ddp: WrappedModel) -> None:
         """After a forward with gradients the lock is kept for its backward, for a second."""
@@ -265,6 +307,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Holds the lock in each step."""
         if self._averager is not None:
             self._lock.begin_training(**self._stream)
+            self._move_back()
         self._stepping += 1
         if self._averager is not None:
             self._release()
@@ -308,6 +351,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._check_module(bagua_module)
         self._lock.lock(**self._stream)
         try:
+            self._move_back()
             yield
         finally:
             self._lock.unlock(**self._stream)
@@ -348,6 +392,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._check_module(bagua_module)
         if self._averager is not None:
             self._check_unlocked("synchronize")
+            if self._weights is not None and self._weights.have_moved():
+                with self.lock(bagua_module):
+                    """Which puts them back."""
             self._averager.synchronize(self._communicator().timeout if timeout is None else timeout)
             self._lock.order(**self._stream)
 

@@ -136,8 +136,8 @@ class PowerSGDExchange(GradientExchange):
                 self._slots[name].param.grad = None
         return others
 
-    def _own_memory(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        return grad if slot.name in self.matrices else super()._own_memory(slot, grad)
+    def _prepare(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
+        return None if slot.name in self.matrices else super()._prepare(slot, grad)
 
     def _mark(self, slot: Slot, wire: torch.Tensor | None) -> None:
         if slot.name not in self.matrices:

@@ -254,6 +254,8 @@ class MomentExchange(GradientExchange):
         )
         self._optimizer = optimizer
         self._first_round = first_round
+        # What the first moment of each parameter becomes; never given to a user.
+        self._candidates: dict[str, torch.Tensor] = {}
         numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # Number of each parameter's group; load_state_dict replaces the groups themselves.
         self._group_of = {name: numbers[id(param)] for name, param in parameters}
@@ -263,10 +265,10 @@ class MomentExchange(GradientExchange):
         self._slots = {}
         tensors = []
         for name, param in reversed(self._parameters):
-            candidate = torch.zeros_like(param, requires_grad=False)
+            candidate = self._candidates[name] = torch.zeros_like(param, requires_grad=False)
             getter = _constant(candidate)
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, getter, _unchangeable))
-            self._slots[name] = Slot(name, param, had_grad=True, view=candidate)
+            self._slots[name] = Slot(name, param, True, candidate.stride(), candidate.dtype)
         self._forget()
         return tensors
 
@@ -289,11 +291,15 @@ class MomentExchange(GradientExchange):
         super().accumulated(name)
         self._optimizer._averaged[self._slots[name].param] = None
 
-    def _into_view(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
+    def _prepare(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
         self._optimizer._averaged[slot.param] = None
-        group = self._optimizer.param_groups[self._group_of[slot.name]]
+        group, candidate = self._optimizer.param_groups[self._group_of[slot.name]], self._candidates[slot.name]
         with torch.no_grad():
-            self._optimizer._candidate(group, slot.param, grad.detach().to(view.dtype), view)
+            self._optimizer._candidate(group, slot.param, grad.detach().to(candidate.dtype), candidate)
+        return None
+
+    def _settle(self) -> None:
+        """Nothing: the gradients stay this rank's own."""
 
     def finish(self) -> None:
         """Waits until every candidate is averaged; what went wrong is raised here, out of ``backward()``."""
@@ -327,7 +333,7 @@ class MomentExchange(GradientExchange):
 
     def _completed(self, nowhere: set[str]) -> None:
         for slot in self._slots.values():
-            self._optimizer._averaged[slot.param] = None if slot.name in nowhere else slot.view
+            self._optimizer._averaged[slot.param] = None if slot.name in nowhere else self._candidates[slot.name]
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

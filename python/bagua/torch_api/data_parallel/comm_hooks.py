@@ -158,7 +158,7 @@ class HookExchange(GradientExchange):
         bucket = self._buckets[index].bucket
         assert bucket.backend_tensor is not None
         slots = [self._slots[registration(tensor).name] for tensor in bucket.tensors]
-        views = [slot.view for slot in slots if slot.view is not None]
+        views = [slot.place.tensor() for slot in slots if slot.place is not None]
         shown = GradBucket(index, bucket.backend_tensor, views, index == len(self._buckets) - 1)
         future = self._hook(self._state, shown.of([slot.param for slot in slots]))
         if not isinstance(future, torch._C.Future):
@@ -172,18 +172,18 @@ class HookExchange(GradientExchange):
             value = each.future.wait()
             each.order()
             found = value[0] if isinstance(value, (list, tuple)) else value
-            buffer = each.bucket.backend_tensor
-            assert buffer is not None
-            if found is not buffer:
-                with torch.no_grad():
-                    buffer.copy_(found.view(buffer.shape))
+            memory = each.bucket.memory
+            assert memory is not None
+            found = found.detach().view(memory.own.shape)
+            if found.data_ptr() != memory.own.data_ptr():
+                memory.own.copy_(found)
 
     def _completed(self, nowhere: set[str]) -> None:
         if self._as_views:
             return
         for slot in self._slots.values():
-            if slot.param.grad is not None and slot.param.grad is slot.view:
-                slot.param.grad = slot.view.clone()
+            if slot.param.grad is not None and slot.param.grad is slot.grad:
+                slot.param.grad = slot.grad.clone()
 
     def abandon(self) -> None:
         """See :meth:`Exchange.abandon`. What the hook began ends without effect."""

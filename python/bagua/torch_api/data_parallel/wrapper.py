@@ -19,6 +19,7 @@ from bagua.lifecycle import torch_state
 from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
+from ..model_engine.checks import refuse_training
 from ..model_engine.engine import ModelEngine, call_after_forward, call_before_forward, is_recorded, name_of
 from ..process_group import ProcessGroup
 from .comm_hooks import CommHook
@@ -176,6 +177,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if engine is None and self._is_copy and self.module.training and torch.is_grad_enabled():
             engine = self._open([], True)
         if engine is None:
+            refuse_training(self)
             return False
         call_before_forward(lambda: engine, self.module, inputs)
         return engine.bagua_algorithm.hears_forward_and_backward

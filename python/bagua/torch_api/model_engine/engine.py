@@ -6,22 +6,23 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from bagua.errors import BaguaError
 from bagua.lifecycle import torch_state
 
-from .. import devices, elastic, env
+from .. import elastic, env
 from ..algorithms.base import Algorithm
 from ..bucket import BaguaBucket
-from ..process_group import Communicator, ProcessGroup, dtype_code
+from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
 from . import backend as backends
 from . import bucketing
+from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
 from .sparse import sparse_parameters
 
@@ -47,7 +48,8 @@ def is_recorded() -> bool:
 # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def call_before_forward(ddp: Callable[[], ModelEngine | None], module: torch.nn.Module, inputs: Any) -> None:
-    """:meth:`ModelEngine.before_forward` of an engine that may have ended."""
+    """:meth:`ModelEngine.before_forward` of an engine that may have ended. BaguaError if it did with its group."""
+    refuse_training(module)
     if (present := ddp()) is not None:
         present.before_forward(module, inputs)
 
@@ -71,12 +73,21 @@ def name_of(module: torch.nn.Module) -> str:
 class _GradHook:
     """Calls it when a parameter's gradient has its final local value."""
 
-    def __init__(self, ddp: ModelEngine, name: str) -> None:
+    def __init__(self, ddp: ModelEngine, name: str, param: torch.nn.Parameter) -> None:
         self._ddp = weakref.ref(ddp)
         self._name = name
+        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
 
     def __call__(self, param: torch.Tensor) -> None:
-        if (ddp := self._ddp()) is not None and isinstance(param, torch.nn.Parameter):
+        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
+            return
+        hooks: Any = param._post_accumulate_grad_hooks
+        key = self.handle.id
+        if len(hooks) > 1 and next(reversed(hooks)) != key:
+            # A hook of the user's comes after this one in this backward, and before it from now on.
+            hooks[key] = hooks.pop(key)
+            ddp.on_gradient(self._name, param, is_final=False)
+        else:
             ddp.on_gradient(self._name, param)
 
 
@@ -154,7 +165,7 @@ class ModelEngine:
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         self.bucket_size = env.get_default_bucket_size() if bucket_size is None else bucket_size
-        self.parameters_to_ignore = _ignored(module)
+        self.parameters_to_ignore = ignored_names(module)
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
@@ -167,6 +178,10 @@ class ModelEngine:
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
         self._in_backward = False
+        # The thread that runs it.
+        self._thread = 0
+        # Gradients that came in it, and that a later hook of the user's may have changed since.
+        self._late: list[tuple[str, torch.nn.Parameter]] = []
         # The same, with backwards under `no_sync`; only for an algorithm that is told.
         self._in_any_backward = False
         # A training forward whose backward should communicate, while no gradient has come since.
@@ -179,6 +194,7 @@ class ModelEngine:
 
         self._tracked = self.bagua_build_params()
         self._agree(module, algorithm)
+        self._unchanged = Tracked(name, self._tracked)
         self.backend = backends.Backend(name, process_group)
         backends.adopt(self.backend)
         try:
@@ -186,6 +202,8 @@ class ModelEngine:
                 self._broadcast_state()
             self._init_algorithm()
             self._hook(module)
+            for child in module.modules():
+                allow_training(child)
         except BaseException:
             self.close()
             raise
@@ -221,7 +239,7 @@ class ModelEngine:
         try:
             if not isinstance(algorithm, Algorithm):
                 raise TypeError(f"algorithm must be an Algorithm, not {type(algorithm).__name__}")
-            _check_module(module, self.parameters_to_ignore)
+            check_module(module, self.parameters_to_ignore)
             self.bagua_algorithm = algorithm.reify(self.process_group)
             self.bagua_algorithm.attach(self, algorithm.registered_name)
             if elastic.rejoined() and not self.bagua_algorithm.comes_back:
@@ -285,8 +303,7 @@ class ModelEngine:
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
-            hook = _GradHook(self, name)
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._handles.append(_GradHook(self, name, param).handle)
             _owners[param] = weakref.ref(self)
         self._hook_forward(module)
         this = weakref.ref(self)
@@ -323,7 +340,7 @@ class ModelEngine:
             return
         if self._in_backward:
             self._end_broken_step()
-        self._check_unchanged(module)
+        self._unchanged.check(self.bagua_build_params(), may_go=self.find_unused_parameters)
         self.bagua_train_step_counter += 1
         counts = self.require_backward_grad_sync and torch.is_grad_enabled()
         self._forward_waits = self._forward_waits or counts
@@ -370,6 +387,7 @@ class ModelEngine:
     def _end_broken_step(self) -> None:
         """Ends a step whose backward raised or never came."""
         self._in_backward = self._in_step = self._forward_waits = False
+        self._late = []
         self.exchange.abandon()
 
     def restart(self, step: int) -> None:
@@ -408,27 +426,8 @@ class ModelEngine:
             return []
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _check_unchanged(self, module: torch.nn.Module) -> None:
-        """The set of gradients is fixed: a change is an error here, rather than ranks that silently differ."""
-        current = self.bagua_build_params()
-        if len(current) == len(self._tracked) and all(
-            mine is theirs for (_, mine), (_, theirs) in zip(current, self._tracked, strict=True)
-        ):
-            return
-        before, after = dict(self._tracked), dict(current)
-        new = [name for name, param in after.items() if before.get(name) is not param]
-        gone = [name for name in before if name not in after]
-        # Without a gradient it counts as unused, and whoever asked for that knows how to go on.
-        if not new and self.find_unused_parameters:
-            return
-        parts = [f"{names} {what}" for names, what in ((new, "now need(s) one"), (gone, "no longer do(es)")) if names]
-        raise BaguaError(
-            f"the parameters of model {self.bagua_module_name!r} that need a gradient changed since it was wrapped: "
-            f"{'; '.join(parts)}; wrap the model again after such a change"
-        )
-
-    def on_gradient(self, name: str, param: torch.nn.Parameter) -> None:
-        """A parameter's gradient has its final local value."""
+    def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
+        """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
         if self.bagua_algorithm.hears_forward_and_backward and not self._in_any_backward:
             self._in_any_backward = True
             self.bagua_algorithm.backward_begins(self)
@@ -440,9 +439,20 @@ class ModelEngine:
         self._forward_waits = False
         if not self._in_backward:
             self._in_backward = True
+            self._thread = get_ident()
             self._backwards += 1
             _at_end_of_backward(self._after_backward)
-        self._backward_hook(name, param)
+        elif self._thread != get_ident():
+            error = BaguaError(
+                f"two threads on rank {self.backend.rank} run a backward of model {self.bagua_module_name!r} at the "
+                "same time: their gradients are in one sum, of which each would communicate a part"
+            )
+            # The gradients of the first thread have parts of the second's, and the other ranks wait for them.
+            raise self.backend.reported(error)
+        if is_final:
+            self._backward_hook(name, param)
+        else:
+            self._late.append((name, param))
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A backward that reaches no parameter calls no hook of ours: here it is noticed that one is missing.
@@ -479,6 +489,9 @@ class ModelEngine:
 
             handles.append(node.register_hook(in_outer))
             return
+        late, self._late = self._late, []
+        for name, param in late:
+            self._backward_hook(name, param)
         self._in_backward = False
         self._in_step = False
         self._post_backward_hook()
@@ -533,53 +546,3 @@ def owner_of(param: torch.Tensor) -> ModelEngine | None:
     """Which wrapped model communicates the gradient of a parameter."""
     owner = _owners.get(param)
     return None if owner is None else owner()
-
-
-def _ignored(module: torch.nn.Module) -> frozenset[str]:
-    """What is not communicated: what the user named, and what belongs to an expert, of which each rank has its own."""
-    names = {name for name, param in module.named_parameters() if getattr(param, "expert", False) is True}
-    for path, child in module.named_modules():
-        # `is True`: a module may have a child of that name.
-        if getattr(child, "expert", False) is True:
-            names.update(f"{path}.{name}" if path else name for name, _ in child.named_buffers())
-    for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
-        names.update(getattr(module, attribute, ()))
-    return frozenset(names)
-
-
-def _check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
-    # The first tensor, and its place.
-    first: tuple[str, torch.device] | None = None
-    for name, param in module.named_parameters():
-        if name in ignored:
-            continue
-        if is_lazy(param):
-            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
-        if hasattr(param, "placements"):
-            raise NotImplementedError(f"parameter {name!r} is a DTensor, which the other ranks have parts of")
-        devices.check_place(param, f"parameter {name!r}")
-        first = first or (f"parameter {name!r}", param.device)
-        _check_same_place(first, f"parameter {name!r}", param)
-        if param.requires_grad:
-            dtype_code(param, f"parameter {name!r}")
-            # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
-            other = getattr(owner_of(param), "bagua_module_name", None)
-            if other is not None:
-                raise ValueError(
-                    f"parameter {name!r} is already communicated by model {other!r}: "
-                    "a parameter can belong to one wrapped model"
-                )
-    for name, buffer in module.named_buffers():
-        if name not in ignored:
-            devices.check_place(buffer, f"buffer {name!r}")
-            # One on the host beside parameters on a device is broadcast by itself.
-            if first is not None and buffer.is_cuda:
-                _check_same_place(first, f"buffer {name!r}", buffer)
-
-
-def _check_same_place(first: tuple[str, torch.device], what: str, tensor: torch.Tensor) -> None:
-    """TypeError for a tensor in another place than the model's first one."""
-    if tensor.device != first[1]:
-        raise TypeError(
-            f"{first[0]} is on {first[1]}, and {what} on {tensor.device}: a model is on the host or on one device"
-        )

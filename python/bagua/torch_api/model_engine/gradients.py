@@ -1,9 +1,11 @@
 """The way of a gradient from the hook that sees it first to the moment when backward returns.
 
-With flattening each bucket owns one piece of memory, and a gradient that autograd put elsewhere (always after
-``zero_grad()``, which drops it) is copied there once and then replaced by its place in the bucket. Without, the core
-works on the gradient's own memory, or on a copy: where another tensor may have that memory, and where the gradient is a
-lazy negation or conjugate (``is_neg()``, ``is_conj()``).
+With flattening each bucket owns one piece of memory, and a gradient that is elsewhere (always after ``zero_grad()``,
+which drops it) is copied there and then replaced by a tensor over its place in the bucket. Without, the core works on
+the gradient's own memory, which becomes ours (see ``places``), or on a copy: where another tensor may have that memory,
+where its layout is not that of the other ranks, and where the gradient is a lazy negation or conjugate (``is_neg()``,
+``is_conj()``). What has happened to a gradient since the last backward is seen when it is handed over, and what happens
+to it from then on when all are communicated.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
+from ..places import Place, over
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration, resolved
+from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration
 from .backend import Backend
 from .exchange import Exchange
 from .sparse import SparseExchange
@@ -56,17 +59,26 @@ class Slot:
     param: torch.nn.Parameter
     # Had a gradient before it was registered; otherwise it goes back to None until there is one.
     had_grad: bool
+    # The same on all ranks, whatever becomes of the parameter; strides without gaps.
+    strides: tuple[int, ...]
+    dtype: torch.dtype
     # Its place in the bucket's memory; None when the bucket is not flattened.
-    view: torch.Tensor | None = None
-    # What the core was told of last; alive as long as it may look there.
+    place: Place | None = None
+    # Otherwise what the core was told of last, which no user has; alive as long as the core may look there.
     wire: torch.Tensor | None = None
-    # Handed to the engine in this backward.
+    # Handed to the engine in this backward; and what, with torch's count of its changes.
     sent: bool = False
+    grad: torch.Tensor | None = None
+    version: int = 0
     # The engine's number of it, from the first backward on.
     number: int | None = None
     # In a static graph: gradients that came in this backward, and how many come in each (0: not known yet).
     came: int = 0
     expected: int = 0
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Memory for a gradient in the layout of all ranks."""
+        return torch.empty_strided(self.param.shape, self.strides, dtype=self.dtype, device=device)
 
 
 @dataclass
@@ -75,8 +87,6 @@ class _Backward:
 
     # Accumulated under no_sync: these hold gradients that the others have not seen.
     touched: set[str] = field(default_factory=set)
-    # Gradients whose communicated values must be copied back, as their own memory could not be used.
-    write_back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     # The first thing that the engine refused; raised at the end, where an unused parameter would explain it better.
     failure: Exception | None = None
 
@@ -119,23 +129,22 @@ class GradientExchange(Exchange):
         self._slots = {}
         tensors = []
         for name, param in reversed(self._parameters):
-            had_grad = param.grad is not None
-            if param.grad is not None and (is_lazy_value(param.grad) or layout_of(param.grad) != param.grad.stride()):
-                param.grad = resolved(param.grad).contiguous()
+            slot = self._slots[name] = Slot(name, param, param.grad is not None, layout_of(param), param.dtype)
             BaguaTensor.bagua_ensure_grad(param)
+            grad = _grad_of(param)
+            if is_lazy_value(grad) or grad.stride() != slot.strides:
+                param.grad = slot.empty(grad.device).copy_(grad)
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
-            self._slots[name] = Slot(name, param, had_grad)
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """Takes over what the buckets made of the gradients; called when they are registered with the engine."""
         for bucket in buckets:
-            for tensor in bucket.tensors:
+            for number, tensor in enumerate(bucket.tensors):
                 slot = self._slots.get(registration(tensor).name)
                 if slot is None:
                     continue
-                slot.wire = slot.param.grad
-                slot.view = slot.param.grad if bucket.flatten else None
+                slot.place = bucket.places[number] if bucket.flatten else None
                 if not slot.had_grad:
                     # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
                     slot.param.grad = None
@@ -179,39 +188,47 @@ class GradientExchange(Exchange):
                 )
             )
         slot.sent = True
-        if slot.view is not None:
-            self._into_view(slot, slot.view, grad)
-            self._mark(slot, None)
-        else:
-            self._mark(slot, self._own_memory(slot, grad))
+        wire = self._prepare(slot, grad)
+        slot.grad = grad = _grad_of(slot.param)
+        slot.version = grad._version
+        self._mark(slot, wire)
 
-    def _into_view(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
-        same_memory = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
-        if grad is view or (same_memory and not is_lazy_value(grad)):
-            return
-        with torch.no_grad():
-            view.copy_(grad)
-        if grad.requires_grad:
-            # create_graph=True: this tensor carries a graph that somebody may still differentiate.
-            self._now.write_back.append((grad, view))
-        else:
-            slot.param.grad = view
+    def _prepare(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
+        """Puts a gradient's values where the engine reads them; returns what has them, unless that is its place."""
+        place = slot.place
+        if place is None:
+            return self._own_memory(slot, grad)
+        if not place.holds(grad):
+            place.take(grad)
+            # create_graph=True: a gradient with a graph that may still be differentiated stays.
+            if not grad.requires_grad:
+                try:
+                    slot.param.grad = place.tensor()
+                except RuntimeError as error:
+                    raise self._backend.reported(
+                        BaguaError(
+                            f"the gradient of {slot.name!r} of model {self._module_name!r} is {grad.dtype}"
+                            f"{list(grad.shape)} on rank {self._backend.rank}, and was {place.dtype}{list(place.shape)}"
+                            " when the model was wrapped: wrap the model again after such a change"
+                        )
+                    ) from error
+        return None
 
     def _own_memory(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        if slot.wire is not None and slot.wire.data_ptr() != grad.data_ptr():
-            # Its reference to memory that the gradient was given again must not count as another tensor's.
-            slot.wire = None
-        in_use = slot.wire is None and _is_in_use(grad)
-        wire = grad.detach()
-        # The other ranks expect the parameter's layout.
-        expected = slot.param.stride() if layout_of(slot.param) == slot.param.stride() else layout_of(grad)
-        fits = grad.stride() == expected == layout_of(grad) and grad.dtype == slot.param.dtype
+        wire = slot.wire
         # The core reads memory, and torch's lazy negation and conjugate change no memory: without a copy, the gradients
-        # of the ranks that have one would be averaged with the wrong sign.
-        if in_use or not fits or is_lazy_value(grad):
-            with torch.no_grad():
-                wire = torch.empty_like(slot.param, requires_grad=False).copy_(grad)
-            self._now.write_back.append((grad, wire))
+        # of the ranks that have one would be averaged with the wrong sign. The other ranks' have the same layout.
+        fits = grad.stride() == slot.strides and grad.dtype is slot.dtype and not is_lazy_value(grad)
+        if fits and wire is not None and wire.data_ptr() == grad.data_ptr():
+            return wire
+        # Its reference to memory that the gradient was given again must not count as another tensor's.
+        slot.wire = wire = None
+        if not fits or grad.requires_grad or _is_in_use(grad):
+            wire = slot.empty(grad.device).copy_(grad.detach())
+        else:
+            wire = grad.detach()
+            if not grad.is_cuda:
+                grad.data = over(wire)
         slot.wire = wire
         return wire
 
@@ -242,9 +259,7 @@ class GradientExchange(Exchange):
                 nowhere = self._wait_and_agree(unused)
             else:
                 self._wait()
-            for grad, wire in self._now.write_back:
-                # Not through autograd: the values are averaged, the graph stays that of this rank.
-                grad.data.copy_(wire)
+                self._settle()
             self._sparse.exchange(self._now.touched)
             self._scale(nowhere)
             self._completed(nowhere)
@@ -254,6 +269,25 @@ class GradientExchange(Exchange):
     def _wait(self) -> None:
         """Waits until every bucket is communicated."""
         self._backend.wait_pending_comm_ops()
+
+    def _settle(self) -> None:
+        """The results are in the memory that the engine was told of: gradients elsewhere get them."""
+        for slot in self._slots.values():
+            grad = slot.grad
+            if grad is None:
+                continue
+            if slot.param.grad is not grad or grad._version != slot.version:
+                what = "changed" if slot.param.grad is grad else "replaced"
+                raise BaguaError(
+                    f"the gradient of {slot.name!r} of model {self._module_name!r} was {what} on rank "
+                    f"{self._backend.rank} while it was communicated: by a hook on a node of the graph, or by another "
+                    "thread; a hook that changes gradients belongs to the parameter "
+                    "(register_hook, register_post_accumulate_grad_hook)"
+                )
+            own = slot.wire if slot.place is None else slot.place.own
+            if own is not None and grad.data_ptr() != own.data_ptr():
+                # Not through autograd: the values are averaged, the graph stays that of this rank.
+                grad.data.copy_(own)
 
     def _scale(self, nowhere: set[str]) -> None:
         factor = self.factor()
@@ -325,6 +359,7 @@ class GradientExchange(Exchange):
         handle = self._backend.all_reduce(used, ReduceOp.MAX)
         self._wait()
         handle.wait()
+        self._settle()
         nowhere = {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
         for name in nowhere:
             slot = self._slots[name]
@@ -345,4 +380,4 @@ class GradientExchange(Exchange):
         self._now = _Backward()
         self._sparse.reset()
         for slot in self._slots.values():
-            slot.sent, slot.came = False, 0
+            slot.sent, slot.came, slot.grad = False, 0, None

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 
+from bagua.lifecycle import torch_state
+
+from .checks import allow_training
 from .engine import ModelEngine, call_after_forward, call_before_forward, is_recorded
+
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = torch_state().wrapped
+_ended: MutableMapping[torch.nn.Module, Any] = torch_state().ended
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
@@ -30,11 +36,15 @@ def _unwrapped_after_hook() -> Any:
     return _unwrapped_after
 
 
-class _ForwardHook:
-    """Calls a model's engine before each forward."""
+def _no_engine() -> None:
+    """Where an engine was."""
 
-    def __init__(self, ddp: ModelEngine) -> None:
-        self._ddp = weakref.ref(ddp)
+
+class _ForwardHook:
+    """Calls a model's engine before each forward; without one it is that of a model whose group has ended."""
+
+    def __init__(self, ddp: ModelEngine | None) -> None:
+        self._ddp: Callable[[], ModelEngine | None] = _no_engine if ddp is None else weakref.ref(ddp)
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if not is_recorded():
@@ -99,3 +109,23 @@ class BaguaDistributedDataParallel(ModelEngine):
         self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
         if self.bagua_algorithm.hears_forward_and_backward:
             self._handles.append(module.register_forward_hook(_AfterForwardHook(self), always_call=True))
+
+
+def unwrap(wrapped: torch.nn.Module) -> None:
+    """Ends what communicates for a model, or refuses its training; nothing where neither is so."""
+    ddp = _wrapped.pop(wrapped, None)
+    if ddp is not None:
+        ddp.close()
+    allow_training(wrapped)
+
+
+def end_with_group(wrapped: torch.nn.Module) -> None:
+    """Ends what communicates for a model whose group has ended, without communication. When there is another group, its
+    next training forward is a BaguaError, rather than the begin of a training that no other rank takes part in.
+    """
+    ddp = _wrapped.pop(wrapped)
+    ddp.close(at_exit=True)
+    # A wrapper of ours asks by itself.
+    by_hook = isinstance(ddp, BaguaDistributedDataParallel)
+    handle = wrapped.register_forward_pre_hook(_ForwardHook(None)) if by_hook else None
+    _ended[wrapped] = ddp.bagua_module_name, handle

@@ -28,6 +28,7 @@ import torch
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
+from ..places import Place
 from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
 from .exchange import Exchange
@@ -75,16 +76,17 @@ class _Slot:
 
     name: str
     param: torch.nn.Parameter
-    # Its place in the bucket, alive as long as the core knows of it. It is the parameter's own memory, unless that has
-    # gaps or was replaced since.
-    memory: torch.Tensor
+    # Its place in the bucket's memory, in which the core may work where the parameter lies in it; None when the bucket
+    # is not flattened. The parameter lies there until torch or its user gives it other memory.
+    place: Place | None
+    # Of the layout in which the ranks exchange it.
+    like: torch.Tensor
     # The engine's number of it.
     number: int
 
     def in_place(self) -> bool:
-        """True if the parameter still lies in its place in the bucket."""
-        same = self.param.data_ptr() == self.memory.data_ptr() and self.param.stride() == self.memory.stride()
-        return same and self.param.dtype == self.memory.dtype and not is_lazy_value(self.param)
+        """True if the parameter lies in its place."""
+        return self.place is not None and self.place.holds(self.param)
 
 
 class WeightTensors(Exchange):
@@ -114,9 +116,11 @@ class WeightTensors(Exchange):
         params = dict(self._parameters)
         self._slots = []
         for bucket in buckets:
-            for tensor in bucket.tensors:
-                name, memory = registration(tensor).name, effective(tensor).detach()
-                self._slots.append(_Slot(name, params[name], memory, self._backend.number(name)))
+            for number, tensor in enumerate(bucket.tensors):
+                name = registration(tensor).name
+                place = bucket.places[number] if bucket.flatten else None
+                like = effective(tensor).detach() if place is None else place.own
+                self._slots.append(_Slot(name, params[name], place, like, self._backend.number(name)))
 
 
 @dataclass
@@ -127,8 +131,15 @@ class _Averaged:
     # Its part of the copy that the core reads, and of the result.
     copy: torch.Tensor
     mean: torch.Tensor
-    # The parameter's version counter when the copy was made.
+    # The parameter's version counter and address when the copy was made.
     version: int = 0
+    address: int = 0
+
+    def is_unchanged(self) -> bool:
+        """True if nothing was assigned to the parameter since. torch counts no assignment to ``param.data``."""
+        param = self.slot.param
+        same = param._version == self.version
+        return same and (param.data_ptr() == self.address or torch.equal(param, self.copy))
 
 
 class WeightAverage(WeightTensors):
@@ -163,7 +174,7 @@ class WeightAverage(WeightTensors):
         with torch.no_grad():
             torch._foreach_copy_([entry.copy for entry in self._averaged], [e.slot.param for e in self._averaged])
         for entry in self._averaged:
-            entry.version = entry.slot.param._version
+            entry.version, entry.address = entry.slot.param._version, entry.slot.param.data_ptr()
         for entry in self._averaged:
             self._backend.mark_ready(entry.slot.number, entry.copy)
 
@@ -178,7 +189,7 @@ class WeightAverage(WeightTensors):
         same: list[_Averaged] = []
         changed: list[_Averaged] = []
         for entry in self._averaged:
-            (same if entry.slot.param._version == entry.version else changed).append(entry)
+            (same if entry.is_unchanged() else changed).append(entry)
         with torch.no_grad():
             if same:
                 torch._foreach_copy_([entry.slot.param for entry in same], [entry.mean for entry in same])
@@ -260,8 +271,8 @@ class WeightUpdate(WeightTensors):
         self._backend.wait_pending_comm_ops()
         with torch.no_grad():
             for slot, copy in self._sent:
-                if copy is not None:
-                    slot.param.copy_(copy)
+                if copy is not None or not slot.in_place():
+                    slot.param.copy_(slot.like if copy is None else copy)
         self._sent = []
         for slot in self._slots:
             torch.autograd.graph.increment_version(slot.param)
@@ -274,7 +285,7 @@ class WeightUpdate(WeightTensors):
         self._due = False
         with torch.no_grad():
             for slot in self._slots:
-                copy = None if waits and slot.in_place() else torch.empty_like(slot.memory).copy_(slot.param)
-                values = slot.memory if copy is None else copy
+                copy = None if waits and slot.in_place() else torch.empty_like(slot.like).copy_(slot.param)
+                values = slot.like if copy is None else copy
                 self._sent.append((slot, copy))
                 self._backend.mark_ready(slot.number, values)

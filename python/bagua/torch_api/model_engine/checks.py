@@ -1,0 +1,134 @@
+"""What a model may be when it is wrapped, and what of it must stay as it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from bagua.errors import BaguaError
+from bagua.lifecycle import torch_state
+
+from .. import devices
+from ..process_group import dtype_code
+
+_state = torch_state()
+_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = _state.gradient_owners
+
+# By what was wrapped: name of a model whose group has ended, and the hook that refuses its training, if it needs one.
+_ended: MutableMapping[torch.nn.Module, tuple[str, RemovableHandle | None]] = _state.ended
+
+
+class Tracked:
+    """The parameters whose gradients are communicated, as they were when the model was wrapped."""
+
+    def __init__(self, model_name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self._model_name = model_name
+        self._parameters = list(parameters)
+        self._kinds = [(param.dtype, param.shape) for _, param in parameters]
+
+    def check(self, current: Sequence[tuple[str, torch.nn.Parameter]], may_go: bool) -> None:
+        """A change is an error here, rather than ranks that silently differ. ``may_go``: parameters may need a gradient
+        no longer.
+        """
+        if len(current) != len(self._parameters) or any(
+            mine is not theirs for (_, mine), (_, theirs) in zip(current, self._parameters, strict=True)
+        ):
+            self._refuse(dict(current), may_go)
+        for (name, param), (dtype, shape) in zip(self._parameters, self._kinds, strict=True):
+            if param.dtype is not dtype or param.shape != shape:
+                raise BaguaError(
+                    f"parameter {name!r} of model {self._model_name!r} is {param.dtype}{list(param.shape)} and was "
+                    f"{dtype}{list(shape)} when the model was wrapped: wrap the model again after a conversion "
+                    "(.double(), .half(), .to(dtype)) or other data"
+                )
+
+    def _refuse(self, after: dict[str, torch.nn.Parameter], may_go: bool) -> None:
+        before = dict(self._parameters)
+        new = [name for name, param in after.items() if before.get(name) is not param]
+        gone = [name for name in before if name not in after]
+        # Without a gradient it counts as unused, and whoever asked for that knows how to go on.
+        if not new and may_go:
+            return
+        parts = [f"{names} {what}" for names, what in ((new, "now need(s) one"), (gone, "no longer do(es)")) if names]
+        raise BaguaError(
+            f"the parameters of model {self._model_name!r} that need a gradient changed since it was wrapped: "
+            f"{'; '.join(parts)}; wrap the model again after such a change"
+        )
+
+
+def refuse_training(wrapped: torch.nn.Module) -> None:
+    """BaguaError in a training forward of what was wrapped for a group that has ended, where this process has another
+    one: its ranks would differ silently. Without a group each model trains alone. Not when a checkpoint computes the
+    forward again.
+    """
+    found = _ended.get(wrapped)
+    if found is None or (_state.default_group is None and _state.c10d_world is None):
+        return
+    if wrapped.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        raise BaguaError(
+            f"model {found[0]!r} was wrapped for a process group that has ended: wrap it again to train with the ranks "
+            "of another one, or call bagua.torch_api.unwrap on it to train it alone"
+        )
+
+
+def allow_training(wrapped: torch.nn.Module) -> None:
+    """From now on :func:`refuse_training` does nothing."""
+    _, handle = _ended.pop(wrapped, ("", None))
+    if handle is not None:
+        handle.remove()
+
+
+def ignored_names(module: torch.nn.Module) -> frozenset[str]:
+    """What is not communicated: what the user named, and what belongs to an expert, of which each rank has its own."""
+    names = {name for name, param in module.named_parameters() if getattr(param, "expert", False) is True}
+    for path, child in module.named_modules():
+        # `is True`: a module may have a child of that name.
+        if getattr(child, "expert", False) is True:
+            names.update(f"{path}.{name}" if path else name for name, _ in child.named_buffers())
+    for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
+        names.update(getattr(module, attribute, ()))
+    return frozenset(names)
+
+
+def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    # The first tensor, and its place.
+    first: tuple[str, torch.device] | None = None
+    for name, param in module.named_parameters():
+        if name in ignored:
+            continue
+        if is_lazy(param):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
+        if hasattr(param, "placements"):
+            raise NotImplementedError(f"parameter {name!r} is a DTensor, which the other ranks have parts of")
+        devices.check_place(param, f"parameter {name!r}")
+        first = first or (f"parameter {name!r}", param.device)
+        _check_same_place(first, f"parameter {name!r}", param)
+        if param.requires_grad:
+            dtype_code(param, f"parameter {name!r}")
+            # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
+            owner = _owners.get(param)
+            other = None if owner is None else getattr(owner(), "bagua_module_name", None)
+            if other is not None:
+                raise ValueError(
+                    f"parameter {name!r} is already communicated by model {other!r}: "
+                    "a parameter can belong to one wrapped model"
+                )
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            devices.check_place(buffer, f"buffer {name!r}")
+            # One on the host beside parameters on a device is broadcast by itself.
+            if first is not None and buffer.is_cuda:
+                _check_same_place(first, f"buffer {name!r}", buffer)
+
+
+def _check_same_place(first: tuple[str, torch.device], what: str, tensor: torch.Tensor) -> None:
+    """TypeError for a tensor in another place than the model's first one."""
+    if tensor.device != first[1]:
+        raise TypeError(
+            f"{first[0]} is on {first[1]}, and {what} on {tensor.device}: a model is on the host or on one device"
+        )

@@ -1,0 +1,93 @@
+"""Memory that the core works in, and the tensors over it that users have.
+
+torch can replace the memory under every tensor that a user reaches. ``tensor.data = ...`` and ``set_`` do so for one
+tensor; ``share_memory_()``, and a queue of torch.multiprocessing on a thread of its own, for all tensors of a storage,
+whose old memory they free. So a tensor with which we keep memory alive, or by which we find it, is never given to a
+user, nor is another tensor of its storage: a user gets tensors over the same memory in a second storage. Whatever
+becomes of that storage, the memory stays, and comparing addresses shows that a tensor has left its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .tensor import is_lazy_value
+
+_to_dlpack: Any = torch._C._to_dlpack
+_from_dlpack: Any = torch._C._from_dlpack
+
+
+def over(memory: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same host memory in a storage of its own, which keeps ``memory`` alive and not the other way
+    round. On a device, where no storage is moved, in the same storage.
+    """
+    if memory.device.type != "cpu" or memory.numel() == 0:
+        return memory.detach()
+    found: torch.Tensor = _from_dlpack(_to_dlpack(memory.detach()))
+    return found
+
+
+class FlatMemory:
+    """The memory of a flattened bucket."""
+
+    def __init__(self, own: torch.Tensor) -> None:
+        #: One-dimensional, without gaps; never given to a user.
+        self.own = own
+        self._shown = over(own)
+
+    def shown(self) -> torch.Tensor:
+        """The same memory, for users."""
+        if self._shown.data_ptr() != self.own.data_ptr():
+            self._shown = over(self.own)
+        return self._shown
+
+
+class Place:
+    """The part of a bucket's memory that belongs to one tensor of the bucket."""
+
+    __slots__ = ("_flat", "_offset", "_shown", "address", "dtype", "own", "shape", "strides")
+
+    def __init__(self, flat: FlatMemory, like: torch.Tensor, offset: int) -> None:
+        self._flat = flat
+        self._offset = offset
+        self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
+        #: Never given to a user.
+        self.own = self._window(flat.own)
+        self.address = self.own.data_ptr()
+        self._shown = self._window(flat.shown())
+
+    def _window(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self._offset)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's values are those of the place, element by element."""
+        return (
+            tensor.data_ptr() == self.address
+            and tensor.stride() == self.strides
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and not is_lazy_value(tensor)
+        )
+
+    def tensor(self) -> torch.Tensor:
+        """A new tensor over the place, for users."""
+        if self._shown.data_ptr() != self.address:
+            self._shown = self._window(self._flat.shown())
+        return self._shown.data
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Brings a tensor that was given other memory back into its place, with the values it has now. Not one of
+        another type or shape, which was changed on purpose.
+        """
+        if tensor.dtype is self.dtype and tensor.shape == self.shape:
+            self.take(tensor)
+            tensor.data = self.tensor()
+
+    def take(self, values: torch.Tensor) -> None:
+        """Copies values into the place."""
+        if values.requires_grad:
+            values = values.detach()
+        # Other strides over the same memory: torch does not see that the two overlap, as their storages differ.
+        self.own.copy_(values.clone() if values.data_ptr() == self.address else values)

@@ -1,0 +1,376 @@
+"""Hooks, threads and groups that change what a backward communicates: the numbers are right, or an error says so."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Torchs
+
+import bagua.torch_api as bagua
+from bagua.errors import BaguaError
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.distributed.left_out import needs_torch, skip_if_left_out
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, check, run_cases, same_everywhere
+from tests.world import make_world
+
+RANKS = 2
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def patched(flatten: bool) -> Wrap:
+    return lambda model: model.with_bagua([], Algorithm.init("gradient_allreduce"), do_flatten=flatten)
+
+
+#: Ways to wrap a model for an all_reduce of its gradients.
+OURS: list[Wrap] = [
+    patched(True),
+    patched(False),
+    DistributedDataParallel,
+    lambda model: DistributedDataParallel(model, gradient_as_bucket_view=False),
+]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def inputs(step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + bagua.get_rank()))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [param.grad.detach().clone() for param in model.parameters() if param.grad is not None]
+
+
+def backwards(wrap: Wrap, prepare: Callable[[nn.Module], None], after: Callable[[nn.Module], None]) -> Any:
+    """The gradients of three backwards, of which the second accumulates into the first."""
+    model = net()
+    prepare(model)
+    wrapped = wrap(model)
+    after(model)
+    found = []
+    for step in range(3):
+        if step == 2:
+            model.zero_grad()
+        wrapped(inputs(step)).square().sum().backward()
+        found += gradients(model)
+    return found
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def double(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(2)
+
+
+def replace(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 2
+
+
+def replace_data(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.data = param.grad.data * 2
+
+
+def with_hooks(hook: Callable[[nn.Parameter], None]) -> Callable[[nn.Module], None]:
+    def register(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+
+    return register
+
+
+def with_tensor_hooks(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad * 3)
+
+
+def hooks_on_parameters_act_before_the_communication(rank: int) -> None:
+    cases = [
+        (before, after)
+        for hook in (double, replace, replace_data)
+        for before, after in (
+            (with_hooks(hook), nothing),
+            (nothing, with_hooks(hook)),
+            (with_hooks(hook), with_hooks(hook)),
+        )
+    ]
+    cases += [(with_tensor_hooks, nothing), (nothing, with_tensor_hooks)]
+    for before, after in cases:
+        expected = backwards(Torchs, before, after)
+        for wrap in OURS:
+            found = backwards(wrap, before, after)
+            assert same_everywhere(*found)
+            torch.testing.assert_close(found, expected)
+
+
+def a_hook_that_was_registered_in_a_forward_acts_before_the_communication(rank: int) -> None:
+    for wrap in OURS:
+        model = net()
+        wrapped = wrap(model)
+        loss = wrapped(inputs()).square().sum()
+        with_hooks(double)(model)
+        loss.backward()
+        plain = net()
+        plain(inputs()).square().sum().backward()
+        for mine, own in zip(gradients(model), gradients(plain), strict=True):
+            bagua.allreduce_inplace(own, bagua.ReduceOp.AVG)
+            torch.testing.assert_close(mine, own * 2)
+
+
+def a_hook_that_removes_a_gradient_is_an_error(rank: int) -> None:
+    def remove(param: nn.Parameter) -> None:
+        param.grad = None
+
+    model = net()
+    patched(True)(model)
+    loss = model(inputs()).sum()
+    handle = model[1].weight.register_post_accumulate_grad_hook(remove)
+    with pytest.raises(BaguaError, match=r"the gradient of '1.weight' was removed by another hook"):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    model(inputs()).sum().backward()
+    assert same_everywhere(*gradients(model))
+
+
+def a_gradient_that_changes_while_it_is_communicated_is_an_error(rank: int) -> None:
+    changes: list[tuple[Callable[[nn.Parameter], None], str]] = [(double, "changed"), (replace, "replaced")]
+    for wrap in OURS:
+        for change, what in changes:
+            model = net()
+            wrapped = wrap(model)
+            param = model[1].weight
+            # Comes after all hooks of the parameter.
+            node = param.view_as(param).grad_fn.next_functions[0][0]
+            handle = node.register_hook(lambda *_, change=change, param=param: change(param))
+            with pytest.raises(BaguaError, match=rf"the gradient of '1.weight' of model .* was {what} on rank {rank}"):
+                wrapped(inputs()).sum().backward()
+            handle.remove()
+            model.zero_grad()
+            wrapped(inputs()).sum().backward()
+            assert same_everywhere(*gradients(model))
+
+
+def move(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.share_memory_()
+
+
+def a_gradient_whose_memory_moves_while_it_is_communicated_gets_the_result(rank: int) -> None:
+    for wrap in OURS:
+        model = net()
+        wrapped = wrap(model)
+        # The last parameters' gradients are under way when the first ones come.
+        model[0].weight.register_hook(lambda grad, model=model: move(model[2].weight))
+        for step in range(3):
+            wrapped(inputs(step)).square().sum().backward()
+        plain = net()
+        for step in range(3):
+            plain(inputs(step)).square().sum().backward()
+        for mine, own in zip(gradients(model), gradients(plain), strict=True):
+            bagua.allreduce_inplace(own, bagua.ReduceOp.AVG)
+            torch.testing.assert_close(mine, own)
+        assert same_everywhere(*gradients(model))
+
+
+def zeroed_gradients_between_micro_batches_are_as_with_torch(rank: int) -> None:
+    def train(wrap: Wrap, set_to_none: bool) -> list[torch.Tensor]:
+        model = net()
+        wrapped = wrap(model)
+        found = []
+        for step in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            with wrapped.no_sync() if hasattr(wrapped, "no_sync") else bagua.no_sync(wrapped):
+                wrapped(inputs(2 * step)).square().sum().backward()
+            model.zero_grad(set_to_none=set_to_none)
+            wrapped(inputs(2 * step + 1)).square().sum().backward()
+            found += gradients(model)
+        return found
+
+    for set_to_none in (True, False):
+        expected = train(Torchs, set_to_none)
+        for wrap in OURS:
+            torch.testing.assert_close(train(wrap, set_to_none), expected)
+
+
+def a_parameter_that_needs_a_gradient_later_is_named(rank: int) -> None:
+    for wrap in OURS:
+        model = net()
+        model[1].bias.requires_grad_(False)
+        wrapped = wrap(model)
+        wrapped(inputs()).sum().backward()
+        model[1].bias.requires_grad_(True)
+        with pytest.raises(BaguaError, match=r"\['1.bias'\] now need"):
+            wrapped(inputs())
+
+
+def gradients_that_one_rank_changes_after_backward_are_its_own(rank: int) -> None:
+    for wrap in OURS:
+        model = net()
+        wrapped = wrap(model)
+        wrapped(inputs()).sum().backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(1 + rank)
+        assert not same_everywhere(*gradients(model))
+        model.zero_grad()
+        wrapped(inputs(1)).sum().backward()
+        assert same_everywhere(*gradients(model))
+
+
+def a_queue_of_weights_does_not_disturb_averaging(rank: int) -> None:
+    """An evaluating process gets the weights by a queue, whose thread moves them while others read and write them."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1))
+    queue = torch.multiprocessing.get_context("fork").Queue()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(30):
+            optimizer.zero_grad()
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            queue.put(model.state_dict())
+        # At the end of the last step at the latest.
+        queue.close()
+        queue.cancel_join_thread()
+        model.share_memory()
+        model.bagua_algorithm.synchronize(model)
+    assert same_everywhere(*model.parameters())
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+    said = [str(warning.message) for warning in caught if "moved to memory that other processes share" in str(warning)]
+    assert len(said) == 1
+    model.bagua_algorithm.abort(model)
+
+
+def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:
+    models = [net() for _ in OURS]
+    wrappers = [wrap(model) for wrap, model in zip(OURS, models, strict=True)]
+    for wrapped in wrappers:
+        wrapped(inputs()).sum().backward()
+    for _ in range(2):
+        bagua.destroy_process_group()
+        for wrapped in wrappers:
+            # Alone, without a group.
+            wrapped(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        bagua.init_process_group()
+        for model, wrapped in zip(models, wrappers, strict=True):
+            with pytest.raises(BaguaError, match=r"model '.*' was wrapped for a process group that has ended"):
+                wrapped(torch.ones(1, 4))
+            with torch.no_grad():
+                wrapped(torch.ones(1, 4))
+            wrapped.eval()
+            wrapped(torch.ones(1, 4))
+            wrapped.train()
+            copy.deepcopy(model)(torch.ones(1, 4)).sum().backward()
+        # Wrapped for this group: a model directly, the one in a wrapper by another wrapper.
+        wrappers = [wrap(model) for wrap, model in zip(OURS, models, strict=True)]
+        for model, wrapped in zip(models, wrappers, strict=True):
+            model.zero_grad()
+            wrapped(inputs()).sum().backward()
+            assert same_everywhere(*gradients(model))
+    bagua.destroy_process_group()
+    bagua.init_process_group()
+    # One trains alone by request, one inside a larger model, the others are wrapped again.
+    bagua.unwrap(models[0])
+    models[0](inputs()).sum().backward()
+    larger = nn.Sequential(models[1], nn.Linear(2, 2))
+    for model in (larger, models[2], models[3]):
+        wrapped = DistributedDataParallel(model)
+        model.zero_grad()
+        wrapped(inputs()).sum().backward()
+        assert same_everywhere(*gradients(model))
+
+
+CASES: list[Case] = [
+    hooks_on_parameters_act_before_the_communication,
+    a_hook_that_was_registered_in_a_forward_acts_before_the_communication,
+    a_hook_that_removes_a_gradient_is_an_error,
+    a_gradient_that_changes_while_it_is_communicated_is_an_error,
+    a_gradient_whose_memory_moves_while_it_is_communicated_gets_the_result,
+    zeroed_gradients_between_micro_batches_are_as_with_torch,
+    a_parameter_that_needs_a_gradient_later_is_named,
+    gradients_that_one_rank_changes_after_backward_are_its_own,
+    a_queue_of_weights_does_not_disturb_averaging,
+    a_model_whose_group_has_ended_is_not_trained,
+]
+
+
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test(case: Case) -> None:
+    check(run, RANKS, case)
+
+
+def two_threads(rank: int) -> str:
+    bagua.init_process_group()
+    model = net()
+    patched(True)(model)
+    inside, outside = threading.Event(), threading.Event()
+    first, second = model(inputs()), model(inputs(1))
+
+    def pause(grad: torch.Tensor) -> None:
+        inside.set()
+        assert outside.wait(30)
+
+    said: list[str] = []
+
+    def backward(output: torch.Tensor) -> None:
+        try:
+            output.sum().backward()
+        except BaguaError as error:
+            said.append(str(error))
+
+    # The last layer's gradients have come, the others have not.
+    handle = model[1].weight.register_hook(pause)
+    thread = threading.Thread(target=backward, args=(first,))
+    thread.start()
+    assert inside.wait(30)
+    handle.remove()
+    backward(second)
+    outside.set()
+    thread.join()
+    assert len(said) == 2
+    return said[0]
+
+
+def test_two_threads_in_the_backward_of_one_model_are_an_error_on_all_ranks() -> None:
+    found = make_world(RANKS, env=ENVIRONMENT).run(two_threads)
+    assert any("two threads on rank" in said for said in found)
+
+
+@needs_torch((2, 10), "a gradient has the dtype of its parameter")
+def a_gradient_of_another_dtype(rank: int) -> str:
+    bagua.init_process_group()
+    model = net()
+    patched(True)(model)
+    model[1].weight.grad_dtype = torch.float64
+    with pytest.raises(BaguaError) as caught:
+        model(inputs()).sum().backward()
+    return str(caught.value)
+
+
+def test_a_gradient_of_another_dtype_is_an_error_on_all_ranks() -> None:
+    skip_if_left_out(a_gradient_of_another_dtype)
+    for said in make_world(RANKS, env=ENVIRONMENT).run(a_gradient_of_another_dtype):
+        assert "the gradient of '1.weight' of model" in said
+        assert "is torch.float64[4, 4]" in said
