@@ -259,7 +259,40 @@ def a_model_that_is_collected_with_a_due_exchange_begins_none_and_says_so(rank: 
         assert collected_in_turn(left, range(size), rank) == [], entry.name
 
 
+def buckets_of_weights_begin_with_the_last_parameter(rank: int) -> None:
+    size = bagua.get_world_size()
+    replicas = ("_weight", "_left_peer_weight", "_right_peer_weight")
+    for make, attributes in (
+        (lambda: DecentralizedAlgorithm(False), ("_peer_weight",)),
+        (lambda: LowPrecisionDecentralizedAlgorithm(False), replicas),
+    ):
+        model = net()
+        model.with_bagua(whole(model), make())
+        (bucket,) = model.bagua_buckets
+        assert [tensor.bagua_tensor_name for tensor in bucket.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+        with torch.no_grad():
+            for number, param in enumerate(reversed(list(model.parameters()))):
+                param.fill_(100.0 * number + rank)
+        if attributes != replicas:
+            # The exchange has the weights with which the step begins.
+            backward(model, rank, 0)
+            expected = [100.0 * number + (size - 1) / 2 for number in range(4)]
+            counts = [param.numel() for param in reversed(list(model.parameters()))]
+            parts = bucket._peer_weight.split(counts)
+            assert [part.unique().tolist() for part in parts] == [[value] for value in expected]
+            continue
+        backward(model, rank, 0)
+        model.bagua_algorithm.state_dict()
+        flat = torch.cat([param.detach().flatten() for param in reversed(list(model.parameters()))])
+        assert torch.equal(bucket._weight, flat)
+        everybody = torch.empty(size * flat.numel())
+        bagua.allgather(flat, everybody)
+        assert torch.equal(bucket._left_peer_weight, everybody.chunk(size)[(rank - 1) % size])
+        assert torch.equal(bucket._right_peer_weight, everybody.chunk(size)[(rank + 1) % size])
+
+
 CASES: list[Case] = [
+    buckets_of_weights_begin_with_the_last_parameter,
     an_optimizer_that_was_not_given_is_followed,
     an_optimizer_of_another_model_is_not_awaited,
     an_optimizer_that_first_steps_after_the_exchange_is_refused,

@@ -132,7 +132,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
             )
         codec = raw_codec(self.compression)
         names = {id(param): name for name, param in parameters}
-        for bucket in bucketing.split([param for _, param in parameters], bagua_ddp.bucket_size):
+        for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
             try:
                 if codec is not None:
                     codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)

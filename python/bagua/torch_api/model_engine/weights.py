@@ -89,12 +89,12 @@ class WeightTensors(Exchange):
         self._slots: list[_Slot] = []
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors, in the model's order.
+        """The parameters as Bagua tensors, the last of the model first.
 
         The effective tensor is the parameter itself; of one whose memory has gaps or lazy values, a copy without.
         """
         tensors = []
-        for name, param in self._parameters:
+        for name, param in reversed(self._parameters):
             getter = _itself
             if is_lazy_value(param) or layout_of(param) != param.stride():
                 getter = _Constant(resolved(param.detach()).clone(memory_format=torch.contiguous_format))
