@@ -32,8 +32,9 @@ def wrap(
         optimizers=optimizers,
         algorithm=algorithm,
     )
+    engine: Any = wrapped.bagua_ddp
     # All ranks evaluate under Lightning.
-    wrapped.bagua_ddp.evaluates_together = True
+    engine.evaluates_together = True
     return wrapped
 
 
