@@ -286,7 +286,9 @@ class ModelEngine:
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before each step of an optimizer. Whether :meth:`optimizer_returned` has to be called."""
-        self._check_step(optimizer)
+        # torch's DDP, which is given no optimizers, allows a step without a backward.
+        if not self.exchange.needs_gradients or any(optimizer is given for given in self.bagua_optimizers):
+            self._check_step(optimizer)
         self.bagua_algorithm.before_optimizer_step(self, optimizer)
         return self.bagua_algorithm.hears_forward_and_backward
 
