@@ -40,8 +40,8 @@ class Codec:
     | `"random_k"` | `k=0.01`, `seed=1` | 8 k | k elements drawn at random, 0 elsewhere |
     | `"onebit"` | | 1/8 | plus or minus the mean magnitude |
 
-    `k` is a share of the elements as a float, a number of them as an int. `random_k` draws anew at each call of
-    :meth:`encode`: two objects with the same options draw the same places at the same call.
+    `k` is a share of the elements as a float, a number of them as an int (all, where there are fewer). `random_k` draws
+    anew at each call of :meth:`encode`: two objects with the same options draw the same places at the same call.
 
     Sources: minmax_u8 is the compression of the original's ByteGrad; block_i8 follows Dettmers et al. 2021
     (arXiv:2110.02861), top_k Aji and Heafield 2017 (arXiv:1704.05021), onebit Seide et al. 2014 with the scale of
@@ -96,11 +96,11 @@ class Codec:
 
         What a codec cannot express does not become finite: it comes back as NaN.
 
-        Raises ValueError unless `chunks` divides the elements, when an int `k` is more than the elements of a chunk,
-        and for an `out` of another length, read-only, not contiguous or overlapping `x`; TypeError for another
-        element type, of `x` or `out`, or for what is no array. For CUDA arrays also NotImplementedError for another
-        codec than these three, and for a stream that is being captured into a graph; ValueError for what is not
-        contiguous; TypeError without `out`, or for one in another place; BaguaError without CUDA or NVRTC; DeviceError.
+        Raises ValueError unless `chunks` divides the elements, and for an `out` of another length, read-only, not
+        contiguous or overlapping `x`; TypeError for another element type, of `x` or `out`, or for what is no array.
+        For CUDA arrays also NotImplementedError for another codec than these three, and for a stream that is being
+        captured into a graph; ValueError for what is not contiguous; TypeError without `out`, or for one in another
+        place; BaguaError without CUDA or NVRTC; DeviceError.
         """
         found = operand(x, "x", stream)
         if not isinstance(found, Memory):
@@ -136,9 +136,8 @@ class Codec:
         Both may be on a CUDA device, and then contiguous, with `stream` as for :meth:`encode`.
 
         Raises ValueError for bytes of another length or that no encoder writes, unless `chunks` divides the elements,
-        when an int `k` is more than the elements of a chunk, and for an `out` that is read-only, not contiguous or
-        overlaps `data`; TypeError for another element type, or for what is no array; for CUDA arrays also as
-        :meth:`encode`.
+        and for an `out` that is read-only, not contiguous or overlaps `data`; TypeError for another element
+        type, or for what is no array; for CUDA arrays also as :meth:`encode`.
         """
         found = operand(out, "out", stream)
         if not isinstance(found, Memory):

@@ -49,8 +49,9 @@ class Kit:
     def fit(self, strategy: Any, folder: Path, model: Any = None, **options: Any) -> tuple[Any, Any]:
         """Trains a model, and returns it with the trainer."""
         model = self.model() if model is None else model
+        validated = options.pop("validated", False)
         trainer = self.trainer(strategy, folder, **options)
-        trainer.fit(model, loader(), options.pop("val", None))
+        trainer.fit(model, loader(), loader() if validated else None)
         return model, trainer
 
 

@@ -33,7 +33,16 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
     "bf16-true": ({}, {"precision": "bf16-true"}),
     "unused": ({"unused": True}, {}),
+    "validated": ({}, {"validated": True, "num_sanity_val_steps": 1, "max_epochs": 2}),
+    "validated within the epoch": ({}, {"validated": True, "val_check_interval": 2, "max_steps": 5}),
+    "validated where gradients accumulate": (
+        {"optimizer": "momentum"},
+        {"validated": True, "val_check_interval": 3, "accumulate_grad_batches": 2, "max_steps": 2},
+    ),
 }
+
+#: The same with Fabric: batches that accumulate, and after how many of them each rank evaluates.
+FABRIC = {"fabric": (1, 99), "fabric, evaluated": (1, 7), "fabric, evaluated and trained": (2, 2)}
 
 Case = Callable[[int, Kit, Path], Any]
 
@@ -47,9 +56,13 @@ def run(rank: int, namespace: str, cases: list[str]) -> dict[str, Any]:
         folder = Path(text)
         for name in PARITY:
             found[f"ddp: {name}"] = parity(kit, folder, name, "ddp_find_unused_parameters_true")
+        for name in FABRIC:
+            found[f"ddp: {name}"] = fabric_parity(kit, name, "ddp")
         dist.destroy_process_group()
         for name in PARITY:
             found[name] = parity(kit, folder, name, kit.strategy(find_unused_parameters=name == "unused"))
+        for name in FABRIC:
+            found[name] = fabric_parity(kit, name, kit.fabric_strategy())
         for name in cases:
             torch.manual_seed(rank)
             try:
@@ -73,6 +86,29 @@ def parity(kit: Kit, folder: Path, name: str, strategy: Any) -> tuple[bytes, boo
     # With manual optimization Lightning's DDP does not broadcast buffers.
     found = weights(trained) if trained.automatic_optimization else parameters(trained)
     return found.numpy().tobytes(), bool(logged.get("gmin", 0) == logged.get("gmax", 0))
+
+
+def fabric_parity(kit: Kit, name: str, strategy: Any) -> tuple[bytes, bool]:
+    """As :func:`parity`."""
+    accumulated, evaluated = FABRIC[name]
+    fabric = kit.fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(4)
+    module = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for index, (x, y) in enumerate(fabric.setup_dataloaders(loader()), 1):
+        with fabric.no_backward_sync(model, enabled=index % accumulated != 0):
+            fabric.backward(torch.nn.functional.cross_entropy(model(x), y))
+        if index % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if index % evaluated == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+                model(x)
+            model.train()
+    return weights(module).numpy().tobytes(), True
 
 
 def calls() -> int:

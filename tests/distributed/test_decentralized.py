@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
-from bagua.errors import MismatchError
+from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
 from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
 from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
@@ -147,15 +147,51 @@ def weights_that_change_meanwhile_keep_the_change(rank: int) -> None:
 def a_graph_from_before_the_exchange_is_refused_afterwards(rank: int) -> None:
     if bagua.get_world_size() == 1:
         return
-    model, _ = wrapped(rank)
+    model, optimizer = wrapped(rank)
     value = loss(model, batch(rank, 0))
     value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(BaguaError, match=r"backward of model 'Net_.*weights have been replaced.*no_sync.*retain_graph"):
         value.backward()
+    # Another forward of the same step is before the exchange, too.
+    first, second = loss(model, batch(rank, 0)), loss(model, batch(rank, 1))
+    first.backward()
+    with pytest.raises(BaguaError, match="weights have been replaced"):
+        torch.autograd.grad(second, list(model.parameters()), allow_unused=True)
     value = loss(model, batch(rank, 0))
     with bagua.no_sync(model):
         value.backward(retain_graph=True)
     value.backward()
+    optimizer.step()
+    # In a step without an exchange nothing is replaced.
+    model, optimizer = wrapped(rank, DecentralizedAlgorithm(False, communication_interval=2))
+    train(model, optimizer, rank, 0)
+    value = loss(model, batch(rank, 1))
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def outputs_of_any_structure_are_guarded(rank: int) -> None:
+    if bagua.get_world_size() == 1:
+        return
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"losses": [(loss(self.net, x), 3)], "x": x, "nothing": None}
+
+    for wrapper in (False, True):
+        model: Any = Parts()
+        if wrapper:
+            model = bagua.data_parallel.DistributedDataParallel(model, algorithm=DecentralizedAlgorithm(False))
+        else:
+            model.with_bagua([sgd(model)], DecentralizedAlgorithm(False))
+        value = model(batch(rank, 0))["losses"][0][0]
+        value.backward(retain_graph=True)
+        with pytest.raises(BaguaError, match="weights have been replaced"):
+            value.backward()
 
 
 def a_run_resumes_to_the_bit(rank: int) -> None:
@@ -279,26 +315,20 @@ class _Breaks(torch.autograd.Function):
         raise ArithmeticError("broken off")
 
 
-def a_backward_that_broke_off_ends_its_step(rank: int) -> None:
+def a_step_whose_backward_broke_off_goes_on_with_the_next_forward(rank: int) -> None:
     size = bagua.get_world_size()
-    # The result of the exchange is dropped where the backward broke off, and taken over elsewhere.
     for broken in (range(size), range(1)):
         model, optimizer = wrapped(rank)
         ranks = simulated()
-        if rank in broken:
-            with pytest.raises(ArithmeticError):
-                loss(model, _Breaks.apply(batch(rank, 0).requires_grad_())).backward()
-            optimizer.zero_grad()
-        else:
-            train(model, optimizer, rank, 0)
-        before = {name: ranks.values(name) for name, _ in model.named_parameters()}
-        ranks.train(0, stepping=[r for r in range(size) if r not in broken])
-        for name, values in before.items():
-            ranks.put(name, [values[r] if r in broken else after for r, after in enumerate(ranks.values(name))])
-        for step in (1, 2):
+        for step in range(3):
+            for _ in range(step if rank in broken else 0):
+                with pytest.raises(ArithmeticError):
+                    loss(model, _Breaks.apply(batch(rank, step).requires_grad_())).backward()
+                optimizer.zero_grad()
             train(model, optimizer, rank, step)
             ranks.train(step)
             assert_equals(model, ranks, rank, f"broken on {list(broken)}, step {step}")
+        assert model.bagua_ddp.step == 2
 
 
 def a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment(rank: int) -> None:
@@ -415,13 +445,14 @@ CASES: list[Case] = [
     a_second_backward_of_a_step_communicates_nothing,
     weights_that_change_meanwhile_keep_the_change,
     a_graph_from_before_the_exchange_is_refused_afterwards,
+    outputs_of_any_structure_are_guarded,
     a_run_resumes_to_the_bit,
     options_that_differ_are_a_mismatch_and_the_group_lives_on,
     gradients_accumulate_under_no_sync,
     unused_parameters_travel_and_frozen_ones_do_not,
     a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer,
     two_models_with_one_algorithm_object_train_in_turn,
-    a_backward_that_broke_off_ends_its_step,
+    a_step_whose_backward_broke_off_goes_on_with_the_next_forward,
     a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment,
     memory_with_gaps_and_memory_that_moved_is_averaged,
     an_overflow_makes_one_rank_skip_alone,

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("lightning", reason="lightning is not installed: make setup")
 pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: make setup")
 
-from tests.distributed.lightning_ranks import CASES, PARITY, run
+from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, run
 from tests.world import ROOT, World
 
 #: The second name has the same code: a part of the cases shows that it runs there.
@@ -29,7 +29,7 @@ def outcomes(namespace: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize("name", [*PARITY, *FABRIC])
 @pytest.mark.parametrize("namespace", ["lightning", "pytorch_lightning"])
 def test_a_training_is_bitwise_that_of_ddp(namespace: str, name: str) -> None:
     for found in outcomes(namespace):

@@ -264,18 +264,12 @@ def test_an_option_out_of_its_range_is_a_value_error(name: str, options: dict[st
 
 
 @pytest.mark.parametrize("name", ["top_k", "random_k"])
-def test_more_elements_to_keep_than_there_are_is_a_value_error(name: str) -> None:
+def test_where_there_are_fewer_elements_than_shall_be_kept_all_are(name: str) -> None:
     codec = bagua.Codec(name, k=6)
-    x = np.zeros(10, np.float32)
-    codec.encode(x)
-    for call in (
-        lambda: codec.encode(x, chunks=2),
-        lambda: codec.encoded_bytes(10, chunks=2),
-        lambda: codec.encoded_bytes(5),
-        lambda: codec.decode(bytes(64), x, chunks=2),
-    ):
-        with pytest.raises(ValueError, match="k=6"):
-            call()
+    x = np.arange(1, 11, dtype=np.float32)
+    for chunks in (2, 5):
+        assert codec.encoded_bytes(10, chunks=chunks) == bagua.Codec(name, k=1.0).encoded_bytes(10, chunks=chunks)
+        assert np.array_equal(codec.decode(codec.encode(x, chunks=chunks), np.empty_like(x), chunks=chunks), x)
 
 
 def test_lengths_and_chunks_that_do_not_fit_are_value_errors() -> None:

@@ -1,4 +1,6 @@
-"""Every change that ``import bagua.torch_api`` makes to torch: members added to tensors, modules and process groups."""
+"""Every change that ``import bagua.torch_api`` makes to torch: members added to tensors, modules and process groups,
+and hooks on the steps of optimizers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from .communication import bagua_patch, to_bagua_process_group
 from .distributed import BaguaModule
 from .model_engine.patched import hidden_forward_hooks
+from .model_engine.steps import follow_others
 from .process_group import AnyCommunicator, ProcessGroup
 from .tensor import BaguaTensor
 
@@ -23,6 +26,7 @@ def apply() -> None:
     _patch_module()
     _patch_process_group()
     _patch_script()
+    follow_others()
 
 
 def _patch_tensor() -> None:

@@ -284,7 +284,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._buffers is not None:
             self._buffers.move_back()
 
-    def forward_ends(self, bagua_ddp: WrappedModel) -> None:
+    def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
         """After a forward with gradients the lock is kept for its backward, for a second."""
         if self._averager is None:
             return
@@ -323,7 +323,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Counts the steps of the first optimizer."""
 
         def stepped(optimizer: torch.optim.Optimizer) -> None:
-            first = bagua_ddp.bagua_optimizers[0] is optimizer
+            first = bool(bagua_ddp.bagua_optimizers) and bagua_ddp.bagua_optimizers[0] is optimizer
             self._steps += first
             if first and self._averager is not None:
                 self._averager.count_step()

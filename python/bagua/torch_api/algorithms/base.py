@@ -121,8 +121,14 @@ class AlgorithmImpl:
         optimizer was never called.
         """
 
+    def drop(self, bagua_ddp: WrappedModel) -> bool:
+        """Called instead of :meth:`before_step` when the model was collected, at another moment on each rank: waits for
+        what this rank has begun, and begins nothing. Whether something was left undone.
+        """
+        return False
+
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of one of the model's optimizers."""
+        """Called before each step of an optimizer that holds parameters of the model, given to it or not."""
 
     def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
         """Called after each such step, also when it raised: then when nobody keeps the exception any more."""
@@ -130,8 +136,8 @@ class AlgorithmImpl:
     def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
         """Called last before each forward, evaluation too. ``with_grad``: in training, with gradients enabled."""
 
-    def forward_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called after each forward, also when it raised."""
+    def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
+        """Called after each forward with what it returned, also when it raised: then with None."""
 
     def backward_begins(self, bagua_ddp: WrappedModel) -> None:
         """Called at the first gradient of each backward, also under ``no_sync``."""
@@ -183,7 +189,7 @@ class AlgorithmImpl:
         return bagua_ddp.exchange.finish
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Called with the optimizer after each of its steps."""
+        """Called with the optimizer after each step of one that holds parameters of the model, given to it or not."""
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
             pass

@@ -9,6 +9,7 @@ Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). ``docs/algorithms.md`` has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
+from ..model_engine.steps import parameters_of
 from ..model_engine.weights import WeightAverage, WeightUpdate, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from .base import (
@@ -59,6 +61,8 @@ class _WeightsAlgorithmImpl(AlgorithmImpl):
 class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     """One bucket per dtype, averaged with peers during each step's forward and backward."""
 
+    hears_forward_and_backward = True
+
     def __init__(
         self,
         process_group: ProcessGroup,
@@ -79,6 +83,11 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightAverage:
         """The weights."""
         return WeightAverage(bagua_ddp.backend, bagua_ddp.bagua_module_name, bagua_ddp.bagua_build_params())
+
+    def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
+        """Guards a graph that this step's exchange may outdate."""
+        assert isinstance(bagua_ddp.exchange, WeightAverage)
+        bagua_ddp.exchange.guard(output)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """One bucket per dtype: all weights are there when a step begins, so that smaller ones could go no earlier."""
@@ -114,7 +123,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         """
         parameters = bagua_ddp.bagua_build_params()
         check_floating(parameters)
-        stepped = {id(param) for optimizer in bagua_ddp.bagua_optimizers for param in _parameters_of(optimizer)}
+        stepped = {id(param) for optimizer in bagua_ddp.bagua_optimizers for param in parameters_of(optimizer)}
         missing = [name for name, param in parameters if id(param) not in stepped]
         if missing:
             raise ValueError(
@@ -123,7 +132,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
             )
         codec = raw_codec(self.compression)
         names = {id(param): name for name, param in parameters}
-        for bucket in bucketing.split([param for _, param in parameters], bagua_ddp.bucket_size):
+        for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
             try:
                 if codec is not None:
                     codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
@@ -132,14 +141,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightUpdate:
         """The weights."""
-        parameters = bagua_ddp.bagua_build_params()
-        own = {id(param) for _, param in parameters}
-        optimizers = [
-            optimizer
-            for optimizer in bagua_ddp.bagua_optimizers
-            if any(id(param) in own for param in _parameters_of(optimizer))
-        ]
-        self._exchange = WeightUpdate(bagua_ddp.backend, bagua_ddp.bagua_module_name, parameters, optimizers)
+        self._exchange = WeightUpdate(
+            bagua_ddp.backend,
+            bagua_ddp.bagua_module_name,
+            bagua_ddp.bagua_build_params(),
+            bagua_ddp.bagua_optimizers,
+        )
         return self._exchange
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
@@ -156,10 +163,14 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         if self._exchange is not None:
             self._exchange.communicate_due()
 
+    def drop(self, bagua_ddp: WrappedModel) -> bool:
+        """Whether the last step should have been communicated."""
+        return self._exchange is not None and self._exchange.drop()
+
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Takes over what was sent already, before an optimizer that was expected to skip its step changes it."""
         if self._exchange is not None:
-            self._exchange.before_optimizer_step()
+            self._exchange.before_optimizer_step(optimizer)
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
         """Communicates the weights after the last optimizer of the step."""
@@ -170,10 +181,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         kinds = ("weight", "left_peer_weight", "right_peer_weight")
         return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {kind: f"_{kind}" for kind in kinds})
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 class DecentralizedAlgorithm(Algorithm):

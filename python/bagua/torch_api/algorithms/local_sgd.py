@@ -35,7 +35,7 @@ from bagua.codecs import Compression, raw_codec
 from ..bucket import BaguaBucket
 from ..model_engine.backend import Backend
 from ..model_engine.exchange import Exchange
-from ..model_engine.weights import gradients_are_finite
+from ..model_engine.steps import AwaitedSteps
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
@@ -143,8 +143,8 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
         self.error_feedback = error_feedback
         # A round is due, and this rank has not sent its part.
         self._due = False
-        # Optimizers that are to step before this rank sends its part.
-        self._awaited: list[torch.optim.Optimizer] = []
+        # Which optimizers are to step before this rank sends its part; as old as the exchange.
+        self._steps: AwaitedSteps | None = None
         # The wait for rank 0's buffers, from when this rank sent its part until the weights have changed.
         self._receive_buffers: Callable[[], None] | None = None
         # Number of the last step that had a round: a second backward of the same step brings no second one.
@@ -164,10 +164,12 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> OuterExchange:
         """The differences to the weights of the last round, which are now those that all ranks begin with."""
+        name, parameters = bagua_ddp.bagua_module_name, bagua_ddp.bagua_build_params()
+        self._steps = AwaitedSteps(name, [param for _, param in parameters], bagua_ddp.bagua_optimizers)
         return OuterExchange(
             bagua_ddp.backend,
-            bagua_ddp.bagua_module_name,
-            bagua_ddp.bagua_build_params(),
+            name,
+            parameters,
             self.outer_lr,
             self.outer_momentum,
             self.nesterov,
@@ -194,12 +196,11 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
         def hook() -> None:
             ddp = self.bagua_ddp
-            if not self.communicates(ddp.step) or ddp.step == self._last_round:
-                return
-            self._due = True
-            holders = self._holders(ddp)
-            self._awaited = [optimizer for optimizer in holders if gradients_are_finite(optimizer)]
-            if holders and not self._awaited:
+            becomes_due = self.communicates(ddp.step) and ddp.step != self._last_round
+            assert self._steps is not None
+            none_follows = self._steps.backward_ended(looks_at_gradients=becomes_due)
+            self._due = self._due or becomes_due
+            if none_follows:
                 self._start(ddp)
 
         return hook
@@ -208,17 +209,17 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
         """The round, after the last optimizer's step."""
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
-            if not self._due or not any(optimizer is awaited for awaited in self._awaited):
-                return
-            self._awaited = [awaited for awaited in self._awaited if awaited is not optimizer]
-            if not self._awaited:
+            assert self._steps is not None
+            if self._steps.is_last(optimizer) and self._due:
                 self.before_step(self.bagua_ddp)
+                self._steps.communicated()
 
         return hook
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Ends a round that this rank has sent its part of: the optimizer steps in spite of its gradients."""
-        if self._receive_buffers is not None and any(optimizer is holder for holder in self._holders(bagua_ddp)):
+        assert self._steps is not None
+        if self._steps.begins(optimizer) and self._receive_buffers is not None:
             self._finish(bagua_ddp)
 
     def before_step(self, bagua_ddp: WrappedModel) -> None:
@@ -228,14 +229,13 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
         if self._receive_buffers is not None:
             self._finish(bagua_ddp)
 
-    def _holders(self, ddp: WrappedModel) -> list[torch.optim.Optimizer]:
-        """The optimizers that hold parameters of the model."""
-        ours = {id(param) for _, param in ddp.bagua_build_params()}
-        return [
-            optimizer
-            for optimizer in ddp.bagua_optimizers
-            if any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
-        ]
+    def drop(self, bagua_ddp: WrappedModel) -> bool:
+        """Whether a round was due."""
+        if self._receive_buffers is not None:
+            receive_buffers, self._receive_buffers = self._receive_buffers, None
+            bagua_ddp.backend.wait_pending_comm_ops()
+            receive_buffers()
+        return self._due
 
     def _start(self, ddp: WrappedModel) -> None:
         # First: after a failure the group is of no more use, and the state can still be saved.

@@ -165,10 +165,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return self.module(*inputs, **kwargs)
         if not self._before_forward(inputs):
             return self.module(*inputs, **kwargs)
+        output = None
         try:
-            return self.module(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+            return output
         finally:
-            call_after_forward(lambda: self._engine)
+            call_after_forward(lambda: self._engine, output)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, inputs: Any) -> bool:

@@ -28,6 +28,7 @@ class WrapperEngine(ModelEngine):
         comm_hook: tuple[Any, CommHook] | None = None,
         cap: int | None = None,
         static_graph: bool = False,
+        evaluates_together: bool = False,
         **options: Any,
     ) -> None:
         # The wrapper, which torch's Join tells that its ranks have uneven inputs.
@@ -41,6 +42,9 @@ class WrapperEngine(ModelEngine):
         self.divide_by_initial_world_size = True
         # Whether the last forward with gradients was to be communicated.
         self._armed = True
+        #: Every rank evaluates: rank 0's buffers travel before a forward in evaluation too, as with torch's DDP.
+        #: Without it one rank may evaluate alone.
+        self.evaluates_together = evaluates_together
         #: Whether the last training forward was outside no_sync: then the next one begins with the buffers of one rank.
         self.synchronized = True
         super().__init__(*args, **options)
@@ -50,6 +54,7 @@ class WrapperEngine(ModelEngine):
     def options(self) -> dict[str, Any]:
         """See :meth:`ModelEngine.options`."""
         own = {"owner": self._owner, "cap": self._cap, "static_graph": self._static_graph}
+        own["evaluates_together"] = self.evaluates_together
         return {**super().options(), **own, "comm_hook": self._comm_hook}
 
     def _trains(self, module: torch.nn.Module) -> bool:
@@ -64,6 +69,12 @@ class WrapperEngine(ModelEngine):
             elif not self._in_step:
                 self._armed = False
         super().before_forward(module, inputs)
+        # Where the ranks' weights differ, each has the buffers that belong to its own.
+        if self.evaluates_together and not self._trains(module) and self.exchange.needs_gradients:
+            # As torch's DDP: they travel once after a training forward outside no_sync.
+            before, self.synchronized = self.synchronized, False
+            if before:
+                self.send_buffers()
 
     def _backward_communicates(self) -> bool:
         return self._armed

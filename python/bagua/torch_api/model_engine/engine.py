@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from threading import get_ident
@@ -25,6 +26,7 @@ from . import bucketing
 from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
 from .sparse import sparse_parameters
+from .steps import follow_given, parameters_of
 
 # The wrapped model that communicates a parameter's gradient.
 _owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = torch_state().gradient_owners
@@ -55,10 +57,10 @@ def call_before_forward(ddp: Callable[[], ModelEngine | None], module: torch.nn.
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def call_after_forward(ddp: Callable[[], ModelEngine | None]) -> None:
+def call_after_forward(ddp: Callable[[], ModelEngine | None], output: Any) -> None:
     """:meth:`ModelEngine.after_forward` of an engine that may have ended."""
     if (present := ddp()) is not None:
-        present.after_forward()
+        present.after_forward(output)
 
 
 def name_of(module: torch.nn.Module) -> str:
@@ -114,20 +116,6 @@ class Progress(NamedTuple):
     next_step: int = 0
     #: Training forwards up to the last completed step.
     forwards: int = 0
-
-
-class _StepArguments(dict[str, Any]):
-    """The keyword arguments of an optimizer's step. They last as long as the step, of whose end torch tells nobody when
-    it raises.
-    """
-
-    def __init__(self, ddp: ModelEngine, arguments: Any) -> None:
-        super().__init__(arguments)
-        self._ddp = weakref.ref(ddp)
-
-    def __del__(self) -> None:
-        if (ddp := self._ddp()) is not None:
-            ddp.bagua_algorithm.optimizer_step_ends(ddp)
 
 
 class ModelEngine:
@@ -193,6 +181,7 @@ class ModelEngine:
         self._communicator = communicator
 
         self._tracked = self.bagua_build_params()
+        self._tracked_ids = {id(param) for _, param in self._tracked}
         self._agree(module, algorithm)
         self._unchanged = Tracked(name, self._tracked)
         self.backend = backends.Backend(name, process_group)
@@ -306,25 +295,29 @@ class ModelEngine:
             self._handles.append(_GradHook(self, name, param).handle)
             _owners[param] = weakref.ref(self)
         self._hook_forward(module)
-        this = weakref.ref(self)
+        self._handles += follow_given(self, self.bagua_optimizers)
 
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (ddp := this()) is not None:
-                if optimizer is ddp.bagua_optimizers[0]:
-                    ddp.progress = Progress(ddp.progress.steps + 1, ddp.step + 1, ddp.bagua_train_step_counter)
-                ddp._post_step_hook(optimizer)
+    def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds parameters that this engine communicates for."""
+        return bool(self._handles) and any(id(param) in self._tracked_ids for param in parameters_of(optimizer))
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            if (ddp := this()) is None:
-                return None
-            ddp._check_step(optimizer)
-            ddp.bagua_algorithm.before_optimizer_step(ddp, optimizer)
-            heard = ddp.bagua_algorithm.hears_forward_and_backward
-            return (args, _StepArguments(ddp, kwargs)) if heard else None
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Before each step of an optimizer. Whether :meth:`optimizer_returned` has to be called."""
+        # torch's DDP, which is given no optimizers, allows a step without a backward.
+        if not self.exchange.needs_gradients or any(optimizer is given for given in self.bagua_optimizers):
+            self._check_step(optimizer)
+        self.bagua_algorithm.before_optimizer_step(self, optimizer)
+        return self.bagua_algorithm.hears_forward_and_backward
 
-        for optimizer in self.bagua_optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(before_step))
-            self._handles.append(optimizer.register_step_post_hook(after_step))
+    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """After each step of an optimizer that did not raise."""
+        if self.bagua_optimizers and optimizer is self.bagua_optimizers[0]:
+            self.progress = Progress(self.progress.steps + 1, self.step + 1, self.bagua_train_step_counter)
+        self._post_step_hook(optimizer)
+
+    def optimizer_returned(self) -> None:
+        """After each step of an optimizer, also when it raised."""
+        self.bagua_algorithm.optimizer_step_ends(self)
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         """Arranges that the methods below are called; nothing where the owner does so."""
@@ -339,7 +332,7 @@ class ModelEngine:
             self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
         if self._in_backward:
-            self._end_broken_step()
+            self._end_broken_backward()
         self._unchanged.check(self.bagua_build_params(), may_go=self.find_unused_parameters)
         self.bagua_train_step_counter += 1
         counts = self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -374,15 +367,23 @@ class ModelEngine:
         """Whether a gradient that comes now is communicated; otherwise it only accumulates."""
         return self.require_backward_grad_sync
 
-    def after_forward(self) -> None:
-        """After each forward for which :meth:`before_forward` did something."""
+    def after_forward(self, output: Any) -> None:
+        """After each forward for which :meth:`before_forward` did something; ``output`` is None when it raised."""
         if torch._C._current_graph_task_id() == -1:
-            self.bagua_algorithm.forward_ends(self)
+            self.bagua_algorithm.forward_ends(self, output)
 
     def after_any_backward(self) -> None:
         """A backward is over, however it ended."""
         self._in_any_backward = False
         self.bagua_algorithm.backward_ends(self)
+
+    def _end_broken_backward(self) -> None:
+        """The last backward raised half-way. Where weights travel, the step goes on with another one: what the other
+        ranks have communicated in it, or will, this rank communicates once, too.
+        """
+        if self.exchange.needs_gradients:
+            self._end_broken_step()
+        self._in_backward = False
 
     def _end_broken_step(self) -> None:
         """Ends a step whose backward raised or never came."""
@@ -506,17 +507,21 @@ class ModelEngine:
         finally:
             self.require_backward_grad_sync = before
 
-    def close(self, *, at_exit: bool = False) -> None:
+    def close(self, *, at_exit: bool = False, collected: bool = False) -> None:
         """Removes every hook and ends the engine. The model stays as it is and trains alone. May be called twice.
 
         What the last step began or left undone is communicated first, as the other ranks wait for it; ``at_exit`` an
-        open step is cut off.
+        open step is cut off. Where the model was ``collected``, which each rank does at a moment of its own, what was
+        begun comes to its end, and nothing begins.
         """
+        undone = False
         # An error of the group was raised where it happened, or will be where the group is used next.
         with contextlib.suppress(BaguaError, ValueError):
+            if self.bagua_buckets and collected:
+                undone = self.bagua_algorithm.drop(self)
             if self._in_step and not at_exit:
                 self._end_broken_step()
-            if self.bagua_buckets:
+            if self.bagua_buckets and not collected:
                 self.bagua_algorithm.before_step(self)
         for handle in self._handles:
             handle.remove()
@@ -531,11 +536,18 @@ class ModelEngine:
         self.bagua_buckets = []
         self.bagua_algorithm.end()
         backends.release(self.backend)
+        if undone:
+            warnings.warn(
+                f"model {self.bagua_module_name!r} was collected before the ranks communicated its last step: their "
+                "weights differ; call model.bagua_algorithm.state_dict() on all ranks after the last step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def __del__(self) -> None:
         # Absent when the constructor refused its arguments.
         if hasattr(self, "backend"):
-            self.close()
+            self.close(collected=True)
 
 
 def _at_end_of_backward(callback: Any) -> None:

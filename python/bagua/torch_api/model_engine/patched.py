@@ -65,7 +65,7 @@ class _AfterForwardHook:
 
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not is_recorded():
-            call_after_forward(self._ddp)
+            call_after_forward(self._ddp, output)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _unwrapped_after

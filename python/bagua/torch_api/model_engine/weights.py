@@ -13,17 +13,21 @@ Two ways, for two kinds of algorithms:
   waits for it, so nobody else writes.
 
 Both raise the version counters of the parameters that they write: a graph that saved weights before (a second backward
-with ``retain_graph=True``) raises torch's error about in-place changes, instead of silently using other weights.
-``no_sync()`` around all but the last backward avoids that.
+with ``retain_graph=True``) raises torch's error about in-place changes, instead of silently using other weights; a
+graph of the model's output under :class:`WeightAverage` one of ours. ``no_sync()`` around all but the last backward
+avoids that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bagua.errors import BaguaError
 
@@ -32,6 +36,7 @@ from ..places import Place
 from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
 from .backend import Backend
 from .exchange import Exchange
+from .steps import AwaitedSteps
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -55,19 +60,6 @@ class _Constant:
 
     def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._tensor
-
-
-def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """False where GradScaler finds an overflow, and skips the optimizer."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            values = grad._values() if grad.is_sparse else grad
-            if not bool(torch.isfinite(values).all()):
-                return False
-    return True
 
 
 @dataclass
@@ -99,12 +91,12 @@ class WeightTensors(Exchange):
         self._slots: list[_Slot] = []
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors, in the model's order.
+        """The parameters as Bagua tensors, the last of the model first.
 
         The effective tensor is the parameter itself; of one whose memory has gaps or lazy values, a copy without.
         """
         tensors = []
-        for name, param in self._parameters:
+        for name, param in reversed(self._parameters):
             getter = _itself
             if is_lazy_value(param) or layout_of(param) != param.stride():
                 getter = _Constant(resolved(param.detach()).clone(memory_format=torch.contiguous_format))
@@ -153,6 +145,8 @@ class WeightAverage(WeightTensors):
         self._averaged: list[_Averaged] = []
         # Communicated since the step's first forward, and not taken over yet.
         self._begun = False
+        # How often the weights were replaced.
+        self._taken_over = 0
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """See :meth:`WeightTensors.bind`."""
@@ -186,6 +180,7 @@ class WeightAverage(WeightTensors):
             return
         self._begun = False
         self._backend.wait_pending_comm_ops()
+        self._taken_over += 1
         same: list[_Averaged] = []
         changed: list[_Averaged] = []
         for entry in self._averaged:
@@ -196,8 +191,25 @@ class WeightAverage(WeightTensors):
             for entry in changed:
                 entry.slot.param.add_(entry.mean - entry.copy)
 
+    def guard(self, output: Any) -> None:
+        """A backward of this output of the model must begin before the weights are replaced: BaguaError otherwise."""
+        this, before = weakref.ref(self), self._taken_over
+
+        def check(*_: Any) -> None:
+            exchange = this()
+            if exchange is not None and exchange._taken_over != before:
+                raise BaguaError(
+                    f"a backward of model {exchange._module_name!r} through a forward whose weights have been replaced:"
+                    " the first backward of a step ends with the average of the ranks' weights; add the losses up, or "
+                    "run all but the last backward under no_sync() (with retain_graph=True where they share a forward)"
+                )
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(check)
+
     def abandon(self) -> None:
-        """A backward never came to its end: waits for the exchange, as the peers do, and drops its result."""
+        """The step ends without its backward: waits for the exchange, as the peers do, and drops its result."""
         if not self._begun:
             return
         self._begun = False
@@ -207,7 +219,7 @@ class WeightAverage(WeightTensors):
 
 
 class WeightUpdate(WeightTensors):
-    """Weights that are communicated between two steps, in place: after the last of ``optimizers`` has stepped with the
+    """Weights that are communicated between two steps, in place: after the last optimizer has stepped with the
     gradients of a step's backward, or before the next step when one of them did not.
     """
 
@@ -219,13 +231,12 @@ class WeightUpdate(WeightTensors):
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         super().__init__(backend, module_name, parameters)
-        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        #: Which optimizers the weights wait for.
+        self.steps = AwaitedSteps(module_name, [param for _, param in parameters], optimizers)
         # A step that communicates has begun, and its backward has not ended.
         self._open = False
         # Its backward has ended, and the weights have not been communicated since.
         self._due = False
-        # Those of the optimizers that have stepped since that backward, by id.
-        self._stepped: set[int] = set()
         # What was handed to the engine and not taken over: each parameter, and its copy if it is not in place.
         self._sent: list[tuple[_Slot, torch.Tensor | None]] = []
 
@@ -239,33 +250,32 @@ class WeightUpdate(WeightTensors):
         Where each of them will skip its step, as GradScaler does where gradients are not finite, this rank sends its
         part at once, without a wait: no other rank waits for its next forward then.
         """
-        if not self._open:
-            return
+        none_follows = self.steps.backward_ended(looks_at_gradients=self._open)
+        self._due = self._due or self._open
         self._open = False
-        self._due = True
-        self._stepped = set()
-        if self._optimizers and not any(gradients_are_finite(optimizer) for optimizer in self._optimizers.values()):
-            self._start()
+        if none_follows:
+            self._start(waits=False)
 
     def abandon(self) -> None:
-        """The same: the peers communicate after this step, and wait for this rank."""
-        self.finish()
+        """The peers communicate after this step, and wait for this rank."""
+        self._due = self._due or self._open
+        self._open = False
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped; after the last one the weights are communicated. Collective then."""
-        self._stepped.add(id(optimizer))
-        if self._stepped >= self._optimizers.keys():
+        if self.steps.is_last(optimizer) and self._due:
             self.communicate_due()
+            self.steps.communicated()
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes over what was sent after the backward: an optimizer steps in spite of its gradients."""
-        if self._sent:
+        if self.steps.begins(optimizer) and self._sent:
             self.communicate_due()
 
     def communicate_due(self) -> None:
         """Communicates the weights, if a step's backward has ended since the last time. Collective then."""
         if self._due:
-            self._start()
+            self._start(waits=True)
         if not self._sent:
             return
         self._backend.wait_pending_comm_ops()
@@ -277,11 +287,10 @@ class WeightUpdate(WeightTensors):
         for slot in self._slots:
             torch.autograd.graph.increment_version(slot.param)
 
-    def _start(self) -> None:
+    def _start(self, *, waits: bool) -> None:
         """Hands the weights to the engine. Copies of them, until they are taken over, except where a wait follows at
         once: a rank that goes on may read its weights meanwhile.
         """
-        waits = self._stepped >= self._optimizers.keys() and bool(self._optimizers)
         self._due = False
         with torch.no_grad():
             for slot in self._slots:
@@ -289,3 +298,10 @@ class WeightUpdate(WeightTensors):
                 values = slot.like if copy is None else copy
                 self._sent.append((slot, copy))
                 self._backend.mark_ready(slot.number, values)
+
+    def drop(self) -> bool:
+        """The model was collected: waits for what was sent, and sends nothing. Whether an exchange was due."""
+        if self._sent:
+            self._sent = []
+            self._backend.wait_pending_comm_ops()
+        return self._due

@@ -167,13 +167,19 @@ fn other_element_types_are_refused() {
 }
 
 #[test]
-fn a_number_of_elements_to_keep_must_be_there() {
+fn a_number_to_keep_above_the_elements_keeps_all_of_them() {
     for name in ["top_k", "random_k"] {
         let codec = make(name, &[("k", CodecOption::Int(5))]).unwrap();
-        assert!(matches!(codec.check_count(4), Err(Error::InvalidArgument(_))));
-        codec.check_count(5).unwrap();
-        codec.check_count(0).unwrap();
         assert_eq!(codec.record_len(0, DType::F32), 0);
+        let elements: Vec<u8> = [3.0_f32, -1.0, 0.5, 8.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        codec.check_count(4).unwrap();
+        let mut record = vec![0; codec.record_len(4, DType::F32)];
+        assert_eq!(record.len(), codec.record_len(5, DType::F32).min(32));
+        let encoded = codec.encode(DType::F32, &elements, &mut record, 0, &mut Scratch::default());
+        assert!(matches!(encoded, Encoded::Finite));
+        let mut decoded = vec![1; 16];
+        codec.decode(DType::F32, &record, &mut decoded).unwrap();
+        assert_eq!(decoded, elements, "{name}");
         assert!(matches!(codec.check_count(1 << 32), Err(Error::InvalidArgument(_))));
     }
 }

@@ -14,7 +14,7 @@ const PLACE: usize = size_of::<u32>();
 pub(super) enum Kept {
     /// ceil(share * count), in (0, 1].
     Share(f64),
-    /// As many whatever the count is; at least 1.
+    /// As many whatever the count is, at least 1; all elements where there are fewer, as in the last bucket of a model.
     Number(usize),
 }
 
@@ -52,15 +52,7 @@ impl Kept {
     }
 
     /// The check of [`Codec::check_count`].
-    pub(super) fn check(self, codec: &str, count: usize) -> Result<()> {
-        if let Kept::Number(number) = self
-            && number > count
-            && count > 0
-        {
-            return Err(Error::InvalidArgument(format!(
-                "{codec} k={number}: more than the {count} elements of a chunk"
-            )));
-        }
+    pub(super) fn check(codec: &str, count: usize) -> Result<()> {
         if u32::try_from(count).is_err() {
             return Err(Error::InvalidArgument(format!("{codec} cannot number {count} elements with 32 bits")));
         }

@@ -71,7 +71,7 @@ impl Codec for RandomK {
     }
 
     fn check_count(&self, count: usize) -> Result<()> {
-        self.kept.check(self.name(), count)
+        Kept::check(self.name(), count)
     }
 
     fn record_len(&self, count: usize, dtype: DType) -> usize {

@@ -40,7 +40,7 @@ impl Codec for TopK {
     }
 
     fn check_count(&self, count: usize) -> Result<()> {
-        self.kept.check(self.name(), count)
+        Kept::check(self.name(), count)
     }
 
     fn record_len(&self, count: usize, dtype: DType) -> usize {
