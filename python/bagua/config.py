@@ -248,7 +248,7 @@ def cuda_check() -> bool:
     return flag("BAGUA_CUDA_CHECK")
 
 
-_CUDA_COLLECTIVES = ("auto", "nccl", "ipc", "staged")
+_CUDA_COLLECTIVES = ("auto", "nccl", "staged")
 
 
 def cuda_collective() -> str:

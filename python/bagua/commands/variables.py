@@ -82,7 +82,7 @@ VARIABLES: dict[str, Variable] = {
     "BAGUA_AUTOTUNE_SERVER_WAIT_TIME": Variable("300", _integer()),
     "BAGUA_AUTOTUNE_WARMUP_TIME_S": Variable("30.0", _number),
     "BAGUA_CUDA_CHECK": Variable("0", _flag),
-    "BAGUA_CUDA_COLLECTIVE": Variable("auto", _one_of("auto", "nccl", "ipc", "staged")),
+    "BAGUA_CUDA_COLLECTIVE": Variable("auto", _one_of("auto", "nccl", "staged")),
     "BAGUA_DEFAULT_BUCKET_SIZE": Variable("10485760", _integer(1)),
     "BAGUA_ELASTIC": Variable(None, _book),
     "BAGUA_HEARTBEAT_TIMEOUT": Variable("5", _seconds),
