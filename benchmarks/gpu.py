@@ -45,7 +45,6 @@ WIDTH, LAYERS, BATCH = 4096, 6, 1024
 PARTS: tuple[tuple[str, int, dict[str, Any], dict[str, str], float], ...] = (
     ("codec", 1, {}, {}, 210.0),
     ("all_reduce", 2, {"collective": "staged"}, {"BAGUA_CUDA_COLLECTIVE": "staged"}, 60.0),
-    ("all_reduce", 2, {"collective": "ipc"}, {"BAGUA_CUDA_COLLECTIVE": "ipc"}, 50.0),
     ("late", 1, {"collective": "nccl"}, {"BAGUA_CUDA_COLLECTIVE": "nccl"}, 30.0),
     ("training", 1, {}, {"BAGUA_CUDA_COLLECTIVE": "nccl"}, 100.0),
 )
@@ -262,8 +261,6 @@ def all_reduce(options: dict[str, Any], device: Device) -> None:
         "what": f"all_reduce by {options['collective']}, {options['ranks']} ranks",
         "chunks": show_size(size),
     }
-    if options["collective"] == "ipc":
-        row["goal"] = 0.1
     x = torch.full((size // 4,), this_rank() + 1.0, device="cuda")
     try:
         api.allreduce_inplace(x, api.ReduceOp.AVG)

@@ -303,7 +303,7 @@ def cuda_check() -> bool:
 
 
 #: Values of BAGUA_CUDA_COLLECTIVE.
-CUDA_COLLECTIVES = ("auto", "nccl", "ipc", "staged")
+CUDA_COLLECTIVES = ("auto", "nccl", "staged")
 
 
 def cuda_collective() -> str:

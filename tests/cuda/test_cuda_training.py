@@ -107,9 +107,6 @@ BOTH: dict[str, Way] = {
     ),
 }
 
-#: By what buckets on devices are combined: `ipc` inside hosts, and staged between those.
-COLLECTIVES = {"BOTH": ("staged", "ipc"), "HIERARCHICAL": ("ipc",)}
-
 #: On two hosts of two ranks, first inside them.
 HIERARCHICAL: dict[str, Way] = {
     "gradient_allreduce": Way(lambda _: algorithms.GradientAllReduceAlgorithm(hierarchical=True), waits_not=True),
@@ -167,16 +164,10 @@ def train(rank: int, way: Way, place: str) -> list[torch.Tensor]:
     return found
 
 
-def ends_alike(rank: int, way: Way, collectives: Sequence[str]) -> None:
-    here = train(rank, way, "cpu")
-    for collective in collectives:
-        # The lanes of each model choose anew.
-        os.environ["BAGUA_CUDA_COLLECTIVE"] = collective
-        there = train(rank, way, "cuda")
-        assert same_bits(here, there), (
-            collective,
-            [(mine - other).abs().max().item() for mine, other in zip(here, there, strict=True) if mine.numel()],
-        )
+def ends_alike(rank: int, way: Way) -> None:
+    here, there = train(rank, way, "cpu"), train(rank, way, "cuda")
+    pairs = zip(here, there, strict=True)
+    assert same_bits(here, there), [(mine - other).abs().max().item() for mine, other in pairs if mine.numel()]
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
@@ -354,7 +345,7 @@ def run(rank: int, ways: str) -> dict[str, str]:
     """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
     torch.set_num_threads(1)
     cases: dict[str, Callable[[int], None]] = {
-        name: lambda rank, way=way: ends_alike(rank, way, COLLECTIVES[ways]) for name, way in globals()[ways].items()
+        name: lambda rank, way=way: ends_alike(rank, way) for name, way in globals()[ways].items()
     }
     more = TOGETHER if ways == "BOTH" else (trains_by_nccl_inside_hosts,)
     cases |= {case.__name__: case for case in more}
@@ -382,19 +373,21 @@ class Ended(NamedTuple):
         assert not texts, "\n".join([*texts, *(str(report["faults"]) for report in self.ranks.reports)])
 
 
+#: By staged the bits are those of the CPU.
+NAMED: dict[str, Any] = {"timeout": 240.0, "BAGUA_TIMEOUT": 30, "BAGUA_CUDA_COLLECTIVE": "staged"}
+
+
 @pytest.fixture(scope="module")
 def two(_driver_of_ranks: Path) -> Ended:
     ranks = Ranks(_driver_of_ranks)
-    return Ended(ranks(2, run, "BOTH", clean=False, timeout=240.0, BAGUA_TIMEOUT=30), ranks)
+    return Ended(ranks(2, run, "BOTH", clean=False, **NAMED), ranks)
 
 
 @pytest.fixture(scope="module")
 def four(_driver_of_ranks: Path) -> Ended:
     ranks = Ranks(_driver_of_ranks)
-    named = {"hosts": ((0, 1), (2, 3)), "timeout": 240.0, "BAGUA_TIMEOUT": 30, "BAGUA_CUDA_COLLECTIVE": "ipc"}
-    # By `ipc` all ranks have one device. Devices of their own reach none of the others.
-    named |= {"BAGUA_SIM_DEVICES": 4, "BAGUA_SIM_PEER": 0}
-    return Ended(ranks(4, run, "HIERARCHICAL", clean=False, **named), ranks)
+    hosts = ((0, 1), (2, 3))
+    return Ended(ranks(4, run, "HIERARCHICAL", clean=False, hosts=hosts, BAGUA_SIM_DEVICES=4, **NAMED), ranks)
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -16,9 +16,9 @@ TOO_FAR = """
 import sys
 import numpy as np
 from tests.cuda.kernel_cases import U64
-from tests.cuda.kernels_on_host import Kernels, placed, room
-source, base, out = placed(np.ones(100, np.uint16)), placed(np.ones(101, np.uint16)), room(2 * 101)
-Kernels(sys.argv[1]).launch("update_subtract_f16", (1,), source, base, out, U64(101))
+from tests.cuda.kernels_on_host import Kernels, placed
+replica, difference = placed(np.ones(101, np.uint16)), placed(np.ones(100, np.uint16))
+Kernels(sys.argv[1]).launch("update_ring_take_f16", (1,), replica, difference, U64(101))
 """
 
 #: Reads elements at an address that is not a multiple of their size.
@@ -26,9 +26,9 @@ OUT_OF_PLACE = """
 import sys
 import numpy as np
 from tests.cuda.kernel_cases import U64
-from tests.cuda.kernels_on_host import Kernels, placed, room
-source, base, out = placed(np.ones(100, np.uint16), 1), placed(np.ones(100, np.uint16)), room(2 * 100)
-Kernels(sys.argv[1]).launch("update_subtract_f16", (1,), source, base, out, U64(100))
+from tests.cuda.kernels_on_host import Kernels, placed
+replica, difference = placed(np.ones(100, np.uint16)), placed(np.ones(100, np.uint16), 1)
+Kernels(sys.argv[1]).launch("update_ring_take_f16", (1,), replica, difference, U64(100))
 """
 
 
@@ -66,7 +66,7 @@ def test_a_kernel_that_reads_too_far_is_found() -> None:
     ended = run("-c", TOO_FAR)
     assert ended.returncode != 0
     assert "heap-buffer-overflow" in ended.stderr
-    assert "update_subtract" in ended.stderr
+    assert "update_ring_take" in ended.stderr
 
 
 def test_a_kernel_that_reads_out_of_place_is_found() -> None:

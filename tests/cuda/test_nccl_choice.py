@@ -55,7 +55,7 @@ def test_auto_takes_nccl_where_each_rank_has_a_device_of_its_own(ranks: Ranks) -
             assert (stats["to_host_bytes"], stats["to_device_bytes"], stats["pinned_bytes"]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("version", "collective"), [(23000, "nccl"), (22900, "ipc")])
+@pytest.mark.parametrize(("version", "collective"), [(23000, "nccl"), (22900, "staged")])
 def test_ranks_share_a_device_where_they_are_told_to_and_nccl_can(ranks: Ranks, version: int, collective: str) -> None:
     variables = {"BAGUA_SIM_NCCL_VERSION": version, "NCCL_MULTI_RANK_GPU_ENABLE": 1}
     for _, stats in choose(ranks, own_device=False, **variables):
@@ -64,7 +64,7 @@ def test_ranks_share_a_device_where_they_are_told_to_and_nccl_can(ranks: Ranks, 
 
 def test_auto_does_without_nccl_where_it_does_not_load(ranks: Ranks) -> None:
     for _, stats in choose(ranks, BAGUA_LIBNCCL="/nowhere/libnccl.so.2"):
-        assert stats["collective"] == "ipc"
+        assert stats["collective"] == "staged"
         assert stats["why"].startswith("auto: libnccl (BAGUA_LIBNCCL=/nowhere/libnccl.so.2) does not load: ")
 
 

@@ -179,7 +179,7 @@ def test_events_know_whether_and_when(simulator: Simulator) -> None:
         inter_process = cuda.code("cuEventCreate", ctypes.byref(ctypes.c_void_p()), 4)
         return [*never, unrecorded, pending, time.value >= 0, without, destroyed, inter_process]
 
-    assert simulator(events).value == [0, 0, 400, 600, True, 400, 400, 1]
+    assert simulator(events).value == [0, 0, 400, 600, True, 400, 400, 801]
 
 
 def test_streams_know_their_properties(simulator: Simulator) -> None:

@@ -137,13 +137,13 @@ def test_ranks_with_different_wishes_are_told_on_all_ranks(ranks: Ranks) -> None
 
 def test_an_unknown_wish_is_refused_before_anything_is_sent(ranks: Ranks) -> None:
     for text, _, _ in ranks(2, wishes, ["fastest", "fastest"]):
-        assert text.startswith("ValueError: BAGUA_CUDA_COLLECTIVE='fastest' is none of auto, nccl, ipc, staged")
+        assert text.startswith("ValueError: BAGUA_CUDA_COLLECTIVE='fastest' is none of auto, nccl, staged")
 
 
 def test_the_stats_say_what_auto_took_and_why(ranks: Ranks) -> None:
     for text, stats, _ in ranks(2, wishes, ["auto", "auto"]):
         assert text == ""
-        assert (stats["collective"], stats["why"].split(":")[0]) == ("ipc", "auto")
+        assert (stats["collective"], stats["why"].split(":")[0]) == ("staged", "auto")
         assert set(stats) == {
             "collective",
             "why",
@@ -154,4 +154,4 @@ def test_the_stats_say_what_auto_took_and_why(ranks: Ranks) -> None:
             "pinned_bytes",
             "device_bytes",
         }
-        assert (stats["to_host_bytes"], stats["to_device_bytes"]) == (0, 0)
+        assert (stats["to_host_bytes"], stats["to_device_bytes"]) == (ONES.nbytes, ONES.nbytes)

@@ -66,7 +66,6 @@ def suites() -> list[Suite]:
         Suite("torch ddp", [f"{here}test_torch_ddp.py"], 300),
         Suite("staged values", [f"{here}test_staged.py"], 300, "bits_of_the_host"),
         Suite("staged order", [f"{here}test_staged.py"], 300, f"not ({ALONE} or bits_of_the_host)"),
-        Suite("ipc", [f"{here}test_ipc.py"], 300, f"not ({ALONE})"),
         Suite("training", [f"{here}test_training.py"], 300),
         Suite("nccl", [f"{here}test_nccl.py"], 200),
         Suite("codec", [f"{here}test_codec.py"], 200, f"not {large}"),
@@ -76,7 +75,7 @@ def suites() -> list[Suite]:
 
 def alone() -> list[Suite]:
     """Those that run by themselves, in the end."""
-    files = ["tests/gpu/test_torch.py", "tests/gpu/test_staged.py", "tests/gpu/test_ipc.py"]
+    files = ["tests/gpu/test_torch.py", "tests/gpu/test_staged.py"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.kernels"]
     return [Suite("time", files, 80, ALONE), Suite("sanitizer", sanitizer, 90, command=True)]
 

@@ -65,7 +65,7 @@ def chosen(rank: int) -> Any:
     return found["collective"], found["why"]
 
 
-@pytest.mark.parametrize(("size", "collective"), [(1, "nccl"), (2, "ipc")])
+@pytest.mark.parametrize(("size", "collective"), [(1, "nccl"), (2, "staged")])
 def test_what_is_chosen_for_one_rank_of_a_device_and_for_two(ranks: Ranks, size: int, collective: str) -> None:
     for found, why in ranks(size, chosen, BAGUA_CUDA_COLLECTIVE="auto"):
         assert (found, why.startswith("auto")) == (collective, True), why

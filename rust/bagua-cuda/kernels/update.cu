@@ -16,19 +16,6 @@ template <class E> struct Correct {
     }
 };
 
-// values - base.
-template <class E> struct Subtract {
-    __device__ __forceinline__ Vec operator()(const Vec (&in)[2], u32) const {
-        typedef typename E::Raw Raw;
-        Vec out = {{0, 0, 0, 0}};
-#pragma unroll
-        for (u32 i = 0; i < E::PER_VECTOR; i++) {
-            put<Raw>(out, i, E::store(minus(E::load(get<Raw>(in[0], i)), E::load(get<Raw>(in[1], i)))));
-        }
-        return out;
-    }
-};
-
 // values + difference.
 template <class E> struct Add {
     __device__ __forceinline__ Vec operator()(const Vec (&in)[2], u32) const {
@@ -63,11 +50,7 @@ template <class E> struct Difference {
     KERNEL update_correct_##name(u8 *weights, const u8 *average, const u8 *snapshot, u64 count) {                            \
         elementwise<E::Raw, 3>({{weights, average, snapshot}}, 3, weights, count, Correct<E>());                             \
     }                                                                                                                        \
-    EXPORT(update_correct_##name)                                                                                            \
-    KERNEL update_subtract_##name(const u8 *values, const u8 *base, u8 *out, u64 count) {                                    \
-        elementwise<E::Raw, 2>({{values, base}}, 2, out, count, Subtract<E>());                                              \
-    }                                                                                                                        \
-    EXPORT(update_subtract_##name)
+    EXPORT(update_correct_##name)
 
 #define RING(name, E)                                                                                                        \
     KERNEL update_ring_difference_##name(const u8 *weights, const u8 *left, const u8 *right, const u8 *own, u8 *out,         \

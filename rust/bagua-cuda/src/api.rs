@@ -28,11 +28,6 @@ pub(crate) type CUfunction = *mut c_void;
 /// An address in a device's memory.
 pub(crate) type CUdeviceptr = u64;
 
-/// Names memory or an event to other processes: `CUipcMemHandle` and `CUipcEventHandle`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
-
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) const OUT_OF_MEMORY: CUresult = 2;
 
@@ -116,22 +111,6 @@ functions! {
     alloc_ordered = c"cuMemAllocAsync"(*mut CUdeviceptr, usize, CUstream);
     /// Frees memory when a stream has come so far.
     free_ordered = c"cuMemFreeAsync"(CUdeviceptr, CUstream);
-    /// Whether a device can reach the memory of another: 0 if not.
-    device_can_access_peer = c"cuDeviceCanAccessPeer"(*mut c_int, CUdevice, CUdevice);
-    /// Memory of the device, which can be shared with other processes.
-    alloc = c"cuMemAlloc_v2"(*mut CUdeviceptr, usize);
-    /// Frees it. Waits for the device.
-    free = c"cuMemFree_v2"(CUdeviceptr);
-    /// The name of such memory for other processes.
-    ipc_name_memory = c"cuIpcGetMemHandle"(*mut IpcHandle, CUdeviceptr);
-    /// Maps memory of another process.
-    ipc_open_memory = c"cuIpcOpenMemHandle_v2"(*mut CUdeviceptr, IpcHandle, c_uint);
-    /// Unmaps it.
-    ipc_close_memory = c"cuIpcCloseMemHandle"(CUdeviceptr);
-    /// The name of an event for other processes.
-    ipc_name_event = c"cuIpcGetEventHandle"(*mut IpcHandle, CUevent);
-    /// An event of another process.
-    ipc_open_event = c"cuIpcOpenEventHandle"(*mut CUevent, IpcHandle);
     /// Loads machine code into the current context.
     module_load_data = c"cuModuleLoadData"(*mut CUmodule, *const c_void);
     /// A kernel, by its name.

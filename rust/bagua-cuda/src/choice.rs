@@ -3,9 +3,8 @@
 use bagua_core::error::{Error, Result};
 
 use crate::device::Wish;
-use crate::kernels::MAX_SOURCES;
 use crate::nccl::version_text;
-use crate::stage::{Choice, HIER, IPC, STAGED};
+use crate::stage::{Choice, HIER, STAGED};
 
 /// Name of the collective by NCCL.
 pub(crate) const NCCL: &str = "nccl";
@@ -83,8 +82,6 @@ pub(crate) enum Way {
     Nccl,
     /// A communicator for each host that has several ranks, and host memory between hosts.
     NcclInHosts,
-    /// Memory that the ranks of a host share, and host memory between hosts.
-    Ipc,
 }
 
 /// What the ranks have chosen.
@@ -101,20 +98,11 @@ impl Chosen {
     }
 }
 
-/// What the ranks choose, as far as they know it by what each tells of itself.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Found {
-    /// This one.
-    Settled(Chosen),
-    /// What [`by_ipc`] says, if the ranks can share memory; else what [`without_ipc`] says. What led to it.
-    IfShared(String),
-}
-
 /// What all ranks choose.
 ///
 /// # Errors
 /// `Unavailable` for wishes that differ or cannot be served.
-pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Found> {
+pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Chosen> {
     let wish = candidates[0].wish;
     if let Some(rank) = candidates.iter().position(|candidate| candidate.wish != wish) {
         return Err(Error::Unavailable(format!(
@@ -124,82 +112,46 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Foun
         )));
     }
     let all: Vec<usize> = (0..candidates.len()).collect();
-    let why = match wish {
-        Wish::Staged => return Ok(Found::Settled(Chosen::new(Way::Staged, STAGED, wanted(wish)))),
-        Wish::Ipc => wanted(wish),
-        Wish::Nccl | Wish::Auto => match (why_not_nccl(candidates, &all, hosts.ranks), wish) {
-            (Some(reason), Wish::Nccl) => return Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
-            (Some(reason), _) => format!("auto: {reason}"),
-            (None, Wish::Nccl) => return Ok(Found::Settled(Chosen::new(Way::Nccl, NCCL, wanted(wish)))),
-            (None, _) => {
-                let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
-                return Ok(Found::Settled(Chosen::new(Way::Nccl, NCCL, why)));
-            }
-        },
+    let prevents = match wish {
+        Wish::Staged => return Ok(Chosen::new(Way::Staged, STAGED, wanted(wish))),
+        Wish::Nccl | Wish::Auto => why_not_nccl(candidates, &all, hosts.ranks),
     };
-    match why_not_ipc(hosts) {
-        Some(reason) => without_ipc(candidates, hosts, &why, &reason).map(Found::Settled),
-        None => Ok(Found::IfShared(why)),
+    match (prevents, wish) {
+        (Some(reason), Wish::Auto) => Ok(without_one_communicator(candidates, hosts, &reason)),
+        (Some(reason), _) => Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
+        (None, Wish::Auto) => {
+            let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
+            Ok(Chosen::new(Way::Nccl, NCCL, why))
+        }
+        (None, _) => Ok(Chosen::new(Way::Nccl, NCCL, wanted(wish))),
     }
 }
 
-/// What ranks choose that share memory. `why` is what led to that.
-pub(crate) fn by_ipc(hosts: &Hosts<'_>, why: String) -> Chosen {
-    match hosts.ranks.len() {
-        1 => Chosen::new(Way::Ipc, IPC, why),
-        hosts => Chosen::new(Way::Ipc, HIER, format!("{why}; ipc inside the {hosts} hosts, staged between")),
-    }
-}
-
-/// What ranks choose that cannot share memory, for a `reason` that all of them know. `why` is what led to ipc.
-///
-/// # Errors
-/// `Unavailable` where nothing else is wanted.
-pub(crate) fn without_ipc(candidates: &[Candidate], hosts: &Hosts<'_>, why: &str, reason: &str) -> Result<Chosen> {
-    let wish = candidates[0].wish;
-    if wish != Wish::Auto {
-        return Err(Error::Unavailable(format!("{}: {reason}", wanted(wish))));
-    }
-    let why = format!("{why}; {reason}");
+/// What ranks choose by themselves that NCCL cannot serve in one communicator, for a `reason`.
+fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason: &str) -> Chosen {
+    let why = format!("auto: {reason}");
+    let several = || hosts.ranks.iter().filter(|host| host.len() > 1);
     let number = hosts.ranks.len();
-    if number == 1 || why_not_over_hosts(hosts).is_some() {
-        return Ok(Chosen::new(Way::Staged, STAGED, why));
+    if number == 1 || several().next().is_none() {
+        return Chosen::new(Way::Staged, STAGED, why);
     }
-    let mut several = hosts.ranks.iter().filter(|host| host.len() > 1);
-    Ok(match several.find_map(|host| why_not_nccl(candidates, host, std::slice::from_ref(host))) {
+    if !hosts.hierarchical {
+        let why = format!("{why}; the group's route between hosts is flat, so NCCL serves no host alone");
+        return Chosen::new(Way::Staged, STAGED, why);
+    }
+    match several().find_map(|host| why_not_nccl(candidates, host, std::slice::from_ref(host))) {
         None => {
             let why = format!("{why}; nccl inside the {number} hosts, staged between");
             Chosen::new(Way::NcclInHosts, HIER, why)
         }
         // It may be the reason against one communicator of all ranks.
-        Some(reason) if why.contains(&reason) => Chosen::new(Way::Staged, STAGED, why),
-        Some(reason) => Chosen::new(Way::Staged, STAGED, format!("{why}; {reason}")),
-    })
+        Some(same) if same == reason => Chosen::new(Way::Staged, STAGED, why),
+        Some(other) => Chosen::new(Way::Staged, STAGED, format!("{why}; {other}")),
+    }
 }
 
 fn wanted(wish: Wish) -> String {
     format!("BAGUA_CUDA_COLLECTIVE={}", wish.name())
-}
-
-/// Why ranks do not even try to share memory; `None` where they do.
-fn why_not_ipc(hosts: &Hosts<'_>) -> Option<String> {
-    let ranks = hosts.ranks;
-    if let Some(host) = ranks.iter().find(|host| host.len() > MAX_SOURCES) {
-        return Some(format!("a host has {} ranks, and ipc serves up to {MAX_SOURCES}", host.len()));
-    }
-    why_not_over_hosts(hosts)
-}
-
-/// Why ranks do not work inside their hosts first; `None` where they do, and for one host.
-fn why_not_over_hosts(hosts: &Hosts<'_>) -> Option<String> {
-    let ranks = hosts.ranks;
-    if ranks.len() > 1 && ranks.iter().all(|host| host.len() == 1) {
-        return Some("no two ranks of the group share a host".to_owned());
-    }
-    if ranks.len() > 1 && !hosts.hierarchical {
-        return Some("the group's route between hosts is flat, which hier has no way for".to_owned());
-    }
-    None
 }
 
 /// Why NCCL cannot serve these ranks, which are those of `hosts`; `None` where it can.
@@ -248,18 +200,14 @@ mod tests {
 
     fn over(candidates: &[Candidate], ranks: &[Vec<usize>]) -> std::result::Result<(&'static str, String), String> {
         let hosts = Hosts { ranks, hierarchical: ranks.len() > 1 };
-        let found = choose(candidates, &hosts).map_err(|error| error.to_string())?;
-        let chosen = match found {
-            Found::Settled(chosen) => chosen,
-            Found::IfShared(why) => by_ipc(&hosts, why),
-        };
+        let chosen = choose(candidates, &hosts).map_err(|error| error.to_string())?;
         Ok((chosen.choice.collective, chosen.choice.why))
     }
 
     #[test]
     fn a_record_tells_what_a_rank_is() {
         let long = "ä".repeat(RECORD);
-        let candidate = Candidate { wish: Wish::Ipc, several: true, reason: long, ..able(7) };
+        let candidate = Candidate { wish: Wish::Staged, several: true, reason: long, ..able(7) };
         let read = Candidate::from_record(&candidate.to_record());
         assert!(candidate.reason.starts_with(&read.reason) && read.reason.len() == RECORD - REASON);
         assert_eq!(read, Candidate { reason: read.reason.clone(), ..candidate });
@@ -271,11 +219,11 @@ mod tests {
     fn auto_takes_nccl_where_each_rank_has_a_device_of_its_own() {
         assert_eq!(on_one_host(&[able(0), able(1)]).unwrap(), ("nccl", "auto: NCCL 2.27.3 on all ranks".to_owned()));
         let (collective, why) = on_one_host(&[able(0), able(1), able(0)]).unwrap();
-        assert_eq!((collective, &*why), ("ipc", "auto: ranks 0 and 2 of the group have the same device"));
+        assert_eq!((collective, &*why), ("staged", "auto: ranks 0 and 2 of the group have the same device"));
         // The same device number on two hosts is two devices.
         assert_eq!(over(&[able(0), able(0)], &[vec![0], vec![1]]).unwrap().0, "nccl");
         let unknown = Candidate { uuid: None, ..able(0) };
-        assert_eq!(on_one_host(&[unknown.clone(), able(1)]).unwrap().0, "ipc");
+        assert_eq!(on_one_host(&[unknown.clone(), able(1)]).unwrap().0, "staged");
         assert_eq!(on_one_host(&[unknown]).unwrap().0, "nccl");
     }
 
@@ -283,9 +231,9 @@ mod tests {
     fn several_ranks_share_a_device_where_all_of_them_and_the_version_allow_it() {
         let sharing = |nccl| Candidate { nccl, several: true, ..able(0) };
         assert_eq!(on_one_host(&[sharing(23000), sharing(23000)]).unwrap().0, "nccl");
-        assert_eq!(on_one_host(&[sharing(22999), sharing(22999)]).unwrap().0, "ipc");
+        assert_eq!(on_one_host(&[sharing(22999), sharing(22999)]).unwrap().0, "staged");
         let alone = Candidate { several: false, ..sharing(23000) };
-        assert_eq!(on_one_host(&[sharing(23000), alone]).unwrap().0, "ipc");
+        assert_eq!(on_one_host(&[sharing(23000), alone]).unwrap().0, "staged");
     }
 
     #[test]
@@ -302,46 +250,13 @@ mod tests {
         assert_eq!(error, "BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 2");
     }
 
-    #[test]
-    fn ranks_share_memory_inside_hosts_where_some_host_has_several() {
-        let ipc = |count: usize| vec![Candidate { wish: Wish::Ipc, ..able(0) }; count];
-        assert_eq!(on_one_host(&ipc(2)).unwrap(), ("ipc", "BAGUA_CUDA_COLLECTIVE=ipc".to_owned()));
-        let (collective, why) = over(&ipc(3), &[vec![0, 1], vec![2]]).unwrap();
-        let text = "BAGUA_CUDA_COLLECTIVE=ipc; ipc inside the 2 hosts, staged between";
-        assert_eq!((collective, &*why), ("hier", text));
-        let error = over(&ipc(2), &[vec![0], vec![1]]).unwrap_err();
-        assert_eq!(error, "BAGUA_CUDA_COLLECTIVE=ipc: no two ranks of the group share a host");
-        let error = on_one_host(&ipc(9)).unwrap_err();
-        assert_eq!(error, "BAGUA_CUDA_COLLECTIVE=ipc: a host has 9 ranks, and ipc serves up to 8");
-        let flat = Hosts { ranks: &[vec![0, 1], vec![2]], hierarchical: false };
-        assert!(choose(&ipc(3), &flat).unwrap_err().to_string().contains("is flat"));
-    }
-
-    #[test]
-    fn what_the_ranks_take_instead_has_both_reasons() {
-        let (collective, why) = on_one_host(&vec![able(0); 9]).unwrap();
-        assert_eq!(collective, "staged");
-        let text = "auto: ranks 0 and 1 of the group have the same device; a host has 9 ranks, and ipc serves up to 8";
-        assert_eq!(why, text);
-        let hosts = Hosts { ranks: &[vec![0, 1]], hierarchical: false };
-        let chosen = without_ipc(&[able(0), able(1)], &hosts, "auto: one", "two").unwrap();
-        assert_eq!(chosen, Chosen::new(Way::Staged, "staged", "auto: one; two".to_owned()));
-        let wish = [Candidate { wish: Wish::Ipc, ..able(0) }];
-        let error = without_ipc(&wish, &hosts, "", "two").unwrap_err();
-        assert_eq!(error.to_string(), "BAGUA_CUDA_COLLECTIVE=ipc: two");
-    }
-
     const TWO_AND_TWO: [[usize; 2]; 2] = [[0, 1], [2, 3]];
 
-    /// What ranks of two hosts of two choose that cannot share memory.
-    fn unshared(candidates: &[Candidate]) -> (bool, String) {
-        let ranks = TWO_AND_TWO.map(Vec::from);
-        let hosts = Hosts { ranks: &ranks, hierarchical: true };
-        assert!(matches!(choose(candidates, &hosts), Ok(Found::IfShared(_))), "they try it first");
-        let Chosen { way, choice } = without_ipc(candidates, &hosts, "auto: one", "two").unwrap();
-        let inside = way == Way::NcclInHosts;
-        assert_eq!((way, choice.collective), if inside { (way, "hier") } else { (Way::Staged, "staged") });
-        (inside, choice.why)
+    /// Whether ranks of two hosts of two that want no particular collective choose NCCL inside hosts, and why.
+    fn inside_hosts(candidates: &[Candidate]) -> (bool, String) {
+        let (collective, why) = over(candidates, &TWO_AND_TWO.map(Vec::from)).unwrap();
+        assert!(["hier", "staged"].contains(&collective), "{collective}");
+        (collective == "hier", why)
     }
 
     fn versions(versions: [i32; 4]) -> Vec<Candidate> {
@@ -352,52 +267,48 @@ mod tests {
     #[test]
     fn nccl_serves_inside_hosts_what_has_one_version_on_each_of_them() {
         let mixed = versions([22703, 22703, 23000, 23000]);
-        let text = "auto: one; two; nccl inside the 2 hosts, staged between";
-        assert_eq!(unshared(&mixed), (true, text.to_owned()));
-        let text = "auto: one; two; NCCL is 2.27.3 on rank 2 of the group and 2.30.0 on rank 3";
-        assert_eq!(unshared(&versions([22703, 22703, 22703, 23000])), (false, text.to_owned()));
+        let against = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 2";
+        let text = format!("{against}; nccl inside the 2 hosts, staged between");
+        assert_eq!(inside_hosts(&mixed), (true, text));
+        let text = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 3; \
+            NCCL is 2.27.3 on rank 2 of the group and 2.30.0 on rank 3";
+        assert_eq!(inside_hosts(&versions([22703, 22703, 22703, 23000])), (false, text.to_owned()));
         let mut absent = mixed.clone();
         absent[3] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
-        assert_eq!(unshared(&absent), (false, "auto: one; two; gone (rank 3 of the group)".to_owned()));
+        assert_eq!(inside_hosts(&absent), (false, format!("{against}; gone (rank 3 of the group)")));
+        let flat = Hosts { ranks: &TWO_AND_TWO.map(Vec::from), hierarchical: false };
+        let chosen = choose(&mixed, &flat).unwrap();
+        assert!(chosen.way == Way::Staged && chosen.choice.why.contains("is flat"), "{chosen:?}");
     }
 
     #[test]
     fn nccl_inside_hosts_needs_a_device_for_each_rank_of_a_host_or_a_version_that_shares_them() {
         let mut twins = versions([22703, 22703, 23000, 23000]);
         twins[3].uuid = twins[2].uuid;
-        let text = "auto: one; two; ranks 2 and 3 of the group have the same device";
-        assert_eq!(unshared(&twins), (false, text.to_owned()));
+        let (inside, why) = inside_hosts(&twins);
+        assert!(!inside && why.ends_with("; ranks 2 and 3 of the group have the same device"), "{why}");
         (twins[2].several, twins[3].several) = (true, true);
-        assert!(unshared(&twins).0);
+        assert!(inside_hosts(&twins).0);
         // The version of the other host does not matter, that of this one does.
         (twins[2].nccl, twins[3].nccl) = (22900, 22900);
-        assert!(!unshared(&twins).0);
+        assert!(!inside_hosts(&twins).0);
     }
 
     #[test]
-    fn nccl_inside_hosts_comes_after_ipc_and_names_all_reasons() {
-        let many: Vec<_> = (0..11).map(|rank| Candidate { nccl: 22703 + i32::from(rank > 8), ..able(rank) }).collect();
-        let ranks = [(0..9).collect(), vec![9, 10]];
-        let (collective, why) = over(&many, &ranks).unwrap();
-        let text = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.27.4 on rank 9; \
-            a host has 9 ranks, and ipc serves up to 8; nccl inside the 2 hosts, staged between";
-        assert_eq!((collective, &*why), ("hier", text));
-        // A rank that is alone on its host needs no NCCL.
-        let mut alone = many[..10].to_vec();
-        alone[9] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
-        assert_eq!(over(&alone, &[(0..9).collect(), vec![9]]).unwrap().0, "hier");
-        let flat = Hosts { ranks: &ranks, hierarchical: false };
-        assert!(matches!(choose(&many, &flat), Ok(Found::Settled(chosen)) if chosen.way == Way::Staged));
-        // A reason against one communicator of all ranks that holds inside a host too is in `why` once.
-        let mut twins = many;
+    fn a_rank_that_is_alone_on_its_host_needs_no_nccl() {
+        let mut ranks = versions([22703, 22703, 22703, 22703]);
+        ranks.truncate(3);
+        ranks[2] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
+        assert_eq!(over(&ranks, &[vec![0, 1], vec![2]]).unwrap().0, "hier");
+        assert_eq!(over(&ranks, &[vec![0], vec![1], vec![2]]).unwrap().0, "staged");
+    }
+
+    #[test]
+    fn a_reason_that_holds_for_all_ranks_and_inside_a_host_is_named_once() {
+        let mut twins = versions([22703; 4]);
         twins[1].uuid = twins[0].uuid;
-        twins[9].nccl = 22703;
-        twins[10].nccl = 22703;
-        let why = over(&twins, &ranks).unwrap().1;
-        assert_eq!(
-            why,
-            "auto: ranks 0 and 1 of the group have the same device; a host has 9 ranks, and ipc serves up to 8"
-        );
+        let text = "auto: ranks 0 and 1 of the group have the same device";
+        assert_eq!(inside_hosts(&twins), (false, text.to_owned()));
     }
 
     #[test]

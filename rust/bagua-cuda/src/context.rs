@@ -93,19 +93,6 @@ impl Context {
         usize::try_from(self.device).ok().and_then(|number| *self.uuids.get(number)?)
     }
 
-    /// Whether it can reach the memory of another device; `None` for one that this process does not see.
-    pub(crate) fn reaches(&self, uuid: [u8; 16]) -> Result<Option<bool>> {
-        let Some(other) = self.uuids.iter().position(|known| *known == Some(uuid)) else { return Ok(None) };
-        let other = i32::try_from(other).map_err(|_| Error::other("more devices than the driver can count"))?;
-        if other == self.device {
-            return Ok(Some(true));
-        }
-        let mut can = 0;
-        // SAFETY: it writes one int.
-        let code = unsafe { (self.api.functions.device_can_access_peer)(&raw mut can, self.device, other) };
-        self.check(c"cuDeviceCanAccessPeer", code).map(|()| Some(can != 0))
-    }
-
     /// Says where NCCL is. The first that is said holds.
     pub fn find_nccl_with(&self, source: Source) {
         let _ = self.nccl.set(source);

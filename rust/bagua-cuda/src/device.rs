@@ -29,20 +29,18 @@ pub enum Wish {
     #[default]
     Auto,
     Nccl,
-    Ipc,
     Staged,
 }
 
 impl Wish {
     /// All of them, by number.
-    pub const ALL: [Wish; 4] = [Wish::Auto, Wish::Nccl, Wish::Ipc, Wish::Staged];
+    pub const ALL: [Wish; 3] = [Wish::Auto, Wish::Nccl, Wish::Staged];
 
     /// As the variable names it.
     pub fn name(self) -> &'static str {
         match self {
             Wish::Auto => "auto",
             Wish::Nccl => "nccl",
-            Wish::Ipc => "ipc",
             Wish::Staged => "staged",
         }
     }

@@ -5,14 +5,11 @@ use std::sync::Arc;
 
 use bagua_core::error::Result;
 
-use crate::api::{CUevent, CUstream, IpcHandle, NOT_READY};
+use crate::api::{CUevent, CUstream, NOT_READY};
 use crate::context::Context;
 
 /// `CU_EVENT_DISABLE_TIMING`.
 const NO_TIMING: u32 = 2;
-
-/// `CU_EVENT_INTERPROCESS`, which the driver makes without times only.
-const INTERPROCESS: u32 = 4;
 
 /// An event without time.
 pub struct Event {
@@ -28,39 +25,11 @@ unsafe impl Sync for Event {}
 impl Event {
     /// A new event, which counts as reached until it is recorded.
     pub(crate) fn new(context: &Arc<Context>) -> Result<Event> {
-        Event::with(context, NO_TIMING)
-    }
-
-    /// The same, for other processes to wait for.
-    pub(crate) fn shared(context: &Arc<Context>) -> Result<Event> {
-        Event::with(context, INTERPROCESS | NO_TIMING)
-    }
-
-    fn with(context: &Arc<Context>, flags: u32) -> Result<Event> {
         let _entered = context.enter()?;
         let mut handle: CUevent = ptr::null_mut();
         // SAFETY: it writes one handle, in the current context.
-        let code = unsafe { (context.api().functions.event_create)(&raw mut handle, flags) };
+        let code = unsafe { (context.api().functions.event_create)(&raw mut handle, NO_TIMING) };
         context.check(c"cuEventCreate", code)?;
-        Ok(Event { context: Arc::clone(context), handle })
-    }
-
-    /// The name of a shared event for other processes.
-    pub(crate) fn name(&self) -> Result<IpcHandle> {
-        let _entered = self.context.enter()?;
-        let mut name = IpcHandle([0; 64]);
-        // SAFETY: it writes one name; the event lives.
-        let code = unsafe { (self.context.api().functions.ipc_name_event)(&raw mut name, self.handle) };
-        self.context.check(c"cuIpcGetEventHandle", code).map(|()| name)
-    }
-
-    /// The event of another process that has this name.
-    pub(crate) fn open(context: &Arc<Context>, name: IpcHandle) -> Result<Event> {
-        let _entered = context.enter()?;
-        let mut handle: CUevent = ptr::null_mut();
-        // SAFETY: it writes one handle, in the current context; the driver refuses names that are none.
-        let code = unsafe { (context.api().functions.ipc_open_event)(&raw mut handle, name) };
-        context.check(c"cuIpcOpenEventHandle", code)?;
         Ok(Event { context: Arc::clone(context), handle })
     }
 

@@ -11,14 +11,13 @@ use bagua_core::memory::DeviceRef;
 use bagua_core::types::DType;
 use nccl_sys::UNIQUE_ID_BYTES;
 
-use crate::choice::{self, Candidate, Chosen, Found, Hosts, NCCL, RECORD, Way};
+use crate::choice::{self, Candidate, Chosen, Hosts, NCCL, RECORD, Way};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, Place, Wish, place_of};
-use crate::ipc::{Ipc, Ranks};
 use crate::leaders::{LEADER, Leaders};
 use crate::nccl::{Communicator, InHosts, Nccl, unique_id};
 use crate::parts::Parts;
-use crate::stage::{Choice, IPC, Stage};
+use crate::stage::{Choice, Stage};
 use crate::staged;
 
 /// Bytes by which ranks compare their calls: a whole number of elements of any type.
@@ -36,7 +35,7 @@ impl CollectiveFactory for Factory {
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
         let hosts = hosts.to_vec();
         let (stages, compared) = (Vec::new(), HashSet::new());
-        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, ipc: None, stages, compared };
+        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, stages, compared };
         Ok(Box::new(devices))
     }
 }
@@ -53,8 +52,6 @@ struct OnDevices {
     nccl: Option<Communicator>,
     /// Set with the choice of NCCL inside hosts.
     in_hosts: Option<InHosts>,
-    /// Set with the choice of `ipc`, alone or inside hosts.
-    ipc: Option<Ipc>,
     /// What the lane has on devices that it has used.
     stages: Vec<Arc<Stage>>,
     /// Registrations of buckets whose first operation the ranks have compared.
@@ -93,10 +90,6 @@ impl Collective for OnDevices {
         let Some(place) = place_of(io.device()?) else { return self.inner.run(cx, verb, io) };
         self.agree(cx, place)?;
         let parts = Parts::new(verb, &io, self.rank(), self.size());
-        if let Some(ipc) = &mut self.ipc {
-            ipc.check_device(place)?;
-            return ipc.run(self.inner.as_mut(), cx, verb, &parts, place);
-        }
         if let Some(hosts) = &self.in_hosts {
             hosts.check_device(place)?;
             compare(self.inner.as_mut(), &mut self.compared, cx, place)?;
@@ -126,7 +119,6 @@ impl Collective for OnDevices {
     fn end(&mut self) {
         self.inner.end();
         self.end_nccl();
-        self.end_ipc();
         for stage in self.stages.drain(..) {
             stage.end();
         }
@@ -150,16 +142,13 @@ impl OnDevices {
                 let mut all = vec![0; self.size() * RECORD];
                 self.inner.run(cx, Verb::AllGather, Io::split(&candidate.to_record(), &mut all))?;
                 let candidates: Vec<_> = all.chunks(RECORD).map(Candidate::from_record).collect();
-                let Chosen { way, choice } = match choice::choose(&candidates, &self.places())? {
-                    Found::Settled(chosen) => chosen,
-                    Found::IfShared(why) => self.share(cx, &stage, &candidates, why)?,
-                };
-                if [NCCL, IPC].contains(&choice.collective) {
+                let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.name() == "hier" };
+                let Chosen { way, choice } = choice::choose(&candidates, &hosts)?;
+                if choice.collective == NCCL {
                     stage.unprepare();
                 }
                 match way {
-                    // `share` has set the latter.
-                    Way::Staged | Way::Ipc => {}
+                    Way::Staged => {}
                     Way::Nccl => self.nccl = Some(self.connect(cx, nccl.as_ref(), place)?),
                     Way::NcclInHosts => self.in_hosts = Some(self.connect_hosts(cx, nccl.as_ref(), place)?),
                 }
@@ -169,25 +158,6 @@ impl OnDevices {
         // Another device of the same lane.
         let _ = stage.choice.set(choice);
         Ok(())
-    }
-
-    /// The ranks come to share memory, if they can: else what they choose then.
-    fn share(&mut self, cx: &OpContext<'_>, stage: &Stage, candidates: &[Candidate], why: String) -> Result<Chosen> {
-        let uuids = candidates.iter().map(|candidate| candidate.uuid).collect();
-        let ranks = Ranks { own: self.inner.rank(), hosts: &self.hosts, uuids };
-        // Without kernels, `staged` serves all verbs and `ipc` only some.
-        match Ipc::connect(self.inner.as_mut(), cx, stage, &ranks, candidates[0].wish == Wish::Auto)? {
-            Ok(ipc) => {
-                self.ipc = Some(ipc);
-                Ok(choice::by_ipc(&self.places(), why))
-            }
-            Err(reason) => choice::without_ipc(candidates, &self.places(), &why, &reason),
-        }
-    }
-
-    /// Where the ranks are.
-    fn places(&self) -> Hosts<'_> {
-        Hosts { ranks: &self.hosts, hierarchical: self.inner.name() == "hier" }
     }
 
     /// A communicator of all ranks from a fresh unique id, which rank 0 sends over the host's collective.
@@ -234,21 +204,11 @@ impl OnDevices {
             stages().for_each(|stage| stage.forget());
         }
     }
-
-    fn end_ipc(&mut self) {
-        let Some(ipc) = self.ipc.take() else { return };
-        let context = Arc::clone(ipc.context());
-        if !ipc.end() {
-            let stages = self.stages.iter().filter(|stage| Arc::ptr_eq(stage.context(), &context));
-            stages.for_each(|stage| stage.forget());
-        }
-    }
 }
 
 impl Drop for OnDevices {
     fn drop(&mut self) {
         self.end_nccl();
-        self.end_ipc();
     }
 }
 
@@ -274,7 +234,7 @@ fn candidate(place: &Place) -> (Candidate, Option<Arc<Nccl>>) {
     let context = stage.context();
     let plain = Candidate { wish: place.wish, uuid: context.uuid(), ..Candidate::default() };
     let source = match (place.wish, context.nccl()) {
-        (Wish::Staged | Wish::Ipc, _) => return (plain, None),
+        (Wish::Staged, _) => return (plain, None),
         (Wish::Auto | Wish::Nccl, None) => {
             return (Candidate { reason: "nobody said where libnccl may be".to_owned(), ..plain }, None);
         }

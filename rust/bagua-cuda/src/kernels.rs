@@ -15,7 +15,6 @@
 //! | `convert_T_U` | elements, their step, converted, their step, count per chunk, chunks |
 //! | `convert_reduce_T_U` | records of U, bytes of each, count, ranks (u32), divisor (f32), record |
 //! | `update_correct_T` | weights, average, snapshot, count |
-//! | `update_subtract_T` | values, base, out, count |
 //! | `update_ring_difference_T` | weights, left, right, own, out, count |
 //! | `update_ring_take_T` | replica, difference, count |
 //! | `reduce_T_OP` | eight sources (a struct of addresses, by value), number of them (u32), out, count, divisor (f64, for avg) |
@@ -110,10 +109,6 @@ pub const PROGRAMS: [Program; 8] = [
             "update_correct_bf16",
             "update_correct_f32",
             "update_correct_f64",
-            "update_subtract_f16",
-            "update_subtract_bf16",
-            "update_subtract_f32",
-            "update_subtract_f64",
             "update_ring_difference_f16",
             "update_ring_difference_bf16",
             "update_ring_difference_f32",

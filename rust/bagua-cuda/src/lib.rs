@@ -1,6 +1,6 @@
 //! CUDA, found at run time and never linked.
 //!
-//! Which libraries there are, which devices, kernels, codecs on a device, and the collectives `staged`, `nccl`, `ipc` and `hier`.
+//! Which libraries there are, which devices, kernels, codecs on a device, and the collectives `staged`, `nccl` and `hier`.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -16,7 +16,6 @@
 //! | [`choice`] | which one the ranks choose, and why |
 //! | `parts` | where the shards of an operation are, and shares of ranks |
 //! | [`staged`] | the collective over pinned memory and the host's |
-//! | `ipc` | the collective of ranks that read each other's device memory, inside hosts; `hier` over several hosts |
 //! | `leaders` | the first ranks of hosts, for all_reduce between them by `hier` |
 //! | `reduction` | reductions by our kernels |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
@@ -46,7 +45,6 @@ pub mod driver;
 pub mod error;
 pub mod event;
 pub mod factory;
-mod ipc;
 pub mod kernels;
 pub mod launch;
 mod leaders;

@@ -21,10 +21,7 @@ pub(crate) const PIECE: usize = 4 << 20;
 /// Name of the collective over host memory.
 pub(crate) const STAGED: &str = "staged";
 
-/// Name of the collective of ranks of one host that read each other's memory.
-pub(crate) const IPC: &str = "ipc";
-
-/// Name of `ipc` or `nccl` inside several hosts, between which it needs pinned memory.
+/// Name of `nccl` inside several hosts, between which it needs pinned memory.
 pub(crate) const HIER: &str = "hier";
 
 /// How long a wait for the device only asks, without a pause.
@@ -74,8 +71,6 @@ pub struct Stage {
     pinned: AtomicU64,
     /// Memory of the device that the lane has for tensors that are gathered.
     room: AtomicU64,
-    /// Memory of the device that it shares with other ranks.
-    windows: AtomicU64,
     /// The group's state of failure, which ends waits for the device; `None` without a group.
     health: Option<Arc<GroupHealth>>,
     /// Used by the thread that runs the lane's operations.
@@ -198,7 +193,6 @@ impl Stage {
             launches: AtomicU64::new(0),
             pinned: AtomicU64::new(0),
             room: AtomicU64::new(0),
-            windows: AtomicU64::new(0),
             health: None,
             buffers: Mutex::new(Buffers::None),
             held: Mutex::default(),
@@ -235,7 +229,7 @@ impl Stage {
             to_host_bytes: self.to_host.load(Ordering::Relaxed),
             to_device_bytes: self.to_device.load(Ordering::Relaxed),
             pinned_bytes: self.pinned.load(Ordering::Relaxed),
-            device_bytes: self.room.load(Ordering::Relaxed) + self.windows.load(Ordering::Relaxed),
+            device_bytes: self.room.load(Ordering::Relaxed),
         }
     }
 
@@ -294,11 +288,6 @@ impl Stage {
         *lock(&self.last) = Some(Arc::clone(end));
     }
 
-    /// The lane shares so many bytes of the device's memory with other ranks.
-    pub(crate) fn set_windows(&self, bytes: usize) {
-        self.windows.store(bytes as u64, Ordering::Relaxed);
-    }
-
     /// Keeps what operations hold for ever: nobody knows when the device is done with it.
     pub(crate) fn forget(&self) {
         std::mem::forget(std::mem::take(&mut *lock(&self.held)));
@@ -343,7 +332,7 @@ impl Stage {
         self.pinned.store(0, Ordering::Relaxed);
         self.room.store(0, Ordering::Relaxed);
         let last = lock(&self.last).take();
-        let shares = self.choice().is_some_and(|choice| [IPC, HIER].contains(&choice.collective));
+        let shares = self.choice().is_some_and(|choice| choice.collective == HIER);
         if let Some(last) = last.filter(|_| shares && drained) {
             // Its streams are not the copier's.
             let start = Instant::now();
@@ -356,7 +345,6 @@ impl Stage {
                 self.forget();
             }
         }
-        self.windows.store(0, Ordering::Relaxed);
         self.release();
         drained
     }

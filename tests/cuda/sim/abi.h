@@ -14,11 +14,6 @@ struct CUuuid {
     char bytes[16];
 };
 
-// What cuIpcGetMemHandle and cuIpcGetEventHandle fill: 64 bytes that another process may be given.
-struct CUipcHandle {
-    char reserved[64];
-};
-
 // One attribute of cuLaunchKernelEx; the simulator refuses those that change what a kernel may do.
 struct CUlaunchAttribute {
     int id;

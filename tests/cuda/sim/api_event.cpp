@@ -1,12 +1,8 @@
 // Events: records, waits and questions.
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "call.h"
-#include "ipc.h"
 
 using namespace sim;
 
@@ -26,20 +22,6 @@ CUresult with_event(const char *function, void *handle, Needs needs, Body body) 
     });
 }
 
-// What an event's newest record is: an operation of this process, or one of another, or neither.
-struct Newest {
-    Work work;                         // of this process
-    std::vector<SharedRecord> shared;  // of another process; one or none
-};
-
-Newest newest_record(const Event *event) {
-    if (!event->page) return {event->record, {}};
-    const auto number = event->page->recorded.load();
-    if (number == 0) return {};
-    if (event->record && number == event->number) return {event->record, {}};
-    return {nullptr, {{event->page, number}}};
-}
-
 CUresult record(const char *function, void *handle, void *stream_handle) {
     return with_event(function, handle, Needs::context, [&](Lock &, Event *event) {
         Stream *stream;
@@ -55,16 +37,9 @@ CUresult record(const char *function, void *handle, void *stream_handle) {
             return CUDA_SUCCESS;
         }
         Work work = operation(function, stream), made;
-        unsigned long long number = 0;
-        if (event->page) {
-            event->page->recorder.store(getpid());
-            number = event->page->recorded.fetch_add(1) + 1;
-            work->records.push_back({event->page, number});
-        }
         if (const CUresult code = enqueue(work, &made)) return code;
         event->capture = nullptr;
         event->record = made;
-        event->number = number;
         return CUDA_SUCCESS;
     });
 }
@@ -116,12 +91,11 @@ CUresult elapsed(const char *function, float *milliseconds, void *from, void *to
 SIM_EXPORT CUresult cuEventCreate(void **made, unsigned flags) {
     return call("cuEventCreate", Needs::context, [&](Lock &) {
         if (!made || flags > 7) return CUDA_ERROR_INVALID_VALUE;
-        if (flags & CU_EVENT_INTERPROCESS && !(flags & CU_EVENT_DISABLE_TIMING)) return CUDA_ERROR_INVALID_VALUE;
+        // Events for other processes are not simulated.
+        if (flags & CU_EVENT_INTERPROCESS) return CUDA_ERROR_NOT_SUPPORTED;
         auto *event = new Event;
         event->context = current();
         event->flags = flags;
-        if (flags & CU_EVENT_INTERPROCESS)
-            if (const CUresult code = share(event)) return code;
         state().events.insert(event);
         *made = event;
         return CUDA_SUCCESS;
@@ -132,9 +106,6 @@ SIM_EXPORT CUresult cuEventDestroy_v2(void *handle) {
     return with_event("cuEventDestroy_v2", handle, Needs::context, [&](Lock &, Event *event) {
         state().events.erase(event);
         event->record = nullptr;
-        event->page = nullptr;
-        if (event->fd >= 0) close(event->fd);
-        event->fd = -1;
         return CUDA_SUCCESS;
     });
 }
@@ -150,27 +121,16 @@ SIM_EXPORT CUresult cuEventQuery(void *handle) {
     return with_event("cuEventQuery", handle, Needs::driver, [&](Lock &, Event *event) {
         if (const CUresult code = refuse_captured(event)) return code;
         if (event->context->sticky) return event->context->sticky;
-        const Newest newest = newest_record(event);
-        want(newest.work);
-        for (const auto &shared : newest.shared)
-            if (!shared.reached()) {
-                shared.want();
-                return CUDA_ERROR_NOT_READY;
-            }
-        return newest.work && !newest.work->done ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+        want(event->record);
+        return event->record && !event->record->done ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
     });
 }
 
 SIM_EXPORT CUresult cuEventSynchronize(void *handle) {
     return with_event("cuEventSynchronize", handle, Needs::context, [&](Lock &lock, Event *event) {
         if (const CUresult code = refuse_captured(event)) return code;
-        const Newest newest = newest_record(event);
         count_host_wait("cuEventSynchronize");
-        for (const auto &shared : newest.shared) {
-            shared.want();
-            while (!shared.reached()) state().changed.wait_for(lock, microseconds(500));
-        }
-        return wait_for(lock, newest.work);
+        return wait_for(lock, event->record);
     });
 }
 
@@ -189,10 +149,8 @@ SIM_EXPORT CUresult cuStreamWaitEvent(void *stream_handle, void *handle, unsigne
         if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
         if (broken("no-wait")) return CUDA_SUCCESS;
         if (event->capture || stream->capture) return wait_in_capture(stream, event);
-        Newest newest = newest_record(event);
         Work work = operation("cuStreamWaitEvent", stream);
-        if (newest.work && !newest.work->done) work->after.push_back(newest.work);
-        work->after_shared = std::move(newest.shared);
+        if (event->record && !event->record->done) work->after.push_back(event->record);
         return enqueue(work);
     });
 }

@@ -15,7 +15,6 @@ Memory to_free(const char *function, std::uintptr_t address, bool device) {
     const char *what = !memory || memory->base != address             ? " is no address that was allocated"
                        : !memory->live || memory->free_enqueued         ? " is freed twice"
                        : memory->on_device() != device                 ? " is not such memory"
-                       : memory->kind == Kind::imported                ? " belongs to another process"
                        : memory->kind == Kind::registered              ? " was registered, not allocated"
                                                                        : nullptr;
     if (!what) return memory;

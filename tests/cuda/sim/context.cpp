@@ -105,18 +105,6 @@ void end_context(Lock &lock, Context *context) {
     state().changed.notify_all();
 }
 
-bool process_lives(int process) {
-    if (kill(process, 0) && errno == ESRCH) return false;
-    char path[64], text[512] = "";
-    std::snprintf(path, sizeof path, "/proc/%d/stat", process);
-    FILE *file = std::fopen(path, "r");
-    if (!file) return false;
-    const auto count = std::fread(text, 1, sizeof text - 1, file);
-    std::fclose(file);
-    const char *name_end = count ? std::strrchr(text, ')') : nullptr;
-    return name_end && name_end[1] && name_end[2] != 'Z' && name_end[2] != 'X';
-}
-
 bool forked() { return in_child; }
 
 CUresult enter(const char *function, Needs needs) {

@@ -63,9 +63,6 @@ bool is_context(const void *handle);
 // Ends a context: its work is waited for, what it owns is gone.
 void end_context(Lock &lock, Context *context);
 
-// Whether a process runs, and is not a zombie.
-bool process_lives(int process);
-
 // Whether this process was forked after the library was loaded.
 bool forked();
 

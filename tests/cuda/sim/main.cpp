@@ -22,7 +22,6 @@
 // memory.*     allocations and the checks of addresses
 // stream.*     streams, and when their work begins
 // kernels.*    launches: the same kernels, compiled for the host; image.*: which kernels an image has
-// ipc.*        memory and events of other processes
 // names.cpp    names of errors
 // library.h    what pretended libraries over the driver may ask (tests/cuda/nccl)
 // api_*.cpp    the exported functions

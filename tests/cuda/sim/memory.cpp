@@ -95,27 +95,16 @@ CUresult map_device(Allocation &memory) {
     memory.base = device_range().take(memory.mapped);
     if (!memory.base || map_at(memory.base, memory.mapped, PROT_NONE, MAP_SHARED, memory.fd) == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    void *shadow = mmap(nullptr, memory.mapped + PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd, 0);
+    void *shadow = mmap(nullptr, memory.mapped, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd, 0);
     if (shadow == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     memory.shadow = static_cast<unsigned char *>(shadow);
-    memory.page = reinterpret_cast<SharedPage *>(memory.shadow + memory.mapped);
     return CUDA_SUCCESS;
-}
-
-// Processes other than this one that have memory open, without those that have ended.
-unsigned foreign_users(const Allocation &memory) {
-    unsigned found = 0;
-    for (auto &entry : memory.page->processes) {
-        const int process = entry.load();
-        if (process && process_lives(process)) ++found;
-    }
-    return found;
 }
 
 }  // namespace
 
 Allocation::~Allocation() {
-    if (shadow) munmap(shadow, mapped + PAGE);
+    if (shadow) munmap(shadow, mapped);
     if (fd >= 0) close(fd);
 }
 
@@ -129,7 +118,7 @@ CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made) 
     memory->mapped = pages(bytes);
     if (device) {
         memory->fd = memfd_create("sim-device-memory", MFD_CLOEXEC);
-        if (memory->fd < 0 || ftruncate(memory->fd, static_cast<off_t>(memory->mapped + PAGE)))
+        if (memory->fd < 0 || ftruncate(memory->fd, static_cast<off_t>(memory->mapped)))
             return CUDA_ERROR_OUT_OF_MEMORY;
         if (const CUresult code = map_device(*memory)) return code;
         fill(memory->shadow, memory->mapped);
@@ -139,26 +128,6 @@ CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made) 
                                     MAP_PRIVATE | MAP_ANONYMOUS, -1) == MAP_FAILED)
             return CUDA_ERROR_OUT_OF_MEMORY;
         fill(reinterpret_cast<unsigned char *>(memory->base), memory->mapped);
-    }
-    memory->id = next_id();
-    table()[memory->base] = memory;
-    *made = memory;
-    return CUDA_SUCCESS;
-}
-
-CUresult import(Context *context, int fd, std::size_t bytes, Memory *made) {
-    auto memory = std::make_shared<Allocation>();
-    memory->kind = Kind::imported;
-    memory->context = context;
-    memory->fd = fd;
-    memory->bytes = bytes;
-    memory->mapped = pages(bytes);
-    memory->opened = 1;
-    if (map_device(*memory)) return CUDA_ERROR_MAP_FAILED;
-    const int process = getpid();
-    for (auto &entry : memory->page->processes) {
-        int none = 0;
-        if (entry.compare_exchange_strong(none, process)) break;
     }
     memory->id = next_id();
     table()[memory->base] = memory;
@@ -188,18 +157,8 @@ void release(Memory memory) {
     // The addresses of registered memory are the caller's, who may use them again.
     if (memory->kind == Kind::registered) return;
     dead()[memory->base] = memory;
-    if (memory->kind == Kind::imported) {
-        for (auto &entry : memory->page->processes) {
-            int mine = getpid();
-            if (entry.compare_exchange_strong(mine, 0)) break;
-        }
-    } else if (memory->on_device()) {
-        if (const unsigned users = foreign_users(*memory))
-            fault("memory " + hex(memory->base) + " is freed while " + std::to_string(users) +
-                  " other process(es) have it open");
-        if (overrun(*memory)) fault("bytes behind the end of " + hex(memory->base) + " were written");
-        memory->page->freed.store(1);
-    }
+    if (memory->on_device() && overrun(*memory))
+        fault("bytes behind the end of " + hex(memory->base) + " were written");
     // The addresses stay taken, without access and without the bytes.
     map_at(memory->base, memory->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
     if (memory->fd >= 0) close(memory->fd);
@@ -220,7 +179,7 @@ std::vector<Memory> all_memory() {
 std::size_t bytes_in_use(const Context *context) {
     std::size_t sum = 0;
     for (const auto &memory : all_memory())
-        if (memory->context == context && memory->on_device() && memory->kind != Kind::imported) sum += memory->mapped;
+        if (memory->context == context && memory->on_device()) sum += memory->mapped;
     return std::min(sum, context->memory_limit);
 }
 
@@ -253,8 +212,6 @@ CUresult resolve(const char *function, std::uintptr_t address, std::size_t bytes
 std::string unusable(const Allocation &memory) {
     if (!memory.live) return "memory " + hex(memory.base) + " was freed before the work that uses it ran";
     if (!memory.born) return "memory " + hex(memory.base) + " is used before cuMemAllocAsync's place in its stream";
-    if (memory.kind == Kind::imported && memory.page->freed.load())
-        return "memory " + hex(memory.base) + " was freed by the process that owns it";
     return "";
 }
 

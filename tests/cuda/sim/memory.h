@@ -13,13 +13,7 @@ namespace sim {
 struct Context;
 
 // How memory came to be.
-enum class Kind { plain, ordered, imported, pinned, registered };
-
-// A page behind every device allocation's bytes, which all processes that opened the allocation map.
-struct SharedPage {
-    std::atomic<unsigned> freed;        // 1 when the owner has freed the memory
-    std::atomic<int> processes[128];    // the processes that have it open; 0: a free entry
-};
+enum class Kind { plain, ordered, pinned, registered };
 
 // Memory that a call of the driver made or registered.
 struct Allocation {
@@ -32,9 +26,6 @@ struct Allocation {
     unsigned long long id = 0;           // number of the allocation, from 1
     int fd = -1;                         // the memfd with the bytes of device memory
     unsigned char *shadow = nullptr;     // device memory's second mapping, through which the simulator copies
-    SharedPage *page = nullptr;          // behind the bytes of device memory, in `shadow`
-    CUipcHandle handle{};                // what an imported allocation was opened with
-    unsigned opened = 0;                 // how often an imported allocation is open in this process
     bool live = true;                    // false once the memory is gone
     bool free_enqueued = false;          // cuMemFreeAsync was called: later calls must not name it
     bool born = true;                    // false until cuMemAllocAsync's place in its stream is reached
@@ -43,7 +34,7 @@ struct Allocation {
 
     ~Allocation();
     // Whether the bytes are a device's.
-    bool on_device() const { return kind <= Kind::imported; }
+    bool on_device() const { return kind <= Kind::ordered; }
     // The bytes at an address of this allocation, for the simulator.
     unsigned char *at(std::uintptr_t address) const {
         return on_device() ? shadow + (address - base) : reinterpret_cast<unsigned char *>(address);
@@ -70,9 +61,6 @@ enum class Side { host, device, either };
 
 // Makes device or pinned memory with a pattern that is a NaN in every float type and zero in none.
 CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made);
-
-// Opens memory of another process, whose memfd is `fd`.
-CUresult import(Context *context, int fd, std::size_t bytes, Memory *made);
 
 // Puts caller's memory into the table, so that it counts as pinned.
 CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsigned flags);

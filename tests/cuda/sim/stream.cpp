@@ -41,18 +41,12 @@ bool heed_other_processes(Stream *stream) {
 }
 
 // Whether everything is done for which an operation waits; what is not becomes wanted.
-bool may_begin(const Work &work, bool *poll) {
+bool may_begin(const Work &work) {
     bool ready = true;
     for (const auto &other : work->after)
         if (!other->done) {
             want(other);
             ready = false;
-        }
-    for (const auto &record : work->after_shared)
-        if (!record.reached()) {
-            record.want();
-            ready = false;
-            *poll = true;
         }
     return ready;
 }
@@ -82,7 +76,6 @@ void run(Lock &lock, const Work &work) {
     work->place = nullptr;
     work->uses.clear();
     work->after.clear();
-    work->after_shared.clear();
 }
 
 // A stream's thread.
@@ -103,7 +96,7 @@ void serve(Stream *stream) {
             continue;
         }
         work->wanted = true;
-        if (!may_begin(work, &poll)) {
+        if (!may_begin(work)) {
             if (poll)
                 all.changed.wait_for(lock, POLL);
             else
@@ -127,12 +120,6 @@ bool forbids(const Capture &capture) {
 }
 
 }  // namespace
-
-bool SharedRecord::reached() const {
-    return page->completed.load() >= number || !process_lives(page->recorder.load());
-}
-
-void SharedRecord::want() const { raise(page->wanted, number); }
 
 Stream *make_stream(Context *context, unsigned flags, int priority, bool legacy) {
     static unsigned long long id = 0;

@@ -29,15 +29,10 @@ struct Outcome {
     std::string text;              // a fault, if it is not empty
 };
 
-// A record of an inter-process event, as another operation waits for it.
+// The end of an operation, for other processes.
 struct SharedRecord {
-    EventPage page;             // the event
-    unsigned long long number;  // the record
-
-    // Whether it was reached, or can no longer be because the process that made it has ended.
-    bool reached() const;
-    // Asks the process that made it to let it begin.
-    void want() const;
+    EventPage page;             // where they look
+    unsigned long long number;  // the operation's
 };
 
 // One operation of a stream.
@@ -48,8 +43,7 @@ struct Operation {
     std::function<void()> place;                     // what happens under the lock when its place is reached
     std::vector<Memory> uses;                        // memory that must be alive when it begins
     std::vector<std::shared_ptr<Operation>> after;   // operations of other streams that must have ended
-    std::vector<SharedRecord> after_shared;          // the same, of other processes
-    std::vector<SharedRecord> records;               // the inter-process record that it is, if it is one
+    std::vector<SharedRecord> records;               // where its end is recorded for other processes; one or none
     Clock::time_point due;                           // when it begins although nobody wants it
     Clock::time_point ended;                         // when it ended
     bool wanted = false;                             // it may begin
@@ -82,9 +76,6 @@ struct Event {
     Work record;                         // its newest record, null before the first
     std::shared_ptr<Capture> capture;    // the capture in which it was recorded, if it was
     std::set<unsigned long> before;      // the operations of that capture that it comes after
-    EventPage page;                      // of an inter-process event
-    int fd = -1;                         // the memfd of that page
-    unsigned long long number = 0;       // the newest record that this process knows, of an inter-process event
 };
 
 // A sequence of calls that becomes a graph.
