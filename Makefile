@@ -228,7 +228,7 @@ bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo a
 	-$(MAKE) --keep-going bench-mpi
 	cargo bench
 	$(BIN)/python benchmarks/collectives.py --budget 0.5 --sizes 1KiB 1MiB 16MiB
-	$(BIN)/python benchmarks/collectives.py --placement
+	$(BIN)/python benchmarks/collectives.py --placement --sizes 1KiB
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/tls.py --pairs 20

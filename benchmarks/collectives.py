@@ -3,17 +3,19 @@
     python benchmarks/collectives.py --csv out           # 2 and 4 ranks, every verb at 16 MiB, all_reduce at every
     size, every dtype
     python benchmarks/collectives.py --ranks 2 --verbs all_reduce --sizes 1KiB 1MiB --dtypes float32
-    python benchmarks/collectives.py --placement         # on which processors two ranks run, and what that costs
+    python benchmarks/collectives.py --placement         # batch by batch: the processors of the ranks, slow batches
 
-Ours and gloo share one set of rank processes; each MPI has a set of its own (rank_set.py), because three MPIs cannot
-live in one process. Every contender has one turn per round, and the order changes from round to round; the ranks of the
-other sets sleep during a turn. A turn is up to ten timed batches, after two untimed ones where a batch is so short that
-cold caches would count. A batch is one call, or up to 200 calls on small tensors, each on a tensor of its
-own. Before each batch the ranks rewrite its buffers; before and after it they meet at a barrier that belongs to none of
-the contenders. A call's time is that of its slowest rank; the figure is the median over batches. A ratio above 1 says
-that ours is that many times faster.
+Every contender runs as users start it: torchrun starts the ranks of ours and gloo, which have imported torch, and each
+MPI's `mpiexec` starts its own (rank_set.py: three MPIs cannot live in one process). No contender pins its ranks; with
+--pin, rank r of every contender is pinned to the r-th processor. Every contender has one turn per round, and the order
+changes from round to round; the ranks of the other sets sleep during a turn. A turn is up to ten timed batches, after
+two untimed ones where a batch is so short that cold caches would count. A batch is one call, or up to 200 calls on
+small tensors, each on a tensor of its own. Before each batch the ranks rewrite its buffers and sleep for --pause
+seconds, so the kernel chooses their processors. A batch lasts from the moment when the last rank begins it until the
+last rank ends it; the figure is the median over batches. A ratio above 1 says that ours is that many times faster.
 
-No contender pins its ranks to processors; with --pin, rank r of every contender is pinned to the r-th processor.
+With --barrier the ranks do not sleep: they meet at a barrier that spins and belongs to none of the contenders. A kernel
+parts ranks that spin on one processor, so this is the time of ranks that somebody has placed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mpi
-from common import add_output_options, machine, parse_size, percentile, pyplot, save_if_asked, show_size
+from common import Timed, add_output_options, machine, parse_size, percentile, pyplot, save_if_asked, show_size
 from contenders import DTYPES, MPIS, OURS, VERBS
 from rank_set import RankError, RankSet
 
@@ -48,7 +50,9 @@ BATCHES, UNTIMED = 10, 2
 #: all_reduce of float32 with 2 ranks: how many times faster than the best MPI ours should be, in ordinary tensors and
 #: in arenas.
 GOALS = {1 << 10: (1.0, 1.0), 256 << 10: (1.1, 2.5), 1 << 20: (1.2, 3.2), 16 << 20: (1.3, 3.5), 64 << 20: (3.0, 5.0)}
-PLACEMENT_BATCHES = 48
+PLACEMENT_BATCHES, PLACEMENT_SIZES = 40, ("1KiB", "256KiB", "1MiB")
+#: Seconds of sleep before each batch, as between the steps of a program that computes or reads in between.
+PAUSE = 0.05
 
 
 class Batch(NamedTuple):
@@ -58,15 +62,28 @@ class Batch(NamedTuple):
     processors: list[tuple[int, int]]
 
     def shared(self) -> bool:
-        """Whether two ranks were on one processor before or after the batch."""
-        return any(len(set(side)) < len(side) for side in zip(*self.processors, strict=True))
+        """Whether two ranks were on one processor before or after the batch while another one was free."""
+        processors = len(os.sched_getaffinity(0))
+        return any(len(set(side)) < min(len(side), processors) for side in zip(*self.processors, strict=True))
 
 
-def turn(ranks: RankSet, name: str, calls: int, batches: int) -> list[Batch]:
+class Way(NamedTuple):
+    """What the ranks do between two batches."""
+
+    #: Seconds of sleep; None: they meet at a barrier that spins.
+    pause: float | None = PAUSE
+    #: A contender of the same processes that makes a call before each pause.
+    beside: str | None = None
+
+
+def turn(ranks: RankSet, name: str, calls: int, batches: int, way: Way) -> list[Batch]:
     """Batches of a contender, one after the other."""
-    by_rank = ranks.ask("time", name, calls, batches)
+    by_rank: list[list[Timed]] = ranks.ask("time", name, calls, batches, *way)
     return [
-        Batch(max(seconds for seconds, _, _ in batch), [(first, last) for _, first, last in batch])
+        Batch(
+            (max(rank.ended for rank in batch) - max(rank.begun for rank in batch)) / calls,
+            [(rank.first, rank.last) for rank in batch],
+        )
         for batch in zip(*by_rank, strict=True)
     ]
 
@@ -84,28 +101,28 @@ class Shape(NamedTuple):
     untimed: int
 
 
-def shape_of(ranks: RankSet, name: str, copies: int) -> Shape:
+def shape_of(ranks: RankSet, name: str, copies: int, way: Way) -> Shape:
     """Chooses the number of calls in a batch and of batches in a turn by the time of the first calls."""
-    turn(ranks, name, 1, 1)  # opens connections
-    seconds, _ = turn(ranks, name, min(5, copies), 1)[0]
+    turn(ranks, name, 1, 1, way)  # opens connections
+    seconds, _ = turn(ranks, name, min(5, copies), 1, way)[0]
     calls = max(1, min(copies, int(LONG / seconds)))
     batches = max(1, min(BATCHES, int(LONG / seconds / calls)))
     return Shape(calls, batches, UNTIMED if batches > 1 else 0)
 
 
-def timed_turn(ranks: RankSet, name: str, shape: Shape) -> list[Batch]:
+def timed_turn(ranks: RankSet, name: str, shape: Shape, way: Way) -> list[Batch]:
     """One turn of a contender, without its untimed batches."""
-    return turn(ranks, name, shape.calls, shape.batches + shape.untimed)[shape.untimed :]
+    return turn(ranks, name, shape.calls, shape.batches + shape.untimed, way)[shape.untimed :]
 
 
-def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float) -> Iterator[dict[str, Any]]:
+def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float, way: Way) -> Iterator[dict[str, Any]]:
     """The row of each contender that has the case."""
     copies = copies_of(case[2])
     owners = {name: ranks for ranks in sets for name in ranks.ask("prepare", case, copies)[0]}
-    shapes = {name: shape_of(ranks, name, copies) for name, ranks in owners.items()}
+    shapes = {name: shape_of(ranks, name, copies, way) for name, ranks in owners.items()}
     begun = time.perf_counter()
     for name, ranks in owners.items():
-        timed_turn(ranks, name, shapes[name])
+        timed_turn(ranks, name, shapes[name], way)
     rounds = int(max(5, min(200, budget / (time.perf_counter() - begun))))
     batches: dict[str, list[Batch]] = {name: [] for name in owners}
     order = list(owners)
@@ -113,7 +130,7 @@ def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float) 
         # Each round begins with another contender: the one before influences where the kernel places ranks.
         order.append(order.pop(0))
         for name in order:
-            batches[name] += timed_turn(owners[name], name, shapes[name])
+            batches[name] += timed_turn(owners[name], name, shapes[name], way)
     verb, dtype, size = case
     for name, found in batches.items():
         seconds = [batch.seconds for batch in found]
@@ -126,6 +143,7 @@ def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float) 
             "seconds": statistics.median(seconds),
             "p10_seconds": percentile(seconds, 0.1),
             "batches": len(seconds),
+            "slow": slow(seconds, min(seconds)),
             "shared_processor": round(statistics.fmean(batch.shared() for batch in found), 2),
         }
 
@@ -228,7 +246,12 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def placement_row(name: str, number: int, batch: Batch) -> dict[str, Any]:
+def slow(values: Sequence[float], best: float) -> int:
+    """How many of the values are above 3 times the best one."""
+    return sum(value > 3 * best for value in values)
+
+
+def placement_row(name: str, case: dict[str, Any], number: int, batch: Batch) -> dict[str, Any]:
     """Prints one batch of :func:`placement`; returns its row."""
     where = ", ".join(
         f"rank {rank} on {first}" + (f" then {last}" if last != first else "")
@@ -236,36 +259,50 @@ def placement_row(name: str, number: int, batch: Batch) -> dict[str, Any]:
     )
     us = batch.seconds * 1e6
     print(f"{name:<11} batch {number:>2}: {us:>8.2f} us per call, {where}")
-    return {"contender": name, "batch": number, "us": us, "processors": where, "shared_processor": int(batch.shared())}
+    row = {"batch": number, "us": us, "processors": where, "shared_processor": int(batch.shared())}
+    return {**case, "contender": name, **row}
 
 
-def placement(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two ranks call all_reduce of 1 KiB in batches of 200. The ranks sleep between batches: the kernel chooses their
-    processors when it wakes them.
+def placement(ranks: int, sizes: Sequence[int], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Batches of up to 200 calls of all_reduce, one contender after the other, with the processor of each rank.
+
+    After ours, `with gloo`: in the same processes, gloo makes a call before each pause. The best batch is the fastest
+    of these batches and of some further ones with the ranks pinned: in a bad placement all batches may be slow.
     """
-    rows = []
-    with contenders(2, args) as (sets, _):
-        for ranks in sets:
-            for name in ranks.ask("prepare", ("all_reduce", "float32", 1 << 10), CALLS_TOGETHER)[0]:
-                turn(ranks, name, CALLS_TOGETHER, 1)
-                found = [turn(ranks, name, CALLS_TOGETHER, 1)[0] for _ in range(args.batches)]
-                rows += [placement_row(name, number, batch) for number, batch in enumerate(found)]
-                us = [batch.seconds * 1e6 for batch in found]
-                print(
-                    f"{name}: best {min(us):.2f}, median {statistics.median(us):.2f}, worst {max(us):.2f} us,"
-                    f" worst/best {max(us) / min(us):.1f} (goal on an idle machine: 3); of {len(us)} batches"
-                    f" {sum(each > 3 * min(us) for each in us)} took more than 3 times the best, and"
-                    f" {sum(batch.shared() for batch in found)} had both ranks on one processor"
-                )
-    return rows
+    summaries = []
+    with contenders(ranks, args) as (sets, _):
+        for size in sizes:
+            calls, case = copies_of(size), {"ranks": ranks, "bytes": size}
+            for owner in sets:
+                names: list[str] = owner.ask("prepare", ("all_reduce", "float32", size), calls)[0]
+                beside = [(name, "gloo") for name in names if name in OURS and "gloo" in names]
+                for name, other in [*((name, None) for name in names), *beside]:
+                    way = Way(args.pause, other)
+                    found = turn(owner, name, calls, args.batches + 1, way)[1:]
+                    owner.ask("pin")
+                    bound = [batch.seconds for batch in turn(owner, name, calls, args.batches // 4 + 1, way)[1:]]
+                    owner.ask("unpin")
+                    shown = f"{name} with gloo" if other else name
+                    yield from (placement_row(shown, case, number, batch) for number, batch in enumerate(found))
+                    us = [batch.seconds * 1e6 for batch in found]
+                    best = min(*us, *(seconds * 1e6 for seconds in bound))
+                    summaries.append(
+                        f"{ranks} ranks, {show_size(size)}, {shown:<20} best {best:>8.2f}, median"
+                        f" {statistics.median(us):>8.2f}, worst {max(us):>8.2f} us ({max(us) / best:>5.1f} times the"
+                        f" best); of {len(us)} batches {slow(us, best)} took more than 3 times the best, and"
+                        f" {sum(batch.shared() for batch in found)} had ranks on one processor beside a free one"
+                    )
+    print("\n".join(summaries), flush=True)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
     """The options of this benchmark and of growth.py."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_output_options(parser)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="contenders beside ours")
+    parser.add_argument("--pause", type=float, default=PAUSE, help="seconds of sleep before each batch")
     parser.add_argument(
-        "--peers", nargs="*", choices=PEERS, help="contenders beside ours: all, or none with --placement"
+        "--barrier", dest="pause", action="store_const", const=None, help="a barrier that spins in place of the pause"
     )
     parser.add_argument("--environments", type=Path, default=mpi.ENVIRONMENTS, help="the folder of .venv-mpi-NAME")
     parser.add_argument("--pin", action="store_true", help="pin rank r of every contender to the r-th processor")
@@ -278,14 +315,14 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--verbs", nargs="+", choices=VERBS, default=list(VERBS))
-    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in SIZES])
+    parser.add_argument("--sizes", nargs="+", type=parse_size)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--every-size", action="store_true", help="all sizes for every verb, not only for all_reduce")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds per case, roughly")
     parser.add_argument(
         "--p10", action="store_true", help="also print the fastest tenth, which other programs disturb least"
     )
-    parser.add_argument("--placement", action="store_true", help="only batches of small calls, with their processors")
+    parser.add_argument("--placement", action="store_true", help="only all_reduce of float32, batch by batch")
     parser.add_argument("--batches", type=int, default=PLACEMENT_BATCHES, help="of --placement")
     args = parser.parse_args()
     if args.quick:
@@ -296,12 +333,13 @@ def main() -> None:
             0.05,
         )
         args.batches = 4
-    if args.peers is None:
-        args.peers = [] if args.placement else list(PEERS)
-    print(f"{machine()}, ranks pinned to processors: {'yes' if args.pin else 'no'}")
+    before = "at a barrier that spins" if args.pause is None else f"after {args.pause} s of sleep"
+    print(f"{machine()}, ranks pinned to processors: {'yes' if args.pin else 'no'}; each batch begins {before}")
     if args.placement:
-        save_if_asked(args, "placement", placement(args))
+        sizes = args.sizes or [parse_size(size) for size in PLACEMENT_SIZES]
+        save_if_asked(args, "placement", [row for ranks in args.ranks for row in placement(ranks, sizes, args)])
         return
+    args.sizes = args.sizes or [parse_size(size) for size in SIZES]
     large = [16 << 20] if not args.quick else [1 << 20]
     cases = [
         (verb, dtype, size)
@@ -313,7 +351,7 @@ def main() -> None:
     for ranks in args.ranks:
         with contenders(ranks, args) as (sets, _):
             for case in cases:
-                rows += measure(sets, case, args.budget)
+                rows += measure(sets, case, args.budget, Way(args.pause))
     show(rows)
     if args.p10:
         print("\nthe fastest tenth of the batches:")

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
@@ -42,6 +42,17 @@ def show_size(size: int) -> str:
     """Turns bytes into "16MiB"."""
     unit = next((unit for unit, factor in UNITS.items() if size >= factor), "B")
     return f"{size / UNITS[unit]:g}{unit}"
+
+
+class Timed(NamedTuple):
+    """One batch of one rank: when it began and ended, in seconds of the clock that all processes of a machine share,
+    and the processor before and after it.
+    """
+
+    begun: float
+    ended: float
+    first: int
+    last: int
 
 
 class Barrier:

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from collectives import Shape, copies_of, shape_of, timed_turn, turn
+from collectives import Shape, Way, copies_of, shape_of, timed_turn, turn
 from common import add_output_options, commit, machine, save_if_asked, show_size
 from contenders import OURS, VERBS
 from rank_set import RankSet
@@ -33,6 +33,8 @@ from train import MODELS
 SIZES = (1 << 10, 256 << 10, 1 << 20, 16 << 20)
 VERB_SIZE = 1 << 20
 PARTS = ("all_reduce", "verbs", "step", "handover")
+#: The pause before a batch: short, because each case has thousands of batches.
+WAY = Way(pause=0.005)
 #: The tolerated slowdown.
 TOLERANCE = 0.03
 BUILDS = ("before", "after")
@@ -46,10 +48,10 @@ def collective(sets: Sequence[RankSet], verb: str, size: int) -> Iterator[tuple[
         ranks.ask("prepare", (verb, "float32", size), copies)
     for name in OURS:
         # One shape for both builds; finding it opens the connections of each.
-        shape, *_ = [shape_of(ranks, name, copies) for ranks in sets]
+        shape, *_ = [shape_of(ranks, name, copies, WAY) for ranks in sets]
 
         def take(ranks: RankSet, name: str = name, shape: Shape = shape) -> float:
-            return statistics.median(batch.seconds for batch in timed_turn(ranks, name, shape))
+            return statistics.median(batch.seconds for batch in timed_turn(ranks, name, shape, WAY))
 
         yield f"{verb} {show_size(size)} {name}", take
 
@@ -68,12 +70,12 @@ def cases(
         for model in models:
             for ranks in sets:
                 ranks.ask("prepare_step", model)
-            yield f"step {model}", lambda ranks: turn(ranks, "ours", 1, 1)[0].seconds
+            yield f"step {model}", lambda ranks: turn(ranks, "ours", 1, 1, WAY)[0].seconds
             compare_losses(model, [ranks.ask("losses") for ranks in sets])
     if "handover" in parts:
         for ranks in sets:
             ranks.ask("prepare_handover")
-        yield "handover", lambda ranks: statistics.median(batch.seconds for batch in turn(ranks, "ours", 1, 30))
+        yield "handover", lambda ranks: statistics.median(batch.seconds for batch in turn(ranks, "ours", 1, 30, WAY))
         for ranks in sets:
             ranks.ask("end_handover")
 

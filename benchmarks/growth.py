@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from collectives import PEERS, contenders, measure, options, show
+from collectives import Way, contenders, measure, options, show
 from common import machine, parse_size, save_if_asked
 
 
@@ -24,14 +24,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.sizes, args.budget = args.ranks[:1], args.sizes[:1], 0.05
-    if args.peers is None:
-        args.peers = list(PEERS)
     print(machine())
     rows, shown = [], []
     for ranks in args.ranks:
         with contenders(ranks, args) as (sets, threads):
             for size in args.sizes:
-                found = measure(sets, ("all_reduce", "float32", size), args.budget)
+                found = measure(sets, ("all_reduce", "float32", size), args.budget, Way(args.pause))
                 rows += [{**row, "threads": threads[row["contender"]]} for row in found]
         shown.append(f"{ranks} ranks, threads added per rank: {threads}")
     show(rows)

@@ -32,4 +32,11 @@ def start(name: str, ranks: int, limit: float, environments: Path = ENVIRONMENTS
         if not file.exists():
             raise RankError(f"there is no {file} (make bench-mpi)")
     options = OPTIONS[name] + OVERSUBSCRIBED.get(name, []) * (ranks > len(os.sched_getaffinity(0)))
-    return RankSet(name, ranks, str(python), launcher=[str(launcher), *options], env=VARIABLES.get(name), limit=limit)
+    return RankSet(
+        name,
+        ranks,
+        str(python),
+        launcher=[str(launcher), *options, "-n", str(ranks)],
+        env=VARIABLES.get(name),
+        limit=limit,
+    )

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from common import Barrier, this_rank
+from common import Barrier, Timed, this_rank
 from contenders import CONTENDERS, Buffers, Case, Contender, ordinary
 
 
@@ -47,12 +47,17 @@ class Server:
         self._works: dict[str, list[Work]] = {}
         self._losses: list[float] = []
         self._engine: Any = None
+        self._processors = os.sched_getaffinity(0)
         self._processor: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
 
     def pin(self) -> None:
         """Pins this rank to the processor of its number, with fewer processors than ranks in turn."""
-        processors = sorted(os.sched_getaffinity(0))
+        processors = sorted(self._processors)
         os.sched_setaffinity(0, {processors[self._rank % len(processors)]})
+
+    def unpin(self) -> None:
+        """Lets this rank run on all the processors that it began with."""
+        os.sched_setaffinity(0, self._processors)
 
     def join(self, name: str) -> int:
         """Joins the ranks as a contender. Returns the threads that joining and a first all_reduce added."""
@@ -78,28 +83,41 @@ class Server:
                 self._works[name] = [Work(call, b.rewrite, partial(b.check, name)) for b, call in calls]
         return list(self._works)
 
-    def time(self, name: str, calls: int, batches: int) -> list[tuple[float, int, int]]:
-        """For each batch of calls: seconds per call, and the processor of this rank before and after the batch."""
+    def time(
+        self, name: str, calls: int, batches: int, pause: float | None = None, beside: str | None = None
+    ) -> list[Timed]:
+        """Batches of calls. Before each the ranks sleep for `pause` seconds, or meet at a barrier that spins (None).
+
+        Another contender may make a call `beside` it, before each pause.
+        """
         works = self._works[name][:calls]
         functions = [work.call for work in works]
-        barrier, clock, processor = self._barrier.wait, time.perf_counter, self._processor
+        other = self._works[beside][0].call if beside in self._works else nothing
+        clock, processor = time.perf_counter, self._processor
         times = []
         for _ in range(batches):
+            other()
             for work in works:
                 work.rewrite()
-            barrier()
+            self._rest(pause)
             first = processor()
             begun = clock()
             for function in functions:
                 function()
-            elapsed = clock() - begun
+            ended = clock()
             last = processor()
             # With more ranks than cores, the check on one rank would keep the core from a rank that is not done.
-            barrier()
+            self._rest(None if pause is None else pause / 5)
             for work in works:
                 work.check()
-            times.append((elapsed / len(works), first, last))
+            times.append(Timed(begun, ended, first, last))
         return times
+
+    def _rest(self, pause: float | None) -> None:
+        if pause is None:
+            self._barrier.wait()
+        else:
+            time.sleep(pause)
 
     def prepare_step(self, model: str) -> None:
         """Wraps a model of train.py and trains it for a few steps, which settle its buckets and memory."""

@@ -29,11 +29,16 @@ class RankError(RuntimeError):
     """A rank ended, or did not answer in time."""
 
 
+def torchrun(python: str, ranks: int) -> list[str]:
+    """The command by which torch starts this number of processes of the command that follows it."""
+    return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
+
+
 class RankSet:
     """Rank processes and a connection to each. A context manager: leaving it ends the processes.
 
-    `python` runs the ranks. `launcher` is a command of an MPI that starts them (`-n` and the number are added), or
-    empty to start them directly. RankError when they do not connect.
+    `python` runs the ranks. `launcher` is the command that starts as many processes of the command that follows it;
+    torchrun by default. RankError when they do not connect.
     """
 
     def __init__(
@@ -50,28 +55,23 @@ class RankSet:
         self._until = time.monotonic() + limit
         self._folder = tempfile.TemporaryDirectory(prefix="bagua-bench-")
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._process: subprocess.Popen[bytes] | None = None
         command = [python, str(HERE / "rank.py"), self._folder.name, str(ranks)]
         environment = {**os.environ, **ENVIRONMENT, **(env or {})}
         try:
             with socket.socket(socket.AF_UNIX) as server:
                 server.bind(f"{self._folder.name}/socket")
                 server.listen(ranks)
-                if launcher:
-                    self._start([*launcher, "-n", str(ranks), *command], environment)
-                else:
-                    for rank in range(ranks):
-                        self._start(command, {**environment, "RANK": str(rank)})
-                self._connections = self._accept(server)
+                # Intel's launcher reads its standard input.
+                self._process = subprocess.Popen(
+                    [*(launcher or torchrun(python, ranks)), *command], env=environment, stdin=subprocess.DEVNULL
+                )
+                self._connections = self._accept(server, self._process)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        # Intel's launcher reads its standard input.
-        self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-
-    def _accept(self, server: socket.socket) -> list[Connection]:
+    def _accept(self, server: socket.socket, launcher: subprocess.Popen[bytes]) -> list[Connection]:
         by_rank: dict[int, Connection] = {}
         until = time.monotonic() + START
         server.settimeout(0.1)
@@ -79,9 +79,8 @@ class RankSet:
             try:
                 accepted, _ = server.accept()
             except TimeoutError:
-                codes = [code for process in self._processes if (code := process.poll()) is not None]
-                if codes:
-                    raise RankError(f"a rank or its launcher ended with {codes[0]} before it connected") from None
+                if (code := launcher.poll()) is not None:
+                    raise RankError(f"a rank or its launcher ended with {code} before it connected") from None
                 if time.monotonic() > until:
                     raise RankError(f"{len(by_rank)} of {self.ranks} ranks connected within {START:.0f} s") from None
                 continue
@@ -111,15 +110,14 @@ class RankSet:
         """Ends the ranks: a rank returns when its connection closes, an MPI finalizes then. Idempotent."""
         for connection in self._connections:
             connection.close()
-        until = time.monotonic() + (END if self._connections else 0.0)
-        for process in self._processes:
+        if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-            if process.poll() is None:
+                self._process.wait(END if self._connections else 0.0)
+            if self._process.poll() is None:
                 # A launcher ends its ranks when it is asked to end.
-                process.terminate()
-                process.wait()
-        self._connections, self._processes = [], []
+                self._process.terminate()
+                self._process.wait()
+        self._connections, self._process = [], None
         self._folder.cleanup()
 
     def __enter__(self) -> RankSet:

@@ -107,3 +107,33 @@ def test_a_frozen_peer_is_a_lost_peer_for_every_wait_beside_a_busy_thread(world:
     env = {"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport}
     raised, _ = world(2, env=env, expect_exit={1: -signal.SIGKILL}).run(waits_for_a_frozen_peer)
     assert [text.split()[:3] for text in raised] == [["PeerLostError:", "lost", "rank"]] * 8
+
+
+def affinity_after_a_wait(rank: int) -> tuple[bool, set[int], set[int], set[int]]:
+    """Whether the mask changed while the main thread of rank 1 waited; the mask before, after, and of a new thread."""
+    group = bagua.init(timeout=60)
+    before = os.sched_getaffinity(0)
+    processes = group.all_gather(np.array([os.getpid()]))
+    # Each rank publishes another processor.
+    os.sched_setaffinity(0, {sorted(before)[rank]})
+    group.barrier()
+    os.sched_setaffinity(0, before)
+    changed = False
+    if rank == 0:
+        until = time.monotonic() + 30
+        while not changed and time.monotonic() < until:
+            changed = os.sched_getaffinity(int(processes[1])) < before
+    group.barrier()
+    inherited: set[int] = set()
+    thread = threading.Thread(target=lambda: inherited.update(os.sched_getaffinity(0)))
+    thread.start()
+    thread.join()
+    return changed, before, os.sched_getaffinity(0), inherited
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor, which no mask can leave out")
+def test_the_affinity_mask_of_a_thread_is_another_one_only_while_it_waits_in_a_verb(world: World) -> None:
+    results = world(2).run(affinity_after_a_wait)
+    assert results[0][0], "the mask of the rank that waited was never another one"
+    for _, before, after, inherited in results:
+        assert after == before == inherited

@@ -64,11 +64,19 @@ def test_mpis_are_compared_in_their_own_environments_and_the_best_one_is_named(t
     assert all(found & set(line) for line in table)
 
 
-def test_placement_names_the_processors_of_every_batch(tmp_path: Path) -> None:
-    _, rows = quick("collectives.py", tmp_path, *RANKS, "--placement")
-    assert {row["contender"] for row in rows} == {"ours", "ours-arena"}
-    assert [row["batch"] for row in rows] == ["0", "1", "2", "3"] * 2
+def test_placement_names_the_processors_of_every_batch_also_beside_gloo(tmp_path: Path) -> None:
+    shown, rows = quick("collectives.py", tmp_path, *RANKS, "--placement", "--peers", "gloo")
+    contenders = ["ours", "ours-arena", "gloo", "ours with gloo", "ours-arena with gloo"]
+    found = [(row["bytes"], row["contender"], row["batch"]) for row in rows]
+    assert found == [(size, name, str(n)) for size in ("1024", "1048576") for name in contenders for n in range(4)]
     assert all(float(row["us"]) > 0 and "rank 1 on " in row["processors"] for row in rows)
+    assert shown.count("took more than 3 times the best") == 2 * len(contenders)
+
+
+def test_ranks_may_meet_at_a_barrier_that_spins_instead_of_sleeping(tmp_path: Path) -> None:
+    shown, rows = quick("collectives.py", tmp_path, *RANKS, "--barrier", "--peers", "--verbs", "all_reduce")
+    assert "each batch begins at a barrier that spins" in shown
+    assert all(float(row["seconds"]) > 0 and int(row["slow"]) >= 0 for row in rows)
 
 
 def test_codecs_are_compared_with_a_copy_and_with_torch(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 //! Processors of the ranks: ranks that share one while another is free move apart.
 //!
-//! Two ranks on one processor let each other run whenever one of them waits, so neither is ever waiting for the processor when the
-//! kernel balances its run queues, and the kernel leaves both there. A call then costs two switches between processes. With more
-//! ranks than processors the same keeps three of four ranks on one of two, and an operation lasts as long as the fullest processor
-//! needs.
+//! Two ranks on one processor let each other run whenever one of them waits. A call then costs two switches between processes, 10 to
+//! 30 us instead of 2 to 4. The kernel brings ranks together: it prefers the waker's processor for a thread that it wakes, always so on
+//! a virtual machine, where an idle processor counts as taken away by the hypervisor. It parts them only where a tick of its clock
+//! finds both runnable, which ranks that sleep for each other hardly ever are. So:
 //!
-//! So each rank publishes the processor on which it runs, once per operation and when it begins to wait. A rank that waits for a
-//! peer on its own processor does not spin, because a spin keeps the peer from running: it sleeps at once. After [`IN_A_ROW`] such
-//! waits it moves to the processor with the fewest ranks, if that has two ranks fewer. It is not bound there: its affinity mask is
-//! restored at once, and the kernel may move it again.
+//! - Each rank publishes the processor on which it runs, once per operation and when it begins to wait.
+//! - **It stays where it sleeps** ([`Placement::mask_asleep`]): while a rank sleeps for a peer, its affinity mask has its own processor
+//!   and those with fewer ranks, so a wake-up does not bring it to its peer. The mask is restored before the wait returns: no code of
+//!   the program ever runs with another mask than its own, and no thread inherits one.
+//! - **It moves apart** ([`Placement::leave_shared`]): after [`IN_A_ROW`] waits for a peer on its own processor a rank moves to the
+//!   processor with the fewest ranks, if that has two ranks fewer. Its mask is restored at once here too, and the kernel may move it again.
+//! - **It spins also on a shared processor** (`protocol`), so that the kernel may find both runnable.
 //!
 //! - **L1.** Of the ranks on one processor only the last in rank order moves, then the one before it, so no two choose the same free
 //!   processor. A rank that finds no better processor publishes that it stays ([`STAYS`]), and the rank before it decides.
@@ -19,21 +22,19 @@
 //!
 //! A limit: the restored mask is the one that the kernel reported, so a cpuset that grows later does not give the thread more processors.
 //!
-//! Measured (`cargo bench --bench shm_placement`): all_reduce of 1 KiB in batches of 200 calls, 20 rounds of 48 batches, each of which
-//! the ranks begin on one of two processors; microseconds per call and the share of batches that took more than 3 times the best of
-//! the run, with and without this file. AMD EPYC (Zen 5, virtual, 2 cores), 2026-11-22, while other programs ran; lowest and highest of
-//! five runs:
+//! Measured (`benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB`: ranks of torchrun that sleep for 50 ms before each batch of
+//! 200 calls), batches above 3 times the best of 80, in one run each on two cores of an Intel Xeon (Sapphire Rapids, virtual), 2026-11-24:
 //!
-//! | | median with | without | slow batches with | without |
-//! |---|---|---|---|---|
-//! | 2 ranks | 0.29 to 0.75 | 10.9 to 12.2 | 2.1 to 15.7 % | 87 to 99 % |
-//! | 4 ranks | 3.3 to 5.4 | 5.7 to 7.4 | 0.8 to 1.7 % | 1.4 to 28 % |
-//! | 2 ranks, bound to a processor each | 0.33 to 0.80 | 0.33 to 0.81 | 0.4 to 5.0 % | 1.1 to 4.6 % |
+//! | | batches |
+//! |---|---|
+//! | moving apart, asleep at once on a shared processor (the state before) | 76 |
+//! | the same with the mask of sleepers, pauses between moves of up to 16,384, 64 and 16 waits | 3 to 22, 18, 2 |
+//! | spinning and moving apart, without the mask | 75 |
+//! | spinning with the mask, without moving | 22 |
+//! | all three, pauses of up to 64 waits | 0 and 1 |
 //!
-//! The last row is the cost where nobody moves, and what other programs alone do to the batches. A move at the first wait instead of the
-//! second ([`IN_A_ROW`]): 6.2 and 7.8 % slow batches with 2 ranks in two runs, instead of 4.6 and 5.0 %. Without the longer pauses
-//! ([`LONGEST`]), in one of three runs beside about 15 runnable threads of other programs: 4 ranks 862 us with and 6.4 us without this
-//! file, 77 and 21 % slow batches. The longer pauses are meant for that; they have not been measured at such a load.
+//! Pauses between moves ([`LONGEST`]) matter beside many other programs, where the kernel moves a rank back: without them four ranks beside
+//! 15 runnable threads took 862 us in one of three runs, 6.4 us without this file (AMD EPYC, Zen 5).
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering::Relaxed;
@@ -48,8 +49,8 @@ const IN_A_ROW: u32 = 2;
 /// Waits between two decisions: a move takes about 20 us.
 const PAUSE: u32 = 16;
 /// The longest pause. A pause is twice as long as the one before where the kernel has moved a rank back at once: it does so where
-/// other programs use the processors.
-const LONGEST: u32 = 1 << 14;
+/// other programs use the processors. Waits on a shared processor take 10 us and more, so a move every so many is a small share.
+const LONGEST: u32 = 64;
 /// Waits on a processor that need no move, since the last move, after which the pause is short again.
 const LASTING: u32 = 32;
 /// In a published word: this rank found no better processor than this one.
@@ -88,8 +89,16 @@ impl Placement {
         segment.processor(segment.index).store(word, Relaxed);
     }
 
+    /// Called when this rank has to wait for a peer: moves it to another processor where it has shared one with peers it waited for.
+    pub(super) fn part_from(&self, segment: &Segment, peer: usize) {
+        self.publish(segment);
+        if self.shares_with(segment, peer) {
+            self.leave_shared(segment);
+        }
+    }
+
     /// Whether this rank and a peer published the same processor.
-    pub(super) fn shares_with(&self, segment: &Segment, peer: usize) -> bool {
+    fn shares_with(&self, segment: &Segment, peer: usize) -> bool {
         let own = self.published.get() & !STAYS;
         let shares = own != 0 && segment.processor(peer).load(Relaxed) & !STAYS == own;
         if !shares {
@@ -100,7 +109,7 @@ impl Placement {
     }
 
     /// Called when this rank has to wait for a peer on its own processor. Returns whether it has moved to another one.
-    pub(super) fn leave_shared(&self, segment: &Segment) -> bool {
+    fn leave_shared(&self, segment: &Segment) -> bool {
         let in_a_row = self.in_a_row.get() + 1;
         self.in_a_row.set(in_a_row.min(IN_A_ROW));
         in_a_row >= IN_A_ROW && self.spread(segment)
@@ -141,6 +150,64 @@ impl Placement {
                 moved
             }
         }
+    }
+}
+
+impl Placement {
+    /// The affinity mask for a sleep of this rank; `None` where it may sleep with its own.
+    pub(super) fn mask_asleep(&self, segment: &Segment) -> Option<MaskAsleep> {
+        self.publish(segment);
+        let here = self.published.get() & !STAYS;
+        if here == 0 || segment.ranks < 2 {
+            return None;
+        }
+        // Where the kernel does not say, the mask is left alone.
+        let awake = sched_getaffinity(None).ok()?;
+        let mut table = self.table.borrow_mut();
+        table.clear();
+        table.extend((0..segment.ranks).map(|rank| segment.processor(rank).load(Relaxed) & !STAYS));
+        let asleep = processors_asleep(here, &mut table, awake)?;
+        Some(MaskAsleep { awake, asleep })
+    }
+}
+
+/// The processors on which a sleeping rank may be woken: of its mask, those that fewer ranks use than its own, and its own. `None` when
+/// these are all of the mask, or none of it. Sorts the table.
+fn processors_asleep(here: u32, table: &mut [u32], awake: CpuSet) -> Option<CpuSet> {
+    table.sort_unstable();
+    let own = table.iter().filter(|cpu| **cpu == here).count();
+    let mut asleep = awake;
+    for ranks in table.chunk_by(|one, next| one == next) {
+        // A peer that has not published yet has 0; one that writes nonsense has what no mask holds.
+        let cpu = (ranks[0] as usize).wrapping_sub(1);
+        if ranks[0] != here && ranks.len() >= own && cpu < CpuSet::MAX_CPU {
+            asleep.unset(cpu);
+        }
+    }
+    (asleep != awake && asleep.count() > 0).then_some(asleep)
+}
+
+/// The affinity masks of a thread before and during a sleep.
+#[derive(Clone, Copy)]
+pub(super) struct MaskAsleep {
+    awake: CpuSet,
+    asleep: CpuSet,
+}
+
+impl MaskAsleep {
+    /// Runs `sleep` with the mask, and restores the one before. `sleep` must run no code of the program, which could see the mask or
+    /// hand it on to a new thread. A mask that another thread sets meanwhile is lost.
+    pub(super) fn during(&self, sleep: impl FnOnce()) {
+        struct Restore(CpuSet);
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                // The kernel refuses a mask only when its cpuset has lost all those processors, and gives the thread others then.
+                let _ = sched_setaffinity(None, &self.0);
+            }
+        }
+        // Where the kernel refuses, the thread sleeps with its own mask.
+        let _restore = sched_setaffinity(None, &self.asleep).ok().map(|()| Restore(self.awake));
+        sleep();
     }
 }
 
@@ -319,6 +386,51 @@ mod tests {
         segment.processor(0).store(!STAYS, Relaxed);
         assert!(!placement.shares_with(&segment, 0));
         assert_eq!(placement.in_a_row.get(), 0);
+    }
+
+    /// The processors, each plus one, on which rank 0 may be woken.
+    fn asleep(table: &[u32], awake: &[u32]) -> Option<Vec<u32>> {
+        let mut mask = CpuSet::new();
+        awake.iter().for_each(|cpu| mask.set(*cpu as usize - 1));
+        let found = processors_asleep(table[0], &mut table.to_vec(), mask)?;
+        Some((1..=CpuSet::MAX_CPU as u32).filter(|cpu| found.is_set(*cpu as usize - 1)).collect())
+    }
+
+    #[test]
+    fn a_sleeping_rank_is_woken_on_its_own_processor_or_one_with_fewer_ranks() {
+        for (table, awake, expected) in [
+            (&[1, 2][..], &[1, 2][..], Some(vec![1])),
+            (&[2, 1], &[1, 2], Some(vec![2])),
+            (&[1, 1], &[1, 2], None),
+            (&[1, 2, 1, 2], &[1, 2], Some(vec![1])),
+            (&[1, 2, 1, 1], &[1, 2], None),
+            (&[1, 2, 2, 1, 3], &[1, 2, 3, 4], Some(vec![1, 3, 4])),
+            (&[3, 1], &[1, 2, 3, 4], Some(vec![2, 3, 4])),
+            (&[1, 2], &[1], None),
+            (&[1, 2], &[2], None),
+            (&[1, 0], &[1, 2], None),
+            (&[1, !STAYS], &[1, 2], None),
+        ] {
+            assert_eq!(asleep(table, awake), expected, "{table:?} of {awake:?}");
+        }
+    }
+
+    #[test]
+    fn the_mask_of_a_sleep_ends_with_it() {
+        let before = sched_getaffinity(None).unwrap();
+        let mut asleep = CpuSet::new();
+        asleep.set(allowed()[0] as usize - 1);
+        let seen = Cell::new(None);
+        MaskAsleep { awake: before, asleep }.during(|| seen.set(sched_getaffinity(None).ok()));
+        assert_eq!(seen.get(), Some(asleep));
+        assert_eq!(sched_getaffinity(None), Ok(before));
+        let none = CpuSet::new();
+        MaskAsleep { awake: before, asleep: none }.during(|| seen.set(sched_getaffinity(None).ok()));
+        assert_eq!(
+            (seen.get(), sched_getaffinity(None)),
+            (Some(before), Ok(before)),
+            "the kernel refuses an empty mask"
+        );
     }
 
     #[test]

@@ -44,6 +44,11 @@ impl Rank {
         let cx = OpContext { fingerprint, deadline, health: &self.health, stats: &self.stats, label: "" };
         run(&mut self.shm, &cx)
     }
+
+    fn barrier(&mut self) -> Result<()> {
+        let print = self.print(Kind::Barrier, DType::U8, None, None, 0);
+        self.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none()))
+    }
 }
 
 fn ranks_of(n: usize) -> Vec<Rank> {
@@ -249,8 +254,7 @@ fn late_rank_gets_a_timeout_that_names_it() {
             return Ok(rank);
         }
         rank.limit = Duration::from_millis(150);
-        let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-        rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none())).map(|()| rank)
+        rank.barrier().map(|()| rank)
     });
     for (index, outcome) in outcomes.into_iter().enumerate().filter(|(index, _)| *index != 1) {
         match outcome.err() {
@@ -290,8 +294,7 @@ fn rank_that_closes_its_memory_ends_the_waits_of_all_others_in_a_second() {
 fn rank_that_did_its_part_and_left_is_not_blamed() {
     for _ in 0..50 {
         on_all(2, |_, mut rank| {
-            let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-            rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none())).unwrap();
+            rank.barrier().unwrap();
         });
     }
 }
@@ -332,8 +335,7 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
             rank.limit = Duration::from_millis(500);
             let mut data = vec![0; 4 << 20];
             if index == 0 {
-                let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-                rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none()))
+                rank.barrier()
             } else if receives {
                 let fingerprint = rank.print(Kind::Send, DType::U8, None, Some(0), data.len());
                 rank.with(fingerprint, |shm, cx| shm.exchange(cx, &[], &mut [Incoming::new(0, fingerprint, &mut data)]))
@@ -352,8 +354,7 @@ fn abort_ends_a_wait_with_its_cause() {
     on_all(2, |index, mut rank| {
         if index == 0 {
             let cause = rank.health.fail(Error::Aborted("enough".to_owned()));
-            let print = rank.print(Kind::Barrier, DType::U8, None, None, 0);
-            assert_eq!(rank.with(print, |shm, cx| shm.run(cx, Verb::Barrier, Io::none())), Err(cause));
+            assert_eq!(rank.barrier(), Err(cause));
         }
         rank
     });
@@ -371,6 +372,80 @@ fn messages_between_two_ranks_go_both_ways_at_once() {
             let mut recvs = [Incoming::new(before, print, &mut got)];
             rank.with(print, |shm, cx| shm.exchange(cx, &sends, &mut recvs)).unwrap();
             assert!(got == data(before, 1, DType::U8, bytes));
+        }
+    });
+}
+
+/// The processors that this process may use; None, with the reason printed, where it has too few for a rank each.
+fn two_processors() -> Option<rustix::thread::CpuSet> {
+    let allowed = rustix::thread::sched_getaffinity(None).unwrap();
+    let enough = allowed.count() > 1;
+    if !enough {
+        println!("skipped: this process may use one processor only");
+    }
+    enough.then_some(allowed)
+}
+
+/// Returns once `seen` does, and fails after a minute.
+fn until(what: &str, mut seen: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !seen() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_rank_that_sleeps_for_a_peer_is_not_woken_on_the_processor_of_that_peer_and_has_its_mask_back_afterwards() {
+    use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_setaffinity};
+    let Some(allowed) = two_processors() else { return };
+    let mut own = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+    let (early, late) = (own.next().unwrap(), own.next().unwrap());
+    let thread = std::sync::Mutex::new(None::<Pid>);
+    on_all(2, |me, mut rank| {
+        rank.shm.protocol.spins = true;
+        let mut only = CpuSet::new();
+        only.set([late, early][me]);
+        sched_setaffinity(None, &only).unwrap();
+        rank.barrier().unwrap();
+        if me == 1 {
+            sched_setaffinity(None, &allowed).unwrap();
+            *thread.lock().unwrap() = Some(gettid());
+        } else {
+            until("no thread waits", || thread.lock().unwrap().is_some());
+            let peer = *thread.lock().unwrap();
+            let without = |mask: CpuSet| mask.is_set(early) && !mask.is_set(late);
+            until("the mask of the rank that waits was never another", || without(sched_getaffinity(peer).unwrap()));
+        }
+        rank.barrier().unwrap();
+        let expected = if me == 1 { allowed } else { only };
+        assert_eq!(sched_getaffinity(None), Ok(expected));
+        std::thread::scope(|scope| {
+            let inherited = scope.spawn(|| sched_getaffinity(None).unwrap());
+            assert_eq!(inherited.join().unwrap(), expected);
+        });
+    });
+}
+
+#[test]
+fn a_rank_spins_also_for_a_peer_on_its_own_processor() {
+    use rustix::thread::{CpuSet, sched_setaffinity};
+    let Some(allowed) = two_processors() else { return };
+    let mut only = CpuSet::new();
+    only.set((0..CpuSet::MAX_CPU).find(|cpu| allowed.is_set(*cpu)).unwrap());
+    on_all(2, |me, mut rank| {
+        rank.shm.protocol.spins = true;
+        sched_setaffinity(None, &only).unwrap();
+        rank.barrier().unwrap();
+        rank.shm.protocol.vain.set(0);
+        if me == 0 {
+            // Rank 1 is asleep when its flag is in the word of this rank: it has given up spinning by then.
+            let word = rank.shm.protocol.segment.arrived(0);
+            until("rank 1 never slept", || word.load(std::sync::atomic::Ordering::Acquire) & protocol::SLEEPERS != 0);
+        }
+        rank.barrier().unwrap();
+        if me == 1 {
+            assert!(rank.shm.protocol.vain.get() > 0, "slept without a spin");
         }
     });
 }
