@@ -7,8 +7,8 @@
 //!
 //! - Each rank publishes the processor on which it runs, once per operation and when it begins to wait.
 //! - **It stays where it sleeps** ([`Placement::mask_asleep`]): while a rank sleeps for a peer, its affinity mask has its own processor
-//!   and, where it is the next to move, those with fewer ranks, so a wake-up does not bring it to its peer. The mask is restored before the wait returns: no code of
-//!   the program ever runs with another mask than its own, and no thread inherits one.
+//!   and, where it is the next to move, those with fewer ranks, so a wake-up does not bring it to its peer. The mask is restored before
+//!   the wait returns: no code of the program ever runs with another mask than its own, and no thread inherits one.
 //! - **It moves apart** ([`Placement::leave_shared`]): after [`IN_A_ROW`] waits for a peer on its own processor a rank moves to the
 //!   processor with the fewest ranks, if that has two ranks fewer. Its mask is restored at once here too, and the kernel may move it again.
 //! - **It spins also on a shared processor** (`protocol`), so that the kernel may find both runnable.
