@@ -122,7 +122,7 @@ def affinity_after_a_wait(rank: int) -> tuple[bool, set[int], set[int], set[int]
     if rank == 0:
         until = time.monotonic() + 30
         while not changed and time.monotonic() < until:
-            changed = os.sched_getaffinity(int(processes[1])) < before
+            changed = os.sched_getaffinity(int(processes.flat[1])) < before
     group.barrier()
     inherited: set[int] = set()
     thread = threading.Thread(target=lambda: inherited.update(os.sched_getaffinity(0)))

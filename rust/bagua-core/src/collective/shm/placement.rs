@@ -7,8 +7,8 @@
 //!
 //! - Each rank publishes the processor on which it runs, once per operation and when it begins to wait.
 //! - **It stays where it sleeps** ([`Placement::mask_asleep`]): while a rank sleeps for a peer, its affinity mask has its own processor
-//!   and those with fewer ranks, so a wake-up does not bring it to its peer. The mask is restored before the wait returns: no code of
-//!   the program ever runs with another mask than its own, and no thread inherits one.
+//!   and, where it is the next to move, those with fewer ranks, so a wake-up does not bring it to its peer. The mask is restored before
+//!   the wait returns: no code of the program ever runs with another mask than its own, and no thread inherits one.
 //! - **It moves apart** ([`Placement::leave_shared`]): after [`IN_A_ROW`] waits for a peer on its own processor a rank moves to the
 //!   processor with the fewest ranks, if that has two ranks fewer. Its mask is restored at once here too, and the kernel may move it again.
 //! - **It spins also on a shared processor** (`protocol`), so that the kernel may find both runnable.
@@ -22,16 +22,19 @@
 //!
 //! A limit: the restored mask is the one that the kernel reported, so a cpuset that grows later does not give the thread more processors.
 //!
-//! Measured (`benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB`: ranks of torchrun that sleep for 50 ms before each batch of
-//! 200 calls), batches above 3 times the best of 80, in one run each on two cores of an Intel Xeon (Sapphire Rapids, virtual), 2026-11-24:
+//! Measured (`benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`: ranks of torchrun that sleep for 50 ms before each batch
+//! of 200 calls), batches above 3 times the best, of 80 in each run, on two cores of an Intel Xeon (Sapphire Rapids, virtual), 2026-11-24:
 //!
-//! | | batches |
+//! | | slow batches of 80 |
 //! |---|---|
-//! | moving apart, asleep at once on a shared processor (the state before) | 76 |
-//! | the same with the mask of sleepers, pauses between moves of up to 16,384, 64 and 16 waits | 3 to 22, 18, 2 |
+//! | moving apart, asleep at once on a shared processor (the state before) | 79 (on one processor) |
+//! | the same with the mask of sleepers; pauses between moves of up to 16,384, 64, and always 16 waits | 22 and 3, 18, 2 |
 //! | spinning and moving apart, without the mask | 75 |
 //! | spinning with the mask, without moving | 22 |
-//! | all three, pauses of up to 64 waits | 0 and 1 |
+//! | spinning, moving and the mask, in which each sleeper has the processors with fewer ranks | 0, 1, 2, 4 |
+//! | the same, where only the next to move has them | 0, 0 |
+//!
+//! With a call of gloo before each pause, in the same processes, 9 of 80 remain slow: the threads of gloo bring the ranks together anew.
 //!
 //! Pauses between moves ([`LONGEST`]) matter beside many other programs, where the kernel moves a rank back: without them four ranks beside
 //! 15 runnable threads took 862 us in one of three runs, 6.4 us without this file (AMD EPYC, Zen 5).
@@ -166,22 +169,31 @@ impl Placement {
         let mut table = self.table.borrow_mut();
         table.clear();
         table.extend((0..segment.ranks).map(|rank| segment.processor(rank).load(Relaxed) & !STAYS));
-        let asleep = processors_asleep(here, &mut table, awake)?;
+        let asleep = processors_asleep(segment.index, &mut table, awake)?;
         Some(MaskAsleep { awake, asleep })
     }
 }
 
-/// The processors on which a sleeping rank may be woken: of its mask, those that fewer ranks use than its own, and its own. `None` when
-/// these are all of the mask, or none of it. Sorts the table.
-fn processors_asleep(here: u32, table: &mut [u32], awake: CpuSet) -> Option<CpuSet> {
-    table.sort_unstable();
-    let own = table.iter().filter(|cpu| **cpu == here).count();
+/// The processors on which rank `me`, asleep, may be woken: of its mask its own, and where it would be the next to move (L1), those that
+/// fewer ranks use. A rank behind it that moves first would otherwise wake it on the processor to which it has moved. `None` when these
+/// are all of the mask, or none of it. Sorts the table, which has the number of each rank's processor plus one.
+fn processors_asleep(me: usize, table: &mut [u32], awake: CpuSet) -> Option<CpuSet> {
+    let here = table[me];
     let mut asleep = awake;
-    for ranks in table.chunk_by(|one, next| one == next) {
-        // A peer that has not published yet has 0; one that writes nonsense has what no mask holds.
-        let cpu = (ranks[0] as usize).wrapping_sub(1);
-        if ranks[0] != here && ranks.len() >= own && cpu < CpuSet::MAX_CPU {
-            asleep.unset(cpu);
+    if table[me + 1..].contains(&here) {
+        asleep.clear();
+        if awake.is_set(here as usize - 1) {
+            asleep.set(here as usize - 1);
+        }
+    } else {
+        table.sort_unstable();
+        let own = table.iter().filter(|cpu| **cpu == here).count();
+        for ranks in table.chunk_by(|one, next| one == next) {
+            // A peer that has not published yet has 0; one that writes nonsense has what no mask holds.
+            let cpu = (ranks[0] as usize).wrapping_sub(1);
+            if ranks[0] != here && ranks.len() >= own && cpu < CpuSet::MAX_CPU {
+                asleep.unset(cpu);
+            }
         }
     }
     (asleep != awake && asleep.count() > 0).then_some(asleep)
@@ -388,30 +400,35 @@ mod tests {
         assert_eq!(placement.in_a_row.get(), 0);
     }
 
-    /// The processors, each plus one, on which rank 0 may be woken.
-    fn asleep(table: &[u32], awake: &[u32]) -> Option<Vec<u32>> {
+    /// The processors, each plus one, on which a rank may be woken.
+    fn asleep(me: usize, table: &[u32], awake: &[u32]) -> Option<Vec<u32>> {
         let mut mask = CpuSet::new();
         awake.iter().for_each(|cpu| mask.set(*cpu as usize - 1));
-        let found = processors_asleep(table[0], &mut table.to_vec(), mask)?;
+        let found = processors_asleep(me, &mut table.to_vec(), mask)?;
         Some((1..=CpuSet::MAX_CPU as u32).filter(|cpu| found.is_set(*cpu as usize - 1)).collect())
     }
 
     #[test]
-    fn a_sleeping_rank_is_woken_on_its_own_processor_or_one_with_fewer_ranks() {
-        for (table, awake, expected) in [
-            (&[1, 2][..], &[1, 2][..], Some(vec![1])),
-            (&[2, 1], &[1, 2], Some(vec![2])),
-            (&[1, 1], &[1, 2], None),
-            (&[1, 2, 1, 2], &[1, 2], Some(vec![1])),
-            (&[1, 2, 1, 1], &[1, 2], None),
-            (&[1, 2, 2, 1, 3], &[1, 2, 3, 4], Some(vec![1, 3, 4])),
-            (&[3, 1], &[1, 2, 3, 4], Some(vec![2, 3, 4])),
-            (&[1, 2], &[1], None),
-            (&[1, 2], &[2], None),
-            (&[1, 0], &[1, 2], None),
-            (&[1, !STAYS], &[1, 2], None),
+    fn a_sleeping_rank_is_woken_on_its_own_processor_or_where_it_is_next_to_move_on_one_with_fewer_ranks() {
+        for (me, table, awake, expected) in [
+            (0, &[1, 2][..], &[1, 2][..], Some(vec![1])),
+            (1, &[1, 2], &[1, 2], Some(vec![2])),
+            (0, &[1, 1], &[1, 2], Some(vec![1])),
+            (1, &[1, 1], &[1, 2], None),
+            (0, &[1, 2, 1, 2], &[1, 2], Some(vec![1])),
+            (2, &[1, 2, 1, 2], &[1, 2], Some(vec![1])),
+            (0, &[1, 2, 1, 1], &[1, 2], Some(vec![1])),
+            (3, &[1, 2, 1, 1], &[1, 2], None),
+            (3, &[1, 2, 2, 1, 3], &[1, 2, 3, 4], Some(vec![1, 3, 4])),
+            (0, &[3, 1], &[1, 2, 3, 4], Some(vec![2, 3, 4])),
+            (0, &[1, 2], &[1], None),
+            (0, &[1, 1], &[1], None),
+            (0, &[1, 2], &[2], None),
+            (0, &[1, 1], &[2], None),
+            (0, &[1, 0], &[1, 2], None),
+            (0, &[1, !STAYS], &[1, 2], None),
         ] {
-            assert_eq!(asleep(table, awake), expected, "{table:?} of {awake:?}");
+            assert_eq!(asleep(me, table, awake), expected, "rank {me} of {table:?}, mask {awake:?}");
         }
     }
 
