@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 
+use super::super::admission::Candidate;
 use super::super::config::{Config, TransportChoice};
 use super::super::connection::{ConnKey, ControlConn};
 use super::super::fork::ForkFd;
@@ -61,22 +62,18 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
     let Ok(tcp) = TcpListener::from_std(tcp) else { return };
     let unix = unix.and_then(|unix| UnixListener::from_std(unix).ok());
     loop {
+        plane.admission.place().await;
         let arrived = tokio::select! {
-            conn = tcp.accept() => conn.and_then(|(stream, _)| ControlConn::tcp(stream)),
+            conn = tcp.accept() => conn.and_then(|(stream, from)| Ok((ControlConn::tcp(stream)?, Some(from)))),
             conn = async { match &unix {
                 Some(unix) => unix.accept().await,
                 None => std::future::pending().await,
-            } } => conn.map(|(stream, _)| ControlConn::unix(stream)),
+            } } => conn.map(|(stream, _)| (ControlConn::unix(stream), None)),
         };
         match arrived {
-            Ok(conn) => {
-                let limit = 256 + 4 * plane.config.world_size;
-                if plane.unauthenticated.load(Ordering::Relaxed) >= limit {
-                    plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
-                } else {
-                    plane.unauthenticated.fetch_add(1, Ordering::Relaxed);
-                    tokio::spawn(serve(Arc::clone(&plane), conn));
-                }
+            Ok((conn, from)) => {
+                let candidate = plane.admission.enter(from);
+                tokio::spawn(serve(Arc::clone(&plane), conn, candidate));
             }
             // The client has closed the connection already, or the process has no free descriptor: retry.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -85,41 +82,54 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
 }
 
 /// Authenticates one connection and hands it over.
-async fn serve(plane: Arc<Plane>, conn: ControlConn) {
-    let mut conn = match conn.accept(plane.tls.as_ref()).await {
-        Ok(conn) => conn,
-        Err(refused) => {
-            plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
-            plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
-            if refused.text.is_some() {
-                lock(&plane.connecting).last_refusal = refused.text;
-            }
-            return;
-        }
-    };
-    let outcome = authenticate(&plane, &mut conn).await;
-    if let Err(why @ (Refusal::Secret | Refusal::NoTls)) = outcome {
-        lock(&plane.connecting).last_refusal = Some(why.to_string());
-    }
-    plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
-    let outcome = match outcome {
-        Ok(hello) => match handshake::accept(&mut conn.socket).await {
+async fn serve(plane: Arc<Plane>, conn: ControlConn, candidate: Candidate) {
+    let proved = candidate.prove(prove(&plane, conn, &candidate)).await;
+    drop(candidate);
+    let outcome = match proved {
+        Some(Ok((hello, mut conn))) => match handshake::accept(&mut conn.socket).await {
             Ok(()) => hand_over(&plane, hello, conn),
             Err(_) => Err(Refusal::Protocol),
         },
-        Err(why) => {
-            handshake::refuse(&mut conn.socket, why).await;
-            Err(why)
-        }
+        Some(Err(why)) => Err(why),
+        None => Err(Refusal::Busy),
     };
     if outcome.is_err() {
         plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
     }
 }
 
+/// A connection whose client has proved that it belongs to the job, and its hello; any other one is refused.
+async fn prove(
+    plane: &Plane,
+    conn: ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<(Hello, ControlConn), Refusal> {
+    let mut conn = conn.accept(plane.tls.as_ref()).await.map_err(|refused| {
+        if refused.text.is_some() {
+            lock(&plane.connecting).last_refusal = refused.text;
+        }
+        refused.why
+    })?;
+    let outcome = authenticate(plane, &mut conn, candidate).await;
+    if let Err(why @ (Refusal::Secret | Refusal::NoTls)) = outcome {
+        lock(&plane.connecting).last_refusal = Some(why.to_string());
+    }
+    match outcome {
+        Ok(hello) => Ok((hello, conn)),
+        Err(why) => {
+            handshake::refuse(&mut conn.socket, why).await;
+            Err(why)
+        }
+    }
+}
+
 /// The hello of a connection that passes all checks.
-async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Result<Hello, Refusal> {
-    let received = handshake::read_hello(&mut conn.socket).await?;
+async fn authenticate(
+    plane: &Plane,
+    conn: &mut ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<Hello, Refusal> {
+    let received = candidate.read_hello(&mut conn.socket).await?;
     let Hello { world_size, from, to, purpose, job, .. } = received.hello;
     let own = plane.config.rank;
     if world_size != plane.config.world_size {

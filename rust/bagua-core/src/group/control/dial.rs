@@ -90,6 +90,8 @@ impl Plane {
         loop {
             match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
+                // The table of the peer was full.
+                Err(why @ Failed::Refused(Refusal::Busy)) => failed(why.to_string()),
                 Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
                 Err(Failed::Broken { how, .. }) => {
                     failed(how);

@@ -2,13 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::TcpStream;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, mpsc};
 
 use super::super::address::Address;
+use super::super::admission::Admission;
 use super::super::config::Config;
 use super::super::connection::{ControlConn, PendingConns};
 use super::super::fork::OwnerProcess;
@@ -149,8 +150,8 @@ pub(in super::super) struct Plane {
     /// By world rank; `None` for this rank. Set when all connections are there.
     pub(super) peers: OnceLock<Vec<Option<Peer>>>,
     groups: Mutex<Groups>,
-    /// Number of connections in the handshake.
-    pub(super) unauthenticated: AtomicUsize,
+    /// The connections in the handshake.
+    pub(super) admission: Arc<Admission>,
     /// Notified when a peer is settled.
     pub(super) settled: Notify,
     /// Messages for the agreement on the next view.
@@ -164,6 +165,7 @@ pub(in super::super) struct Plane {
 impl Plane {
     pub(in super::super) fn new(config: Config, owner: OwnerProcess, tls: Option<Ends>) -> Plane {
         let pending = PendingConns::new(config.world_size);
+        let admission = Admission::new(256 + 4 * config.world_size);
         Plane {
             config,
             owner,
@@ -176,7 +178,7 @@ impl Plane {
             world_known: tokio::sync::watch::Sender::new(false),
             peers: OnceLock::new(),
             groups: Mutex::default(),
-            unauthenticated: AtomicUsize::new(0),
+            admission,
             settled: Notify::new(),
             views: Inbox::default(),
             leaving: AtomicBool::new(false),
@@ -212,7 +214,7 @@ impl Plane {
 
     /// Number of accepted connections that no lane has taken yet.
     pub(in super::super) fn arrived(&self) -> usize {
-        self.unauthenticated.load(Ordering::Relaxed) + self.pending.count()
+        self.admission.count() + self.pending.count()
     }
 
     /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.

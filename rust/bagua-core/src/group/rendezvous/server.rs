@@ -12,6 +12,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
+use super::super::admission::{Admission, Candidate};
 use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::listen::raise_backlog;
@@ -269,6 +270,7 @@ async fn serve(
     });
     let (publish, published) = watch::channel(None::<Arc<Outcome>>);
     let mut connections = JoinSet::new();
+    let admission = Admission::new(world_size + EXTRA_CONNECTIONS);
     let all_registered = async {
         loop {
             let registered = state.registered.notified();
@@ -277,11 +279,11 @@ async fn serve(
             }
             tokio::select! {
                 () = registered => {}
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) if connections.len() < world_size + EXTRA_CONNECTIONS => {
-                        _ = connections.spawn(serve_connection(Arc::clone(&state), stream, published.clone()));
+                accepted = admission.accept(&listener) => match accepted {
+                    Ok((stream, candidate)) => {
+                        let serve = serve_connection(Arc::clone(&state), stream, candidate, published.clone());
+                        _ = connections.spawn(serve);
                     }
-                    Ok(_) => {}
                     Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
                 },
                 Some(_) = connections.join_next() => {}
@@ -307,20 +309,17 @@ async fn serve(
 }
 
 /// Serves one connection, from the handshake to the outcome.
-async fn serve_connection(state: Arc<State>, stream: TcpStream, mut published: watch::Receiver<Option<Arc<Outcome>>>) {
-    let mut stream = match AsyncSocket::accept(stream, state.proofs.tls.as_ref()).await {
-        Ok(stream) => stream,
-        Err(refused) => {
-            if refused.text.is_some() {
-                *lock(&state.stranger) = refused.text;
-            }
-            return;
-        }
-    };
-    let rank = match register(&state, &mut stream).await {
-        Ok(rank) => rank,
-        Err(why) => return handshake::refuse(&mut stream, why).await,
-    };
+async fn serve_connection(
+    state: Arc<State>,
+    stream: TcpStream,
+    candidate: Candidate,
+    mut published: watch::Receiver<Option<Arc<Outcome>>>,
+) {
+    let Some(Some((rank, mut stream))) = candidate.prove(prove(&state, stream, &candidate)).await else { return };
+    drop(candidate);
+    if let Err(why) = register(&state, rank, &mut stream).await {
+        return handshake::refuse(&mut stream, why).await;
+    }
     let outcome = match tree::next_event(&mut stream, &mut published).await {
         Event::Outcome(outcome) => Some(outcome),
         Event::Question => match state.time_out(rank) {
@@ -343,9 +342,33 @@ async fn serve_connection(state: Arc<State>, stream: TcpStream, mut published: w
     }
 }
 
-/// Authenticates a client and registers its rank.
-async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Result<usize, Refusal> {
-    let received = handshake::read_hello(stream).await.inspect_err(|why| {
+/// The rank and the connection of a client that belongs to the job; any other one is refused.
+async fn prove(state: &State, stream: TcpStream, candidate: &Candidate) -> Option<(usize, AsyncSocket)> {
+    let mut stream = match AsyncSocket::accept(stream, state.proofs.tls.as_ref()).await {
+        Ok(stream) => stream,
+        Err(refused) => {
+            if refused.text.is_some() {
+                *lock(&state.stranger) = refused.text;
+            }
+            return None;
+        }
+    };
+    match authenticate(state, &mut stream, candidate).await {
+        Ok(rank) => Some((rank, stream)),
+        Err(why) => {
+            handshake::refuse(&mut stream, why).await;
+            None
+        }
+    }
+}
+
+/// The rank of a client that belongs to the job.
+async fn authenticate(
+    state: &State,
+    stream: &mut AsyncSocket,
+    candidate: &Candidate,
+) -> std::result::Result<usize, Refusal> {
+    let received = candidate.read_hello(stream).await.inspect_err(|why| {
         if *why == Refusal::NoTls {
             *lock(&state.stranger) = Some(why.to_string());
         }
@@ -372,6 +395,11 @@ async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Resul
     if to != 0 || from == 0 || from >= world_size {
         return Err(Refusal::Rank);
     }
+    Ok(from)
+}
+
+/// Registers the rank of a client.
+async fn register(state: &State, from: usize, stream: &mut AsyncSocket) -> std::result::Result<(), Refusal> {
     if !lock(&state.ranks).claim(from) {
         return Err(Refusal::Duplicate);
     }
@@ -386,5 +414,5 @@ async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Resul
     };
     lock(&state.ranks).register(from, registration);
     state.registered.notify_one();
-    Ok(from)
+    Ok(())
 }

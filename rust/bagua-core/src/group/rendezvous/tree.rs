@@ -15,6 +15,7 @@ use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::super::admission::{Admission, Candidate};
 use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::tls::{Access, Ends};
@@ -28,7 +29,7 @@ pub(super) const FANOUT: usize = 16;
 /// How long a rank that has the list waits for other ranks to take it.
 pub(super) const LINGER: Duration = Duration::from_secs(2);
 
-/// The most connections in addition to the expected ones.
+/// The most connections that are not authenticated, in addition to one for each expected rank.
 pub(super) const EXTRA_CONNECTIONS: usize = 256;
 
 /// The longest list of addresses.
@@ -247,13 +248,13 @@ struct Parent {
 async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver<Option<Arc<Vec<u8>>>>) {
     let mut missing: BTreeSet<usize> = children(parent.rank, parent.world_size).collect();
     let mut connections = JoinSet::new();
+    let admission = Admission::new(FANOUT + EXTRA_CONNECTIONS);
     while !missing.is_empty() {
         tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) if connections.len() < FANOUT + EXTRA_CONNECTIONS => {
-                    _ = connections.spawn(serve_connection(parent.clone(), stream, published.clone()));
+            accepted = admission.accept(&listener) => match accepted {
+                Ok((stream, candidate)) => {
+                    _ = connections.spawn(serve_connection(parent.clone(), stream, candidate, published.clone()));
                 }
-                Ok(_) => {}
                 // The client has closed the connection already, or the process has no free descriptor: retry.
                 Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
             },
@@ -270,16 +271,21 @@ async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver
 async fn serve_connection(
     parent: Parent,
     stream: TcpStream,
+    candidate: Candidate,
     mut published: watch::Receiver<Option<Arc<Vec<u8>>>>,
 ) -> Option<usize> {
-    let mut stream = AsyncSocket::accept(stream, parent.proofs.tls.as_ref()).await.ok()?;
-    let child = match authenticate(&parent, &mut stream).await {
-        Ok(child) => child,
-        Err(why) => {
-            handshake::refuse(&mut stream, why).await;
-            return None;
+    let prove = async {
+        let mut stream = AsyncSocket::accept(stream, parent.proofs.tls.as_ref()).await.ok()?;
+        match authenticate(&parent, &mut stream, &candidate).await {
+            Ok(child) => Some((child, stream)),
+            Err(why) => {
+                handshake::refuse(&mut stream, why).await;
+                None
+            }
         }
     };
+    let (child, mut stream) = candidate.prove(prove).await??;
+    drop(candidate);
     handshake::accept(&mut stream).await.ok()?;
     let Event::Outcome(list) = next_event(&mut stream, &mut published).await else { return None };
     stream.write_all(&list).await.ok()?;
@@ -288,8 +294,8 @@ async fn serve_connection(
 }
 
 /// The rank of an authenticated child.
-async fn authenticate(parent: &Parent, stream: &mut AsyncSocket) -> Result<usize, Refusal> {
-    let received = handshake::read_hello(stream).await?;
+async fn authenticate(parent: &Parent, stream: &mut AsyncSocket, candidate: &Candidate) -> Result<usize, Refusal> {
+    let received = candidate.read_hello(stream).await?;
     let Hello { world_size, from, to, purpose, .. } = received.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);
