@@ -58,6 +58,6 @@ pub use lane::{HostLanes, Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;
-pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use tls::{Access, Tls, tls_pair};
 pub use views::{Quorum, View};

@@ -15,6 +15,7 @@ use super::super::fork::ForkFd;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::listen::raise_backlog;
 use super::plane::Plane;
+use super::session;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -86,7 +87,9 @@ async fn serve(plane: Arc<Plane>, conn: ControlConn, candidate: Candidate) {
     let proved = candidate.prove(prove(&plane, conn, &candidate)).await;
     drop(candidate);
     let outcome = match proved {
-        Some(Ok((hello, mut conn))) => match handshake::accept(&mut conn.socket).await {
+        // A probe has its answer.
+        Some(Ok(None)) => return,
+        Some(Ok(Some((hello, mut conn)))) => match handshake::accept(&mut conn.socket).await {
             Ok(()) => hand_over(&plane, hello, conn),
             Err(_) => Err(Refusal::Protocol),
         },
@@ -98,12 +101,13 @@ async fn serve(plane: Arc<Plane>, conn: ControlConn, candidate: Candidate) {
     }
 }
 
-/// A connection whose client has proved that it belongs to the job, and its hello; any other one is refused.
+/// A connection whose client has proved that it belongs to the job, and its hello; `None` for a probe, which is answered; any other one is
+/// refused.
 async fn prove(
     plane: &Plane,
     conn: ControlConn,
     candidate: &Candidate,
-) -> std::result::Result<(Hello, ControlConn), Refusal> {
+) -> std::result::Result<Option<(Hello, ControlConn)>, Refusal> {
     let mut conn = conn.accept(plane.tls.as_ref()).await.map_err(|refused| {
         if refused.text.is_some() {
             lock(&plane.connecting).last_refusal = refused.text;
@@ -115,7 +119,11 @@ async fn prove(
         lock(&plane.connecting).last_refusal = Some(why.to_string());
     }
     match outcome {
-        Ok(hello) => Ok((hello, conn)),
+        Ok(hello) if hello.purpose == Purpose::Probe => {
+            handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
+            Ok(None)
+        }
+        Ok(hello) => Ok(Some((hello, conn))),
         Err(why) => {
             handshake::refuse(&mut conn.socket, why).await;
             Err(why)
@@ -136,9 +144,16 @@ async fn authenticate(
         return Err(Refusal::WorldSize);
     }
     // The higher rank always connects to the lower one, except for messages, where the sender connects.
-    let wrong_end = if purpose == Purpose::Messages { from == own } else { from <= own };
+    let wrong_end = match purpose {
+        Purpose::Messages | Purpose::Probe => from == own,
+        _ => from <= own,
+    };
     if to != own || wrong_end || from >= world_size {
         return Err(Refusal::Rank);
+    }
+    if purpose == Purpose::Probe {
+        let is_other = plane.world().is_ok_and(|world| world.job != job);
+        return if is_other { Err(Refusal::Job) } else { Ok(received.hello) };
     }
     // A peer may connect before this rank has all addresses, and with them the key.
     if plane.world_known.subscribe().wait_for(|known| *known).await.is_err() {
@@ -150,20 +165,16 @@ async fn authenticate(
     }
     handshake::authenticate(&mut conn.socket, &received, &world.key).await?;
     match purpose {
-        Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
         Purpose::Stream | Purpose::Segment | Purpose::Messages if !plane.pending.has_room() => Err(Refusal::Busy),
-        Purpose::Rendezvous | Purpose::Door | Purpose::Book => Err(Refusal::Purpose),
+        Purpose::Rendezvous | Purpose::Door | Purpose::Book | Purpose::Probe => Err(Refusal::Purpose),
         Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
     }
 }
 
-/// Hands an accepted connection to `connect`, or keeps it until its lane is opened.
-fn hand_over(plane: &Plane, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
+/// Begins the session of an accepted control connection; keeps any other one until its lane is opened.
+fn hand_over(plane: &Arc<Plane>, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
     if hello.purpose == Purpose::Control {
-        // A second control connection of a rank replaces the first, which the peer has abandoned.
-        lock(&plane.connecting).conns.insert(hello.from, conn);
-        plane.connect_changed.notify_all();
-        return Ok(());
+        return if session::start(plane, hello.from, conn) { Ok(()) } else { Err(Refusal::Duplicate) };
     }
     let data_conn = conn.into_data().map_err(|_| Refusal::Protocol)?;
     plane.pending.insert(ConnKey::from(&hello), data_conn)

@@ -19,14 +19,14 @@ use super::super::admission::{Admission, Candidate};
 use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::tls::{Access, Ends};
-use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, read_frame};
+use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, get_error, put_error, read_frame};
 use super::exchange::timed_out;
 use crate::error::Error;
 
 /// The most children of a rank.
 pub(super) const FANOUT: usize = 16;
 
-/// How long a rank that has the list waits for other ranks to take it.
+/// How long a rank that has the list waits for other ranks to take it before it goes on; slower ones get it from a thread.
 pub(super) const LINGER: Duration = Duration::from_secs(2);
 
 /// The most connections that are not authenticated, in addition to one for each expected rank.
@@ -91,6 +91,13 @@ pub(in super::super) fn fetch_frame(parent: SocketAddr) -> Vec<u8> {
     framed(Writer::default().u8(2).text(&parent.to_string()))
 }
 
+/// The frame of an error that ends the exchange on every rank.
+pub(in super::super) fn failed_frame(error: &Error) -> Vec<u8> {
+    let mut out = Writer::default();
+    put_error(out.u8(3), error);
+    framed(&out)
+}
+
 /// A body after its length.
 pub(super) fn framed(body: &Writer) -> Vec<u8> {
     let mut frame = Writer::default();
@@ -99,7 +106,7 @@ pub(super) fn framed(body: &Writer) -> Vec<u8> {
 }
 
 /// The server's answer to a registration.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(in super::super) enum Answer {
     /// All addresses, by rank.
     Complete(Vec<Vec<u8>>),
@@ -107,6 +114,8 @@ pub(in super::super) enum Answer {
     Missing(MissingRanks),
     /// All ranks have registered; the rank's parent at this address has the list or will have it.
     Fetch(SocketAddr),
+    /// The exchange has ended with this error on every rank.
+    Failed(Error),
 }
 
 impl Answer {
@@ -126,6 +135,7 @@ impl Answer {
                 Answer::Missing(MissingRanks { named, others: from.rank()? })
             }
             2 => Answer::Fetch(socket_address(&from.text()?)?),
+            3 => Answer::Failed(get_error(&mut from)?),
             _ => return Err(Malformed("an answer of an unknown kind")),
         };
         from.end()?;
@@ -192,11 +202,16 @@ pub(super) async fn connect(to: impl ToSocketAddrs, hello: &Hello, proofs: &Proo
     Ok(socket)
 }
 
-/// Fetches the list from a parent, once.
-pub(super) async fn fetch(from: SocketAddr, hello: &Hello, proofs: &Proofs) -> Result<Vec<Vec<u8>>, Failed> {
+/// Fetches the list from a parent, once; the inner error is that with which the exchange ended.
+pub(super) async fn fetch(
+    from: SocketAddr,
+    hello: &Hello,
+    proofs: &Proofs,
+) -> Result<Result<Vec<Vec<u8>>, Error>, Failed> {
     let mut stream = connect(from, hello, proofs).await?;
     match Answer::read(&mut stream).await? {
-        Answer::Complete(all) => Ok(all),
+        Answer::Complete(all) => Ok(Ok(all)),
+        Answer::Failed(error) => Ok(Err(error)),
         Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::broken("it sent no list of addresses")),
     }
 }
@@ -205,8 +220,8 @@ pub(super) async fn fetch(from: SocketAddr, hello: &Hello, proofs: &Proofs) -> R
 pub(super) struct Relay {
     /// The address that it listens on.
     pub(super) address: SocketAddr,
-    list: watch::Sender<Option<Arc<Vec<u8>>>>,
-    /// One task, which ends when all children have the list. Dropping it closes all connections.
+    frame: watch::Sender<Option<Arc<Vec<u8>>>>,
+    /// One task, which ends when all children have the frame. Dropping it closes all connections.
     serving: JoinSet<()>,
 }
 
@@ -222,17 +237,18 @@ impl Relay {
         address.set_port(0);
         let listener = TcpListener::bind(address).await.ok()?;
         let address = listener.local_addr().ok()?;
-        let (list, published) = watch::channel(None);
+        let (frame, published) = watch::channel(None);
         let mut serving = JoinSet::new();
         serving.spawn(serve(listener, Parent { rank, world_size, proofs: proofs.clone() }, published));
-        Some(Relay { address, list, serving })
+        Some(Relay { address, frame, serving })
     }
 
-    /// Sends the list to the children; returns when all have it, or after [`LINGER`].
-    pub(super) async fn publish(mut self, all: &[Vec<u8>]) {
-        self.list.send_replace(Some(Arc::new(list_frame(all))));
-        // A child that did not fetch the list reports a timeout itself.
+    /// Sends the frame of the list, or of an error, to the children; returns when all have it, or after [`LINGER`], with the task that
+    /// still sends it.
+    pub(super) async fn publish(mut self, frame: Vec<u8>) -> JoinSet<()> {
+        self.frame.send_replace(Some(Arc::new(frame)));
         let _ = tokio::time::timeout(LINGER, self.serving.join_next()).await;
+        self.serving
     }
 }
 
