@@ -159,7 +159,13 @@ class RendezvousServer:
     def __new__(cls, host: str, port: int) -> RendezvousServer: ...
     def address(self) -> tuple[str, int]: ...
     def serve(
-        self, world_size: int, address: bytes, secret: bytes, timeout: float, tls: Tls | None = None
+        self,
+        world_size: int,
+        address: bytes,
+        secret: bytes,
+        timeout: float,
+        tls: Tls | None = None,
+        heartbeat_timeout: float = 5.0,
     ) -> list[bytes]: ...
 
 @final
@@ -469,6 +475,7 @@ def rendezvous_tcp(
     secret: bytes,
     timeout: float,
     tls: Tls | None = None,
+    heartbeat_timeout: float = 5.0,
 ) -> list[bytes]: ...
 def rendezvous_at(
     host: str,
@@ -479,6 +486,7 @@ def rendezvous_at(
     secret: bytes,
     timeout: float,
     tls: Tls | None = None,
+    heartbeat_timeout: float = 5.0,
 ) -> list[bytes]: ...
 def rendezvous_file(
     path: str | PathLike[str], rank: int, world_size: int, address: bytes, timeout: float

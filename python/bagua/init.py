@@ -113,7 +113,15 @@ def _rendezvous(
 
     def by_tcp(address: bytes) -> list[bytes]:
         return engine.rendezvous_tcp(
-            host, port, place.rank, place.world_size, address, chosen.secret, chosen.timeout, chosen.tls
+            host,
+            port,
+            place.rank,
+            place.world_size,
+            address,
+            chosen.secret,
+            chosen.timeout,
+            chosen.tls,
+            chosen.heartbeat_timeout,
         )
 
     return by_tcp, (host, port)

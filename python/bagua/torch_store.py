@@ -74,7 +74,8 @@ def join(
             timeout=timeout,
         )
 
-    tls = config.settings(secret=secret).tls
+    chosen = config.settings(secret=secret)
+    tls, heartbeat = chosen.tls, chosen.heartbeat_timeout
     board = _Board(store, what, timeout, connection)
     if world_size == 1:
         return build(towards, "", lambda address, _: [address]), board.count(1)
@@ -85,7 +86,7 @@ def join(
         number = board.announce(place)
 
         def serve(address: bytes, both: bytes) -> list[bytes]:
-            return server.serve(world_size, address, both, timeout, tls)
+            return server.serve(world_size, address, both, timeout, tls, heartbeat)
 
         return build(towards, place.token, serve), number
 
@@ -95,8 +96,12 @@ def join(
         def fetch(address: bytes, both: bytes, place: _Place = place) -> list[bytes]:
             left = max(board.left(), 0.0)
             try:
-                return engine.rendezvous_at(place.host, place.port, rank, world_size, address, both, left, tls)
+                return engine.rendezvous_at(
+                    place.host, place.port, rank, world_size, address, both, left, tls, heartbeat
+                )
             except PeerLostError as lost:
+                if lost.rank != 0:
+                    raise
                 raise _Gone(str(lost)) from lost
 
         try:

@@ -72,6 +72,15 @@ fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_gets_the_cause_when_it
 }
 
 #[test]
+fn a_frozen_rank_is_lost_on_every_other_of_a_host_with_more_ranks_than_each_watches() {
+    let (groups, processes) = mixed(ENTRY, 12, &[5], Duration::from_secs(2));
+    processes[0].signal(Signal::STOP);
+    for group in &groups {
+        assert!(matches!(cause(group), Error::PeerLost { rank: 5, .. }), "{:?}", cause(group));
+    }
+}
+
+#[test]
 fn a_rank_that_was_frozen_for_less_than_the_timeout_is_not_lost_and_loses_no_peer() {
     let (groups, processes) = mixed(ENTRY, 2, &[1], Duration::from_secs(3));
     processes[0].signal(Signal::STOP);

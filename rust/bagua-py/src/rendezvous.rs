@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use bagua_core::error::Error;
-use bagua_core::group::{self, Access};
+use bagua_core::group::{self, Access, Limits};
 use bagua_core::wait::lock;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -18,12 +18,20 @@ fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
     addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect()
 }
 
+/// The time limits of an exchange, from seconds.
+fn limits(timeout: f64, heartbeat_timeout: f64) -> PyResult<Limits> {
+    let (timeout, lost_after) =
+        (errors::seconds("timeout", timeout)?, errors::seconds("heartbeat_timeout", heartbeat_timeout)?);
+    Ok(Limits { timeout, lost_after })
+}
+
 /// Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all of them.
 ///
 /// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks, by rank.
-/// Raises BaguaTimeoutError naming the missing ranks, or another BaguaError.
+/// A rank whose process ends after it came is lost unless another one takes its rank within `heartbeat_timeout` seconds.
+/// Raises BaguaTimeoutError naming the missing ranks, PeerLostError naming a lost one, or another BaguaError.
 #[pyfunction]
-#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None))]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
 pub fn rendezvous_tcp(
     py: Python<'_>,
@@ -35,11 +43,12 @@ pub fn rendezvous_tcp(
     secret: Vec<u8>,
     timeout: f64,
     tls: Option<Bound<'_, Tls>>,
+    heartbeat_timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
-    let (timeout, tls) = (errors::seconds("timeout", timeout)?, tls_of(tls.as_ref()));
+    let (limits, tls) = (limits(timeout, heartbeat_timeout)?, tls_of(tls.as_ref()));
     let addresses = interrupt::run_on_thread(py, move || {
         let access = Access { secret: &secret, tls: tls.as_ref() };
-        group::rendezvous_tcp((&host, port), rank, world_size, &address, access, timeout)
+        group::rendezvous_tcp((&host, port), rank, world_size, &address, access, limits)
     })?;
     Ok(blobs(py, addresses))
 }
@@ -76,8 +85,8 @@ impl RendezvousServer {
 
     /// Exchanges the addresses of all ranks; `address` is rank 0's blob, `timeout` is in seconds. May be called once.
     ///
-    /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError naming the missing ranks.
-    #[pyo3(signature = (world_size, address, secret, timeout, tls=None))]
+    /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError and PeerLostError as `rendezvous_tcp`.
+    #[pyo3(signature = (world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
     fn serve(
         &self,
         py: Python<'_>,
@@ -86,14 +95,15 @@ impl RendezvousServer {
         secret: Vec<u8>,
         timeout: f64,
         tls: Option<Bound<'_, Tls>>,
+        heartbeat_timeout: f64,
     ) -> PyResult<Vec<Py<PyBytes>>> {
-        let (timeout, tls) = (errors::seconds("timeout", timeout)?, tls_of(tls.as_ref()));
+        let (limits, tls) = (limits(timeout, heartbeat_timeout)?, tls_of(tls.as_ref()));
         let server = lock(&self.server).take();
         let called_twice = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(called_twice)?;
         let addresses = interrupt::run_on_thread(py, move || {
             let access = Access { secret: &secret, tls: tls.as_ref() };
-            server.serve(world_size, &address, access, timeout)
+            server.serve(world_size, &address, access, limits)
         })?;
         Ok(blobs(py, addresses))
     }
@@ -103,7 +113,7 @@ impl RendezvousServer {
 ///
 /// Raises PeerLostError when the connection to the server fails or breaks.
 #[pyfunction]
-#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None))]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
 pub fn rendezvous_at(
     py: Python<'_>,
@@ -115,12 +125,13 @@ pub fn rendezvous_at(
     secret: Vec<u8>,
     timeout: f64,
     tls: Option<Bound<'_, Tls>>,
+    heartbeat_timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
-    let (server, timeout) = (socket_address(py, host, port)?, errors::seconds("timeout", timeout)?);
+    let (server, limits) = (socket_address(py, host, port)?, limits(timeout, heartbeat_timeout)?);
     let tls = tls_of(tls.as_ref());
     let addresses = interrupt::run_on_thread(py, move || {
         let access = Access { secret: &secret, tls: tls.as_ref() };
-        group::rendezvous_at(server, rank, world_size, &address, access, timeout)
+        group::rendezvous_at(server, rank, world_size, &address, access, limits)
     })?;
     Ok(blobs(py, addresses))
 }

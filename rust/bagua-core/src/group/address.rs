@@ -45,8 +45,10 @@ pub(super) struct Address {
     pub(super) rank: usize,
     /// Number of ranks in its configuration.
     pub(super) world_size: usize,
-    /// Process id, for error texts.
+    /// Process id in the process's own namespace.
     pub(super) pid: u32,
+    /// Number of the namespace of `pid` on its host; 0 where `/proc` does not show it.
+    pub(super) pid_namespace: u64,
     /// TCP listener. `None` in a world of one.
     pub(super) tcp: Option<SocketAddr>,
     /// Abstract name of the Unix listener; empty without one.
@@ -69,7 +71,13 @@ impl Address {
     /// The address as a blob.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = Writer::default();
-        out.fixed(&MAGIC).u16(VERSION).rank(self.rank).rank(self.world_size).u32(self.pid).fixed(&self.nonce);
+        out.fixed(&MAGIC)
+            .u16(VERSION)
+            .rank(self.rank)
+            .rank(self.world_size)
+            .u32(self.pid)
+            .u64(self.pid_namespace)
+            .fixed(&self.nonce);
         out.text(&self.tcp.map(|tcp| tcp.to_string()).unwrap_or_default()).bytes(&self.unix);
         out.text(&self.host_id).text(&self.host_name).u8(self.streams).u8(self.algorithm).u8(self.tls);
         out.0
@@ -96,7 +104,8 @@ impl Address {
         if from.u16()? != VERSION {
             return Err(Malformed("it has another protocol version"));
         }
-        let (rank, world_size, pid, nonce) = (from.rank()?, from.rank()?, from.u32()?, from.array()?);
+        let (rank, world_size, pid) = (from.rank()?, from.rank()?, from.u32()?);
+        let (pid_namespace, nonce) = (from.u64()?, from.array()?);
         let tcp = match from.text()? {
             none if none.is_empty() => None,
             some => Some(some.parse().map_err(|_| Malformed("its TCP address cannot be parsed"))?),
@@ -105,7 +114,20 @@ impl Address {
         let (host_id, host_name) = (from.text()?, from.text()?);
         let (streams, algorithm, tls) = (from.u8()?, from.u8()?, from.u8()?);
         from.end()?;
-        Ok(Address { rank, world_size, pid, tcp, unix, host_id, host_name, streams, algorithm, tls, nonce })
+        Ok(Address {
+            rank,
+            world_size,
+            pid,
+            pid_namespace,
+            tcp,
+            unix,
+            host_id,
+            host_name,
+            streams,
+            algorithm,
+            tls,
+            nonce,
+        })
     }
 
     /// Parses the blobs of all ranks, in rank order, and checks them against each other and against this rank's own blob.
@@ -189,6 +211,12 @@ pub(super) fn host_id() -> error::Result<String> {
     Ok(format!("{}:{}:{}", boot.trim(), namespace.dev(), namespace.ino()))
 }
 
+/// Number of this process's namespace of process ids; 0 where `/proc` does not show it.
+pub(super) fn pid_namespace() -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
+}
+
 /// The host name of the system.
 pub(super) fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -206,6 +234,7 @@ mod tests {
             rank,
             world_size,
             pid: 7,
+            pid_namespace: 8,
             tcp: Some(SocketAddr::from(([127, 0, 0, 1], 4000))),
             unix: b"bagua-1".to_vec(),
             host_id: "a".to_owned(),

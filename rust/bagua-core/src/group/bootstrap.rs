@@ -67,6 +67,7 @@ impl Bootstrap {
             rank,
             world_size,
             pid: std::process::id(),
+            pid_namespace: address::pid_namespace(),
             tcp: listeners.as_ref().map(Listeners::tcp_address).transpose()?,
             unix: listeners.as_ref().map(|listeners| listeners.name.clone()).unwrap_or_default(),
             host_id: config.host_id.clone(),
@@ -122,11 +123,11 @@ impl Bootstrap {
         for lower in 0..config.rank {
             control.dial_control(lower, until, &health)?;
         }
+        control.watch(until);
         let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
-        let conns = connecting.wait(|state| &mut state.conns)?;
+        let by_unix = connecting.wait(|state| &mut state.by_unix)?;
         let ids: Vec<&str> = world.addresses.iter().map(|address| address.host_id.as_str()).collect();
-        let own = conns.iter().all(|(rank, conn)| conn.is_unix() || ids[*rank] != ids[config.rank]);
-        control.start_sessions(conns);
+        let own = by_unix.iter().all(|(rank, by_unix)| *by_unix || ids[*rank] != ids[config.rank]);
         plane.send_all(&Message::HostConnected(own));
         let mut host_connected = connecting.wait(|state| &mut state.host_connected)?;
         host_connected.insert(config.rank, own);

@@ -142,6 +142,7 @@ mod tests {
             rank,
             world_size: hosts.len(),
             pid: 1,
+            pid_namespace: 1,
             tcp: None,
             unix: vec![1],
             host_id: (*host).to_owned(),

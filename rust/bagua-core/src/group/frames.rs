@@ -14,6 +14,9 @@ use super::tls::Ends;
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
+/// Pause between two attempts to connect.
+const RETRY_PAUSE: Duration = Duration::from_millis(10);
+
 /// A connection whose messages are frames; closed in forked children.
 pub(super) struct Frames {
     socket: Socket,
@@ -28,7 +31,7 @@ impl Frames {
         Frames { socket, _fork_fd: fork_fd, whom }
     }
 
-    /// Connects, and authenticates, within `limit`. The inner error is that of the attempt.
+    /// Connects, and authenticates, within `limit`; tries again when the server ends the connection. The inner error is that of the last attempt.
     ///
     /// # Errors
     /// `System` when the process cannot try.
@@ -39,10 +42,18 @@ impl Frames {
         whom: String,
         limit: Duration,
     ) -> Result<std::result::Result<Frames, Failed>> {
-        let connecting = async {
-            let mut conn = ControlConn::connect(tokio::net::TcpStream::connect(at).await?, tls).await?;
+        let attempt = async || {
+            let mut conn = ControlConn::connect(tokio::net::TcpStream::connect(&at).await?, tls).await?;
             handshake::connect(&mut conn.socket, hello, key).await?;
             Ok::<_, Failed>(conn.into_data()?)
+        };
+        let connecting = async {
+            loop {
+                match attempt().await {
+                    Err(why) if why.ended_by_server() => tokio::time::sleep(RETRY_PAUSE).await,
+                    outcome => return outcome,
+                }
+            }
         };
         let runtime = runtime()?;
         let outcome = runtime.block_on(async { tokio::time::timeout(limit, connecting).await });

@@ -122,6 +122,8 @@ pub(super) enum Purpose {
     Book = 6,
     /// Messages of one direction.
     Messages = 7,
+    /// Asks whether the rank runs; needs no proof.
+    Probe = 8,
 }
 
 /// The first message of a connection: the identity of the client and the purpose of the connection.
@@ -174,6 +176,7 @@ impl Hello {
             5 => Purpose::Door,
             6 => Purpose::Book,
             7 => Purpose::Messages,
+            8 => Purpose::Probe,
             _ => return Err(Malformed("an unknown purpose")),
         };
         let (group, channel, index, job) = (from.u64()?, from.u32()?, from.u32()?, from.array()?);
@@ -272,6 +275,28 @@ pub(super) enum Failed {
 }
 
 impl Failed {
+    /// True when the server was reached and ended the connection, as one does that has too many: another attempt may succeed.
+    pub(super) fn ended_by_server(&self) -> bool {
+        use std::io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+        let Failed::Broken { source, .. } = self else { return false };
+        let kind = source.get().map(std::io::Error::kind);
+        matches!(kind, Some(BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof))
+    }
+
+    /// The operating system's error, if there was one.
+    pub(super) fn source(&self) -> Source {
+        match self {
+            Failed::Broken { source, .. } => source.clone(),
+            Failed::Refused(_) | Failed::Tls(_) => Source::default(),
+        }
+    }
+
+    /// True when nothing listens at the server's address.
+    pub(super) fn no_listener(&self) -> bool {
+        let Failed::Broken { source, .. } = self else { return false };
+        source.get().is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
+    }
+
     /// A broken connection without an error of the operating system.
     pub(super) fn broken(how: impl Into<String>) -> Failed {
         Failed::Broken { how: how.into(), source: Source::default() }
@@ -373,6 +398,12 @@ pub(super) async fn refuse(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), w
     if matches!(why, Refusal::NeedsTls | Refusal::NoTls) {
         dismiss(stream).await;
     }
+}
+
+/// Client: asks whether a server runs, and returns when it has answered. The caller limits the time.
+pub(super) async fn probe(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), hello: &Hello) -> Result<(), Failed> {
+    stream.write_all(&hello.encode(&[0; 32])).await?;
+    read_answer(stream).await
 }
 
 /// Client: all steps. The caller limits the time, because the server may have to wait until it knows all addresses and thus the key.

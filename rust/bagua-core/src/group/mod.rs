@@ -12,6 +12,7 @@
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
@@ -23,6 +24,7 @@
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
 pub(crate) mod address;
+mod admission;
 mod book;
 mod bootstrap;
 mod builder;
@@ -59,6 +61,6 @@ pub use lane::{Lane, Options, PartLayout};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;
-pub use rendezvous::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use tls::{Access, Tls, tls_pair};
 pub use views::{Quorum, View};

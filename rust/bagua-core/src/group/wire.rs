@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use crate::error::{Error, Progress, Source};
 
 /// Version of the protocol of addresses, handshakes, control messages and rendezvous.
-pub(super) const VERSION: u16 = 5;
+pub(super) const VERSION: u16 = 6;
 
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
@@ -245,7 +245,7 @@ fn get_progress(from: &mut Reader<'_>) -> Result<Option<Box<Progress>>, Malforme
     })
 }
 
-fn put_error(out: &mut Writer, error: &Error) {
+pub(super) fn put_error(out: &mut Writer, error: &Error) {
     out.u8(ERROR_VERSION);
     match error {
         Error::PeerLost { rank, host, reason, noticed_by, progress, source: _ } => {
@@ -271,7 +271,7 @@ fn put_error(out: &mut Writer, error: &Error) {
     }
 }
 
-fn get_error(from: &mut Reader<'_>) -> Result<Error, Malformed> {
+pub(super) fn get_error(from: &mut Reader<'_>) -> Result<Error, Malformed> {
     if from.u8()? != ERROR_VERSION {
         return Err(Malformed("an error of an unknown version"));
     }

@@ -150,6 +150,13 @@ impl Process {
         rustix::process::kill_process(id, signal).unwrap();
     }
 
+    /// How many sockets it has open.
+    pub fn sockets(&self) -> usize {
+        let open = std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).unwrap();
+        let targets = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+        targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
+    }
+
     /// Waits for its end and returns the signal that caused it.
     pub fn killed_by(mut self) -> Option<i32> {
         // Waiting would close it, and so end the process.

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use socket2::{Domain, Socket, Type};
 use tokio::io::AsyncWriteExt;
 use tokio::sync::mpsc;
 
+use super::super::admission::{Admission, Candidate};
 use super::super::connection::ControlConn;
 use super::super::fork::{ForkFd, OwnerProcess};
 use super::super::handshake::{self, Key, Purpose, Refusal};
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::wait::lock;
 
 /// The most connections at a time that are not authenticated.
-const GUESTS: usize = 256;
+const PLACES: usize = 256;
 
 /// The most bytes of all entries.
 const BOOK_LIMIT: usize = 64 << 20;
@@ -42,8 +42,8 @@ struct Shared {
     /// The ends of its TLS connections; `None` without TLS.
     tls: Option<Ends>,
     entries: Mutex<Entries>,
-    /// Number of connections that are not authenticated.
-    guests: AtomicUsize,
+    /// The connections that are not authenticated.
+    admission: Arc<Admission>,
 }
 
 #[derive(Default)]
@@ -91,8 +91,8 @@ impl BookServer {
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let owner = OwnerProcess::install()?;
-        let (entries, guests) = (Mutex::default(), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { key: key(access.secret), tls, entries, guests });
+        let (entries, admission) = (Mutex::default(), Admission::new(PLACES));
+        let shared = Arc::new(Shared { key: key(access.secret), tls, entries, admission });
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -164,11 +164,9 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     // Fails only while the runtime shuts down.
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     loop {
-        match listener.accept().await.and_then(|(stream, _)| ControlConn::tcp(stream)) {
-            Ok(conn) if shared.guests.fetch_add(1, Ordering::Relaxed) < GUESTS => {
-                tokio::spawn(serve(Arc::clone(&shared), conn));
-            }
-            Ok(_) => _ = shared.guests.fetch_sub(1, Ordering::Relaxed),
+        let accepted = shared.admission.accept(&listener).await;
+        match accepted.and_then(|(stream, candidate)| Ok((ControlConn::tcp(stream)?, candidate))) {
+            Ok((conn, candidate)) => _ = tokio::spawn(serve(Arc::clone(&shared), conn, candidate)),
             // The client has gone already, or the process has no free descriptor: retry.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
@@ -176,10 +174,12 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
 }
 
 /// Authenticates a client and answers its requests until it ends.
-async fn serve(shared: Arc<Shared>, conn: ControlConn) {
-    let conn = authenticate(&shared, conn).await;
-    shared.guests.fetch_sub(1, Ordering::Relaxed);
-    let Ok(mut conn) = conn else { return };
+async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
+    let Some(Ok(mut conn)) = candidate.prove(authenticate(&shared, conn, &candidate)).await else { return };
+    drop(candidate);
+    if handshake::accept(&mut conn.socket).await.is_err() {
+        return;
+    }
     while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
         && let Ok(request) = Request::parse(&body)
     {
@@ -192,20 +192,21 @@ async fn serve(shared: Arc<Shared>, conn: ControlConn) {
     }
 }
 
-async fn authenticate(shared: &Shared, conn: ControlConn) -> std::result::Result<ControlConn, Refusal> {
+async fn authenticate(
+    shared: &Shared,
+    conn: ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<ControlConn, Refusal> {
     let mut conn = conn.accept(shared.tls.as_ref()).await.map_err(|refused| refused.why)?;
     let outcome = async {
-        let received = handshake::read_hello(&mut conn.socket).await?;
+        let received = candidate.read_hello(&mut conn.socket).await?;
         if received.hello.purpose != Purpose::Book {
             return Err(Refusal::Purpose);
         }
         handshake::authenticate(&mut conn.socket, &received, &shared.key).await
     };
     match outcome.await {
-        Ok(()) => {
-            handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
-            Ok(conn)
-        }
+        Ok(()) => Ok(conn),
         Err(why) => {
             handshake::refuse(&mut conn.socket, why).await;
             Err(why)

@@ -8,12 +8,14 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 
+use super::super::admission::Candidate;
 use super::super::config::{Config, TransportChoice};
 use super::super::connection::{ConnKey, ControlConn};
 use super::super::fork::ForkFd;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::listen::raise_backlog;
 use super::plane::Plane;
+use super::session;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -61,22 +63,18 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
     let Ok(tcp) = TcpListener::from_std(tcp) else { return };
     let unix = unix.and_then(|unix| UnixListener::from_std(unix).ok());
     loop {
+        plane.admission.place().await;
         let arrived = tokio::select! {
-            conn = tcp.accept() => conn.and_then(|(stream, _)| ControlConn::tcp(stream)),
+            conn = tcp.accept() => conn.and_then(|(stream, from)| Ok((ControlConn::tcp(stream)?, Some(from)))),
             conn = async { match &unix {
                 Some(unix) => unix.accept().await,
                 None => std::future::pending().await,
-            } } => conn.map(|(stream, _)| ControlConn::unix(stream)),
+            } } => conn.map(|(stream, _)| (ControlConn::unix(stream), None)),
         };
         match arrived {
-            Ok(conn) => {
-                let limit = 256 + 4 * plane.config.world_size;
-                if plane.unauthenticated.load(Ordering::Relaxed) >= limit {
-                    plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
-                } else {
-                    plane.unauthenticated.fetch_add(1, Ordering::Relaxed);
-                    tokio::spawn(serve(Arc::clone(&plane), conn));
-                }
+            Ok((conn, from)) => {
+                let candidate = plane.admission.enter(from);
+                tokio::spawn(serve(Arc::clone(&plane), conn, candidate));
             }
             // The client has closed the connection already, or the process has no free descriptor: retry.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -85,50 +83,77 @@ pub(super) async fn accept(plane: Arc<Plane>, listeners: Listeners) {
 }
 
 /// Authenticates one connection and hands it over.
-async fn serve(plane: Arc<Plane>, conn: ControlConn) {
-    let mut conn = match conn.accept(plane.tls.as_ref()).await {
-        Ok(conn) => conn,
-        Err(refused) => {
-            plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
-            plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
-            if refused.text.is_some() {
-                lock(&plane.connecting).last_refusal = refused.text;
-            }
-            return;
-        }
-    };
-    let outcome = authenticate(&plane, &mut conn).await;
-    if let Err(why @ (Refusal::Secret | Refusal::NoTls)) = outcome {
-        lock(&plane.connecting).last_refusal = Some(why.to_string());
-    }
-    plane.unauthenticated.fetch_sub(1, Ordering::Relaxed);
-    let outcome = match outcome {
-        Ok(hello) => match handshake::accept(&mut conn.socket).await {
+async fn serve(plane: Arc<Plane>, conn: ControlConn, candidate: Candidate) {
+    let proved = candidate.prove(prove(&plane, conn, &candidate)).await;
+    drop(candidate);
+    let outcome = match proved {
+        // A probe has its answer.
+        Some(Ok(None)) => return,
+        Some(Ok(Some((hello, mut conn)))) => match handshake::accept(&mut conn.socket).await {
             Ok(()) => hand_over(&plane, hello, conn),
             Err(_) => Err(Refusal::Protocol),
         },
-        Err(why) => {
-            handshake::refuse(&mut conn.socket, why).await;
-            Err(why)
-        }
+        Some(Err(why)) => Err(why),
+        None => Err(Refusal::Busy),
     };
     if outcome.is_err() {
         plane.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
     }
 }
 
+/// A connection whose client has proved that it belongs to the job, and its hello; `None` for a probe, which is answered; any other one is
+/// refused.
+async fn prove(
+    plane: &Plane,
+    conn: ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<Option<(Hello, ControlConn)>, Refusal> {
+    let mut conn = conn.accept(plane.tls.as_ref()).await.map_err(|refused| {
+        if refused.text.is_some() {
+            lock(&plane.connecting).last_refusal = refused.text;
+        }
+        refused.why
+    })?;
+    let outcome = authenticate(plane, &mut conn, candidate).await;
+    if let Err(why @ (Refusal::Secret | Refusal::NoTls)) = outcome {
+        lock(&plane.connecting).last_refusal = Some(why.to_string());
+    }
+    match outcome {
+        Ok(hello) if hello.purpose == Purpose::Probe => {
+            handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
+            Ok(None)
+        }
+        Ok(hello) => Ok(Some((hello, conn))),
+        Err(why) => {
+            handshake::refuse(&mut conn.socket, why).await;
+            Err(why)
+        }
+    }
+}
+
 /// The hello of a connection that passes all checks.
-async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Result<Hello, Refusal> {
-    let received = handshake::read_hello(&mut conn.socket).await?;
+async fn authenticate(
+    plane: &Plane,
+    conn: &mut ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<Hello, Refusal> {
+    let received = candidate.read_hello(&mut conn.socket).await?;
     let Hello { world_size, from, to, purpose, job, .. } = received.hello;
     let own = plane.config.rank;
     if world_size != plane.config.world_size {
         return Err(Refusal::WorldSize);
     }
     // The higher rank always connects to the lower one, except for messages, where the sender connects.
-    let wrong_end = if purpose == Purpose::Messages { from == own } else { from <= own };
+    let wrong_end = match purpose {
+        Purpose::Messages | Purpose::Probe => from == own,
+        _ => from <= own,
+    };
     if to != own || wrong_end || from >= world_size {
         return Err(Refusal::Rank);
+    }
+    if purpose == Purpose::Probe {
+        let is_other = plane.world().is_ok_and(|world| world.job != job);
+        return if is_other { Err(Refusal::Job) } else { Ok(received.hello) };
     }
     // A peer may connect before this rank has all addresses, and with them the key.
     if plane.world_known.subscribe().wait_for(|known| *known).await.is_err() {
@@ -140,20 +165,16 @@ async fn authenticate(plane: &Plane, conn: &mut ControlConn) -> std::result::Res
     }
     handshake::authenticate(&mut conn.socket, &received, &world.key).await?;
     match purpose {
-        Purpose::Control if plane.peers.get().is_some() => Err(Refusal::Duplicate),
         Purpose::Stream | Purpose::Segment | Purpose::Messages if !plane.pending.has_room() => Err(Refusal::Busy),
-        Purpose::Rendezvous | Purpose::Door | Purpose::Book => Err(Refusal::Purpose),
+        Purpose::Rendezvous | Purpose::Door | Purpose::Book | Purpose::Probe => Err(Refusal::Purpose),
         Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
     }
 }
 
-/// Hands an accepted connection to `connect`, or keeps it until its lane is opened.
-fn hand_over(plane: &Plane, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
+/// Begins the session of an accepted control connection; keeps any other one until its lane is opened.
+fn hand_over(plane: &Arc<Plane>, hello: Hello, conn: ControlConn) -> std::result::Result<(), Refusal> {
     if hello.purpose == Purpose::Control {
-        // A second control connection of a rank replaces the first, which the peer has abandoned.
-        lock(&plane.connecting).conns.insert(hello.from, conn);
-        plane.connect_changed.notify_all();
-        return Ok(());
+        return if session::start(plane, hello.from, conn) { Ok(()) } else { Err(Refusal::Duplicate) };
     }
     let data_conn = conn.into_data().map_err(|_| Refusal::Protocol)?;
     plane.pending.insert(ConnKey::from(&hello), data_conn)

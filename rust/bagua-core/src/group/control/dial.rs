@@ -12,6 +12,7 @@ use super::super::config::TransportChoice;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP_TIMEOUT};
 use super::plane::Plane;
+use super::session;
 use super::thread::Control;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
@@ -36,7 +37,7 @@ enum SocketKind {
 }
 
 impl Plane {
-    fn hello(&self, dial: &Dial) -> Result<Hello> {
+    pub(super) fn hello(&self, dial: &Dial) -> Result<Hello> {
         let Dial { to, purpose, group, channel, index } = *dial;
         let (world_size, from, job) = (self.config.world_size, self.config.rank, self.world()?.job);
         Ok(Hello { world_size, from, to, purpose, group, channel, index, job })
@@ -90,6 +91,8 @@ impl Plane {
         loop {
             match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
+                // The table of the peer was full.
+                Err(why @ Failed::Refused(Refusal::Busy)) => failed(why.to_string()),
                 Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
                 Err(Failed::Broken { how, .. }) => {
                     failed(how);
@@ -131,7 +134,7 @@ impl Control {
         self.spawn(async move {
             let failed = |how| _ = lock(&plane.connecting).last_failures.insert(to, how);
             match tokio::time::timeout_at(deadline.into(), plane.dial(&dial, kind, failed)).await {
-                Ok(Ok(conn)) => _ = lock(&plane.connecting).conns.insert(to, conn),
+                Ok(Ok(conn)) => _ = session::start(&plane, to, conn),
                 Ok(Err(why)) => {
                     let text = format!("{peer}: {why}");
                     let error = match why {

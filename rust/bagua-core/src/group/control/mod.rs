@@ -13,7 +13,9 @@
 mod accept;
 mod dial;
 mod plane;
+mod probe;
 mod session;
+mod silence;
 mod thread;
 
 pub(super) use accept::Listeners;

@@ -2,20 +2,22 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::TcpStream;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, mpsc};
 
 use super::super::address::Address;
+use super::super::admission::Admission;
 use super::super::config::Config;
-use super::super::connection::{ControlConn, PendingConns};
+use super::super::connection::PendingConns;
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
 use super::super::tls::Ends;
 use super::super::views::{Inbox, ViewMessage};
 use super::super::wire::Message;
+use super::silence::{Silence, is_stopped};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
@@ -59,7 +61,16 @@ impl World {
     }
 }
 
-/// The peer is connected.
+/// The most processes on this host that a rank watches, the next ones by rank: the end of one closes its connections, which every rank
+/// notices, but whether one is stopped each rank would have to look up for each other.
+const WATCHED: usize = 8;
+
+/// The reason of `PeerLost` for a peer that is silent.
+pub(super) fn no_heartbeat(timeout: Duration) -> String {
+    format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
+}
+
+/// The peer is connected, or will be.
 pub(super) const ALIVE: u8 = 0;
 /// The peer has left the world group.
 const DEPARTED: u8 = 1;
@@ -77,12 +88,16 @@ pub(in super::super) enum Loss {
     Silent,
 }
 
-/// A connected peer.
+/// A peer.
 pub(super) struct Peer {
     /// Frames for its writer task.
     pub(super) outbox: mpsc::UnboundedSender<Vec<u8>>,
-    /// Arrival of its last message. `None` before the first one: the peer may still be connecting to others.
-    pub(super) last_message: Mutex<Option<Instant>>,
+    /// The other end of `outbox`, until the peer is connected.
+    frames: Mutex<Option<mpsc::UnboundedReceiver<Vec<u8>>>>,
+    /// How long it has sent nothing. `None` before it is connected.
+    silence: Mutex<Option<Silence>>,
+    /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats. Set when it is connected.
+    process: OnceLock<Option<u32>>,
     /// [`ALIVE`], [`DEPARTED`], [`ENDED`] or [`SILENT`].
     pub(super) state: AtomicU8,
     /// It has acknowledged that this rank leaves, or its connection has ended.
@@ -90,6 +105,27 @@ pub(super) struct Peer {
 }
 
 impl Peer {
+    fn new() -> Peer {
+        let (outbox, frames) = mpsc::unbounded_channel();
+        Peer {
+            outbox,
+            frames: Mutex::new(Some(frames)),
+            silence: Mutex::default(),
+            process: OnceLock::new(),
+            state: AtomicU8::new(ALIVE),
+            settled: AtomicBool::new(false),
+        }
+    }
+
+    /// Notes that a message has arrived from it.
+    pub(super) fn heard(&self, now: Instant) {
+        *lock(&self.silence) = Some(Silence::from(now));
+    }
+
+    fn is_connected(&self) -> bool {
+        lock(&self.silence).is_some()
+    }
+
     /// True when the connection broke or its heartbeats stopped, without a goodbye.
     fn is_lost(&self) -> bool {
         matches!(self.state.load(Ordering::Acquire), ENDED | SILENT)
@@ -121,8 +157,8 @@ struct Groups {
 /// The progress of [`super::super::Bootstrap::connect`].
 #[derive(Default)]
 pub(in super::super) struct ConnectState {
-    /// Connections by world rank; taken when all are there.
-    pub(in super::super) conns: HashMap<usize, ControlConn>,
+    /// By world rank of each connected rank: whether by a Unix socket; taken when all are there.
+    pub(in super::super) by_unix: HashMap<usize, bool>,
     /// By world rank: whether it is connected by Unix sockets to all ranks with its host id.
     pub(in super::super) host_connected: HashMap<usize, bool>,
     /// By world rank: why the last attempt to connect to it failed.
@@ -146,11 +182,11 @@ pub(in super::super) struct Plane {
     world: OnceLock<World>,
     /// Turns true when `world` is set: handshakes wait for it.
     pub(super) world_known: tokio::sync::watch::Sender<bool>,
-    /// By world rank; `None` for this rank. Set when all connections are there.
+    /// By world rank; `None` for this rank. Set with `world`.
     pub(super) peers: OnceLock<Vec<Option<Peer>>>,
     groups: Mutex<Groups>,
-    /// Number of connections in the handshake.
-    pub(super) unauthenticated: AtomicUsize,
+    /// The connections in the handshake.
+    pub(super) admission: Arc<Admission>,
     /// Notified when a peer is settled.
     pub(super) settled: Notify,
     /// Messages for the agreement on the next view.
@@ -164,6 +200,7 @@ pub(in super::super) struct Plane {
 impl Plane {
     pub(in super::super) fn new(config: Config, owner: OwnerProcess, tls: Option<Ends>) -> Plane {
         let pending = PendingConns::new(config.world_size);
+        let admission = Admission::new(256 + 4 * config.world_size);
         Plane {
             config,
             owner,
@@ -176,7 +213,7 @@ impl Plane {
             world_known: tokio::sync::watch::Sender::new(false),
             peers: OnceLock::new(),
             groups: Mutex::default(),
-            unauthenticated: AtomicUsize::new(0),
+            admission,
             settled: Notify::new(),
             views: Inbox::default(),
             leaving: AtomicBool::new(false),
@@ -187,6 +224,8 @@ impl Plane {
     /// Sets the world; handshakes are answered from here on.
     pub(in super::super) fn set_world(&self, world: World) -> &World {
         let world = self.world.get_or_init(|| world);
+        let (own, size) = (self.config.rank, self.config.world_size);
+        self.peers.get_or_init(|| (0..size).map(|rank| (rank != own).then(Peer::new)).collect());
         self.world_known.send_replace(true);
         world
     }
@@ -207,12 +246,77 @@ impl Plane {
 
     /// Number of connected ranks, this one included.
     pub(in super::super) fn peers_seen(&self) -> usize {
-        1 + self.all_peers().filter(|(_, peer)| peer.state.load(Ordering::Relaxed) == ALIVE).count()
+        let is_seen = |peer: &Peer| peer.state.load(Ordering::Relaxed) == ALIVE && peer.is_connected();
+        1 + self.all_peers().filter(|(_, peer)| is_seen(peer)).count()
+    }
+
+    /// The process of a rank, when it is on this host and its number means the same here.
+    fn process(&self, rank: usize) -> Option<u32> {
+        let addresses = &self.world.get()?.addresses;
+        let (own, theirs) = (&addresses[self.config.rank], &addresses[rank]);
+        let here = own.host_id == theirs.host_id && own.pid_namespace == theirs.pid_namespace;
+        (here && own.pid_namespace != 0).then_some(theirs.pid)
+    }
+
+    /// Notes that a peer is connected; the frames for it, unless it was before.
+    pub(super) fn connected(&self, rank: usize, by_unix: bool) -> Option<mpsc::UnboundedReceiver<Vec<u8>>> {
+        let peer = self.peer(rank)?;
+        let frames = lock(&peer.frames).take()?;
+        // Both ends agree on it: they have the same addresses and the same connection.
+        let _ = peer.process.set(self.process(rank).filter(|_| by_unix));
+        peer.heard(Instant::now());
+        lock(&self.connecting).by_unix.insert(rank, by_unix);
+        self.connect_changed.notify_all();
+        Some(frames)
+    }
+
+    /// The ranks that are not connected, ascending.
+    pub(super) fn not_connected(&self) -> Vec<usize> {
+        let is_missing = |peer: &Peer| peer.state.load(Ordering::Acquire) == ALIVE && !peer.is_connected();
+        self.all_peers().filter(|(_, peer)| is_missing(peer)).map(|(rank, _)| rank).collect()
+    }
+
+    /// True when the process of a rank is known to run on this host.
+    pub(super) fn runs_here(&self, rank: usize) -> bool {
+        self.process(rank).is_some_and(|process| !is_stopped(process))
+    }
+
+    /// Sends heartbeats to the peers on other hosts, and detects the peers that are silent. `late`: for how long this thread should have run
+    /// before and did not; nobody was silent then.
+    pub(super) fn beat(&self, now: Instant, late: Duration, heartbeat: &[u8]) {
+        let timeout = self.config.heartbeat_timeout;
+        let has_failed = self.world.get().is_some_and(|world| self.has_failed(world.id));
+        let connected = |(_, peer): &(usize, &Peer)| peer.state.load(Ordering::Acquire) == ALIVE && peer.is_connected();
+        let own = self.config.rank;
+        // The next ranks first.
+        let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().filter(connected).partition(|(rank, _)| *rank < own);
+        let mut on_host = 0;
+        for (rank, peer) in higher.into_iter().chain(lower) {
+            match peer.process.get().copied().flatten() {
+                None => _ = peer.outbox.send(heartbeat.to_vec()),
+                Some(process) => {
+                    on_host += 1;
+                    let is_watched = has_failed || on_host <= WATCHED;
+                    if !is_watched || !is_stopped(process) {
+                        peer.heard(now);
+                    }
+                }
+            }
+            let silent = lock(&peer.silence).as_mut().is_some_and(|silence| silence.exceeds(timeout, now, late));
+            if silent {
+                self.peer_lost(rank, &no_heartbeat(timeout), &Source::default(), Loss::Silent);
+            }
+        }
+    }
+
+    fn has_failed(&self, id: u64) -> bool {
+        let health = lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade());
+        health.is_some_and(|health| health.cause().is_some())
     }
 
     /// Number of accepted connections that no lane has taken yet.
     pub(in super::super) fn arrived(&self) -> usize {
-        self.unauthenticated.load(Ordering::Relaxed) + self.pending.count()
+        self.admission.count() + self.pending.count()
     }
 
     /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.

@@ -10,17 +10,20 @@ use tokio::sync::mpsc;
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::views::ViewMessage;
 use super::super::wire::{FRAME_LIMIT, Malformed, Message, read_frame};
-use super::plane::{ALIVE, Loss, Plane};
+use super::plane::{Loss, Plane};
+use super::silence::Lateness;
 use crate::error::Source;
 use crate::wait::lock;
 
+/// Starts reading from a peer and writing to it, on the control thread. False when the peer is connected already.
+pub(super) fn start(plane: &Arc<Plane>, rank: usize, conn: ControlConn) -> bool {
+    let Some(frames) = plane.connected(rank, conn.is_unix()) else { return false };
+    tokio::spawn(read_loop(Arc::clone(plane), rank, conn, frames));
+    true
+}
+
 /// Reads from a peer until the connection ends; a second task writes to it.
-pub(super) async fn read_loop(
-    plane: Arc<Plane>,
-    rank: usize,
-    conn: ControlConn,
-    frames: mpsc::UnboundedReceiver<Vec<u8>>,
-) {
+async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, frames: mpsc::UnboundedReceiver<Vec<u8>>) {
     let same_host = conn.is_unix();
     let ControlConn { fork_fd: _fork_fd, socket } = conn;
     let (mut reader, writer) = tokio::io::split(socket);
@@ -75,13 +78,10 @@ fn settle(plane: &Plane, rank: usize) {
 /// Handles a message from a peer.
 fn handle(plane: &Plane, rank: usize, message: Message) -> Result<(), Malformed> {
     let Some(peer) = plane.peer(rank) else { return Ok(()) };
-    if let Some(last) = lock(&peer.last_message).as_mut() {
-        *last = Instant::now();
-    }
+    peer.heard(Instant::now());
     match message {
         Message::Heartbeat => {}
         Message::HostConnected(all) => {
-            *lock(&peer.last_message) = Some(Instant::now());
             lock(&plane.connecting).host_connected.insert(rank, all);
             plane.connect_changed.notify_all();
         }
@@ -93,34 +93,19 @@ fn handle(plane: &Plane, rank: usize, message: Message) -> Result<(), Malformed>
     Ok(())
 }
 
-/// Sends heartbeats to all peers and detects peers without one, until the thread ends.
+/// Sends heartbeats and detects silent peers, until the thread ends.
 pub(super) async fn heartbeat(plane: Arc<Plane>) {
-    let timeout = plane.config.heartbeat_timeout;
-    let period = (timeout / 5).clamp(Duration::from_millis(1), Duration::from_secs(1));
+    let period = period(&plane);
     let frame = Message::Heartbeat.frame();
-    let mut last = Instant::now();
+    let mut lateness = Lateness::new(period, Instant::now());
     loop {
         let now = Instant::now();
-        // This process was stopped, or got no processor time: messages that arrived meanwhile are not yet read.
-        let was_suspended = now.duration_since(last) > timeout / 2;
-        last = now;
-        for (rank, peer) in plane.all_peers() {
-            if peer.state.load(Ordering::Acquire) != ALIVE {
-                continue;
-            }
-            let _ = peer.outbox.send(frame.clone());
-            let mut last_message = lock(&peer.last_message);
-            let Some(at) = last_message.as_mut() else { continue };
-            if was_suspended {
-                *at = now;
-            }
-            let silent = now.saturating_duration_since(*at) > timeout;
-            drop(last_message);
-            if silent {
-                let reason = format!("no heartbeat for {:.1} s", timeout.as_secs_f64());
-                plane.peer_lost(rank, &reason, &Source::default(), Loss::Silent);
-            }
-        }
+        plane.beat(now, lateness.next(now), &frame);
         tokio::time::sleep(period).await;
     }
+}
+
+/// The time between two heartbeats.
+pub(super) fn period(plane: &Plane) -> Duration {
+    (plane.config.heartbeat_timeout / 5).clamp(Duration::from_millis(1), Duration::from_secs(1))
 }

@@ -1,15 +1,14 @@
 //! The control thread: starting it, running tasks on it, leaving and ending it.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use tokio::sync::mpsc;
 
-use super::super::connection::ControlConn;
 use super::accept::{self, Listeners};
-use super::plane::{ALIVE, LINGER, Peer, Plane};
-use super::session;
+use super::plane::{LINGER, Plane};
+use super::{probe, session};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -59,7 +58,6 @@ impl Control {
             // Closes every connection of the tasks; no task blocks, so this returns.
             drop(runtime);
             shared.pending.clear(None);
-            lock(&shared.connecting).conns.clear();
             drop(alive);
         };
         let join = std::thread::Builder::new()
@@ -78,21 +76,11 @@ impl Control {
         }
     }
 
-    /// Starts reading from all peers and sending heartbeats to them. Called once, when all connections are there.
-    pub(in super::super) fn start_sessions(&self, mut conns: HashMap<usize, ControlConn>) {
-        let (plane, size) = (&self.plane, self.plane.config.world_size);
-        let mut tasks = Vec::new();
-        let peers = (0..size).map(|rank| {
-            let conn = conns.remove(&rank)?;
-            let (outbox, frames) = mpsc::unbounded_channel();
-            tasks.push(session::read_loop(Arc::clone(plane), rank, conn, frames));
-            let (last_message, state, settled) = (Mutex::new(None), AtomicU8::new(ALIVE), AtomicBool::new(false));
-            Some(Peer { outbox, last_message, state, settled })
-        });
-        let peers: Vec<Option<Peer>> = peers.collect();
-        let _ = plane.peers.set(peers);
-        tasks.into_iter().for_each(|task| self.spawn(task));
-        self.spawn(session::heartbeat(Arc::clone(plane)));
+    /// Starts sending heartbeats, detecting silent peers and, until `deadline`, asking the peers that are not connected whether they run.
+    /// Called once, when the world is known.
+    pub(in super::super) fn watch(&self, deadline: Instant) {
+        self.spawn(session::heartbeat(Arc::clone(&self.plane)));
+        self.spawn(probe::run(Arc::clone(&self.plane), deadline));
     }
 
     /// Leaves the group, closes all connections and ends the thread. Idempotent; does nothing in a forked child.

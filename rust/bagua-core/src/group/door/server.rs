@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
 use super::super::address;
+use super::super::admission::{Admission, Candidate};
 use super::super::bootstrap::Bootstrap;
 use super::super::config::Config;
 use super::super::connection::ControlConn;
@@ -28,8 +29,8 @@ use crate::wait::lock;
 /// hundreds of milliseconds of delay too. Rounds wait for it.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// The most connections at a time that wait for their handshake or their first message.
-const GUESTS: usize = 64;
+/// The most connections at a time that are not authenticated.
+const PLACES: usize = 128;
 
 /// The most visitors that wait for one model.
 const QUEUE: usize = 8;
@@ -57,7 +58,8 @@ struct Shared {
     incarnation: u64,
     /// Connections that were not authenticated, or whose first message was none.
     refused: AtomicU64,
-    guests: AtomicUsize,
+    /// The connections that are not authenticated.
+    admission: Arc<Admission>,
     state: Mutex<State>,
 }
 
@@ -109,7 +111,7 @@ impl Door {
             job,
             incarnation,
             refused: AtomicU64::new(0),
-            guests: AtomicUsize::new(0),
+            admission: Admission::new(PLACES),
             state: Mutex::default(),
         });
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -247,14 +249,9 @@ async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener) {
     // Fails only while the runtime shuts down.
     let Ok(listener) = TcpListener::from_std(listener) else { return };
     loop {
-        match listener.accept().await.and_then(|(stream, _)| ControlConn::tcp(stream)) {
-            Ok(conn) if shared.guests.fetch_add(1, Ordering::Relaxed) < GUESTS => {
-                tokio::spawn(serve(Arc::clone(&shared), conn));
-            }
-            Ok(_) => {
-                shared.guests.fetch_sub(1, Ordering::Relaxed);
-                shared.refused.fetch_add(1, Ordering::Relaxed);
-            }
+        let accepted = shared.admission.accept(&listener).await;
+        match accepted.and_then(|(stream, candidate)| Ok((ControlConn::tcp(stream)?, candidate))) {
+            Ok((conn, candidate)) => _ = tokio::spawn(serve(Arc::clone(&shared), conn, candidate)),
             // The visitor has gone already, or the process has no free descriptor: retry.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
@@ -262,22 +259,37 @@ async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener) {
 }
 
 /// Authenticates a visitor and hears what it wants.
-async fn serve(shared: Arc<Shared>, conn: ControlConn) {
-    if receive(&shared, conn).await.is_err() {
+async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
+    let proved = candidate.prove(prove(&shared, conn, &candidate)).await;
+    drop(candidate);
+    let received = match proved {
+        Some(Ok((from, conn))) => receive(&shared, from, conn).await,
+        Some(Err(why)) => Err(why),
+        None => Err(Refusal::Busy),
+    };
+    if received.is_err() {
         shared.refused.fetch_add(1, Ordering::Relaxed);
     }
-    shared.guests.fetch_sub(1, Ordering::Relaxed);
 }
 
-async fn receive(shared: &Shared, conn: ControlConn) -> std::result::Result<(), Refusal> {
+/// The rank and the connection of a process of the job; any other one is refused.
+async fn prove(
+    shared: &Shared,
+    conn: ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<(usize, ControlConn), Refusal> {
     let mut conn = conn.accept(shared.tls.as_ref()).await.map_err(|refused| refused.why)?;
-    let from = match authenticate(shared, &mut conn).await {
-        Ok(from) => from,
+    match authenticate(shared, &mut conn, candidate).await {
+        Ok(from) => Ok((from, conn)),
         Err(why) => {
             handshake::refuse(&mut conn.socket, why).await;
-            return Err(why);
+            Err(why)
         }
-    };
+    }
+}
+
+/// Handles the request of a process of the job.
+async fn receive(shared: &Shared, from: usize, mut conn: ControlConn) -> std::result::Result<(), Refusal> {
     handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
     let frame = tokio::time::timeout(STEP_TIMEOUT, read_frame(&mut conn.socket, FIRST_LIMIT)).await;
     let frame = frame.map_err(|_| Refusal::Protocol)?.map_err(|_| Refusal::Protocol)?;
@@ -342,8 +354,12 @@ async fn say(conn: &mut ControlConn, message: &DoorMessage) {
 }
 
 /// The rank of a visitor that passes all checks.
-async fn authenticate(shared: &Shared, conn: &mut ControlConn) -> std::result::Result<usize, Refusal> {
-    let received = handshake::read_hello(&mut conn.socket).await?;
+async fn authenticate(
+    shared: &Shared,
+    conn: &mut ControlConn,
+    candidate: &Candidate,
+) -> std::result::Result<usize, Refusal> {
+    let received = candidate.read_hello(&mut conn.socket).await?;
     let Hello { world_size, from, to, purpose, job, .. } = received.hello;
     let Config { rank, world_size: size, .. } = shared.config;
     if world_size != size {

@@ -1,16 +1,18 @@
 //! The exchange of addresses through a TCP server on rank 0: every rank registers its address and gets the list of all addresses, most
 //! of them from other ranks.
 
+use std::cell::Cell;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{Failed, Hello, Purpose, Refusal};
 use super::super::tls::Access;
-use super::exchange::{RETRY_PAUSE, check_arguments, runtime, timed_out};
+use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime, timed_out};
 use super::server::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Proofs, Relay};
 use crate::error::{Error, Result};
@@ -25,15 +27,15 @@ const WHICH_ARE_MISSING: u8 = b'?';
 /// Exchanges addresses through a TCP server that rank 0 runs on `server` until every rank has all addresses.
 ///
 /// # Errors
-/// `Timeout` naming the missing ranks; `System` for a wrong secret or when the server cannot listen; `Mismatch` when world sizes differ
-/// or two processes have the same rank (the second gets the error); `InvalidArgument` for an invalid rank, address or port.
+/// `Timeout` naming the missing ranks; `PeerLost` naming a rank that ended after it had registered; `System` for a wrong secret or when the
+/// server cannot listen; `Mismatch` when world sizes differ or two processes have the same rank (the second gets the error); `InvalidArgument` for an invalid rank, address or port.
 pub fn rendezvous_tcp<'a>(
     server: (&str, u16),
     rank: usize,
     world_size: usize,
     address: &[u8],
     access: impl Into<Access<'a>>,
-    timeout: Duration,
+    limits: impl Into<Limits>,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
     let access = access.into();
@@ -45,7 +47,7 @@ pub fn rendezvous_tcp<'a>(
         return Err(Error::InvalidArgument("the other ranks cannot connect to port 0".to_owned()));
     }
     if rank > 0 {
-        return exchange_addresses(server, false, rank, world_size, address, &access, timeout);
+        return exchange_addresses(server, false, rank, world_size, address, &access, limits.into());
     }
     let listener = match TcpListener::bind(server) {
         // The name resolves to the address of a proxy or load balancer, which forwards to this host.
@@ -53,7 +55,7 @@ pub fn rendezvous_tcp<'a>(
         other => other,
     };
     let listener = listener.map_err(|e| Error::system(&format!("listening on {host}:{port} for the rendezvous"), e))?;
-    RendezvousServer::on(listener, format!("{host}:{port}"))?.serve(world_size, address, access, timeout)
+    RendezvousServer::on(listener, format!("{host}:{port}"))?.serve(world_size, address, access, limits)
 }
 
 /// As [`rendezvous_tcp`] on ranks other than 0, through a [`RendezvousServer`], which listens before its address is published: a failed
@@ -67,7 +69,7 @@ pub fn rendezvous_at<'a>(
     world_size: usize,
     address: &[u8],
     access: impl Into<Access<'a>>,
-    timeout: Duration,
+    limits: impl Into<Limits>,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
     if rank == 0 {
@@ -80,7 +82,7 @@ pub fn rendezvous_at<'a>(
         world_size,
         address,
         &access.into(),
-        timeout,
+        limits.into(),
     )
 }
 
@@ -92,15 +94,18 @@ fn exchange_addresses(
     world_size: usize,
     address: &[u8],
     access: &Access<'_>,
-    timeout: Duration,
+    limits: Limits,
 ) -> Result<Vec<Vec<u8>>> {
     let runtime = runtime()?;
     let proofs = Proofs::of(access)?;
-    let exchange = register_and_fetch(server, must_listen, rank, world_size, address, proofs, timeout);
-    let outcome = runtime.block_on(exchange);
-    // A name lookup that is still running must not delay the return.
-    runtime.shutdown_background();
-    outcome
+    let deadline = Instant::now() + limits.timeout;
+    let exchange = register_and_fetch(server, must_listen, rank, world_size, address, proofs, limits);
+    let (all, sending) = match runtime.block_on(exchange) {
+        Ok((all, sending)) => (Ok(all), sending),
+        Err(error) => (Err(error), JoinSet::new()),
+    };
+    finish_sending(runtime, sending, deadline);
+    all
 }
 
 async fn register_and_fetch(
@@ -110,10 +115,11 @@ async fn register_and_fetch(
     world_size: usize,
     address: &[u8],
     proofs: Proofs,
-    timeout: Duration,
-) -> Result<Vec<Vec<u8>>> {
+    limits: Limits,
+) -> Result<(Vec<Vec<u8>>, JoinSet<()>)> {
     let (host, port) = server;
     let rendezvous = format!("the rendezvous at {host}:{port}");
+    let Limits { timeout, lost_after } = limits;
     let deadline = Instant::now() + timeout;
     let hello = Hello {
         world_size,
@@ -127,33 +133,58 @@ async fn register_and_fetch(
     };
     let mut awaited_rank = 0;
     let mut last_failure = "no answer".to_owned();
+    let lost = |lost: usize, host: String, what: &str, why: &Failed| {
+        let reason = format!("it no longer serves {what} ({why})");
+        Error::PeerLost { rank: lost, host, reason, noticed_by: rank, progress: None, source: why.source() }
+    };
     let attempts = async {
+        let is_registered = Cell::new(false);
+        let mut ended: Option<Instant> = None;
         let (answer, relay) = loop {
-            match register(server, &hello, &proofs, address, deadline).await {
+            match register(server, &hello, &proofs, address, deadline, &is_registered).await {
                 Ok(answer) => break answer,
                 Err(Failed::Refused(why)) => return Err(refusal(why, rank, world_size, &rendezvous)),
                 Err(Failed::Tls(why)) => return Err(Error::other(format!("{rendezvous}: {why}"))),
-                Err(Failed::Broken { how, source }) if must_listen => {
-                    let reason = format!("it no longer serves {rendezvous} ({how})");
-                    let host = host.to_owned();
-                    return Err(Error::PeerLost { rank: 0, host, reason, noticed_by: rank, progress: None, source });
+                Err(why @ Failed::Broken { .. }) => {
+                    // A server that has ended the connection had too many, or has ended itself: the next attempt shows which.
+                    let until = ended.get_or_insert_with(Instant::now);
+                    let is_over = must_listen || is_registered.get() && until.elapsed() > lost_after;
+                    if is_over && !why.ended_by_server() {
+                        return Err(lost(0, host.to_owned(), &rendezvous, &why));
+                    }
+                    if !is_registered.get() {
+                        ended = None;
+                    }
+                    last_failure = why.to_string();
                 }
-                Err(Failed::Broken { how, .. }) => last_failure = how,
             }
             tokio::time::sleep(RETRY_PAUSE).await;
         };
         let parent = match answer {
             Answer::Complete(all) => return Ok((all, relay)),
             Answer::Missing(missing) => return Err(missing.timed_out(timeout, rank, rendezvous.clone())),
+            Answer::Failed(error) => return Err(error),
             Answer::Fetch(parent) => parent,
         };
         awaited_rank = tree::parent(rank);
         last_failure = format!("rank {awaited_rank} at {parent}: no answer");
         loop {
             // Rank 0 has accepted this rank, so a process that refuses it now is not of this job: keep trying.
-            match tree::fetch(parent, &Hello { to: awaited_rank, ..hello }, &proofs).await {
-                Ok(all) => return Ok((all, relay)),
-                Err(how) => last_failure = format!("rank {awaited_rank} at {parent}: {how}"),
+            let error = match tree::fetch(parent, &Hello { to: awaited_rank, ..hello }, &proofs).await {
+                Ok(Ok(all)) => return Ok((all, relay)),
+                Ok(Err(error)) => Some(error),
+                Err(why) => {
+                    last_failure = format!("rank {awaited_rank} at {parent}: {why}");
+                    // It listens until all its children have the list.
+                    let what = format!("the addresses of {rendezvous}");
+                    why.no_listener().then(|| lost(awaited_rank, parent.ip().to_string(), &what, &why))
+                }
+            };
+            if let Some(error) = error {
+                if let Some(relay) = relay {
+                    drop(relay.publish(tree::failed_frame(&error)).await);
+                }
+                return Err(error);
             }
             tokio::time::sleep(RETRY_PAUSE).await;
         }
@@ -165,10 +196,11 @@ async fn register_and_fetch(
     if all.len() != world_size || all[rank] != address {
         return Err(Error::other(format!("{rendezvous} returned a list of addresses without this rank's own")));
     }
-    if let Some(relay) = relay {
-        relay.publish(&all).await;
-    }
-    Ok(all)
+    let sending = match relay {
+        Some(relay) => relay.publish(tree::list_frame(&all)).await,
+        None => JoinSet::new(),
+    };
+    Ok((all, sending))
 }
 
 /// The error for a rank that the server refuses.
@@ -186,18 +218,20 @@ fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Er
 }
 
 /// Registers an address with the server, once, and waits for the answer; at the deadline, asks which ranks are missing. A rank with
-/// children in the tree listens for them from here on.
+/// children in the tree listens for them from here on. Sets `is_registered` once it has registered.
 pub(super) async fn register(
     server: (&str, u16),
     hello: &Hello,
     proofs: &Proofs,
     address: &[u8],
     deadline: Instant,
+    is_registered: &Cell<bool>,
 ) -> std::result::Result<(Answer, Option<Relay>), Failed> {
     let mut stream = tree::connect(server, hello, proofs).await?;
     let relay = Relay::listen(&stream, hello, proofs).await;
     let registration = Registration { address: address.to_vec(), relay: relay.as_ref().map(|relay| relay.address) };
     stream.write_all(&registration.frame()).await?;
+    is_registered.set(true);
     let (mut from, mut to) = tokio::io::split(stream);
     let mut answer = std::pin::pin!(Answer::read(&mut from));
     let answer = tokio::select! {

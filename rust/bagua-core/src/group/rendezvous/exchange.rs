@@ -1,14 +1,50 @@
-//! The common parts of the exchanges of addresses: argument checks, the runtime, the pause between attempts, and the timeout error.
+//! The common parts of the exchanges of addresses: argument checks, time limits, the runtime, the pause between attempts, and the timeout
+//! error.
 
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
 
 use super::super::wire::FRAME_LIMIT;
 use crate::error::{Error, Progress, Result};
 
 /// Pause between two attempts.
 pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long an exchange of addresses waits.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// For all ranks to come.
+    pub timeout: Duration,
+    /// For another process to take the rank of one that had registered and whose connection ended.
+    pub lost_after: Duration,
+}
+
+impl From<Duration> for Limits {
+    /// With the default heartbeat timeout.
+    fn from(timeout: Duration) -> Limits {
+        Limits { timeout, lost_after: Duration::from_secs(5) }
+    }
+}
+
+/// Lets this rank go on while tasks still send the list to slow ranks, until `deadline`.
+pub(super) fn finish_sending(runtime: Runtime, mut sending: JoinSet<()>, deadline: Instant) {
+    if sending.is_empty() {
+        // A name lookup that is still running must not delay the return.
+        runtime.shutdown_background();
+        return;
+    }
+    let rest = move || {
+        let all_sent = async { while sending.join_next().await.is_some() {} };
+        // A rank that has not taken the list by then reports a timeout itself.
+        let _ = runtime.block_on(async { timeout_at(deadline, all_sent).await });
+        runtime.shutdown_background();
+    };
+    // Without a thread, those ranks report that this one no longer serves the list.
+    let _ = std::thread::Builder::new().name("bagua-addresses".to_owned()).spawn(rest);
+}
 
 /// Checks the arguments of every exchange.
 pub(super) fn check_arguments(rank: usize, world_size: usize, address: &[u8]) -> Result<()> {

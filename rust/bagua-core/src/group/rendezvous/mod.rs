@@ -18,6 +18,7 @@ mod tests;
 mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
+pub use exchange::Limits;
 pub(super) use exchange::runtime;
 #[cfg(all(test, not(model)))]
 pub(super) use file::Content;
@@ -27,4 +28,4 @@ pub use route::local_address_towards;
 pub(super) use server::Registration;
 pub use server::RendezvousServer;
 #[cfg(all(test, not(model)))]
-pub(super) use tree::{Answer, MissingRanks, fetch_frame, list_frame};
+pub(super) use tree::{Answer, MissingRanks, failed_frame, fetch_frame, list_frame};

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -12,14 +11,16 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
+use super::super::address::Address;
+use super::super::admission::{Admission, Candidate};
 use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::listen::raise_backlog;
 use super::super::tls::Access;
 use super::super::wire::{FRAME_LIMIT, Malformed, Reader, Writer, read_frame};
-use super::exchange::{RETRY_PAUSE, check_arguments, runtime};
+use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime};
 use super::tree::{self, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Source};
 use crate::wait::lock;
 
 /// The longest registration: an address blob and a socket address.
@@ -75,11 +76,16 @@ impl RendezvousServer {
         world_size: usize,
         address: &[u8],
         access: impl Into<Access<'a>>,
-        timeout: Duration,
+        limits: impl Into<Limits>,
     ) -> Result<Vec<Vec<u8>>> {
         check_arguments(0, world_size, address)?;
-        let proofs = Proofs::of(&access.into())?;
-        runtime()?.block_on(serve(self, world_size, address, proofs, timeout))
+        let (proofs, limits, runtime) = (Proofs::of(&access.into())?, limits.into(), runtime()?);
+        let deadline = Instant::now() + limits.timeout;
+        let (result, sending) = runtime.block_on(serve(self, world_size, address, proofs, limits))?;
+        if result.is_ok() {
+            finish_sending(runtime, sending, deadline);
+        }
+        result
     }
 }
 
@@ -170,8 +176,8 @@ impl Ranks {
 enum Outcome {
     /// The frame of the list, and the addresses of the ranks that relay it to their children.
     Complete { list: Vec<u8>, relays: HashMap<usize, SocketAddr> },
-    /// The frame of the missing ranks.
-    Missing(Vec<u8>),
+    /// The frame of the missing ranks, or of the error with which the exchange ended.
+    Ended(Vec<u8>),
 }
 
 impl Outcome {
@@ -181,7 +187,7 @@ impl Outcome {
                 Some(relay) => stream.write_all(&tree::fetch_frame(*relay)).await?,
                 None => stream.write_all(list).await?,
             },
-            Outcome::Missing(frame) => stream.write_all(frame).await?,
+            Outcome::Ended(frame) => stream.write_all(frame).await?,
         }
         stream.shutdown().await
     }
@@ -192,6 +198,8 @@ struct State {
     world_size: usize,
     proofs: Proofs,
     ranks: Mutex<Ranks>,
+    /// By rank: when the connection of a registered rank ended, and its host, until another process registers with it.
+    ended: Mutex<BTreeMap<usize, (Instant, String)>>,
     /// By rank: why the last process with this rank was refused.
     refused: Mutex<BTreeMap<usize, &'static str>>,
     /// Why the last process was refused that did not get as far as to say its rank.
@@ -218,6 +226,24 @@ impl State {
         let missing = ranks.missing(self.world_size);
         ranks.set(rank, Some(RankState::TimedOut));
         Some(MissingRanks::new(missing))
+    }
+
+    /// Notes that the connection of a registered rank has ended.
+    fn end(&self, rank: usize) {
+        let mut ranks = lock(&self.ranks);
+        if let Some(RankState::Registered(registration)) = ranks.states.get(&rank) {
+            // An address is checked where it is used.
+            let host = Address::parse(&registration.address).map(|address| address.host_name).unwrap_or_default();
+            lock(&self.ended).insert(rank, (Instant::now(), host));
+        }
+        ranks.set(rank, None);
+    }
+
+    /// The registered rank whose connection ended first, without another one since: when, and its host.
+    fn first_ended(&self) -> Option<(usize, Instant, String)> {
+        let ended = lock(&self.ended);
+        let first = ended.iter().min_by_key(|(_, (at, _))| *at);
+        first.map(|(rank, (at, host))| (*rank, *at, host.clone()))
     }
 
     /// Details on missing ranks, for the error text.
@@ -251,9 +277,9 @@ async fn serve(
     world_size: usize,
     address: &[u8],
     proofs: Proofs,
-    timeout: Duration,
-) -> Result<Vec<Vec<u8>>> {
-    let deadline = Instant::now() + timeout;
+    limits: Limits,
+) -> Result<(Result<Vec<Vec<u8>>>, JoinSet<()>)> {
+    let deadline = Instant::now() + limits.timeout;
     let RendezvousServer { listener, name } = server;
     let listener = TcpListener::from_std(listener).map_err(|e| Error::system("starting the rendezvous", e))?;
     let mut ranks = Ranks::default();
@@ -263,64 +289,83 @@ async fn serve(
         world_size,
         proofs,
         ranks,
+        ended: Mutex::default(),
         refused: Mutex::default(),
         stranger: Mutex::default(),
         registered,
     });
     let (publish, published) = watch::channel(None::<Arc<Outcome>>);
     let mut connections = JoinSet::new();
+    let admission = Admission::new(world_size + EXTRA_CONNECTIONS);
     let all_registered = async {
         loop {
             let registered = state.registered.notified();
             if state.is_complete() {
-                return;
+                return None;
             }
+            let due = match state.first_ended() {
+                Some((rank, at, host)) if at + limits.lost_after <= Instant::now() => {
+                    return Some(lost(rank, host, &name, &limits));
+                }
+                first => first.map_or(deadline, |(_, at, _)| at + limits.lost_after),
+            };
             tokio::select! {
                 () = registered => {}
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) if connections.len() < world_size + EXTRA_CONNECTIONS => {
-                        _ = connections.spawn(serve_connection(Arc::clone(&state), stream, published.clone()));
+                () = tokio::time::sleep_until(due) => {}
+                accepted = admission.accept(&listener) => match accepted {
+                    Ok((stream, candidate)) => {
+                        let serve = serve_connection(Arc::clone(&state), stream, candidate, published.clone());
+                        _ = connections.spawn(serve);
                     }
-                    Ok(_) => {}
                     Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
                 },
                 Some(_) = connections.join_next() => {}
             }
         }
     };
-    let complete = timeout_at(deadline, all_registered).await.is_ok();
-    let (outcome, result) = if complete {
-        let (all, relays) = state.all();
-        (Outcome::Complete { list: tree::list_frame(&all), relays }, Ok(all))
-    } else {
-        let missing = state.missing();
-        let what = format!("the rendezvous at {name}{}", state.details(&missing));
-        let missing = MissingRanks::new(missing);
-        (Outcome::Missing(missing.frame()), Err(missing.timed_out(timeout, 0, what)))
+    let (outcome, result) = match timeout_at(deadline, all_registered).await {
+        Ok(None) => {
+            let (all, relays) = state.all();
+            (Outcome::Complete { list: tree::list_frame(&all), relays }, Ok(all))
+        }
+        Ok(Some(lost)) => (Outcome::Ended(tree::failed_frame(&lost)), Err(lost)),
+        Err(_) => {
+            let missing = state.missing();
+            let what = format!("the rendezvous at {name}{}", state.details(&missing));
+            let missing = MissingRanks::new(missing);
+            (Outcome::Ended(missing.frame()), Err(missing.timed_out(limits.timeout, 0, what)))
+        }
     };
     publish.send_replace(Some(Arc::new(outcome)));
     drop(publish);
     // Every connection ends once the outcome is sent. A client that does not read delays the return by LINGER at most.
     let all_sent = async { while connections.join_next().await.is_some() {} };
     let _ = tokio::time::timeout(LINGER, all_sent).await;
-    result
+    Ok((result, connections))
+}
+
+/// The error for a rank whose connection ended after it had registered.
+fn lost(rank: usize, host: String, name: &str, limits: &Limits) -> Error {
+    let after = limits.lost_after.as_secs_f64();
+    let reason = format!(
+        "its process died or its connection to the rendezvous at {name} broke, and no other process registered with its rank \
+         within {after:.1} s"
+    );
+    Error::PeerLost { rank, host, reason, noticed_by: 0, progress: None, source: Source::default() }
 }
 
 /// Serves one connection, from the handshake to the outcome.
-async fn serve_connection(state: Arc<State>, stream: TcpStream, mut published: watch::Receiver<Option<Arc<Outcome>>>) {
-    let mut stream = match AsyncSocket::accept(stream, state.proofs.tls.as_ref()).await {
-        Ok(stream) => stream,
-        Err(refused) => {
-            if refused.text.is_some() {
-                *lock(&state.stranger) = refused.text;
-            }
-            return;
-        }
-    };
-    let rank = match register(&state, &mut stream).await {
-        Ok(rank) => rank,
-        Err(why) => return handshake::refuse(&mut stream, why).await,
-    };
+async fn serve_connection(
+    state: Arc<State>,
+    stream: TcpStream,
+    candidate: Candidate,
+    mut published: watch::Receiver<Option<Arc<Outcome>>>,
+) {
+    let Some(Some((rank, mut stream))) = candidate.prove(prove(&state, stream, &candidate)).await else { return };
+    drop(candidate);
+    if let Err(why) = register(&state, rank, &mut stream).await {
+        return handshake::refuse(&mut stream, why).await;
+    }
     let outcome = match tree::next_event(&mut stream, &mut published).await {
         Event::Outcome(outcome) => Some(outcome),
         Event::Question => match state.time_out(rank) {
@@ -339,13 +384,37 @@ async fn serve_connection(state: Arc<State>, stream: TcpStream, mut published: w
         // A client that has ended meanwhile is detected by its peers.
         Some(outcome) => _ = outcome.send(rank, &mut stream).await,
         // The client has ended: another process may register with its rank.
-        None => lock(&state.ranks).set(rank, None),
+        None => state.end(rank),
     }
 }
 
-/// Authenticates a client and registers its rank.
-async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Result<usize, Refusal> {
-    let received = handshake::read_hello(stream).await.inspect_err(|why| {
+/// The rank and the connection of a client that belongs to the job; any other one is refused.
+async fn prove(state: &State, stream: TcpStream, candidate: &Candidate) -> Option<(usize, AsyncSocket)> {
+    let mut stream = match AsyncSocket::accept(stream, state.proofs.tls.as_ref()).await {
+        Ok(stream) => stream,
+        Err(refused) => {
+            if refused.text.is_some() {
+                *lock(&state.stranger) = refused.text;
+            }
+            return None;
+        }
+    };
+    match authenticate(state, &mut stream, candidate).await {
+        Ok(rank) => Some((rank, stream)),
+        Err(why) => {
+            handshake::refuse(&mut stream, why).await;
+            None
+        }
+    }
+}
+
+/// The rank of a client that belongs to the job.
+async fn authenticate(
+    state: &State,
+    stream: &mut AsyncSocket,
+    candidate: &Candidate,
+) -> std::result::Result<usize, Refusal> {
+    let received = candidate.read_hello(stream).await.inspect_err(|why| {
         if *why == Refusal::NoTls {
             *lock(&state.stranger) = Some(why.to_string());
         }
@@ -372,6 +441,11 @@ async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Resul
     if to != 0 || from == 0 || from >= world_size {
         return Err(Refusal::Rank);
     }
+    Ok(from)
+}
+
+/// Registers the rank of a client.
+async fn register(state: &State, from: usize, stream: &mut AsyncSocket) -> std::result::Result<(), Refusal> {
     if !lock(&state.ranks).claim(from) {
         return Err(Refusal::Duplicate);
     }
@@ -385,6 +459,7 @@ async fn register(state: &State, stream: &mut AsyncSocket) -> std::result::Resul
         return Err(Refusal::Protocol);
     };
     lock(&state.ranks).register(from, registration);
+    lock(&state.ended).remove(&from);
     state.registered.notify_one();
-    Ok(from)
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! The distribution tree of a rendezvous, with clients and ranks that misbehave.
 
+use std::cell::Cell;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
@@ -9,6 +10,7 @@ use tokio::time::Instant;
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal};
 use super::super::wire::RANKS_LIMIT;
 use super::client::{register, rendezvous_tcp};
+use super::exchange::Limits;
 use super::server::Registration;
 use super::tree::{Answer, FANOUT, MissingRanks, Proofs, children, fetch, fetch_frame, list_frame, parent};
 use crate::error::{Error, Result};
@@ -59,9 +61,14 @@ fn run<T>(task: impl Future<Output = T>) -> T {
 
 /// Registers as a rank and returns the answer. Its relay is closed when this returns.
 async fn register_as(port: u16, rank: usize) -> Answer {
+    register_as_with(port, rank, address(rank)).await
+}
+
+/// The same, with this address.
+async fn register_as_with(port: u16, rank: usize, address: Vec<u8>) -> Answer {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        match register((&host(), port), &hello(rank, 0), &key(b"s"), &address(rank), deadline).await {
+        match register((&host(), port), &hello(rank, 0), &key(b"s"), &address, deadline, &Cell::default()).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -151,7 +158,7 @@ fn a_parent_refuses_wrong_clients_with_the_reason_and_serves_its_children() {
             for (hello, key, why) in attempts {
                 assert_eq!(fetch(from, &hello, &key).await, Err(Failed::Refused(why)));
             }
-            assert_eq!(fetch(from, &hello(last, to), &key(b"s")).await, Ok(expected()));
+            assert_eq!(fetch(from, &hello(last, to), &key(b"s")).await, Ok(Ok(expected())));
             drop(silent);
         });
         others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
@@ -166,15 +173,37 @@ fn the_children_of_a_rank_that_dies_before_it_sends_the_list_name_it() {
         let others = (0..SIZE).filter(|rank| *rank != 1 && !orphans.contains(rank));
         let others: Vec<_> = others.map(|rank| join(scope, port, rank, PATIENCE)).collect();
         let dead = scope.spawn(move || run(register_as(port, 1)));
-        let orphans: Vec<_> =
-            orphans.clone().map(|rank| (rank, join(scope, port, rank, Duration::from_secs(2)))).collect();
+        let orphans: Vec<_> = orphans.clone().map(|rank| (rank, join(scope, port, rank, PATIENCE))).collect();
         assert_eq!(dead.join().unwrap(), Answer::Complete(expected()));
         others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), Ok(expected())));
         for (rank, orphan) in orphans {
             let error = orphan.join().unwrap().unwrap_err();
-            let named =
-                matches!(&error, Error::Timeout { missing, noticed_by, .. } if missing == &[1] && *noticed_by == rank);
-            assert!(named && error.to_string().contains("rank 1 at 127.0.0.1:"), "{error:?}");
+            assert!(matches!(&error, Error::PeerLost { rank: 1, noticed_by, .. } if *noticed_by == rank), "{error:?}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for_others() {
+    let port = free_port();
+    let limits = Limits { timeout: PATIENCE, lost_after: Duration::from_millis(300) };
+    let address_of = |rank: usize| {
+        let mut own = super::super::tests::examples::address(1);
+        own.rank = rank;
+        own.encode()
+    };
+    std::thread::scope(|scope| {
+        let join =
+            |rank| scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address_of(rank), b"s", limits));
+        let others: Vec<_> = (0..SIZE / 2).filter(|rank| *rank != 2).map(join).collect();
+        run(async {
+            let register = register_as_with(port, 2, address_of(2));
+            tokio::time::timeout(Duration::from_millis(300), register).await.unwrap_err();
+        });
+        for other in others {
+            let error = other.join().unwrap().unwrap_err();
+            let is_named = matches!(&error, Error::PeerLost { rank: 2, host, noticed_by: 0, .. } if host == "node-é");
+            assert!(is_named, "{error:?}");
         }
     });
 }

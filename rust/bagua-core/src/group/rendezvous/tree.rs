@@ -15,20 +15,21 @@ use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::super::admission::{Admission, Candidate};
 use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::tls::{Access, Ends};
-use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, read_frame};
+use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, get_error, put_error, read_frame};
 use super::exchange::timed_out;
 use crate::error::Error;
 
 /// The most children of a rank.
 pub(super) const FANOUT: usize = 16;
 
-/// How long a rank that has the list waits for other ranks to take it.
+/// How long a rank that has the list waits for other ranks to take it before it goes on; slower ones get it from a thread.
 pub(super) const LINGER: Duration = Duration::from_secs(2);
 
-/// The most connections in addition to the expected ones.
+/// The most connections that are not authenticated, in addition to one for each expected rank.
 pub(super) const EXTRA_CONNECTIONS: usize = 256;
 
 /// The longest list of addresses.
@@ -90,6 +91,13 @@ pub(in super::super) fn fetch_frame(parent: SocketAddr) -> Vec<u8> {
     framed(Writer::default().u8(2).text(&parent.to_string()))
 }
 
+/// The frame of an error that ends the exchange on every rank.
+pub(in super::super) fn failed_frame(error: &Error) -> Vec<u8> {
+    let mut out = Writer::default();
+    put_error(out.u8(3), error);
+    framed(&out)
+}
+
 /// A body after its length.
 pub(super) fn framed(body: &Writer) -> Vec<u8> {
     let mut frame = Writer::default();
@@ -98,7 +106,7 @@ pub(super) fn framed(body: &Writer) -> Vec<u8> {
 }
 
 /// The server's answer to a registration.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(in super::super) enum Answer {
     /// All addresses, by rank.
     Complete(Vec<Vec<u8>>),
@@ -106,6 +114,8 @@ pub(in super::super) enum Answer {
     Missing(MissingRanks),
     /// All ranks have registered; the rank's parent at this address has the list or will have it.
     Fetch(SocketAddr),
+    /// The exchange has ended with this error on every rank.
+    Failed(Error),
 }
 
 impl Answer {
@@ -125,6 +135,7 @@ impl Answer {
                 Answer::Missing(MissingRanks { named, others: from.rank()? })
             }
             2 => Answer::Fetch(socket_address(&from.text()?)?),
+            3 => Answer::Failed(get_error(&mut from)?),
             _ => return Err(Malformed("an answer of an unknown kind")),
         };
         from.end()?;
@@ -191,11 +202,16 @@ pub(super) async fn connect(to: impl ToSocketAddrs, hello: &Hello, proofs: &Proo
     Ok(socket)
 }
 
-/// Fetches the list from a parent, once.
-pub(super) async fn fetch(from: SocketAddr, hello: &Hello, proofs: &Proofs) -> Result<Vec<Vec<u8>>, Failed> {
+/// Fetches the list from a parent, once; the inner error is that with which the exchange ended.
+pub(super) async fn fetch(
+    from: SocketAddr,
+    hello: &Hello,
+    proofs: &Proofs,
+) -> Result<Result<Vec<Vec<u8>>, Error>, Failed> {
     let mut stream = connect(from, hello, proofs).await?;
     match Answer::read(&mut stream).await? {
-        Answer::Complete(all) => Ok(all),
+        Answer::Complete(all) => Ok(Ok(all)),
+        Answer::Failed(error) => Ok(Err(error)),
         Answer::Missing(..) | Answer::Fetch(_) => Err(Failed::broken("it sent no list of addresses")),
     }
 }
@@ -204,8 +220,8 @@ pub(super) async fn fetch(from: SocketAddr, hello: &Hello, proofs: &Proofs) -> R
 pub(super) struct Relay {
     /// The address that it listens on.
     pub(super) address: SocketAddr,
-    list: watch::Sender<Option<Arc<Vec<u8>>>>,
-    /// One task, which ends when all children have the list. Dropping it closes all connections.
+    frame: watch::Sender<Option<Arc<Vec<u8>>>>,
+    /// One task, which ends when all children have the frame. Dropping it closes all connections.
     serving: JoinSet<()>,
 }
 
@@ -221,17 +237,18 @@ impl Relay {
         address.set_port(0);
         let listener = TcpListener::bind(address).await.ok()?;
         let address = listener.local_addr().ok()?;
-        let (list, published) = watch::channel(None);
+        let (frame, published) = watch::channel(None);
         let mut serving = JoinSet::new();
         serving.spawn(serve(listener, Parent { rank, world_size, proofs: proofs.clone() }, published));
-        Some(Relay { address, list, serving })
+        Some(Relay { address, frame, serving })
     }
 
-    /// Sends the list to the children; returns when all have it, or after [`LINGER`].
-    pub(super) async fn publish(mut self, all: &[Vec<u8>]) {
-        self.list.send_replace(Some(Arc::new(list_frame(all))));
-        // A child that did not fetch the list reports a timeout itself.
+    /// Sends the frame of the list, or of an error, to the children; returns when all have it, or after [`LINGER`], with the task that
+    /// still sends it.
+    pub(super) async fn publish(mut self, frame: Vec<u8>) -> JoinSet<()> {
+        self.frame.send_replace(Some(Arc::new(frame)));
         let _ = tokio::time::timeout(LINGER, self.serving.join_next()).await;
+        self.serving
     }
 }
 
@@ -247,13 +264,13 @@ struct Parent {
 async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver<Option<Arc<Vec<u8>>>>) {
     let mut missing: BTreeSet<usize> = children(parent.rank, parent.world_size).collect();
     let mut connections = JoinSet::new();
+    let admission = Admission::new(FANOUT + EXTRA_CONNECTIONS);
     while !missing.is_empty() {
         tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) if connections.len() < FANOUT + EXTRA_CONNECTIONS => {
-                    _ = connections.spawn(serve_connection(parent.clone(), stream, published.clone()));
+            accepted = admission.accept(&listener) => match accepted {
+                Ok((stream, candidate)) => {
+                    _ = connections.spawn(serve_connection(parent.clone(), stream, candidate, published.clone()));
                 }
-                Ok(_) => {}
                 // The client has closed the connection already, or the process has no free descriptor: retry.
                 Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
             },
@@ -270,16 +287,21 @@ async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver
 async fn serve_connection(
     parent: Parent,
     stream: TcpStream,
+    candidate: Candidate,
     mut published: watch::Receiver<Option<Arc<Vec<u8>>>>,
 ) -> Option<usize> {
-    let mut stream = AsyncSocket::accept(stream, parent.proofs.tls.as_ref()).await.ok()?;
-    let child = match authenticate(&parent, &mut stream).await {
-        Ok(child) => child,
-        Err(why) => {
-            handshake::refuse(&mut stream, why).await;
-            return None;
+    let prove = async {
+        let mut stream = AsyncSocket::accept(stream, parent.proofs.tls.as_ref()).await.ok()?;
+        match authenticate(&parent, &mut stream, &candidate).await {
+            Ok(child) => Some((child, stream)),
+            Err(why) => {
+                handshake::refuse(&mut stream, why).await;
+                None
+            }
         }
     };
+    let (child, mut stream) = candidate.prove(prove).await??;
+    drop(candidate);
     handshake::accept(&mut stream).await.ok()?;
     let Event::Outcome(list) = next_event(&mut stream, &mut published).await else { return None };
     stream.write_all(&list).await.ok()?;
@@ -288,8 +310,8 @@ async fn serve_connection(
 }
 
 /// The rank of an authenticated child.
-async fn authenticate(parent: &Parent, stream: &mut AsyncSocket) -> Result<usize, Refusal> {
-    let received = handshake::read_hello(stream).await?;
+async fn authenticate(parent: &Parent, stream: &mut AsyncSocket, candidate: &Candidate) -> Result<usize, Refusal> {
+    let received = candidate.read_hello(stream).await?;
     let Hello { world_size, from, to, purpose, .. } = received.hello;
     if purpose != Purpose::Rendezvous {
         return Err(Refusal::Purpose);

@@ -7,7 +7,7 @@ use super::super::address::Address;
 use super::super::book::{Reply, Request};
 use super::super::door::{Answer as DoorAnswer, Asked, DoorMessage};
 use super::super::handshake::{Hello, Purpose};
-use super::super::rendezvous::{Content, MissingRanks, Registration, fetch_frame, list_frame};
+use super::super::rendezvous::{Content, MissingRanks, Registration, failed_frame, fetch_frame, list_frame};
 use super::super::views::{GoneRank, ViewMessage};
 use super::super::wire::{Message, Reader};
 use super::targets::{TARGETS, body, framed};
@@ -36,11 +36,12 @@ pub(super) fn hex(bytes: &[u8]) -> String {
 }
 
 /// The address of a rank in a world of two.
-pub(super) fn address(rank: u8) -> Address {
+pub(in super::super) fn address(rank: u8) -> Address {
     Address {
         rank: rank.into(),
         world_size: 2,
         pid: 4242,
+        pid_namespace: 4_026_531_836,
         tcp: Some(if rank == 0 { v4() } else { v6() }),
         unix: b"bagua-0123".to_vec(),
         host_id: "boot:4:4026531840".to_owned(),
@@ -200,8 +201,15 @@ fn headers() -> Vec<Vec<u8>> {
 
 /// What the encoders write, by kind.
 fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
-    let purposes =
-        [Purpose::Control, Purpose::Stream, Purpose::Segment, Purpose::Rendezvous, Purpose::Door, Purpose::Book];
+    let purposes = [
+        Purpose::Control,
+        Purpose::Stream,
+        Purpose::Segment,
+        Purpose::Rendezvous,
+        Purpose::Door,
+        Purpose::Book,
+        Purpose::Probe,
+    ];
     let hello = |purpose| {
         let hello = Hello { world_size: 4, from: 2, to: 1, purpose, group: 9, channel: 5, index: 1, job: [3; 8] };
         hello.encode(&[0x5a; 32]).to_vec()
@@ -214,7 +222,17 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let registrations = [None, Some(v4()), Some(v6())];
     let registrations = registrations.map(|relay| body(Registration { address: address(1).encode(), relay }.frame()));
     let missing = MissingRanks::new((1..3000).step_by(40).collect());
-    let answers = [list_frame(&addresses()), missing.frame(), fetch_frame(v4()), fetch_frame(v6())].map(body);
+    let lost = Error::PeerLost {
+        rank: 3,
+        host: "node-1".to_owned(),
+        reason: "its connection ended".to_owned(),
+        noticed_by: 0,
+        progress: None,
+        source: Source::default(),
+    };
+    let answers =
+        [list_frame(&addresses()), missing.frame(), fetch_frame(v4()), fetch_frame(v6()), failed_frame(&lost)];
+    let answers = answers.map(body);
     let file = Content { number: [9; 16], world_size: 3, addresses: addresses() };
     let (name, entry) = ("rank-3".to_owned(), br#"{"door": "192.168.10.7:40123"}"#.to_vec());
     let requests = [
@@ -268,7 +286,7 @@ fn messages_in_the_corpus_are_of_every_kind() {
     assert_eq!(kinds("control"), (1..=6).collect());
     assert_eq!(kinds("view"), (1..=7).collect());
     assert_eq!(kinds("door"), (0..=7).collect());
-    assert_eq!(kinds("answer"), (0..=2).collect());
+    assert_eq!(kinds("answer"), (0..=3).collect());
     assert_eq!(kinds("request"), (0..=2).collect());
     assert_eq!(kinds("reply"), (0..=2).collect());
 }

@@ -10,7 +10,7 @@
 //! | `allocations` | how much memory a parser holds at most |
 
 mod allocations;
-mod examples;
+pub(super) mod examples;
 mod fuzz;
 mod mutate;
 mod targets;

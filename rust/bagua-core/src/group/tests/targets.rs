@@ -13,7 +13,7 @@ use super::super::book::{Reply, Request};
 use super::super::config::Config;
 use super::super::door::DoorMessage;
 use super::super::handshake::{HELLO_LEN, Hello};
-use super::super::rendezvous::{Answer, Content, MissingRanks, Registration, fetch_frame, list_frame};
+use super::super::rendezvous::{Answer, Content, MissingRanks, Registration, failed_frame, fetch_frame, list_frame};
 use super::super::views::{ViewMessage, replay};
 use super::super::wire::{FRAME_LIMIT, Message, Writer, read_frame};
 use super::allocations::peak;
@@ -88,6 +88,7 @@ pub(super) const TARGETS: [Target; 14] = [
                 Answer::Complete(all) => body(list_frame(all)),
                 Answer::Missing(missing) => body(MissingRanks::frame(missing)),
                 Answer::Fetch(from) => body(fetch_frame(*from)),
+                Answer::Failed(error) => body(failed_frame(error)),
             };
             check_parser(bytes, Wire::SeveralTexts, Answer::parse, encode)
         },

@@ -1,0 +1,253 @@
+//! Admission: which accepted connections a listener keeps before they have proved that they belong to the job.
+//!
+//! Anybody who reaches a port can open connections there and send nothing. A listener that refused new connections while its table is
+//! full would refuse those of its members. So a new connection takes the place of the oldest one, of the source address that has the
+//! most: a member proves itself within a few round trips, and one that lost its place connects again.
+//!
+//! Invariants, quoted by the tests:
+//!
+//! 1. Each half of the table, that of the connections whose hello is awaited and that of the others, has a limit of its own: neither
+//!    can crowd out the other.
+//! 2. A connection that is accepted has [`FIRST_BYTES`] for its hello, however many wait behind it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::handshake::{self, ReceivedHello, Refusal};
+use crate::wait::lock;
+
+/// The time for the hello while more connections wait than the table has places; otherwise
+/// [`STEP_TIMEOUT`](handshake::STEP_TIMEOUT).
+const FIRST_BYTES: Duration = Duration::from_millis(50);
+
+/// Where a connection comes from; `None` for a Unix socket.
+type Source = Option<std::net::IpAddr>;
+
+/// The connections of one listener that have not proved that they belong to the job.
+#[derive(Debug)]
+pub(super) struct Admission {
+    table: Mutex<Table>,
+    /// Notified when a place becomes free.
+    freed: Notify,
+}
+
+impl Admission {
+    /// A table with this many places.
+    pub(super) fn new(places: usize) -> Arc<Admission> {
+        let table = Table { half: (places / 2).max(1), next: 0, entries: BTreeMap::new() };
+        Arc::new(Admission { table: Mutex::new(table), freed: Notify::new() })
+    }
+
+    /// Number of connections in the table.
+    pub(super) fn count(&self) -> usize {
+        lock(&self.table).entries.len()
+    }
+
+    /// Accepts a TCP connection when there is a place for it.
+    pub(super) async fn accept(
+        self: &Arc<Admission>,
+        listener: &TcpListener,
+    ) -> std::io::Result<(TcpStream, Candidate)> {
+        self.place().await;
+        let (stream, from) = listener.accept().await?;
+        Ok((stream, self.enter(Some(from))))
+    }
+
+    /// Waits until one more connection may be accepted: at most [`FIRST_BYTES`]. Ends the oldest connection if there is no place.
+    pub(super) async fn place(&self) {
+        loop {
+            let freed = self.freed.notified();
+            let until = match lock(&self.table).place(Instant::now()) {
+                Place::Free => return,
+                Place::FreeAt(until) => until,
+            };
+            let _ = tokio::time::timeout_at(until, freed).await;
+        }
+    }
+
+    /// Enters an accepted connection; `from` is its TCP address.
+    pub(super) fn enter(self: &Arc<Admission>, from: Option<SocketAddr>) -> Candidate {
+        let ended = Arc::new(Notify::new());
+        let source = from.map(|from| from.ip().to_canonical());
+        let id = lock(&self.table).enter(source, Instant::now(), Arc::clone(&ended));
+        Candidate { admission: Arc::clone(self), id, ended }
+    }
+}
+
+/// An accepted connection that has not proved that it belongs to the job; leaves the table when it is dropped.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    admission: Arc<Admission>,
+    id: u64,
+    /// Notified when another connection gets its place.
+    ended: Arc<Notify>,
+}
+
+impl Candidate {
+    /// Runs the steps by which it proves itself; `None` when another connection got its place first.
+    pub(super) async fn prove<T>(&self, steps: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            outcome = steps => Some(outcome),
+            () = self.ended.notified() => None,
+        }
+    }
+
+    /// First step: reads the hello.
+    pub(super) async fn read_hello(
+        &self,
+        stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    ) -> Result<ReceivedHello, Refusal> {
+        let received = handshake::read_hello(stream).await;
+        lock(&self.admission.table).has_sent_hello(self.id);
+        self.admission.freed.notify_one();
+        received
+    }
+}
+
+impl Drop for Candidate {
+    fn drop(&mut self) {
+        lock(&self.admission.table).entries.remove(&self.id);
+        self.admission.freed.notify_one();
+    }
+}
+
+/// Whether one more connection may be accepted.
+#[derive(Debug, PartialEq, Eq)]
+enum Place {
+    Free,
+    /// Then at the latest.
+    FreeAt(Instant),
+}
+
+#[derive(Debug)]
+struct Table {
+    /// Places of each half (invariant 1).
+    half: usize,
+    /// Id of the next entry.
+    next: u64,
+    /// By id, and so by age.
+    entries: BTreeMap<u64, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    source: Source,
+    since: Instant,
+    /// It is in the half of those whose hello has come.
+    sent_hello: bool,
+    /// See [`Candidate::ended`].
+    ended: Arc<Notify>,
+}
+
+impl Table {
+    fn enter(&mut self, source: Source, since: Instant, ended: Arc<Notify>) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        self.entries.insert(id, Entry { source, since, sent_hello: false, ended });
+        id
+    }
+
+    /// Moves an entry to the other half, whose oldest one makes room.
+    fn has_sent_hello(&mut self, id: u64) {
+        if let Some(ended) = self.oldest(true) {
+            self.end(ended);
+        }
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.sent_hello = true;
+        }
+    }
+
+    /// Makes room for one more connection, if the oldest one has had its time.
+    fn place(&mut self, now: Instant) -> Place {
+        let Some(oldest) = self.oldest(false) else { return Place::Free };
+        let until = self.entries[&oldest].since + FIRST_BYTES;
+        if until > now {
+            return Place::FreeAt(until);
+        }
+        self.end(oldest);
+        Place::Free
+    }
+
+    /// Of a half that is full, the oldest entry of the source that has the most there.
+    fn oldest(&self, sent_hello: bool) -> Option<u64> {
+        let half = || self.entries.iter().filter(|(_, entry)| entry.sent_hello == sent_hello);
+        let mut counts: HashMap<Source, usize> = HashMap::new();
+        half().for_each(|(_, entry)| *counts.entry(entry.source).or_default() += 1);
+        if counts.values().sum::<usize>() < self.half {
+            return None;
+        }
+        let most = counts.values().copied().max()?;
+        half().find(|(_, entry)| counts[&entry.source] == most).map(|(id, _)| *id)
+    }
+
+    fn end(&mut self, id: u64) {
+        if let Some(entry) = self.entries.remove(&id) {
+            entry.ended.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A table of six places, three in each half, with entries of these sources, a millisecond apart, from `start` on.
+    fn table(sources: &[u8], start: Instant) -> Table {
+        let mut table = Table { half: 3, next: 0, entries: BTreeMap::new() };
+        for (at, source) in sources.iter().enumerate() {
+            let source = Some(std::net::Ipv4Addr::new(10, 0, 0, *source).into());
+            table.enter(source, start + Duration::from_millis(at as u64), Arc::default());
+        }
+        table
+    }
+
+    fn kept(table: &Table) -> Vec<u64> {
+        table.entries.keys().copied().collect()
+    }
+
+    #[test]
+    fn the_oldest_connection_of_the_source_with_the_most_loses_its_place() {
+        let (start, later) = (Instant::now(), Instant::now() + 2 * FIRST_BYTES);
+        for (sources, expected) in [
+            (&[1, 2][..], vec![0, 1]),
+            (&[1, 1, 1], vec![1, 2]),
+            (&[1, 2, 2], vec![0, 2]),
+            (&[1, 2, 3], vec![1, 2]),
+            (&[1, 2, 2, 1, 2], vec![0, 2, 3, 4]),
+        ] {
+            let mut table = table(sources, start);
+            assert_eq!(table.place(later), Place::Free);
+            assert_eq!(kept(&table), expected, "{sources:?}");
+        }
+    }
+
+    #[test]
+    fn each_connection_has_its_time_for_the_hello_by_invariant_2() {
+        let start = Instant::now();
+        let mut table = table(&[1, 2, 2], start);
+        let until = start + Duration::from_millis(1) + FIRST_BYTES;
+        assert_eq!(table.place(start + FIRST_BYTES), Place::FreeAt(until));
+        assert_eq!(kept(&table), [0, 1, 2]);
+        assert_eq!(table.place(until), Place::Free);
+        assert_eq!(kept(&table), [0, 2]);
+    }
+
+    #[test]
+    fn no_half_crowds_out_the_other_by_invariant_1() {
+        let start = Instant::now();
+        let mut table = table(&[1, 1, 1, 1, 2], start);
+        for id in 0..4 {
+            table.has_sent_hello(id);
+        }
+        assert_eq!(kept(&table), [1, 2, 3, 4], "the oldest that has sent its hello makes room for another one");
+        assert_eq!(table.place(start), Place::Free, "one connection whose hello is awaited");
+        assert_eq!(kept(&table), [1, 2, 3, 4]);
+    }
+}
