@@ -93,11 +93,13 @@ INTERNAL = (
     "bagua.torch_api.contrib.utils.counters",
     "bagua.torch_api.contrib.utils.redis_*",
     "bagua.torch_api.data_parallel.*",
+    "bagua.torch_api.devices",
     "bagua.torch_api.model_engine*",
     "bagua.torch_api.patches",
     "bagua.torch_api.rebuild",
     "bagua.torch_api.store_client",
     "bagua.torch_api.torch_*",
+    "bagua.torch_needed",
     "bagua.torch_store",
     "bagua.verbs",
 )

@@ -13,6 +13,7 @@ use super::super::handshake::{self, Failed, Purpose, Refusal};
 use super::dial::Dial;
 use super::plane::{Loss, Plane, no_heartbeat};
 use super::session;
+use super::thread::Control;
 use crate::error::Source;
 
 /// The most ranks that are asked at a time.
@@ -25,8 +26,17 @@ enum Verdict {
     Lost(String, Source, Loss),
 }
 
+impl Control {
+    /// Starts sending heartbeats, detecting silent peers and, until `deadline`, asking the peers that are not connected whether they run.
+    /// Called once, when the world is known.
+    pub(in super::super) fn watch(&self, deadline: Instant) {
+        self.spawn(session::heartbeat(Arc::clone(&self.plane)));
+        self.spawn(run(Arc::clone(&self.plane), deadline));
+    }
+}
+
 /// Asks the ranks that are not connected, the lowest first, whenever none has connected for the time between two heartbeats.
-pub(super) async fn run(plane: Arc<Plane>, deadline: Instant) {
+async fn run(plane: Arc<Plane>, deadline: Instant) {
     let (mut seen, mut first) = (usize::MAX, 0);
     while Instant::now() < deadline && !plane.has_left() {
         tokio::time::sleep(session::period(&plane)).await;

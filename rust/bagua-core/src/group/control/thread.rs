@@ -2,13 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 use tokio::sync::mpsc;
 
 use super::accept::{self, Listeners};
 use super::plane::{LINGER, Plane};
-use super::{probe, session};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -74,13 +72,6 @@ impl Control {
         if let Some(thread) = &self.thread {
             drop(thread.handle.spawn(task));
         }
-    }
-
-    /// Starts sending heartbeats, detecting silent peers and, until `deadline`, asking the peers that are not connected whether they run.
-    /// Called once, when the world is known.
-    pub(in super::super) fn watch(&self, deadline: Instant) {
-        self.spawn(session::heartbeat(Arc::clone(&self.plane)));
-        self.spawn(probe::run(Arc::clone(&self.plane), deadline));
     }
 
     /// Leaves the group, closes all connections and ends the thread. Idempotent; does nothing in a forked child.

@@ -13,7 +13,7 @@ mod exchange;
 mod file;
 mod route;
 mod server;
-#[cfg(test)]
+#[cfg(all(test, not(model)))]
 mod tests;
 mod tree;
 
