@@ -86,6 +86,7 @@ impl RendezvousServer {
     /// Exchanges the addresses of all ranks; `address` is rank 0's blob, `timeout` is in seconds. May be called once.
     ///
     /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError and PeerLostError as `rendezvous_tcp`.
+    #[expect(clippy::too_many_arguments, reason = "those of the call from Python")]
     #[pyo3(signature = (world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
     fn serve(
         &self,
