@@ -152,6 +152,18 @@ class Branches(nn.Module):
         return first + Aside.apply(self.one(x), side, self.kept)
 
 
+def back_to(stream: torch.cuda.Stream, engine: Any, name: str) -> None:
+    """Behind the wrapper's hook of a parameter, as autograd ends a node, the stream is that of before."""
+    communicate = engine.on_gradient
+
+    def on_gradient(arrived: str, *args: Any, **options: Any) -> None:
+        communicate(arrived, *args, **options)
+        if arrived == name:
+            torch.cuda.set_stream(stream)
+
+    engine.on_gradient = on_gradient
+
+
 def several_streams(rank: int, place: str) -> list[torch.Tensor]:
     found = []
     for one_is_last, hook in ((False, default_hooks.allreduce_hook), (True, with_then), (True, blocking)):
@@ -161,8 +173,7 @@ def several_streams(rank: int, place: str) -> list[torch.Tensor]:
         wrapper.register_comm_hook(None, hook)
         main, side = (torch.cuda.current_stream(), torch.cuda.Stream()) if place == "cuda" else (None, None)
         if main is not None:
-            # Behind the hook of the wrapper.
-            model.one.weight.register_post_accumulate_grad_hook(lambda _, main=main: torch.cuda.set_stream(main))
+            back_to(main, wrapper.bagua_ddp, "one.weight")
         optimizer = sgd(model)
         for step in range(STEPS):
             optimizer.zero_grad()

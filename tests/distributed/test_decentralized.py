@@ -86,7 +86,7 @@ def shift_one_among_an_odd_number_is_refused_with_the_number(rank: int) -> None:
     for hierarchical in (False, True):
         if allowed("shift_one", hierarchical):
             continue
-        with pytest.raises(ValueError, match=f"they are {bagua.get_world_size()}: an odd number"):
+        with pytest.raises(ValueError, match=f"even number of members, not {bagua.get_world_size()}"):
             wrapped(rank, DecentralizedAlgorithm(hierarchical, "shift_one"))
     wrapped(rank)
 

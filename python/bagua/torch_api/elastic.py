@@ -194,9 +194,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
 
             def spread(address: bytes, server: Any = server, place: Any = place, left: float = left) -> list[bytes]:
                 if server is not None:
-                    return list(
-                        server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout)
-                    )
+                    return list(server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout))
                 return engine.rendezvous_at(
                     place[0],
                     place[1],
