@@ -139,7 +139,7 @@ def _open_book(url: str) -> _Book:
         return _ServedBook(place[0], place[1])
     except BaguaTimeoutError as failure:
         limit = config.settings().timeout
-        text = f"init_process_group: nobody serves the address book {url}: {failure}"
+        text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
         raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
 
 
@@ -201,9 +201,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
 
             def spread(address: bytes, server: Any = server, place: Any = place, left: float = left) -> list[bytes]:
                 if server is not None:
-                    return list(
-                        server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout)
-                    )
+                    return list(server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout))
                 return engine.rendezvous_at(
                     place[0],
                     place[1],
