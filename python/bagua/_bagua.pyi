@@ -142,7 +142,14 @@ class Door:
 
 @final
 class BookServer:
-    def __new__(cls, host: str, port: int, secret: bytes, tls: Tls | None = None) -> BookServer: ...
+    def __new__(
+        cls,
+        host: str,
+        port: int,
+        secret: bytes,
+        tls: Tls | None = None,
+        kept_in: str | PathLike[str] | None = None,
+    ) -> BookServer: ...
     @property
     def port(self) -> int: ...
     def stop(self) -> None: ...

@@ -59,8 +59,12 @@ def _make_host(address: str) -> tuple[int, int]:
 class Line:
     """What happens to packets from one host to another."""
 
-    def __init__(self, drop: bool = False, delay: float = 0.0, rate: float = 0.0, corrupt: str = "") -> None:
+    def __init__(
+        self, drop: bool = False, delay: float = 0.0, rate: float = 0.0, corrupt: str = "", longest: int = 0
+    ) -> None:
         self.drop = drop
+        #: Bytes of the longest packet that is not dropped, 0 for any.
+        self.longest = longest
         #: Seconds.
         self.delay = delay
         #: Bytes per second, 0 for any.
@@ -71,7 +75,7 @@ class Line:
 
     def leaves_at(self, now: float, size: int) -> float | None:
         """When a packet reaches the other end; None when it never does."""
-        if self.drop or (self.rate and self._free_at - now > QUEUE_S):
+        if self.drop or (self.longest and size > self.longest) or (self.rate and self._free_at - now > QUEUE_S):
             return None
         if self.rate:
             now = self._free_at = max(now, self._free_at) + size / self.rate

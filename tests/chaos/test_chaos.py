@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: make setup")
 
+# The ranks of a module that has torch are forks, as a network namespace needs.
+import torch  # noqa: F401
+
+import bagua
 from tests.chaos import network
 from tests.chaos.cell import Cell, run
 from tests.chaos.network import Network
@@ -54,3 +60,34 @@ def test_no_rank_hangs_or_names_a_healthy_rank_and_nothing_is_left(cell: Cell, r
     row = run(cell, None if cell.transport == "shm" else request.getfixturevalue("hosts"), work)
     assert not row.wrong, "\n".join(row.wrong)
     assert not row.left
+
+
+def shrinks(rank: int, folder: str) -> str:
+    """The class of the error of `Group.shrink` on this rank, "" for none."""
+    group = bagua.init()
+    group.barrier()
+    Path(folder, f"ready{rank}").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.005)
+    try:
+        bagua.Group.shrink(group, timeout=5.0)
+    except bagua.BaguaError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_no_rank_goes_on_in_a_smaller_group_whose_line_loses_full_packets(hosts: Network, tmp_path: Path) -> None:
+    hosts.set({})
+    env = {"MASTER_ADDR": hosts.addresses[0], "BAGUA_TIMEOUT": "15"}
+    world = World(3, env=env, hosts=[[0], [1], [2]], namespaces=hosts.namespaces[:3], timeout=60.0)
+    with world.running(shrinks, str(tmp_path)) as started:
+        until = time.monotonic() + 60
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(3)):
+            assert time.monotonic() < until, "the ranks never came to the group"
+            time.sleep(0.005)
+        # Hellos, addresses and barriers pass.
+        hosts.set({(0, 1): {"longest": 800}})
+        (tmp_path / "go").touch()
+        outcomes = started.results()
+    hosts.set({})
+    assert all(outcomes), outcomes

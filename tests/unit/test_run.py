@@ -263,19 +263,38 @@ def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> N
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
 
 
-def test_ranks_run_on_when_the_book_has_ended(tmp_path: Path) -> None:
-    code = "while not (here / 'end').exists(): time.sleep(0.02)"
-    script = write(tmp_path, LIVES + "import time\nsay(f'{rank}.0')\n" + code)
-    with runner("--nproc-per-node", "1", script, str(tmp_path)) as process:
-        rank = pid_of(tmp_path / "0.0")
+# Rank 1 has to read in its second life what both wrote before the book ended; rank 0 goes on with its old connection.
+KEEPS = """
+from bagua import engine
+host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
+book = engine.Book(host, int(port), os.environ.get("BAGUA_JOB_SECRET", "").encode(), 60.0)
+if start == 0:
+    book.write(f"rank {rank}", f"entry of {rank}".encode())
+    say(f"{rank}.0")
+if rank == 1 and start == 0:
+    signal.pause()
+if rank == 1:
+    print(", ".join(book.read(f"rank {each}").decode() for each in (0, 1)), flush=True)
+    book.write("again", b"entry again")
+    sys.exit()
+import time
+while (found := book.read("again")) is None:
+    time.sleep(0.02)
+print(found.decode())
+"""
+
+
+def test_a_book_that_ended_is_served_again_with_its_entries_while_the_ranks_run_on(tmp_path: Path) -> None:
+    script = write(tmp_path, LIVES + KEEPS)
+    with runner("--nproc-per-node", "2", "--restart-delay", "0", script, str(tmp_path)) as process:
+        ranks = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (server,) = {int(pid) for pid in children} - {rank}
+        (server,) = {int(pid) for pid in children} - set(ranks)
         os.kill(server, signal.SIGKILL)
         assert process.stderr is not None
-        assert process.stderr.readline().endswith("has ended: no rank can join any more\n")
-        assert is_running(rank)
-        (tmp_path / "end").touch()
-        assert finish(process)[0] == 0
+        assert "was killed by SIGKILL: it is started again" in process.stderr.readline()
+        os.kill(ranks[1], signal.SIGKILL)
+        assert finish(process)[:2] == (0, "entry of 0, entry of 1\nentry again\n")
 
 
 BOOK = """

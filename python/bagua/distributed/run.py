@@ -40,6 +40,9 @@ __all__ = ["main"]
 # Seconds between SIGTERM and SIGKILL.
 _GRACE = 5.0
 
+# Seconds between the end of the address book and its next start.
+_BOOK_DELAY = 1.0
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,10 +79,21 @@ class _Options:
 class _Process:
     """A child with all that it starts, in a session of its own."""
 
-    def __init__(self, command: Sequence[str], variables: dict[str, str], *, output: int | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: dict[str, str],
+        *,
+        output: int | None = None,
+        files: tuple[int, ...] = (),
+    ) -> None:
         wrapper = (sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid()))
         self._popen = subprocess.Popen(
-            [*wrapper, *command], env=config.environment(variables), stdout=output, start_new_session=True
+            [*wrapper, *command],
+            env=config.environment(variables),
+            stdout=output,
+            pass_fds=files,
+            start_new_session=True,
         )
         self.pid = self._popen.pid
         self.stdout = self._popen.stdout
@@ -142,12 +156,21 @@ class _Runner:
         drawn = options.nnodes == 1 and config.text("BAGUA_JOB_SECRET") is None
         #: What the environment of every child has besides the runner's own.
         self._shared = {"BAGUA_JOB_SECRET": secrets.token_hex(32)} if drawn else {}
+        #: Memory with the entries of the book, so that they are there when its process is started again.
+        self._entries = os.memfd_create("bagua-book")
+        #: When the book is to start again, by time.monotonic; None while it runs, and on other nodes.
+        self._book_due: float | None = None
 
     def run(self) -> int:
         """The exit code. No child is left when it returns or raises."""
         try:
-            where = store.url(*self._options.master) if self._options.node_rank > 0 else self._serve_book()
-            return 1 if where is None else self._watch(where)
+            host, port = self._options.master
+            if self._options.node_rank == 0:
+                served = self._serve_book(port)
+                if served is None:
+                    return 1
+                port = served
+            return self._watch(host, port)
         except _Interrupted as interrupted:
             return 128 + interrupted.signal
         except OSError as error:
@@ -155,15 +178,17 @@ class _Runner:
             return 1
         finally:
             self._end([*(rank.process for rank in self._ranks), self._book])
+            os.close(self._entries)
 
-    def _serve_book(self) -> str | None:
-        """The URL of the book, once it can be reached; None when it cannot be served, which it has said itself."""
-        host, port = self._options.master
+    def _serve_book(self, port: int) -> int | None:
+        """The port of the book, once it can be reached; None when it cannot be served, which it has said itself."""
+        host = self._options.master[0]
         # On several nodes a name may be this host's on another network, or 127.0.1.1 in its own /etc/hosts.
         listen = host if self._options.nnodes == 1 or _is_numeric(host) else ""
         address = f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
-        command = (sys.executable, "-m", "bagua.distributed.store", "--listen", address)
-        self._book = _Process(command, self._shared, output=subprocess.PIPE)
+        keep = ("--keep", f"/proc/self/fd/{self._entries}")
+        command = (sys.executable, "-m", "bagua.distributed.store", "--listen", address, *keep)
+        self._book = _Process(command, self._shared, output=subprocess.PIPE, files=(self._entries,))
         assert self._book.stdout is not None
         with self._book.stdout as output:
             while not select.select([output], [], [], 0)[0]:
@@ -171,10 +196,11 @@ class _Runner:
             line = output.readline().decode().strip()
         if not line:
             return None
-        return store.url(host, int(line.rpartition(":")[2]))
+        return int(line.rpartition(":")[2])
 
-    def _watch(self, where: str) -> int:
+    def _watch(self, host: str, port: int) -> int:
         """Starts ranks when they are due until all have ended with 0, or one has no restart left."""
+        where = store.url(host, port)
         while True:
             for rank in self._ranks:
                 if rank.process is not None:
@@ -185,10 +211,19 @@ class _Runner:
                     rank.process, rank.due = _Process(self._options.command, self._variables(rank, where)), None
             if all(rank.is_done() for rank in self._ranks):
                 return 0
-            if self._book is not None and self._book.code() is not None:
-                _say(f"the address book {where} has ended: no rank can join any more")
-                self._book = None
-            self._next_event(min((rank.due for rank in self._ranks if rank.due is not None), default=None))
+            self._watch_book(where, port)
+            due = [rank.due for rank in self._ranks] + [self._book_due]
+            self._next_event(min((moment for moment in due if moment is not None), default=None))
+
+    def _watch_book(self, where: str, port: int) -> None:
+        """Starts the address book again, at the same port and with its entries, a moment after it has ended."""
+        if self._book is not None and (code := self._book.code()) is not None:
+            _say(f"the address book {where} {_how(code)}: it is started again in {_BOOK_DELAY} s")
+            self._book, self._book_due = None, time.monotonic() + _BOOK_DELAY
+        if self._book_due is not None and self._book_due <= time.monotonic():
+            self._book_due = None
+            # When it cannot be served, its process has ended, which the next call sees.
+            self._serve_book(port)
 
     def _ended(self, rank: _Rank, pid: int, code: int) -> bool:
         """Notes the end of a rank's process; False when it has failed and is not to be started again."""

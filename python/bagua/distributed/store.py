@@ -33,14 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="HOST:PORT",
         help="an address of this machine, with port 0 for any free port; without HOST every address",
     )
+    parser.add_argument("--keep", metavar="FILE", help="a file that keeps the entries for a later start")
+    given = parser.parse_args(arguments)
     try:
-        host, port = parse(parser.parse_args(arguments).listen)
+        host, port = parse(given.listen)
         chosen = config.settings()
     except ValueError as error:
         parser.error(str(error))
     with Signals(signal.SIGINT, signal.SIGTERM) as signals:
         try:
-            server = engine.BookServer(host, port, chosen.secret, chosen.tls)
+            server = engine.BookServer(host, port, chosen.secret, chosen.tls, given.keep)
         except BaguaError as error:
             cause = error.__cause__
             why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error

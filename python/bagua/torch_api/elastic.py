@@ -132,7 +132,7 @@ def _open_book(url: str) -> _Book:
         return _ServedBook(*place)
     except BaguaTimeoutError as failure:
         limit = config.settings().timeout
-        text = f"init_process_group: nobody serves the address book {url}: {failure}"
+        text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
         raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
 
 

@@ -26,6 +26,9 @@ from .process_group import Communicator, ProcessGroup
 
 __all__ = ["Rebuilt", "rebuild"]
 
+# Bytes that each rank sends to each other one before `rebuild()` returns.
+_CARRIED = 16384
+
 _state = torch_state()
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = _state.wrapped
 
@@ -208,6 +211,8 @@ class _Plan:
             except Exception as error:
                 # On all ranks, or the group has failed, which the next call finds.
                 refusal = refusal or error
+        # A barrier is a few small packets; the verbs that follow are not.
+        communicator.alltoall_inplace(torch.zeros(communicator.nranks(), _CARRIED, dtype=torch.uint8))
         communicator.barrier()
         _state.rebuilding = None
         if refusal is not None:

@@ -103,7 +103,7 @@ fn the_ranks_of_a_rendezvous_exchange_their_addresses() {
 
 #[test]
 fn an_address_book_is_read_and_written() {
-    let server = BookServer::start("127.0.0.1", 0, &access()).unwrap();
+    let server = BookServer::start("127.0.0.1", 0, &access(), None).unwrap();
     let _stranger = Stranger::at(server.address().port());
     let book = Book::connect("127.0.0.1", server.address().port(), &access(), LIMIT).unwrap();
     book.write("rank-0", b"here").unwrap();

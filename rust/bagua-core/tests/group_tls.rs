@@ -92,7 +92,7 @@ fn both_ranks_of_a_group_hear_of_another_secret() {
 fn tls_without_a_secret_is_an_invalid_argument_before_anything_listens() {
     let config = Config { tls: Some(Tls::Secret), ..Config::new(0, 2) };
     assert!(matches!(Bootstrap::bind(config).map(drop), Err(Error::InvalidArgument(text)) if text.contains("secret")));
-    let server = BookServer::start("127.0.0.1", 0, &access((b"", TLS))).map(drop);
+    let server = BookServer::start("127.0.0.1", 0, &access((b"", TLS)), None).map(drop);
     assert!(matches!(server, Err(Error::InvalidArgument(_))));
 }
 
@@ -142,7 +142,7 @@ fn garbage_at_an_encrypted_port_is_refused_and_counted() {
 #[test]
 fn a_book_keeps_entries_for_who_has_the_secret() {
     for tls in [None, TLS] {
-        let server = BookServer::start("127.0.0.1", 0, &access((b"s", tls))).unwrap();
+        let server = BookServer::start("127.0.0.1", 0, &access((b"s", tls)), None).unwrap();
         let connect = |member: Member| Book::connect("127.0.0.1", server.address().port(), &access(member), LIMIT);
         let (one, other) = (connect((b"s", tls)).unwrap(), connect((b"s", tls)).unwrap());
         assert_eq!(one.read("name"), Ok(None));

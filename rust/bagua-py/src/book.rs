@@ -1,5 +1,6 @@
 //! `BookServer` and `Book`: the address book of elastic jobs, and a connection to it.
 
+use std::path::PathBuf;
 use std::sync::Mutex;
 
 use bagua_core::group::{self, Access};
@@ -11,9 +12,10 @@ use crate::errors;
 use crate::interrupt;
 use crate::tls::{Tls, tls_of};
 
-/// Serves an address book on `host` ("": every address) and `port` (0: any free one) until `stop`.
+/// Serves an address book on `host` ("": every address) and `port` (0: any free one) until `stop`. The entries are kept in the file
+/// `kept_in`, if it is given, for a later server.
 ///
-/// Raises BaguaError, whose cause is the OSError, when it cannot listen there.
+/// Raises BaguaError, whose cause is the OSError, when it cannot listen there or use the file.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct BookServer {
     port: u16,
@@ -24,17 +26,19 @@ pub struct BookServer {
 #[pymethods]
 impl BookServer {
     #[new]
-    #[pyo3(signature = (host, port, secret, tls=None))]
+    #[pyo3(signature = (host, port, secret, tls=None, kept_in=None))]
     fn new(
         py: Python<'_>,
         host: &str,
         port: u16,
         secret: Vec<u8>,
         tls: Option<Bound<'_, Tls>>,
+        kept_in: Option<PathBuf>,
     ) -> PyResult<BookServer> {
         let tls = tls_of(tls.as_ref());
         let access = Access { secret: &secret, tls: tls.as_ref() };
-        let core = py.detach(|| group::BookServer::start(host, port, &access)).map_err(|e| errors::raise(py, e))?;
+        let start = || group::BookServer::start(host, port, &access, kept_in.as_deref());
+        let core = py.detach(start).map_err(|e| errors::raise(py, e))?;
         Ok(BookServer { port: core.address().port(), core: Mutex::new(Some(core)) })
     }
 

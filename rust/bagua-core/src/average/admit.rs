@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::peers::Peers;
+use super::peers::{Peers, lanes_that_carry};
 use crate::error::{Error, Result};
 use crate::group::address::{SLOT, put, take};
 use crate::group::{Asked, Bootstrap, Door, DoorMessage, Group, Lanes, Options, Visit};
@@ -44,7 +44,7 @@ impl Newcomer {
 /// Opens lanes in a new group, with a barrier that every rank of it has to pass.
 fn open(bootstrap: Bootstrap, addresses: &[Vec<u8>]) -> Result<(Group, Lanes)> {
     let group = bootstrap.connect(addresses)?;
-    let mut lanes = Lanes::of(&group)?;
+    let mut lanes = lanes_that_carry(&group)?;
     lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT })?;
     Ok((group, lanes))
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::error::{Error, Result};
-use crate::group::{Group, Lane, Lanes, Options, Quorum};
+use crate::group::{Group, Lane, Lanes, Options, Quorum, carry_data};
 use crate::request::{Io, Verb};
 use crate::stats::Stats;
 use crate::types::DType;
@@ -104,6 +104,13 @@ pub(super) struct Peers {
     bytes: WireBytes,
 }
 
+/// Lanes in a new group, whose members have got data from each other. Collective.
+pub(super) fn lanes_that_carry(group: &Group) -> Result<Lanes> {
+    let mut lanes = Lanes::of(group)?;
+    carry_data(&mut lanes.global)?;
+    Ok(lanes)
+}
+
 impl Peers {
     /// Over a group whose lane is open. `world_ranks`: rank in the job of each of its ranks.
     pub(super) fn over(group: Group, all: Lanes, world_ranks: Vec<usize>) -> Peers {
@@ -140,7 +147,7 @@ impl Peers {
         drop((all, sets));
         let barrier = |lanes: &mut Lanes| lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT });
         // Other clones of the group may outlive this value.
-        let view = group.shrink(None, Quorum::Any, Lanes::of, barrier).inspect_err(|_| group.leave())?;
+        let view = group.shrink(None, Quorum::Any, lanes_that_carry, barrier).inspect_err(|_| group.leave())?;
         let lost = view.lost.iter().filter(|rank| !group.health().has_departed(**rank));
         let lost = lost.map(|rank| world_ranks[*rank]).collect();
         let world_ranks = view.ranks.iter().map(|former| world_ranks[*former]).collect();

@@ -38,7 +38,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::group::{Group, Lane, Lanes, Options, Quorum, View};
+use crate::group::{Group, Lane, Lanes, Options, Quorum, View, carry_data};
 use crate::memory::same_place;
 use crate::recorder::Announced;
 use crate::wait::lock;
@@ -108,7 +108,11 @@ impl Communicator {
     /// # Errors
     /// As [`Group::shrink`].
     pub fn shrink(&self, timeout: Option<Duration>, quorum: Quorum) -> Result<View<Communicator>> {
-        let open = |group: &Group| Communicator::new(group.clone());
+        let open = |group: &Group| {
+            let opened = Communicator::new(group.clone())?;
+            opened.run(carry_data)?;
+            Ok(opened)
+        };
         self.group.shrink(timeout, quorum, open, |opened| opened.run(|lane| lane.barrier(&Options::default())))
     }
 

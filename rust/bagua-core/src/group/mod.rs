@@ -63,4 +63,5 @@ pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;
 pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use tls::{Access, Tls, tls_pair};
+pub(crate) use views::carry_data;
 pub use views::{Quorum, View};

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use super::super::frames::Frames;
-use super::super::handshake::Failed;
+use super::super::handshake::{Failed, Key};
 use super::super::tls::{Access, Ends};
 use super::message::{Reply, Request};
 use super::{FRAME_LIMIT, hello, key};
@@ -19,7 +19,18 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// A connection to the server of an address book.
 pub struct Book {
+    server: Server,
     frames: Mutex<Frames>,
+}
+
+/// Where a book is served, and how its client proves itself.
+struct Server {
+    host: String,
+    port: u16,
+    key: Key,
+    tls: Option<Ends>,
+    /// How long to try to connect.
+    limit: Duration,
 }
 
 impl Book {
@@ -29,20 +40,9 @@ impl Book {
     /// `Timeout` when nobody serves there in time, `System` when server and client have different secrets, or one uses TLS and the other
     /// does not; `InvalidArgument` for TLS without a secret or certificates.
     pub fn connect(host: &str, port: u16, access: &Access<'_>, limit: Duration) -> Result<Book> {
-        let (tls, key) = (Ends::of(access)?, key(access.secret));
-        let (whom, deadline) = (format!("the address book at {host}:{port}"), Deadline::after(limit));
-        loop {
-            match Frames::connect((host, port), &hello(), (&key, tls.as_ref()), whom.clone(), deadline.left())? {
-                Ok(frames) => return Ok(Book { frames: Mutex::new(frames) }),
-                Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(Error::other(format!("{whom}: {why}"))),
-                Err(Failed::Broken { how, .. }) if deadline.left() <= RETRY_PAUSE => {
-                    let what = format!("connecting to {whom} ({how})");
-                    let progress = Some(Box::new(Progress { what, ..Progress::default() }));
-                    return Err(Error::Timeout { after: limit, missing: Vec::new(), noticed_by: 0, progress });
-                }
-                Err(Failed::Broken { .. }) => std::thread::sleep(RETRY_PAUSE),
-            }
-        }
+        let server = Server { host: host.to_owned(), port, key: key(access.secret), tls: Ends::of(access)?, limit };
+        let frames = Mutex::new(server.connect()?);
+        Ok(Book { server, frames })
     }
 
     /// The entry of a name; `None` when it has none.
@@ -72,13 +72,46 @@ impl Book {
 
     fn ask(&self, request: &Request) -> Result<Option<Vec<u8>>> {
         let mut frames = lock(&self.frames);
-        frames.send(&request.encode())?;
-        let reply = frames.receive(FRAME_LIMIT, REQUEST_TIMEOUT)?;
+        let reply = match exchange(&mut frames, request) {
+            Ok(reply) => reply,
+            // The server may have been started again. A request may be repeated.
+            Err(_) => {
+                *frames = self.server.connect()?;
+                exchange(&mut frames, request)?
+            }
+        };
         match Reply::parse(&reply) {
             Ok(Reply::Nothing) => Ok(None),
             Ok(Reply::Entry(entry)) => Ok(Some(entry)),
             Ok(Reply::Full) => Err(Error::other("the address book is full")),
             Err(why) => Err(Error::other(format!("the address book sends no reply: {why}"))),
+        }
+    }
+}
+
+/// Sends a request and receives the reply.
+fn exchange(frames: &mut Frames, request: &Request) -> Result<Vec<u8>> {
+    frames.send(&request.encode())?;
+    frames.receive(FRAME_LIMIT, REQUEST_TIMEOUT)
+}
+
+impl Server {
+    /// A connection to it; see [`Book::connect`].
+    fn connect(&self) -> Result<Frames> {
+        let Server { host, port, key, tls, limit } = self;
+        let (whom, deadline) = (format!("the address book at {host}:{port}"), Deadline::after(*limit));
+        let at = (host.as_str(), *port);
+        loop {
+            match Frames::connect(at, &hello(), (key, tls.as_ref()), whom.clone(), deadline.left())? {
+                Ok(frames) => return Ok(frames),
+                Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(Error::other(format!("{whom}: {why}"))),
+                Err(Failed::Broken { how, .. }) if deadline.left() <= RETRY_PAUSE => {
+                    let what = format!("connecting to {whom} ({how})");
+                    let progress = Some(Box::new(Progress { what, ..Progress::default() }));
+                    return Err(Error::Timeout { after: *limit, missing: Vec::new(), noticed_by: 0, progress });
+                }
+                Err(Failed::Broken { .. }) => std::thread::sleep(RETRY_PAUSE),
+            }
         }
     }
 }

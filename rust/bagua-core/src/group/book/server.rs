@@ -1,7 +1,11 @@
 //! The server of a book.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -27,6 +31,9 @@ const PLACES: usize = 256;
 /// The most bytes of all entries.
 const BOOK_LIMIT: usize = 64 << 20;
 
+/// The longest file of entries: each write makes it longer.
+const KEPT_LIMIT: u64 = 4 * BOOK_LIMIT as u64;
+
 /// The server of an address book. Ends when it is dropped.
 pub struct BookServer {
     address: SocketAddr,
@@ -51,9 +58,33 @@ struct Entries {
     by_name: HashMap<String, Vec<u8>>,
     /// Bytes of all names and entries.
     bytes: usize,
+    /// The file with each write as a frame, if the entries outlive the server, and its length.
+    kept: Option<(File, u64)>,
 }
 
 impl Entries {
+    /// The entries of a file of an earlier server, which gets those that are written from now on; the file may be missing.
+    fn kept_in(path: &Path) -> std::io::Result<Entries> {
+        let mut options = File::options();
+        let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+        let mut all = Vec::new();
+        Read::by_ref(&mut file).take(KEPT_LIMIT).read_to_end(&mut all)?;
+        let (mut entries, mut rest) = (Entries::default(), all.as_slice());
+        while let Some((len, from)) = rest.split_first_chunk()
+            && let Some((body, from)) = from.split_at_checked(u32::from_le_bytes(*len) as usize)
+            && let Ok(Request::Write(name, entry)) = Request::parse(body)
+        {
+            entries.write(name, entry);
+            rest = from;
+        }
+        // The server may have ended within a write.
+        let whole = (all.len() - rest.len()) as u64;
+        file.set_len(whole)?;
+        file.seek(SeekFrom::End(0))?;
+        entries.kept = Some((file, whole));
+        Ok(entries)
+    }
+
     /// Handles a request.
     fn answer(&mut self, request: Request) -> Reply {
         match request {
@@ -72,6 +103,13 @@ impl Entries {
         if bytes > BOOK_LIMIT {
             return Reply::Full;
         }
+        if let Some((file, len)) = &mut self.kept {
+            let frame = framed(&Request::Write(name.clone(), entry.clone()).encode());
+            *len += frame.len() as u64;
+            if *len > KEPT_LIMIT || file.write_all(&frame).is_err() {
+                return Reply::Full;
+            }
+        }
         self.bytes = bytes;
         self.by_name.insert(name, entry.clone());
         Reply::Entry(entry)
@@ -79,11 +117,12 @@ impl Entries {
 }
 
 impl BookServer {
-    /// Listens on a host and a port, 0 for any free one, and serves; without a host on every address.
+    /// Listens on a host and a port, 0 for any free one, and serves; without a host on every address. With a file, the entries are kept in
+    /// it for a later server.
     ///
     /// # Errors
-    /// `System` when it cannot listen there; `InvalidArgument` for TLS without a secret or certificates.
-    pub fn start(host: &str, port: u16, access: &Access<'_>) -> Result<BookServer> {
+    /// `System` when it cannot listen there, or the file cannot be read or written; `InvalidArgument` for TLS without a secret or certificates.
+    pub fn start(host: &str, port: u16, access: &Access<'_>, kept_in: Option<&Path>) -> Result<BookServer> {
         let tls = Ends::of(access)?;
         let failed = |e| Error::system(&format!("listening on {host}:{port}"), e);
         let listener = listen(host, port).map_err(failed)?;
@@ -91,7 +130,9 @@ impl BookServer {
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let owner = OwnerProcess::install()?;
-        let (entries, admission) = (Mutex::default(), Admission::new(PLACES));
+        let unreadable = |path: &Path, e| Error::system(&format!("keeping the address book in {}", path.display()), e);
+        let entries = kept_in.map(|path| Entries::kept_in(path).map_err(|e| unreadable(path, e))).transpose()?;
+        let (entries, admission) = (Mutex::new(entries.unwrap_or_default()), Admission::new(PLACES));
         let shared = Arc::new(Shared { key: key(access.secret), tls, entries, admission });
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -159,6 +200,12 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
+/// A body after its length.
+fn framed(body: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
+    [&len.to_le_bytes()[..], body].concat()
+}
+
 /// Accepts clients until the thread ends.
 async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     // Fails only while the runtime shuts down.
@@ -184,9 +231,7 @@ async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
         && let Ok(request) = Request::parse(&body)
     {
         let reply = lock(&shared.entries).answer(request).encode();
-        let len = u32::try_from(reply.len()).unwrap_or(u32::MAX);
-        let frame = [&len.to_le_bytes()[..], &reply].concat();
-        if conn.socket.write_all(&frame).await.is_err() {
+        if conn.socket.write_all(&framed(&reply)).await.is_err() {
             return;
         }
     }
@@ -211,5 +256,38 @@ async fn authenticate(
             handshake::refuse(&mut conn.socket, why).await;
             Err(why)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Book;
+    use super::*;
+
+    #[test]
+    fn entries_outlive_a_server_that_ended_within_a_write_and_a_client_asks_the_next_one() {
+        let path = std::env::temp_dir().join(format!("bagua-book-{}", std::process::id()));
+        let access = Access::from(b"secret");
+        let start = |port| BookServer::start("127.0.0.1", port, &access, Some(&path)).unwrap();
+        let server = start(0);
+        let port = server.address().port();
+        let book = Book::connect("127.0.0.1", port, &access, Duration::from_secs(30)).unwrap();
+        for entry in [b"first", b"other"] {
+            book.write("rank-0", entry).unwrap();
+        }
+        book.claim("token", b"t").unwrap();
+        drop(server);
+        // A frame without its end.
+        let mut torn = File::options().append(true).open(&path).unwrap();
+        torn.write_all(&[200, 0, 0, 0, 1]).unwrap();
+        for again in [b"third", b"forth"] {
+            let _server = start(port);
+            assert_eq!(book.claim("token", b"another").unwrap(), b"t");
+            assert_eq!(book.read("rank-0").unwrap().unwrap(), b"other");
+            book.write(&String::from_utf8_lossy(again), again).unwrap();
+        }
+        let _server = start(port);
+        assert_eq!(book.read("third").unwrap().unwrap(), b"third", "written after the frame without an end");
+        std::fs::remove_file(path).unwrap();
     }
 }

@@ -29,6 +29,7 @@
 //!    connections after that are no sign that processes ended.
 
 mod agreement;
+mod carry;
 mod driver;
 mod inbox;
 mod message;
@@ -36,6 +37,7 @@ mod message;
 mod tests;
 
 pub use agreement::Quorum;
+pub(crate) use carry::carry_data;
 pub use driver::View;
 pub(super) use inbox::Inbox;
 #[cfg(all(test, not(model)))]
