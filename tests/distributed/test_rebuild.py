@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
+import bagua as base
 import bagua.torch_api as bagua
 from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError, lifecycle
 from bagua import group as neutral
 from bagua.torch_api import torch_group
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.store_client import StoreClient
 
 World = Callable[..., Any]
 
@@ -277,6 +280,24 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
     for step in range(rebuilt.steps["Model_0"], 5):
         make_step(model, steps, step)
     return *finish(model, steps), rebuilt
+
+
+def torch_fails_to_begin(rank: int) -> tuple[int, int]:
+    world = base.init()
+    own = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    begin_gloo, count = torch_group.begin_gloo, torch.distributed.distributed_c10d._world
+    # Of two ranks, one of which never comes.
+    torch_group.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
+    before = count.group_count
+    with pytest.raises(TimeoutError):
+        torch_group.begin(StoreClient(own), world)
+    base.shutdown()
+    return before, count.group_count
+
+
+def test_torch_numbers_its_groups_alike_on_ranks_that_failed_to_begin_and_others(world: World) -> None:
+    ((before, after),) = world(1, env={"BAGUA_TIMEOUT": "1"}).run(torch_fails_to_begin)
+    assert after == before
 
 
 @pytest.mark.parametrize("victim", [0, 1])

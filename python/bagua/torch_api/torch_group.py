@@ -102,16 +102,19 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
     """
     limit = timedelta(seconds=min(world.timeout, _LONGEST_START + world.size))
     watched = _Watched(client, world, limit)
+    core = dist.distributed_c10d
+    # The keys of a group have its number, which torch counts also where the group fails, and not all ranks come so far.
+    groups = core._world.group_count
     try:
         begin_gloo(watched, world.rank, world.size, limit)
     except BaseException:
         watched.abandon()
+        core._world.group_count = groups
         raise
     finally:
         watched.let_go()
     # A rank that leaves as soon as its own connections stand would break those that others are still making.
     world.barrier()
-    core = dist.distributed_c10d
     # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
