@@ -106,6 +106,15 @@ fn an_exception_of_one_rank_reaches_every_other() {
 }
 
 #[test]
+fn a_rank_that_lacks_a_library_is_named_on_every_other() {
+    let groups = world(2);
+    let own = groups[1].health().fail(Error::Unavailable("no NVRTC".into()));
+    assert_eq!(own, Error::Unavailable("no NVRTC".into()));
+    let (host, kind) = (groups[0].health().host(1).to_owned(), "BaguaError".into());
+    assert_eq!(cause(&groups[0]), Error::PeerRaised { rank: 1, host, kind, message: "no NVRTC".into() });
+}
+
+#[test]
 fn listeners_on_every_rank_are_called_with_the_first_cause_and_local_ones_only_on_the_rank_that_found_it() {
     let groups = world(3);
     let (send, calls) = std::sync::mpsc::channel();

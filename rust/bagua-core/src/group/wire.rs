@@ -265,7 +265,7 @@ pub(super) fn put_error(out: &mut Writer, error: &Error) {
         Error::InvalidArgument(text) => _ = out.u8(6).text(text),
         Error::UnsupportedType(text) => _ = out.u8(7).text(text),
         Error::NotImplemented(text) => _ = out.u8(8).text(text),
-        // A device's failure goes to peers as `PeerRaised`: see `Plane::register`.
+        // Both go to peers as `PeerRaised`: see `Plane::register`.
         Error::Device(_) | Error::Unavailable(_) => _ = out.u8(9).text(&error.to_string()),
         Error::System { message, source: _ } => _ = out.u8(9).text(message),
     }

@@ -328,14 +328,19 @@ impl Plane {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
             {
-                match cause {
-                    // The others have another device, and no call of theirs failed.
-                    Error::Device(failure) => {
-                        let (kind, message) = ("DeviceError".to_owned(), failure.message.clone());
+                // A failing call of a driver or a library, or a library that is missing, is this rank's alone: peers name the rank.
+                let local = match cause {
+                    Error::Device(failure) => Some(("DeviceError", &failure.message)),
+                    Error::Unavailable(text) => Some(("BaguaError", text)),
+                    _ => None,
+                };
+                match local {
+                    Some((kind, message)) => {
+                        let (kind, message) = (kind.to_owned(), message.clone());
                         let raised = Error::PeerRaised { rank, host: host.clone(), kind, message };
                         plane.broadcast_failure(id, &raised);
                     }
-                    _ => plane.broadcast_failure(id, cause),
+                    None => plane.broadcast_failure(id, cause),
                 }
                 plane.fail_subgroups(id, cause);
             }
