@@ -55,8 +55,9 @@ class World:
     `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
     pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
     killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
-    Ranks are new processes, or forks of one that has imported torch if the function's module has. `namespaces` gives
-    each rank, which must be a fork then, the path of a network namespace to live in; `hosts` are not pretended then.
+    Ranks are forks of a process that has imported torch if the function's module has (`tests.forks`), or new processes
+    where `env` has a variable that libraries read while they are loaded. `namespaces` gives each rank, which must be a
+    fork then, the path of a network namespace to live in; `hosts` are not pretended then.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class World:
             call.write_bytes(
                 pickle.dumps((module.__file__, function.__module__, function.__qualname__, pickle.dumps(args)))
             )
-            run = Run(self, call, port, fork="torch" in vars(module))
+            run = Run(self, call, port, torch="torch" in vars(module))
             try:
                 for rank in range(self.size):
                     run.start(rank)
@@ -136,13 +137,13 @@ class World:
     def _more(self, rank: int) -> dict[str, str]:
         return dict((self._env(rank) if callable(self._env) else self._env) or {})
 
-    def _start(self, rank: int, call: Path, port: int, fork: bool) -> Rank:
+    def _start(self, rank: int, call: Path, port: int, torch: bool) -> Rank:
         # What a failed group records goes with the run.
         environment = {"BAGUA_TRACE_DIR": str(call.parent / "traces")} | self.environment(rank, port)
         path = call.with_name(f"output{rank}")
-        if fork and not any(key.startswith(forks.LOADING) for key in self._more(rank)):
+        if not any(key.startswith(forks.LOADING) for key in self._more(rank)):
             namespace = None if self._namespaces is None else self._namespaces[rank]
-            return forks.start(rank, call, environment, path, namespace)
+            return forks.start(rank, call, environment, path, namespace, torch=torch)
         if self._namespaces is not None:
             raise ValueError("only forks can be started in a network namespace")
         with open(path, "wb") as output:
@@ -192,8 +193,8 @@ class World:
 class Run:
     """The ranks of one run, while they run."""
 
-    def __init__(self, world: World, call: Path, port: int, fork: bool) -> None:
-        self._world, self._call, self._port, self._fork = world, call, port, fork
+    def __init__(self, world: World, call: Path, port: int, torch: bool) -> None:
+        self._world, self._call, self._port, self._torch = world, call, port, torch
         #: The process of each rank.
         self.ranks: list[Rank] = []
         #: All processes, those that another one took the place of too.
@@ -201,7 +202,7 @@ class Run:
 
     def start(self, rank: int) -> Rank:
         """Starts a rank, the next one or one again."""
-        process = self._world._start(rank, self._call, self._port, self._fork)
+        process = self._world._start(rank, self._call, self._port, self._torch)
         self.started.append(process)
         self.ranks[rank : rank + 1] = [process]
         return process
