@@ -70,14 +70,28 @@ train: setup ## Trains a small CNN on handwritten digits with two ranks
 PYTEST_PROCESSES ?= 2
 PYTEST := -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# What is slow has the marker `slow` in Python, and is left out by the profile `quick` of .config/nextest.toml in Rust; cargo without
+# nextest runs all of Rust's tests.
+define RUN_TESTS
+tools/system_packages test
+$(MAKE) --jobs=$(shell nproc) test-programs
+if $(NEXTEST); then cargo nextest run --workspace --profile $(PROFILE); else cargo test --workspace --lib --tests; fi
+$(DOC_TESTS)
+$(MODEL) -- model::
+$(BIN)/python $(PYTEST) $(PART)
+endef
+
 .PHONY: test
-test: $(VENV)/.packages ## Runs every test, Rust and Python
-	tools/system_packages test
-	$(MAKE) --jobs=$(shell nproc) test-programs
-	if $(NEXTEST); then cargo nextest run --workspace; else cargo test --workspace --lib --tests; fi
-	cargo test --workspace --doc
-	$(MODEL) -- model::
-	$(BIN)/python $(PYTEST)
+test: PROFILE := quick
+test: PART := -m "not slow"
+test: $(VENV)/.packages ## Runs what every change needs, Rust and Python: each verb, algorithm, codec and error in small worlds
+	$(RUN_TESTS)
+
+.PHONY: test-all
+test-all: PROFILE := default
+test-all: DOC_TESTS := cargo test --workspace --doc
+test-all: $(VENV)/.packages ## Runs every test: those of make test, and large worlds, examples, launchers, chaos, quality of training
+	$(RUN_TESTS)
 
 NEXTEST := cargo nextest --version >/dev/null 2>&1
 
@@ -88,7 +102,7 @@ MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target
 # Each of these is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++ always. Each cargo
 # has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
 .PHONY: test-programs
-test-programs: rust-programs setup model-programs $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what make test runs, side by side
+test-programs: rust-programs setup model-programs $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests run, side by side
 
 .PHONY: rust-programs
 rust-programs: $(VENV)/.packages ## Builds the tests of Rust
@@ -111,14 +125,14 @@ fuzz: ## Feeds the parsers of everything that other processes send with 10 milli
 	FUZZ_INPUTS=$${FUZZ_INPUTS:-10000000} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
 		cargo test --profile fuzz -p bagua-core --lib -- --nocapture group::tests::
 
-# Some of its cells are in make test. Network faults need root: sudo make chaos, or they are left out.
+# Some of its cells are in make test-all. Network faults need root: sudo make chaos, or they are left out.
 .PHONY: chaos
 chaos: setup ## Kills, freezes and cuts off ranks in the middle of everything they do; the table goes to benchmarks/record
 	tools/system_packages test
 	$(BIN)/python -m tests.chaos --record
 
 .PHONY: test-torch
-test-torch: setup ## Runs torch's own tests of torch.distributed on gloo and on the backend bagua (5 minutes; some are in make test)
+test-torch: setup ## Runs torch's own tests of torch.distributed on gloo and on the backend bagua (5 minutes; some are in make test-all)
 	$(BIN)/python -m tests.torch_suite
 
 # The kernels of CUDA as functions of the host, for the simulated driver and the tests, and again with AddressSanitizer and

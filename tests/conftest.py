@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,3 +18,28 @@ __all__ = ["world"]
 def _records_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Flight records of this process, and of processes that tests start themselves, are no litter."""
     os.environ.setdefault("BAGUA_TRACE_DIR", str(tmp_path_factory.mktemp("traces")))
+
+
+def _is_large(parameters: dict[str, Any]) -> bool:
+    """Whether a test runs on four ranks or more, or on pretended hosts; tests name the parameters that say so alike."""
+    ranks = [parameters.get("size"), parameters.get("layout")]
+    hosts = [parameters.get("hosts"), *(ranks[1:] if not isinstance(ranks[1], int) else [])]
+    options = parameters.get("options")
+    return (
+        any(isinstance(number, int) and number > 3 for number in ranks)
+        or any(value is not None for value in hosts)
+        or (isinstance(options, dict) and "hosts" in options)
+    )
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """A test that is parametrized by worlds is slow in the large ones, where it runs in smaller ones too."""
+    runs: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            runs[item.path.as_posix(), item.originalname].append(item)
+    for cases in runs.values():
+        large = [case for case in cases if _is_large(case.callspec.params)]
+        if len(large) < len(cases):
+            for case in large:
+                case.add_marker(pytest.mark.slow)

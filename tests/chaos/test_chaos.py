@@ -20,6 +20,8 @@ from tests.chaos.network import Network
 from tests.chaos.rank import nothing, work
 from tests.world import World
 
+pytestmark = pytest.mark.slow
+
 CELLS = [
     Cell("all_reduce", "SIGKILL", 4, "shm"),
     Cell("all_to_all_v", "SIGSTOP, SIGCONT", 2, "shm"),

@@ -25,6 +25,8 @@ from tests.cuda.ranks import Ranks
 from tests.cuda.test_cuda_training import Ended, Net, batch, same_bits, sgd, tensors_in
 from tests.cuda.torch_on_sim import install
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 #: By `nccl` each rank has a device of its own, by `staged` both have one.
 COLLECTIVES = ("staged", "nccl")

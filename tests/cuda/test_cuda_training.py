@@ -22,6 +22,8 @@ from bagua.torch_api.algorithms import Algorithm
 from tests.cuda.ranks import Ranks
 from tests.cuda.torch_on_sim import install, joined
 
+pytestmark = pytest.mark.slow
+
 Optimizer = torch.optim.Optimizer
 
 STEPS = 5

@@ -17,6 +17,8 @@ import pytest
 
 from bagua.engine import CUDA_ARCHITECTURES, CUDA_KERNELS
 
+pytestmark = pytest.mark.slow
+
 #: Compiles every program for an architecture, in a process of its own: NVRTC 13.2 ends a process whose libcuda.so.1
 #: lacks cuGetExportTable.
 PROGRAM = """

@@ -11,6 +11,8 @@ import pytest
 
 from tests.cuda.kernels_on_host import ROOT, compiled
 
+pytestmark = pytest.mark.slow
+
 #: Reads one element more than there are.
 TOO_FAR = """
 import sys

@@ -100,6 +100,7 @@ def test_a_call_or_work_that_never_ends_is_ended_by_the_deadline(ranks: Ranks, w
     assert time.monotonic() - start < 30.0
 
 
+@pytest.mark.slow
 def test_a_communicator_that_will_not_die_is_left_behind(ranks: Ranks) -> None:
     start = time.monotonic()
     ways = "stuck:ncclAllReduce:1,hang:ncclCommAbort:1"

@@ -6,7 +6,11 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from tests.world import ROOT, World
+
+pytestmark = pytest.mark.slow
 
 
 def run_example(rank: int) -> None:

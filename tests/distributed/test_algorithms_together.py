@@ -29,6 +29,8 @@ from bagua.torch_api.algorithms import (
 )
 from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
 
+pytestmark = pytest.mark.slow
+
 #: Bytes of a bucket: several buckets in the models of this file, of other tensors with each.
 SMALL, OTHER = 96, 200
 

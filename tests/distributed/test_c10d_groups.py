@@ -302,6 +302,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detail", [False, True])
 def test_a_world_of_one_needs_neither_a_launcher_nor_the_compiler(detail: bool) -> None:
     # RANK would mislead a backend that read it.
@@ -381,6 +382,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_a_newer_torch_asks_a_group_for_has_an_answer() -> None:
     done = subprocess.run([sys.executable, "-c", UNSUPPORTED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -400,6 +402,7 @@ def test_the_entry_point_leads_to_what_registers_the_backend() -> None:
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(dist.Backend, "_ensure_backend_registered"), reason="this torch finds no backends by entry points"
 )

@@ -15,6 +15,8 @@ for package in ("redis", "msgpack", "xxhash"):
 
 from tests.distributed.test_network_namespaces import Hosts, hosts, next_line  # noqa: E402, F401
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 100.0
 
 

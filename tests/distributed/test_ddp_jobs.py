@@ -20,6 +20,8 @@ from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.parity_ranks import Net, agree
 from tests.world import make_world
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {"BAGUA_TIMEOUT": "30"}
 
 

@@ -25,6 +25,8 @@ from tests.distributed.left_out import needs_torch
 from tests.distributed.parity_ranks import Found, Net, agree, as_torch, trained
 from tests.distributed.torch_ranks import Case, check, run_cases
 
+pytestmark = pytest.mark.slow
+
 SGD = torch.optim.SGD
 
 

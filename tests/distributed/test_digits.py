@@ -13,6 +13,8 @@ import torch
 from bagua.torch_api.algorithms import GlobalAlgorithmRegistry
 from tests.world import ROOT, World
 
+pytestmark = pytest.mark.slow
+
 #: Points of accuracy that an algorithm may lose: 3.6 of the 359 test images.
 ALLOWED = 0.0101
 RUNS = [

@@ -197,6 +197,7 @@ def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any,
         rank.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_frozen_rank_is_left_behind_and_comes_back_by_itself(job: Any, victim: int) -> None:
     ranks = job(3).form()

@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.test_elastic import Job, Rank, set_all
 from tests.distributed.test_network_namespaces import Hosts, hosts  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 PORT = 29741
 
 

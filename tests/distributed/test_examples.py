@@ -13,6 +13,8 @@ import torch
 
 from tests.world import ROOT, World
 
+pytestmark = pytest.mark.slow
+
 
 def run_example(rank: int, name: str, arguments: list[str]) -> int:
     torch.set_num_threads(1)

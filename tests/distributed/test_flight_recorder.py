@@ -279,6 +279,7 @@ def trains(rank: int) -> tuple[str, str | None]:
     return str(raised.value), raised.value.record
 
 
+@pytest.mark.slow
 def test_a_loss_that_ends_a_backward_has_a_record_with_the_bucket(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +339,7 @@ def failed(group: bagua.Group) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["engine", "handle", "callback", "verb"])
 def test_one_failure_has_one_record_wherever_it_is_raised(world: World, tmp_path: Path, how: str) -> None:
     results = world(2, env={"BAGUA_TRACE_DIR": str(tmp_path)}).run(fails, how)

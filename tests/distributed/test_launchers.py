@@ -11,6 +11,8 @@ import pytest
 import bagua
 from tests.world import World, free_port
 
+pytestmark = pytest.mark.slow
+
 Variables = Callable[[int, int], dict[str, str]]
 
 

@@ -30,7 +30,7 @@ def outcomes(namespace: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*PARITY, *FABRIC])
-@pytest.mark.parametrize("namespace", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("namespace", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_a_training_is_bitwise_that_of_ddp(namespace: str, name: str) -> None:
     for found in outcomes(namespace):
         assert found[name] == found[f"ddp: {name}"]
@@ -39,13 +39,17 @@ def test_a_training_is_bitwise_that_of_ddp(namespace: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("namespace", "name"),
-    [*(("lightning", name) for name in CASES), *(("pytorch_lightning", name) for name in SHORT)],
+    [
+        *(("lightning", name) for name in CASES),
+        *(pytest.param("pytorch_lightning", name, marks=pytest.mark.slow) for name in SHORT),
+    ],
 )
 def test_the_strategy(namespace: str, name: str) -> None:
     failed = [f"--- rank {rank} ---\n{found[name]}" for rank, found in enumerate(outcomes(namespace))]
     assert not any(found[name] for found in outcomes(namespace)), "\n".join(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("namespace", "start"), [("lightning", "fork"), ("pytorch_lightning", "spawn")])
 def test_processes_that_lightning_starts_train_as_ddp_does(namespace: str, start: str, tmp_path: Path) -> None:
     program = str(ROOT / "tests" / "distributed" / "lightning_job.py")
@@ -56,6 +60,7 @@ def test_processes_that_lightning_starts_train_as_ddp_does(namespace: str, start
     assert done.stdout.strip().splitlines()[-1].startswith("equal ")
 
 
+@pytest.mark.slow
 def test_the_example_draws_its_loss_on_processes_that_are_started_again(tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     command = [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), "--png", str(picture), "--epochs", "3"]

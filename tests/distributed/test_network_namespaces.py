@@ -19,6 +19,8 @@ import pytest
 from tests import forks
 from tests.world import Rank
 
+pytestmark = pytest.mark.slow
+
 RANK = Path(__file__).with_name("rank_in_a_namespace.py")
 HEARTBEAT_TIMEOUT_S = 2.0
 #: From the missing heartbeat to the exception, on a machine that is busy with four ranks on two cores.

@@ -273,6 +273,7 @@ def test_a_callback_at_the_interpreters_exit_that_starts_a_verb_gets_an_error(wo
     assert "AbortedError" in run.output[0].splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "computes"])
 def test_a_callback_that_does_not_return_does_not_hang_the_interpreters_exit(world: World, how: str) -> None:
     run = world(2)

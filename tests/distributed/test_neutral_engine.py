@@ -246,6 +246,7 @@ def starts_under_torchrun(rank: int) -> list[int]:
     return list(seen)
 
 
+@pytest.mark.slow
 def test_under_torchrun_its_own_store_is_used(world: World) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     assert world(2).run(starts_under_torchrun) == [[0, 1]] * 2
@@ -257,6 +258,7 @@ def test_a_method_that_is_none_is_refused(method: str) -> None:
         bagua.init(0, 2, method)
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_its_ranks_agree() -> None:
     shown = subprocess.run(
         [sys.executable, ROOT / "examples/numpy_training.py"],

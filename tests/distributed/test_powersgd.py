@@ -494,6 +494,7 @@ WORLDS: dict[str, list[list[int]]] = {
     "hosts_of_2_and_2": [[0, 1], [2, 3]],
     "hosts_of_2_and_1": [[0, 1], [2]],
 }
+QUICK = ("one_rank", "two_ranks", "three_ranks")
 
 
 def ranks(rank: int) -> dict[str, str]:
@@ -509,7 +510,9 @@ def outcomes(world: str) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else ()) for name in WORLDS]
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_powersgd(case: Case, world: str) -> None:
     failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(world))]

@@ -175,6 +175,7 @@ def test_the_survivors_of_kills_are_bitwise_equal(world: World, optimizer: str) 
     check_against_plain(results, [1, 2, 3], optimizer, [4] * 3 + [3] * 5)
 
 
+@pytest.mark.slow
 def test_four_ranks_become_three_and_two_by_freezing(world: World) -> None:
     ends = {2: 3, 4: 2}
     run = world(4, env=HEARTBEAT, expect_exit=dict.fromkeys(ends.values(), -signal.SIGKILL))
@@ -300,6 +301,7 @@ def test_torch_numbers_its_groups_alike_on_ranks_that_failed_to_begin_and_others
     assert after == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_lost_during_rebuild_is_left_behind_too(world: World, place: str, victim: int) -> None:
@@ -337,6 +339,7 @@ def smaller_half(rank: int) -> Any:
     return *finish(model, steps), str(refused.value), rebuilt.world_size
 
 
+@pytest.mark.slow
 def test_the_smaller_half_is_refused_and_goes_on_when_the_others_have_ended(world: World) -> None:
     ends = {0: -signal.SIGKILL, 3: -signal.SIGKILL}
     results = world(4, env=HEARTBEAT, expect_exit=ends).run(smaller_half)
@@ -467,6 +470,7 @@ def refusing_algorithm(rank: int) -> Any:
     return *finish(models[1], optimizers[1]), str(refused.value)
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_refuses_the_number_of_ranks_raises_on_all_and_the_group_works(world: World) -> None:
     results = world(4, expect_exit={0: -signal.SIGKILL}).run(refusing_algorithm)
     check_against_plain(results, [1, 2, 3], "momentum", [3])

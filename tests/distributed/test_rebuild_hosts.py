@@ -13,6 +13,8 @@ from tests.distributed.rebuild_in_a_namespace import MORE_STEPS
 from tests.distributed.test_network_namespaces import DEADLINE_S, Hosts, built, hosts, next_line  # noqa: F401
 from tests.distributed.test_rebuild import plain
 
+pytestmark = pytest.mark.slow
+
 RANK = "tests.distributed.rebuild_in_a_namespace"
 ONE_BY_ONE = "tests.distributed.rebuild_one_by_one_in_a_namespace"
 

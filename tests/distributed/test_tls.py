@@ -66,6 +66,7 @@ def frozen(rank: int, folder: str) -> tuple[int, str] | None:
     return raised.value.rank, str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_over_tls(world: World, tmp_path: Path) -> None:
     env = TLS | {"BAGUA_HEARTBEAT_TIMEOUT": "2"}
     results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(frozen, str(tmp_path))
@@ -141,6 +142,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[list[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", REASONS)
 def test_both_ranks_hear_why_they_refuse_each_other(
     refusals: dict[str, Future[list[tuple[str, float]]]], reason: str

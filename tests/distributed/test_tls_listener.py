@@ -89,6 +89,7 @@ def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
         server.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "in_clear"),
     [

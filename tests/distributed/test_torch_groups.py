@@ -177,6 +177,7 @@ def waits_for_a_rank_that_does_not_come(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     text = run(2, waits_for_a_rank_that_does_not_come, env={"BAGUA_TIMEOUT": "2"})[0]
     assert "timed out after 2.0 s waiting for rank 1" in text

@@ -32,6 +32,8 @@ from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 STEPS = 5
 #: See `Setup.tolerance`: with a codec.

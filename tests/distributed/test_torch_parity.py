@@ -14,6 +14,8 @@ import bagua.torch_api as bagua
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.world import World
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 
 OPTIMIZERS: dict[str, Any] = {

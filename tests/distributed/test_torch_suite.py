@@ -8,6 +8,8 @@ import pytest
 
 from tests.torch_suite.__main__ import not_passed, outcomes, passed
 
+pytestmark = pytest.mark.slow
+
 QUICK = [
     "test_DistributedDataParallelCPU",
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",

@@ -16,6 +16,8 @@ import bagua.torch_api as bagua
 from tests.distributed.left_out import needs_torch
 from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
 
+pytestmark = pytest.mark.slow
+
 Model = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -173,6 +173,7 @@ def comes_unless_it_is(rank: int, absent: int) -> tuple[str, tuple[int, ...]]:
     return str(caught.value), caught.value.missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_to_the_environments_address_is_named_within_the_timeout(absent: int) -> None:
     found = make_world(2, env={"BAGUA_TIMEOUT": "2"}).run(comes_unless_it_is, absent)

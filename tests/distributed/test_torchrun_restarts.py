@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.distributed import restarted_training
 from tests.world import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, *arguments: str) -> dict[str, torch.Tensor]:

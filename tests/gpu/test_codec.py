@@ -46,6 +46,7 @@ def large(rank: int, name: str, count: int) -> None:
         cuda.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CODED)
 def test_a_hundred_million_elements_have_the_bytes_of_the_host(anywhere: Ranks, compiler: Any, name: str) -> None:
     count = 100_000_000 if isinstance(anywhere, OnDevice) else 5_000

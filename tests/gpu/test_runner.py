@@ -15,6 +15,8 @@ from tests.cuda.simulated import built
 from tests.gpu import __main__ as runner
 from tests.gpu.place import why_not
 
+pytestmark = pytest.mark.slow
+
 HANGS = """
 import subprocess, sys, time, pytest
 def test_good(): pass

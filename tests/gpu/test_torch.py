@@ -73,6 +73,7 @@ def late_producers(rank: int) -> None:
             assert x.tolist() == [6.0] * 100_000
 
 
+@pytest.mark.slow
 def test_operations_follow_work_that_comes_late(anywhere: Ranks) -> None:
     anywhere(2, late_producers)
 

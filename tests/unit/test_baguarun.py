@@ -20,6 +20,8 @@ from tests.unit.test_launch import PROMISE_S, STAYS
 from tests.unit.test_run import finish, is_running, pid_of, program, write
 from tests.world import free_port
 
+pytestmark = pytest.mark.slow
+
 #: Notes its arguments, and runs the command in a session of its own, as a remote one would be: killing ssh leaves it.
 SSH = """#!{python} -I
 import json, os, subprocess, sys

@@ -235,6 +235,7 @@ def test_without_rich_a_command_says_what_to_install(arguments: tuple[str, ...],
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bench_writes_checked_figures_of_ranks_that_it_starts(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     ended = command("bench", "--ranks", "2", "--sizes", "4K,1MiB", "--json", str(tmp_path / "figures.json"))
@@ -248,6 +249,7 @@ def test_bench_writes_checked_figures_of_ranks_that_it_starts(tmp_path: Path) ->
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
 
 
+@pytest.mark.slow
 @needs_tables
 def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")

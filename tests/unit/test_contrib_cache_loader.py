@@ -375,6 +375,7 @@ def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(tmp_path: Path
     loader.close()
 
 
+@pytest.mark.slow
 def test_what_is_buffered_at_exit_is_written(tmp_path: Path) -> None:
     import subprocess
     import sys
@@ -449,6 +450,7 @@ def test_indices_of_every_kind_name_the_same_sample(options: dict[str, Any]) -> 
     cached.cache_loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_data_loader_workers_fill_the_cache_flush_their_buffers_and_are_counted(tmp_path: Path, method: str) -> None:

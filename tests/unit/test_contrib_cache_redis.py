@@ -200,6 +200,7 @@ def low_port() -> int:
     raise RuntimeError("every port is taken")
 
 
+@pytest.mark.slow
 def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]) -> None:
     cached = CachedDataset(Numbers(102), "redis", "d", hosts=hosts(redis_cluster[:1]), redis_cluster=True)
     for _ in range(2):
@@ -223,6 +224,7 @@ def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]
         client.close()
 
 
+@pytest.mark.slow
 def test_a_node_of_a_redis_cluster_killed_in_mid_epoch_costs_no_sample(
     redis_cluster: list[RedisServer], warned: Callable[[], list[str]]
 ) -> None:

@@ -64,6 +64,7 @@ def size_of(marks: frozenset[str]) -> int:
     return next((int(mark.removeprefix("ranks=")) for mark in marks if mark.startswith("ranks=")), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marks", "code"),
     [

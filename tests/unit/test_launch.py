@@ -17,6 +17,8 @@ from bagua.distributed import flags
 from tests.unit.test_run import LIVES, finish, is_running, pid_of, program, until, write
 from tests.world import free_port
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch", reason="torch is not installed: make setup")
 
 #: Seconds in which every child ends after Ctrl-C, as the launchers promise.

@@ -62,6 +62,7 @@ def test_a_small_house_that_obeys_every_rule_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_import_in_a_copy_of_the_real_tree_is_found(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "rust", tmp_path / "rust", ignore=ignored)

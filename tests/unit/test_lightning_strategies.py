@@ -193,6 +193,7 @@ except ImportError as error:
     assert done.stdout.strip() == 'lightning is not installed: pip install "bagua[lightning]"', done.stderr
 
 
+@pytest.mark.slow
 def test_importing_bagua_imports_no_lightning() -> None:
     code = "import sys, bagua.torch_api; print([m for m in sys.modules if m.startswith(('lightning', 'pytorch_l'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

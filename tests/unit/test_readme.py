@@ -15,6 +15,7 @@ from tools.blocks import python_blocks
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_trains_on_two_ranks_to_equal_weights(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     script = tmp_path / "train.py"

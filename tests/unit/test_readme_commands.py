@@ -42,13 +42,22 @@ def test_every_requirement_is_pinned_and_no_index_is_named(name: str) -> None:
     assert [line for line in lines if not re.match(r"[\w.-]+==[\w.]+( ; .+)?$", line)] == []
 
 
-@pytest.mark.parametrize("broken", ["test", "lint", "docs", "nothing"])
-def test_ci_runs_test_lint_and_docs_and_fails_when_one_of_them_fails(tmp_path: Path, broken: str) -> None:
+def test_a_marker_decides_what_make_test_leaves_out() -> None:
+    commands = would_run("test")
+    assert "--profile quick" in commands
+    assert '-m "not slow"' in commands
+    commands = would_run("test-all")
+    assert "--profile default" in commands
+    assert "not slow" not in commands
+
+
+@pytest.mark.parametrize("broken", ["test-all", "lint", "docs", "nothing"])
+def test_ci_runs_every_test_lint_and_docs_and_fails_when_one_of_them_fails(tmp_path: Path, broken: str) -> None:
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/called\n[ "$1" != {broken} ]\n')
     make.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     shown = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, check=False)
-    assert (tmp_path / "called").read_text().split() == ["test", "lint", "docs"]
+    assert (tmp_path / "called").read_text().split() == ["test-all", "lint", "docs"]
     assert shown.returncode == (0 if broken == "nothing" else 1), shown.stdout
     assert (f"failed: {broken}" in shown.stdout) == (broken != "nothing")

@@ -19,6 +19,8 @@ from bagua import engine
 from bagua.distributed import end_with_parent, run, store
 from bagua.errors import BaguaError
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 # On node 1 the runner serves no address book.

@@ -115,6 +115,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
@@ -152,6 +153,7 @@ except TimeoutError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["silent", "absent"])
 def test_a_process_ends_properly_although_it_gave_a_request_up(how: str, tmp_path: Path) -> None:
     with silent() as port:
