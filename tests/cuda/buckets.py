@@ -105,11 +105,14 @@ class Queue:
 
     def __init__(self, name: str, *buckets: Tensors) -> None:
         self.raw = groups.default(required=True).communicator.engine(name)
-        self.register(*buckets)
+        self.buckets: tuple[Tensors, ...] = ()
+        # Another rank may have failed by then: a caller that expects that registers where it looks for the error.
+        if buckets:
+            self.register(*buckets)
 
     def register(self, *buckets: Tensors) -> None:
         """Replaces the buckets."""
-        self.buckets: tuple[Tensors, ...] = ()
+        self.buckets = ()
         self.numbers = {name: number for number, name in enumerate(self.raw.register([each.raw for each in buckets]))}
         self.buckets = buckets
 
