@@ -14,6 +14,7 @@ import pytest
 from tests.cuda.simulated import built
 from tests.gpu import __main__ as runner
 from tests.gpu.place import why_not
+from tests.unit.test_run import is_running, pid_of, until
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +34,6 @@ def test_hangs():
 """
 
 
-def is_running(pid: str) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_suite_that_hangs_is_ended_with_its_processes_and_keeps_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,10 +45,7 @@ def test_a_suite_that_hangs_is_ended_with_its_processes_and_keeps_what_was_found
     assert suite.note == "NOT ENDED within 12 s"
     assert [suite.count(outcome) for outcome in ("passed", "failed", "skipped")] == [1, 1, 1]
     # SIGKILL was sent; on a busy machine a process that is not a child of ours ends a moment later.
-    deadline = time.monotonic() + 10
-    while is_running(pid.read_text().strip()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not is_running(pid_of(pid)), "the process of the suite still runs")
     assert runner.show([suite], tmp_path) == 1
     shown = capsys.readouterr().out
     assert "assert 1 == 2" in shown

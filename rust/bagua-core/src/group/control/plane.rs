@@ -328,20 +328,17 @@ impl Plane {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
             {
-                // A failing call of a driver or a library, or a library that is missing, is this rank's alone: peers name the rank.
-                let local = match cause {
-                    Error::Device(failure) => Some(("DeviceError", &failure.message)),
-                    Error::Unavailable(text) => Some(("BaguaError", text)),
-                    _ => None,
+                let raised = |kind: &str, message: &str| {
+                    let (kind, message) = (kind.to_owned(), message.to_owned());
+                    Error::PeerRaised { rank, host: host.clone(), kind, message }
                 };
-                match local {
-                    Some((kind, message)) => {
-                        let (kind, message) = (kind.to_owned(), message.clone());
-                        let raised = Error::PeerRaised { rank, host: host.clone(), kind, message };
-                        plane.broadcast_failure(id, &raised);
-                    }
-                    None => plane.broadcast_failure(id, cause),
-                }
+                // A call of a driver or a library fails, or a library is missing, on this rank alone: peers name the rank.
+                let for_peers = match cause {
+                    Error::Device(failure) => raised("DeviceError", &failure.message),
+                    Error::Unavailable(text) => raised("BaguaError", text),
+                    _ => cause.clone(),
+                };
+                plane.broadcast_failure(id, &for_peers);
                 plane.fail_subgroups(id, cause);
             }
         });
