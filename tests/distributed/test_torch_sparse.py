@@ -344,6 +344,64 @@ def an_algorithm_that_does_not_communicate_them_is_refused(rank: int) -> None:
     torch.nn.Linear(2, 2).with_bagua([], Silent())
 
 
+class Picked(torch.nn.Module):
+    """Parameters whose gradients are sparse in all dimensions, as those of ``torch.gather``, where ``sparse``."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.ones(2, 3), torch.ones(4, 4), torch.ones(5), torch.ones(3, 2)])
+        self.sparse = sparse
+
+    def forward(self, step: int) -> torch.Tensor:
+        picked = [
+            torch.gather(part, 0, torch.full_like(part[:1], step % 2, dtype=torch.int64), sparse_grad=self.sparse)
+            for part in self.parts
+        ]
+        return torch.stack([rows.square().sum() for rows in picked]).sum()
+
+
+#: Ranks see the same batches, so that averages of weights are the weights; codecs are off by about a percent.
+WEIGHT_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "decentralized": {},
+    "low_precision_decentralized": {},
+    "local_sgd": {"communication_interval": 2},
+    "diloco": {"communication_interval": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+    # Without a round: ranks are not at one step in it.
+    "async": {"sync_interval_ms": 600_000},
+}
+GRADIENT_ALGORITHMS: dict[str, dict[str, Any]] = {"gradient_allreduce": {}, "bytegrad": {}, "powersgd": {}}
+
+
+def gradients_sparse_in_all_dimensions_change_their_own_parameter(rank: int) -> None:
+    """torch adds such a gradient to a view at twice the view's storage offset."""
+    for name, options in (WEIGHT_ALGORITHMS | GRADIENT_ALGORITHMS).items():
+        for fused in (False, True):
+            results = []
+            for sparse in (False, True):
+                # Gradients that travel must be dense on their way; they are made sparse for the optimizer.
+                model = Picked(sparse and name in WEIGHT_ALGORITHMS)
+                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+                if fused:
+                    bagua.contrib.fuse_optimizer(optimizer)
+                model.with_bagua([optimizer], bagua.algorithms.Algorithm.init(name, **options))
+                for step in range(4):
+                    optimizer.zero_grad()
+                    model(step).backward()
+                    # A fused step refuses sparse gradients, and leaves the parameters in one piece of memory.
+                    plain = step > 1 or not fused
+                    for part in model.parameters():
+                        dense = part.grad.to_dense()
+                        part.grad = dense.to_sparse() if sparse and plain else dense
+                    (optimizer.step if plain else optimizer.fuse_step)()
+                if name == "async":
+                    model.bagua_algorithm.abort(model)
+                results.append([part.detach().clone() for part in model.parameters()])
+            for dense, other in zip(*results, strict=True):
+                torch.testing.assert_close(
+                    other, dense, rtol=0.05, atol=0.05, msg=lambda text, at=(name, fused): f"{at}: {text}"
+                )
+
+
 CASES: list[Case] = [
     sparse_and_dense_parameters_train_as_under_torch,
     gradients_accumulate_as_under_torch,
@@ -359,6 +417,7 @@ CASES: list[Case] = [
     a_model_with_tables_trains_on_a_sub_group,
     ranks_that_disagree_about_sparse_parameters_are_named,
     an_algorithm_that_does_not_communicate_them_is_refused,
+    gradients_sparse_in_all_dimensions_change_their_own_parameter,
 ]
 
 

@@ -218,11 +218,12 @@ class BaguaBucket:
         parts = self._effective()
         flat = self._filled(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
         self.memory = FlatMemory(flat)
-        shown, offset = self.memory.shown(), 0
-        for tensor in self._members():
-            BaguaTensor.bagua_set_storage(tensor, shown.untyped_storage(), int(shown.storage_offset()) + offset)
-            self.places.append(Place(self.memory, effective(tensor), offset))
-            offset += self.places[-1].own.numel()
+        offset = 0
+        for part in parts:
+            place = Place(self.memory, part, offset)
+            part.data = place.tensor()
+            self.places.append(place)
+            offset += part.numel()
 
     @property
     def backend_tensor(self) -> torch.Tensor | None:

@@ -9,24 +9,47 @@ becomes of that storage, the memory stays, and comparing addresses shows that a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .tensor import is_lazy_value
+from .tensor import is_lazy_value, layout_of
 
 _to_dlpack: Any = torch._C._to_dlpack
 _from_dlpack: Any = torch._C._from_dlpack
 
 
 def over(memory: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same host memory in a storage of its own, which keeps ``memory`` alive and not the other way
-    round. On a device, where no storage is moved, in the same storage.
+    """A tensor over the same host memory in a storage of its own, which begins at the first element, and which keeps
+    ``memory`` alive and not the other way round. On a device, where no storage is moved, in the same storage.
     """
     if memory.device.type != "cpu" or memory.numel() == 0:
         return memory.detach()
     found: torch.Tensor = _from_dlpack(_to_dlpack(memory.detach()))
     return found
+
+
+def window(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor over a part of a flat tensor, from element ``offset`` on; :func:`flat_under` finds the flat one again.
+
+    In host memory it has a storage of its own, which begins there. torch up to 2.15 adds a sparse COO tensor without
+    dense dimensions to a view at twice the view's storage offset: to another parameter, were they in one storage.
+    """
+    part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+    found = over(part)
+    storage = found.untyped_storage()
+    if storage._cdata != part.untyped_storage()._cdata:
+        # torch keeps a storage's Python object, with its attributes, as long as the storage.
+        vars(storage)["_bagua_flat"] = part
+    return found
+
+
+def flat_under(tensor: torch.Tensor) -> torch.Tensor:
+    """The view, of the flat tensor that a :func:`window` was made over, that the tensor is now; else the tensor."""
+    part = vars(tensor.untyped_storage()).get("_bagua_flat")
+    # share_memory_() gives the same storage other memory.
+    return part if part is not None and part.data_ptr() == tensor.data_ptr() else tensor
 
 
 class FlatMemory:
@@ -52,14 +75,14 @@ class Place:
     def __init__(self, flat: FlatMemory, like: torch.Tensor, offset: int) -> None:
         self._flat = flat
         self._offset = offset
-        self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
+        self.shape, self.strides, self.dtype = like.shape, layout_of(like), like.dtype
         #: Never given to a user.
-        self.own = self._window(flat.own)
+        self.own = flat.own.as_strided(self.shape, self.strides, flat.own.storage_offset() + offset)
         self.address = self.own.data_ptr()
-        self._shown = self._window(flat.shown())
+        self._shown = self._window()
 
-    def _window(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self._offset)
+    def _window(self) -> torch.Tensor:
+        return window(self._flat.own, self.shape, self.strides, self._offset)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's values are those of the place, element by element."""
@@ -74,7 +97,7 @@ class Place:
     def tensor(self) -> torch.Tensor:
         """A new tensor over the place, for users."""
         if self._shown.data_ptr() != self.address:
-            self._shown = self._window(self._flat.shown())
+            self._shown = self._window()
         return self._shown.data
 
     def put_back(self, tensor: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from ...places import flat_under, window
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if every element of the tensor's memory is one of its elements, once, in whatever order."""
@@ -24,7 +26,7 @@ def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if ``second`` begins where ``first`` ends, in one piece of memory."""
     return (
         second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and flat_under(first).untyped_storage().data_ptr() == flat_under(second).untyped_storage().data_ptr()
     )
 
 
@@ -34,15 +36,15 @@ def whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     if any(not adjacent(one, other) for one, other in pairwise(pieces)):
         return None
-    return pieces[0].detach().as_strided((sum(piece.numel() for piece in pieces),), (1,))
+    return flat_under(pieces[0]).detach().as_strided((sum(piece.numel() for piece in pieces),), (1,))
 
 
 def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a flat tensor, one after the other, each with the shape and strides of its model."""
     views = []
-    start = flat.storage_offset()
+    start = 0
     for model in like:
-        views.append(flat.as_strided(model.shape, model.stride(), start))
+        views.append(window(flat, model.shape, model.stride(), start))
         start += model.numel()
     return views
 
