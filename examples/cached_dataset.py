@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +28,7 @@ from bagua.torch_api.contrib import (
 )
 
 
-class Sentences(Dataset):
+class Sentences(Dataset[tuple[torch.Tensor, int]]):
     """Sequences of very different lengths that take a while to prepare."""
 
     def __init__(self, length: int, cost_s: float) -> None:
@@ -44,7 +45,7 @@ class Sentences(Dataset):
         return torch.randn(self.lengths[index], 8, generator=draw), index % 2
 
 
-def batches_of(tokens: int, lengths: list[int]):
+def batches_of(tokens: int, lengths: list[int]) -> Callable[[list[int]], list[list[int]]]:
     """Cuts indices into batches of at most so many tokens."""
 
     def cut(indices: list[int]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def train(layers: int, steps: int, fused: bool) -> tuple[torch.Tensor, float]:
     torch.manual_seed(0)
     parts = [part for _ in range(layers) for part in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
     model = torch.nn.Sequential(*parts, torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     if fused:
         fuse_optimizer(optimizer)
     model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())

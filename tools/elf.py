@@ -22,7 +22,7 @@ def needed(path: str | Path) -> list[str]:
     def in_file(address: int) -> int:
         for kind, _, start, virtual, _, length in segments:
             if kind == _PT_LOAD and virtual <= address < virtual + length:
-                return start + address - virtual
+                return int(start + address - virtual)
         raise ValueError(f"{path}: no segment holds the address {address:#x}")
 
     dynamic = [segment for segment in segments if segment[0] == _PT_DYNAMIC]

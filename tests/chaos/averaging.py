@@ -41,14 +41,14 @@ def work(rank: int, folder: Path, notes: Notes) -> None:
     notes.say("entered")
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))  # type: ignore[operator]
+    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))
     notes.say("wrapped", joined=bagua.torch_api.rejoined())
     shown: tuple[Any, ...] = ()
     while not Path(folder, "stop").exists():
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
-        stats: dict[str, Any] = model.bagua_algorithm.stats()  # type: ignore[union-attr, operator]
+        stats: dict[str, Any] = model.bagua_algorithm.stats()
         now = (stats["ranks"], sorted(map(int, stats["lost"])))
         if now != shown:
             shown = now
@@ -107,10 +107,10 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
     for rank in again:
         if (left := stage.said(rank, "left")) and left["left"]:
             row.left += [f"rank {rank}: {what}" for what in left["left"]]
-        ended = stage.said(rank, "ended")
-        if ended and ended["kind"]:
-            row.kinds.add(ended["kind"])
-            row.wrong.append(f"rank {rank} raised {ended['kind']}: {ended['text']}")
+        end = stage.said(rank, "ended")
+        if end and end["kind"]:
+            row.kinds.add(end["kind"])
+            row.wrong.append(f"rank {rank} raised {end['kind']}: {end['text']}")
 
 
 def _judge_errors(stage: Stage, fault: Fault, row: Row, ranks: list[int], at: float) -> None:

@@ -99,7 +99,7 @@ class CudaTensor(torch.Tensor):
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
         return torch.tensor(data, **({"dtype": self.dtype, "device": self.device} | options))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
             return memo[id(self)]
         copied = self.detach().clone()

@@ -360,7 +360,7 @@ def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> No
     def hold(trainer: Any, module: Any) -> Any:
         return trainer.strategy.model.bagua_algorithm.stats()["state"]
 
-    class Watch(kit.pl.Callback):  # type: ignore[misc]
+    class Watch(kit.pl.Callback):  # type: ignore[misc, name-defined]
         """What the averaging is doing in validation."""
 
         def __init__(self) -> None:

@@ -145,7 +145,7 @@ def power_sgd_hook(pair: Pair) -> None:
 
 
 def a_hook_with_then(pair: Pair) -> None:
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
         return future.then(lambda done: done.value()[0].mul_(0.25))
 

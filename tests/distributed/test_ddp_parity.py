@@ -43,6 +43,7 @@ class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.randn(8))
         self.register_buffer("seen", torch.randint(0, 100, (3,)))
         self.register_buffer("flag", torch.rand(2) > 0.5)
@@ -360,7 +361,7 @@ def nothing() -> None:
     return None
 
 
-def then(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def then(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda done: done.value()[0].mul_(0.25))
 

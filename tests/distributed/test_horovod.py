@@ -539,7 +539,7 @@ def places(rank: int) -> list[tuple[int, ...]]:
     raises(ValueError, r"call hvd.init\(\) first", hvd.allreduce, torch.ones(1))
     raises(ValueError, '"dynamic"', hvd.init, process_sets="some")
     assert not hvd.is_initialized()
-    found = []
+    found: list[Any] = []
     for _ in range(2):
         pair = hvd.ProcessSet([0, 2])
         hvd.init(process_sets=[pair])

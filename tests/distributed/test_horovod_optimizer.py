@@ -309,7 +309,7 @@ def wrong_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
             with pytest.raises(error, match=text):
                 hvd.DistributedOptimizer(inner, **options)
         with pytest.raises(TypeError, match=r"torch.optim.Optimizer"):
-            hvd.DistributedOptimizer(model)
+            hvd.DistributedOptimizer(model)  # type: ignore[type-var]
         with pytest.raises(ValueError, match="already"):
             hvd.DistributedOptimizer(hvd.DistributedOptimizer(inner))
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())

@@ -18,7 +18,7 @@ import bagua
 from tests.certificates import Authority
 from tests.distributed.test_neutral_failures import for_ever, killed_in_a_loop
 from tests.distributed.test_neutral_verbs import everything
-from tests.world import World, make_world
+from tests.world import make_world
 
 TCP = {"BAGUA_TRANSPORT": "tcp"}
 TLS = TCP | {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": "a secret of this test"}
@@ -41,7 +41,7 @@ def test_hosts_of_two_ranks_use_tls_between_them_and_memory_inside(world: Callab
     assert results[0]["stats"]["transports"] == {0: "self", 1: "shm", 2: "tls", 3: "tls"}
 
 
-def test_a_killed_rank_is_named_over_tls(world: World, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Path) -> None:
     results = world(3, expect_exit={1: -signal.SIGKILL}, env=TLS).run(killed_in_a_loop, 1, str(tmp_path))
     for rank in (0, 2):
         after, lost, _noticed_by, total = results[rank]
@@ -67,7 +67,7 @@ def frozen(rank: int, folder: str) -> tuple[int, str] | None:
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_is_named_over_tls(world: World, tmp_path: Path) -> None:
+def test_a_frozen_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Path) -> None:
     env = TLS | {"BAGUA_HEARTBEAT_TIMEOUT": "2"}
     results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(frozen, str(tmp_path))
     for lost, text in (results[0], results[2]):
@@ -84,7 +84,7 @@ def sum_over_tls(rank: int) -> tuple[float, list[str]]:
     return found
 
 
-def test_ranks_with_certificates_of_one_authority_need_no_secret(world: World, tmp_path: Path) -> None:
+def test_ranks_with_certificates_of_one_authority_need_no_secret(world: Callable[..., Any], tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     files = [TCP | authority.issue(f"rank{rank}") for rank in range(2)]
     assert world(2, env=lambda rank: files[rank]).run(sum_over_tls) == [
@@ -153,7 +153,7 @@ def test_both_ranks_hear_why_they_refuse_each_other(
         assert after < LIMIT + 8, f"rank {rank} after {after:.1f} s: {text}"
 
 
-def test_an_expired_certificate_is_refused_before_anything_is_sent(world: World, tmp_path: Path) -> None:
+def test_an_expired_certificate_is_refused_before_anything_is_sent(world: Callable[..., Any], tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     try:
         files = authority.issue("old", days=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def a_hook_may_leave_the_gradient_lazy_in_its_own_memory(rank: int) -> None:
         model = Product(dtype)
         same_memory = []
 
-        def conjugate(weight: torch.Tensor, lazily=lazily, same_memory=same_memory) -> None:
+        def conjugate(weight: torch.Tensor, lazily: Any = lazily, same_memory: Any = same_memory) -> None:
             assert weight.grad is not None
             before, weight.grad = weight.grad.data_ptr(), lazily(weight.grad)
             same_memory.append(is_lazy(weight.grad) and weight.grad.data_ptr() == before)

@@ -54,7 +54,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def compare(rank: int) -> dict[tuple[str, ...], tuple[bool, float]]:
+def compare(rank: int) -> dict[tuple[Any, ...], tuple[bool, float]]:
     """For each way of training: bitwise equal to torch's, and the largest difference."""
     torch.set_num_threads(1)
     bagua.init_process_group()

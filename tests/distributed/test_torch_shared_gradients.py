@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def a_gradient_does_not_change_while_autograd_still_reads_it(rank: int) -> None:
         product = early * (rank + 1.0)
         shared = []
 
-        def communicate(grad: torch.Tensor, model=model, late=late, shared=shared) -> None:
+        def communicate(grad: torch.Tensor, model: Any = model, late: Any = late, shared: Any = shared) -> None:
             shared.append(late.grad is not None and late.grad.data_ptr() == grad.data_ptr())
             # Runs behind the bucket of `late`, which is complete.
             model.bagua_ddp.backend.all_reduce(torch.zeros(1), bagua.ReduceOp.SUM).wait()

@@ -358,7 +358,7 @@ def test_two_threads_in_the_backward_of_one_model_are_an_error_on_all_ranks() ->
     assert any("two threads on rank" in said for said in found)
 
 
-@needs_torch((2, 10), "a gradient has the dtype of its parameter")
+@needs_torch((2, 10), "a gradient has the dtype of its parameter")  # type: ignore[type-var]
 def a_gradient_of_another_dtype(rank: int) -> str:
     bagua.init_process_group()
     model = net()

@@ -62,9 +62,9 @@ def what_is_no_tensor_is_named(rank: int) -> None:
     with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor, not list"):
         bagua.allreduce_inplace([0.0])
     with pytest.raises(TypeError, match=r"tensors\[1\] must be a torch\.Tensor, not float"):
-        bagua.allreduce_coalesced_inplace([torch.ones(1), 1.0])
+        bagua.allreduce_coalesced_inplace([torch.ones(1), 1.0])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
-        bagua.new_group([0.0])
+        bagua.new_group([0.0])  # type: ignore[list-item]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"a list of optimizers: \[SGD"):

@@ -51,7 +51,7 @@ class DeviceKernels(Kernels):
             self._used = 0
         whole = self._memory[self._used : self._used + offset + size]
         # Its own base, for `is_untouched_before`.
-        whole = np.frombuffer((ctypes.c_uint8 * whole.size).from_address(whole.ctypes.data), np.uint8)
+        whole = np.frombuffer((ctypes.c_uint8 * whole.size).from_address(whole.ctypes.data), np.uint8)  # type: ignore[call-overload]
         whole[:] = UNWRITTEN
         self._used += total
         view = _Room(whole.shape, np.uint8, whole.data)
@@ -84,7 +84,7 @@ def check_all(rank: int = 0) -> int:
     kernels = DeviceKernels()
     mine = kernels.room
     for module in (kernels_on_host, kernel_cases):
-        module.room = mine  # type: ignore[assignment]
+        module.room = mine  # type: ignore[attr-defined]
     done = kernel_cases.check_all(kernels)
     kernels.close()
     return done

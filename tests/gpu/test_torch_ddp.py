@@ -99,7 +99,7 @@ def as_plain_torch(rank: int, size: int, names: list[str], wrapper: str) -> list
         def wrap(model: nn.Module, way: Way = way) -> nn.Module:
             wrapped: nn.Module = makes(model, device_ids=[0], **way.options)
             if way.hook is not None:
-                wrapped.register_comm_hook(None, way.hook)  # type: ignore[operator]
+                wrapped.register_comm_hook(None, way.hook)
             return wrapped
 
         mine = trained(wrap, slice(rank * SAMPLES, (rank + 1) * SAMPLES), size, way.branches)

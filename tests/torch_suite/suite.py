@@ -46,14 +46,14 @@ def load(backend: str, ranks: int, folder: str) -> ModuleType:
     # Read when a test runs, where it begins its group.
     distributed_test.BACKEND = os.environ["BACKEND"] = backend
     # Its ranks meet by files, for 10 s: too little on a machine with other work.
-    distributed_test.Barrier.sync.__func__.__defaults__ = (None, 100)
+    distributed_test.Barrier.sync.__func__.__defaults__ = (None, 100)  # type: ignore[attr-defined]
     return distributed_test
 
 
 def cases(module: ModuleType) -> type[unittest.TestCase]:
     """The class of the tests, whose ranks are forks."""
 
-    class Cases(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+    class Cases(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
@@ -61,7 +61,7 @@ def cases(module: ModuleType) -> type[unittest.TestCase]:
         def run_test(self, test_name: str, parent_pipe: Any) -> None:
             # The group has begun. These choose a model on the CPU by gloo's name.
             if test_name.startswith("test_accumulate_gradients_no_sync"):
-                module.BACKEND = "gloo"
+                module.BACKEND = "gloo"  # type: ignore[attr-defined]
             super().run_test(test_name, parent_pipe)
 
         def tearDown(self) -> None:

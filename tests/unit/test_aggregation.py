@@ -177,7 +177,7 @@ def test_impossible_arguments_are_refused_at_construction() -> None:
     with pytest.raises(ValueError, match="world_size is 0"):
         PowerAggregation(model, world_size=0)
     with pytest.raises(ValueError, match="memory"):
-        PowerAggregation(model, memory="none")
+        PowerAggregation(model, memory="none")  # type: ignore[arg-type]
 
 
 def test_power_draws_the_originals_sequence_of_queries() -> None:

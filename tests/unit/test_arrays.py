@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ class Lender:
         self.device = device
         self.versioned = versioned
 
-    def __dlpack__(self, **words: object) -> object:
+    def __dlpack__(self, **words: Any) -> object:
         if not self.versioned:
             if words:
                 raise TypeError("an old framework knows no max_version")

@@ -133,7 +133,7 @@ def test_a_spoiled_environment_is_named_piece_by_piece() -> None:
     ],
     ids=["half", "outside", "no number", "no port", "mpich"],
 )
-def test_a_launcher_that_says_too_little_is_a_problem(variables: dict[str, str], why: str) -> None:
+def test_a_launcher_that_says_too_little_is_a_problem(variables: dict[str, Any], why: str) -> None:
     code, found = examined("--no-trial", **variables)
     assert code == 1
     assert why in problems(found)["launcher"]

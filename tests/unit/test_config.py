@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bagua import config
+from bagua import config, engine
 from bagua.commands.variables import VARIABLES
 
 
@@ -92,7 +92,7 @@ def test_a_timeout_that_is_not_positive_is_refused(timeout: float) -> None:
 
 def test_streams_and_algorithm_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_STREAMS_PER_PEER", "4")
-    for algorithm in config.ALGORITHMS:
+    for algorithm in engine.ALGORITHMS:
         monkeypatch.setenv("BAGUA_ALGORITHM", algorithm)
         assert (config.settings().streams_per_peer, config.settings().algorithm) == (4, algorithm)
 

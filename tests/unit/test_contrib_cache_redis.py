@@ -204,7 +204,7 @@ def low_port() -> int:
 def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]) -> None:
     cached = CachedDataset(Numbers(102), "redis", "d", hosts=hosts(redis_cluster[:1]), redis_cluster=True)
     for _ in range(2):
-        assert all(correct(sample, index) for index, sample in enumerate(cached))
+        assert all(correct(sample, index) for index, sample in enumerate(cached))  # type: ignore[arg-type]
     assert all(correct(*pair) for pair in zip(cached.__getitems__(range(102)), range(102), strict=True))
     stats = cached.stats()
     assert (stats["hits"], stats["misses"], stats["failed_reads"]) == (204, 102, 0)
@@ -250,10 +250,10 @@ def test_102_and_102_samples_make_the_round_trip_with_their_key_counts(servers: 
     one = CachedDataset(Numbers(102), "redis", "one", hosts=running)
     two = CachedDataset(Numbers(102), "redis", "two", hosts=running)
     for _ in range(2):
-        assert all(correct(sample, index) for index, sample in enumerate(one))
+        assert all(correct(sample, index) for index, sample in enumerate(one))  # type: ignore[arg-type]
     assert one.cache_loader.num_keys() == 102
     for _ in range(2):
-        assert all(correct(sample, index) for index, sample in enumerate(two))
+        assert all(correct(sample, index) for index, sample in enumerate(two))  # type: ignore[arg-type]
     assert two.cache_loader.num_keys() == 204
     assert isinstance(one.cache_loader.store, ClusterStore)
     assert one.stats()["hit_rate"] == 0.5
@@ -262,7 +262,7 @@ def test_102_and_102_samples_make_the_round_trip_with_their_key_counts(servers: 
 def test_evictions_are_counted_and_cost_only_computing(servers: Callable[..., Any]) -> None:
     cached = CachedDataset(Large(), "redis", "d", hosts=hosts(servers(capacity=4 * MIB)))
     for _ in range(2):
-        assert all(sample[0] == index for index, sample in enumerate(cached))
+        assert all(sample[0] == index for index, sample in enumerate(cached))  # type: ignore[arg-type]
     assert cached.stats()["evictions"] > 0
     assert 0 < cached.cache_loader.num_keys() < 100
 

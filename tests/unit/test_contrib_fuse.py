@@ -24,7 +24,7 @@ STEPS = 100
 # The plain optimizer of these tests is torch's loop over parameters (foreach=False): it is what torch takes on the CPU
 # anyhow, and the arithmetic that each element must see.
 CONFIGURATIONS: dict[str, Make] = {
-    name: functools.partial(kind, foreach=False, **options)
+    name: functools.partial(kind, foreach=False, **options)  # type: ignore[arg-type]
     for name, (kind, options) in {
         "sgd": (optim.SGD, {"lr": 0.1}),
         "sgd momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),

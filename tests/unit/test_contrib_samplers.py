@@ -225,7 +225,7 @@ def test_batch_samplers_refuse_what_cannot_work() -> None:
     with pytest.raises(ValueError, match="drop_last=True"):
         LoadBalancingDistributedBatchSampler(samplers([1, 2], 1, drop_last=True)[0], growing)
     with pytest.raises(TypeError, match="SequentialSampler"):
-        LoadBalancingDistributedBatchSampler(torch.utils.data.SequentialSampler([1]), growing)  # type: ignore[arg-type]
+        LoadBalancingDistributedBatchSampler(torch.utils.data.SequentialSampler([1]), growing)
     with pytest.raises(ValueError, match="no batch for rank 1"):
         len(
             batch_samplers([1, 2, 3, 4], 2, lambda indices: [[i] for i in indices if i % 2 == 0], False, shuffle=False)[

@@ -9,6 +9,7 @@ import pickle
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ from bagua import engine, errors
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 
-FIELDS = {
+FIELDS: dict[str, dict[str, Any]] = {
     "PeerLostError": {"rank": 2, "host": "node7", "reason": "no heartbeat for 5.0 s", "noticed_by": 0},
     "BaguaTimeoutError": {"missing": (1, 3), "after": 5.0, "noticed_by": 2},
     "PeerRaisedError": {"rank": 1, "host": "node7", "kind": "ValueError", "message": "bad"},
 }
-PROGRESS = {"during": "all_reduce(sum)", "bucket": "b0", "done_bytes": 3, "total_bytes": 10}
+PROGRESS: dict[str, Any] = {"during": "all_reduce(sum)", "bucket": "b0", "done_bytes": 3, "total_bytes": 10}
 
 
 def test_every_error_is_a_bagua_error_and_a_runtime_error() -> None:

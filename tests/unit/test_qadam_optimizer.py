@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], st
         optimizer.step()
 
 
-def equal(mine: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> bool:
+def equal(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 

@@ -176,7 +176,7 @@ def test_restarts_count_per_rank(tmp_path: Path) -> None:
 
 def test_one_restart_too_many_ends_the_other_ranks(tmp_path: Path) -> None:
     # Rank 3 fails as soon as rank 2 is there, every time; rank 2 has a process of its own.
-    code = """
+    program = """
 import subprocess, time
 if rank == 2:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -185,7 +185,7 @@ if rank == 2:
 while not (here / "2.0").exists(): time.sleep(0.02)
 sys.exit(3)
 """
-    script = write(tmp_path, LIVES + code)
+    script = write(tmp_path, LIVES + program)
     arguments = ["--nproc-per-node", "2", *NODE_1, "--max-restarts", "1", "--restart-delay", "0", script]
     with runner(*arguments, str(tmp_path)) as process:
         code, _, errors = finish(process)
@@ -193,7 +193,7 @@ sys.exit(3)
     assert "ended with exit code 3: restart 1 of 1 in 0.0 s\n" in errors
     assert "ended with exit code 3: no restart of 1 is left, so the runner ends all its ranks\n" in errors
     for name in ("2.0", "child"):
-        until(lambda name=name: not is_running(pid_of(tmp_path / name)), f"{name} was left behind")
+        until(lambda name=name: not is_running(pid_of(tmp_path / name)), f"{name} was left behind")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.model_engine.bucketing import split
 
 
-def named(*tensors: torch.Tensor, module: str = "net") -> list[torch.Tensor]:
+def named(*tensors: Any, module: str = "net") -> list[torch.Tensor]:
     return [tensor.ensure_bagua_tensor(f"t{i}", module) for i, tensor in enumerate(tensors)]
 
 
