@@ -83,6 +83,7 @@ INTERNAL = (
     "bagua.dlpack",
     "bagua.engine",
     "bagua.functions",
+    "bagua.handle",
     "bagua.init",
     "bagua.launcher",
     "bagua.lifecycle",

@@ -43,9 +43,9 @@ from bagua.functions import (
     send,
 )
 from bagua.group import Group, shutdown, stats
+from bagua.handle import Handle
 from bagua.init import init
 from bagua.records import flight_recorder
-from bagua.verbs import Handle
 
 __version__ = _engine.version()
 

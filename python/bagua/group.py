@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import config, engine, lifecycle, shared_memory
 from bagua.errors import BaguaError
+from bagua.handle import Handle
 from bagua.lifecycle import process
-from bagua.verbs import Handle, Verbs
+from bagua.verbs import Verbs
 
 if TYPE_CHECKING:
     import numpy as np

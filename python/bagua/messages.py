@@ -1,4 +1,4 @@
-"""Messages between ranks on arrays, and the handle of an asynchronous operation.
+"""Messages between ranks on arrays.
 
 Each checks its arguments before anything is sent. With `async_op=True` it returns a `Handle`; until that is done, the
 arrays must not be touched.
@@ -7,14 +7,15 @@ arrays must not be touched.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from bagua import engine
 from bagua.arrays import Array, empty_like, operand
 from bagua.errors import DeviceError
+from bagua.handle import Handle
 
-__all__ = ["Handle", "Messages", "outcome", "same_kind", "writable"]
+__all__ = ["Messages", "outcome", "same_kind", "writable"]
 
 if TYPE_CHECKING:
     from bagua.arrays import AnyMemory
@@ -22,49 +23,7 @@ if TYPE_CHECKING:
 #: CUDA_ERROR_OUT_OF_MEMORY.
 _OUT_OF_MEMORY = 2
 
-T = TypeVar("T")
 M = TypeVar("M", bound="AnyMemory")
-
-
-class Handle(Generic[T]):
-    """The outcome of an asynchronous verb, now or later."""
-
-    def __init__(self, raw: engine.Handle, result: T, keep: object) -> None:
-        self._raw = raw
-        self._result = result
-        self._keep = keep
-
-    def wait(self, timeout: float | None = None, *, stream: int | None = None) -> T:
-        """Waits until the verb is done, and returns its result.
-
-        `timeout` is in seconds; None waits until the verb's own deadline. BaguaTimeoutError leaves the verb running.
-
-        Of arrays on a CUDA device the ranks' part is waited for: work that `stream` (None: the call's) gets from now on
-        sees the result, whether or not the device has come so far.
-        """
-        self._raw.wait(timeout, stream=stream)
-        return self._result
-
-    def synchronize(self, timeout: float | None = None) -> T:
-        """As `wait`, until the device is done too, so that the host may read what it has written."""
-        self._raw.synchronize(timeout)
-        return self._result
-
-    def then(self, callback: Callable[[Exception | None], object]) -> None:
-        """Calls `callback(error)` when the verb is done, exactly once: `error` is None, or the exception that `wait`
-        raises.
-
-        When the verb is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks",
-        which calls all callbacks of the process one after another: a callback may block and start verbs, and only
-        other callbacks wait for it. The arrays are kept until the verb is done. An exception of a callback goes to
-        `sys.unraisablehook`; only one that is no Exception (KeyboardInterrupt, SystemExit) is raised here, when the
-        call happens here.
-        """
-        self._raw.then(callback)
-
-    def is_completed(self) -> bool:
-        """True when the verb is done, well or not; of arrays on a device, when the device is done with them."""
-        return self._raw.is_completed()
 
 
 def same_kind(memory: M, out: AnyMemory, shape: tuple[int, ...]) -> M:
@@ -83,7 +42,7 @@ def writable(memory: M) -> M:
 
 
 def outcome(raw: engine.Handle | None, result: Any, keep: object) -> Any:
-    return result if raw is None else Handle(raw, result, keep)
+    return result if raw is None else Handle([raw], result=result, keep=keep)
 
 
 def _displs(counts: list[int], displs: Sequence[int] | None, name: str) -> list[int]:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import engine
 from bagua.arrays import Array, Memory, empty_like
-from bagua.messages import Handle, Messages, outcome, same_kind, writable
+from bagua.handle import Handle
+from bagua.messages import Messages, outcome, same_kind, writable
 
 if TYPE_CHECKING:
     from bagua.arrays import AnyMemory
 
-__all__ = ["Handle", "Verbs"]
+__all__ = ["Verbs"]
 
 Op = str | int
 

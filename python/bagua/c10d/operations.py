@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import engine
+from bagua.handle import Handle
 
 from .operands import Operand, gathered, inout, reduction, source, target, whole
 
 if TYPE_CHECKING:
-    from .work import Handle
+    from bagua.handle import AnyHandle
 
 __all__ = [
     "Operation",
@@ -73,17 +74,32 @@ class Begin:
         """The memory that it reads and writes."""
         return [held.memory for held in self._keep if held is not None]
 
-    def __call__(self, async_op: bool, timeout: float, finish: Callable[[], None] | None = None) -> Handle | None:
-        """On a device, `finish` becomes part of the operation; on the host it is not used."""
-        if not self.on_device:
-            return self._verb(timeout=timeout, async_op=async_op, keep=self._keep)
-        # Here, because importing bagua.cuda decides to which process CUDA belongs.
-        from bagua.cuda.tensors import TensorPlace
+    def __call__(self, async_op: bool, timeout: float, finish: Callable[[], None] | None = None) -> AnyHandle | None:
+        """`finish` copies the results to where the caller wants them; the operation is done when it has run."""
+        handle: AnyHandle | None
+        if self.on_device:
+            # Here, because importing bagua.cuda decides to which process CUDA belongs.
+            from bagua.cuda.tensors import TensorPlace
 
-        place = TensorPlace(self._device)
-        call = place.call_messages(self._raw) if self._message else place.call(self._raw)
-        handle = self._verb(timeout=timeout, async_op=async_op, keep=self._keep, place=call)
-        return place.handle(handle, finish, then_orders=False)
+            place = TensorPlace(self._device)
+            call = place.call_messages(self._raw) if self._message else place.call(self._raw)
+            raw = self._verb(timeout=timeout, async_op=async_op, keep=self._keep, place=call)
+            handle = place.handle(raw, finish, then_orders=False)
+        else:
+            handle = self._verb(timeout=timeout, async_op=async_op, keep=self._keep)
+            if handle is not None and finish is not None:
+                handle = Handle([handle], finish)
+        if finish is not None:
+            if handle is None:
+                finish()
+            else:
+                # Results are copied whether or not a thread waits.
+                handle.then(_ignore)
+        return handle
+
+
+def _ignore(_: Exception | None) -> None:
+    """An error is what `wait` raises."""
 
 
 @dataclass
@@ -92,7 +108,7 @@ class Operation:
 
     #: The verb, as torch's profiler calls it.
     name: str
-    #: (asynchronous, seconds) -> the handle of an asynchronous operation.
+    #: (asynchronous, seconds, `finish`) -> the handle of an asynchronous operation.
     begin: Begin
     #: The tensors that are written.
     result: list[torch.Tensor]

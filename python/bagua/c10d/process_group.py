@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua.group import Group
+from bagua.handle import Handle
 from bagua.lifecycle import at_exit
 
 from . import operations, sparse
@@ -26,7 +27,7 @@ from .operations import Begin, Operation
 from .profiling import event
 from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
 from .uncompiled import uncompiled
-from .work import Handle, Together, Work, WorkHandle, seconds
+from .work import Work, seconds
 
 __all__ = ["BaguaProcessGroup", "Life"]
 
@@ -256,14 +257,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._message(name, Begin(self._raw, recv, [room], message=True), room, tensor)
 
     def _message(self, name: str, begin: Begin, operand: Operand, result: torch.Tensor) -> Work:
-        finish = operand.finish
         with event(name, begin.tensors):
-            handle = begin(True, self._limit(), finish)
-        if handle is not None and begin.on_device and finish is not None:
-            # The handle copies the result, without anybody who waits, too.
-            handle.then(lambda _: None)
-            finish = None
-        return self._remember(Work(handle, [result], finish, devices=begin.devices, name=name))
+            handle = begin(True, self._limit(), operand.finish)
+        return self._remember(Work(handle, [result], devices=begin.devices, name=name))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -287,7 +283,14 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise RuntimeError("coalescing has not begun")
         tensors = [tensor for work in works for tensor in work.result()]
         devices = [device for work in works for device in work.devices]
-        return Work(Together([WorkHandle(work) for work in works]), tensors, devices=devices, name="coalesced")
+        together = Work(Handle([work.handle for work in works]), tensors, devices=devices, name="coalesced")
+
+        def asked(_: Work) -> None:
+            for work in works:
+                work.asked()
+
+        together.on_asked = asked
+        return together
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -386,35 +389,15 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _start(self, call: _Call, *parts: Operation) -> Work:
         """Begins operations whose arguments have all been checked."""
         result = [tensor for part in parts for tensor in part.result]
-        # On a device the handle of an asynchronous operation copies its results itself.
-        copying = [part for part in parts if part.finish is not None and part.begin.on_device and call.async_op]
-        finishes = [part.finish for part in parts if part.finish is not None and part not in copying]
-
-        def finish() -> None:
-            for one in finishes:
-                one()
-
-        def start() -> Handle | None:
-            begun = [part.begin(call.async_op, call.timeout, part.finish) for part in parts]
-            handles = [handle for handle in begun if handle is not None]
-            if not call.async_op:
-                return None
-            return handles[0] if len(handles) == 1 else Together(handles)
-
         devices = [device for part in parts for device in part.begin.devices]
         self._sequence += 1
         if not parts:
             return self._remember(Work(None, result, devices=devices))
         name = parts[0].name
         with event(name, [tensor for part in parts for tensor in part.begin.tensors]):
-            pending = start()
-        if pending is None:
-            finish()
-            return self._remember(Work(None, result, devices=devices))
-        if copying:
-            # Without anybody who waits, too.
-            pending.then(lambda _: None)
-        return self._remember(Work(pending, result, finish if finishes else None, devices=devices, name=name))
+            handles = [part.begin(call.async_op, call.timeout, part.finish) for part in parts]
+        pending = None if not call.async_op else handles[0] if len(handles) == 1 else Handle(handles)
+        return self._remember(Work(pending, result, devices=devices, name=name))
 
     def _remember(self, work: Work) -> Work:
         if self._coalescing is not None:

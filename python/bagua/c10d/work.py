@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.futures
@@ -22,23 +22,9 @@ from .uncompiled import uncompiled
 if TYPE_CHECKING:
     from torch.futures import Future
 
-__all__ = ["Handle", "Together", "Work", "WorkHandle", "seconds"]
+    from bagua.handle import AnyHandle
 
-
-class Handle(Protocol):
-    """An operation of the core that may still be running: `engine.Handle`, or several of them."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until it is done, or raises its error; after `timeout` seconds BaguaTimeoutError.
-
-        Of an operation on a CUDA device: for the ranks' part, and orders torch's current stream there after the result.
-        """
-
-    def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """Calls `callback(error)` once, when it is done. Orders no stream."""
-
-    def is_completed(self) -> bool:
-        """True when it is done, well or not."""
+__all__ = ["Work", "seconds"]
 
 
 class _Completing(threading.local):
@@ -71,49 +57,43 @@ def _streams_of_its_own(devices: Sequence[torch.device]) -> Iterator[None]:
 
 @uncompiled
 class Work(c10d.Work):  # type: ignore[misc]
-    """One operation. `handle` None: it is done already. `finish` copies results to where the caller wants them.
+    """One operation. `handle` None: it is done already. The handle copies results to where the caller wants them.
 
     Under torch's profiler its waits are events, `name` with `.wait` behind it.
     """
 
     def __init__(
         self,
-        handle: Handle | None,
+        handle: AnyHandle | None,
         result: Sequence[torch.Tensor] = (),
-        finish: Callable[[], None] | None = None,
         *,
         devices: Sequence[torch.device] = (),
         name: str = "work",
     ) -> None:
         super().__init__()
         self._name = name
-        #: CUDA devices of its tensors, each once. The handle copies results there itself.
+        #: CUDA devices of its tensors, each once.
         self.devices = list(dict.fromkeys(devices))
-        self._handle = handle
+        #: The operations.
+        self.handle = handle
         # Of an operation that is done already: the streams that see its results.
         self._streams = [torch.cuda.current_stream(device) for device in self.devices if handle is None]
         self._result = list(result)
-        # None once it ran.
-        self._finish = finish
         self._error: Exception | None = None
         self._future: Future[list[torch.Tensor]] | None = None
         #: Called once with this Work, when a thread has waited for it or its future is done.
         self.on_asked: Callable[[Work], object] | None = None
         # Re-entrant: a handle that is done already calls back at once.
         self._lock = threading.RLock()
-        if handle is not None and finish is not None:
-            # Without anybody who waits the results are copied too.
-            handle.then(self._ended)
 
     # --- what torch calls ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until it is done, or raises its error. After `timeout` BaguaTimeoutError, and the operation goes on."""
-        if self._handle is not None:
+        if self.handle is not None:
             with event(f"{self._name}.wait"):
-                self._handle.wait(seconds(timeout))
-        self._asked()
-        self._copy_results()
+                self.handle.wait(seconds(timeout))
+        self.asked()
         if self._error is not None:
             raise self._error
         return True
@@ -127,9 +107,7 @@ class Work(c10d.Work):  # type: ignore[misc]
 
         The future of an operation there is done earlier, when the ranks' part is.
         """
-        if self._handle is not None and not self._handle.is_completed():
-            return False
-        return self._finish is None or self.exception() is not None
+        return self.handle is None or self.handle.is_completed()
 
     def is_success(self) -> bool:
         """True when it is done and did not fail."""
@@ -137,9 +115,9 @@ class Work(c10d.Work):  # type: ignore[misc]
 
     def exception(self) -> Exception | None:
         """What it failed with; None while it runs and after success."""
-        if self._error is None and self._handle is not None and self._handle.is_completed():
+        if self._error is None and self.handle is not None and self.handle.is_completed():
             try:
-                self._handle.wait()
+                self.handle.wait()
             except Exception as error:
                 self._error = error
         return self._error
@@ -163,7 +141,7 @@ class Work(c10d.Work):  # type: ignore[misc]
                 self._future = done.then(self._outcome)
 
                 def complete(error: Exception | None) -> None:
-                    self._ended(error)
+                    self._error = error or self._error
                     before, _completing.now = _completing.now, True
                     try:
                         with torch.cuda.device(self.devices[0]) if self.devices else contextlib.nullcontext():
@@ -177,29 +155,20 @@ class Work(c10d.Work):  # type: ignore[misc]
 
     def source_rank(self) -> int:
         """The rank in the group whose message came, of a receive from anybody."""
-        senders = getattr(self._handle, "senders", None)
-        if senders is None:
+        senders: list[int | None] = getattr(self.handle, "senders", list)()
+        if len(senders) != 1:
             raise RuntimeError("only a receive has a source rank")
-        (sender,) = senders()
+        (sender,) = senders
         if sender is None:
             raise RuntimeError("the source rank is known when the message has come: wait first")
         return int(sender)
 
     _source_rank = source_rank
 
-    def when_done(self, callback: Callable[[Exception | None], object]) -> None:
-        """Calls `callback(error)` once, when it is done and its results have been copied."""
-
-        def complete(error: Exception | None) -> None:
-            self._ended(error)
-            callback(self._error)
-
-        self._when_done(complete)
-
     # --- how it ends --------------------------------------------------------------------------------------------------
 
     def _when_done(self, complete: Callable[[Exception | None], None]) -> None:
-        handle = self._handle
+        handle = self.handle
         if handle is None:
             complete(self._error)
         elif not _completing.now:
@@ -218,89 +187,20 @@ class Work(c10d.Work):  # type: ignore[misc]
 
             threading.Thread(target=complete_here, name="bagua-future", daemon=True).start()
 
-    def _ended(self, error: Exception | None) -> None:
-        if error is not None:
-            self._error = error
-            return
-        try:
-            self._copy_results()
-        except Exception as failure:
-            self._error = failure
-
-    def _copy_results(self) -> None:
-        # Under the lock, so that a second thread returns after the copy too.
-        with self._lock:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-
-    def _asked(self) -> None:
+    def asked(self) -> None:
+        """Reports that a thread has waited for it, or that its future is done."""
         call, self.on_asked = self.on_asked, None
         if call is not None:
             call(self)
 
     def _outcome(self, _: Future[None]) -> list[torch.Tensor]:
-        self._asked()
+        self.asked()
         if self._error is not None:
             raise self._error
         if self.devices:
             # Nothing has ordered the streams that torch has made current for this; it records events on them next.
-            if self._handle is not None:
-                self._handle.wait()
+            if self.handle is not None:
+                self.handle.wait()
             for stream in self._streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
         return self._result
-
-
-class Together:
-    """Several handles as one, which is done when all are."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = list(handles)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for each in turn, up to `timeout` seconds for each."""
-        for handle in self._handles:
-            handle.wait(timeout)
-
-    def is_completed(self) -> bool:
-        """True when all are done."""
-        return all(handle.is_completed() for handle in self._handles)
-
-    def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """Calls back with the first error when the last one is done."""
-        if not self._handles:
-            callback(None)
-            return
-        lock, left, first = threading.Lock(), [len(self._handles)], list[Exception]()
-
-        def one_more(error: Exception | None) -> None:
-            with lock:
-                if error is not None:
-                    first.append(error)
-                left[0] -= 1
-                last = left[0] == 0
-            if last:
-                callback(first[0] if first else None)
-
-        for handle in self._handles:
-            handle.then(one_more)
-
-
-class WorkHandle:
-    """A :class:`Work` as a handle, to be one of several."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def wait(self, timeout: float | None = None) -> None:
-        """As :meth:`Work.wait`."""
-        self._work.wait(None if timeout is None else timedelta(seconds=timeout))
-
-    def is_completed(self) -> bool:
-        """As :meth:`Work.is_completed`."""
-        return self._work.is_completed()
-
-    def then(self, callback: Callable[[Exception | None], Any], /) -> None:
-        """Calls back when its results have been copied."""
-        self._work.when_done(callback)

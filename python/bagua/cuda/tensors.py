@@ -5,13 +5,13 @@ Of a tensor its device and its addresses are asked, of torch.cuda the current st
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from bagua import config, engine
+from bagua.handle import Handle
 
 from .arrays import device_of
 
@@ -57,42 +57,52 @@ class TensorPlace:
     ) -> DeviceHandle | None:
         """The handle of an asynchronous operation; None of one that has returned, which has ordered its stream.
 
-        `copy` copies the results to where the caller wants them; for `then_orders` see `DeviceHandle.then`.
+        For `copy` see `DeviceHandle`, for `then_orders` its `then`.
         """
-        if raw is None:
-            return None
-        if copy is None:
-            return DeviceHandle(raw, self.device, then_orders)
-        return CopyingHandle(raw, self, copy, then_orders)
+        return None if raw is None else DeviceHandle(raw, self, copy, then_orders)
 
 
-class DeviceHandle:
-    """An operation on a device that may still be running."""
+class DeviceHandle(Handle[None]):
+    """An operation on a device that may still be running.
 
-    def __init__(self, raw: engine.Handle, device: torch.device, then_orders: bool) -> None:
-        self._raw = raw
-        self._device = device
+    `copy` copies the results to where the caller wants them: once, on the stream of the verb, as what it reads belongs
+    to it.
+    """
+
+    def __init__(
+        self, raw: engine.Handle, place: TensorPlace, copy: Callable[[], None] | None, then_orders: bool
+    ) -> None:
+        super().__init__([raw], copy)
+        self._device = place.device
+        self._stream = place.stream
         self._then_orders = then_orders
+        make: Any = torch.cuda.Event
+        #: Recorded behind the copies.
+        self._copied: Any = None if copy is None else make()
 
     @property
     def raw(self) -> engine.Handle:
         """The operation as the extension knows it, which orders no stream of torch's."""
-        return self._raw
+        raw: Any = self._parts[0]
+        return cast("engine.Handle", raw)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None, *, stream: int | None = None) -> None:
         """Waits for the ranks' part, or raises its error; after `timeout` seconds BaguaTimeoutError.
 
         Work that torch's current stream gets from now on sees the result, whether or not the device has come so far.
         """
-        self._raw.wait(timeout, stream=current_stream(self._device))
+        if self._copied is None:
+            self.raw.wait(timeout, stream=current_stream(self._device))
+            return
+        self.raw.wait(timeout, stream=_number(self._stream))
+        self._finished()
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """As `wait`, until the device is done too, so that the host may read what it has written."""
-        self._raw.synchronize(timeout)
-
-    def senders(self) -> list[int | None]:
-        """Of received messages: the ranks that sent them; None for one that has not come."""
-        return self._raw.senders()
+        """As `wait`, until the device is done too; the copies are waited for without a limit."""
+        super().synchronize(timeout)
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
         """Calls `callback(error)` once when the ranks' part is done: `error` is None, or what `wait` raises.
@@ -100,76 +110,23 @@ class DeviceHandle:
         Work that the callback puts on the current stream of its thread sees the result. Not without `then_orders`: that
         stream is mostly the device's default stream, whose other work would wait for the result too.
         """
-        if not callable(callback):
-            raise TypeError(f"{callback!r} is not callable")
-
-        def ended(error: Exception | None) -> None:
-            if error is None:
-                try:
-                    self._before_callback()
-                except Exception as failure:
-                    error = failure
-            callback(error)
-
-        self._raw.then(ended)
-
-    def _before_callback(self) -> None:
-        if self._then_orders:
-            self.wait()
-
-    def is_completed(self) -> bool:
-        """True when it is done, well or not, and the device with it."""
-        return self._raw.is_completed()
-
-
-class CopyingHandle(DeviceHandle):
-    """An operation on a device whose results have to be copied to where the caller wants them.
-
-    The copies are made once, at the first call of this, on the stream of the verb: what they read belongs to it.
-    """
-
-    def __init__(self, raw: engine.Handle, place: TensorPlace, copy: Callable[[], None], then_orders: bool) -> None:
-        super().__init__(raw, place.device, then_orders)
-        self._stream = place.stream
-        # None once it ran.
-        self._copy: Callable[[], None] | None = copy
-        #: Recorded behind the copies.
-        make: Any = torch.cuda.Event
-        self._copied: Any = make()
-        self._lock = threading.Lock()
-
-    def _enqueue(self) -> None:
-        # Under the lock, so that a second thread returns after the copies were enqueued too.
-        with self._lock:
-            copy, self._copy = self._copy, None
-            if copy is not None:
-                with torch.cuda.stream(self._stream):
-                    super().wait()
-                    copy()
-                    self._copied.record()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """As :meth:`DeviceHandle.wait`, for the copies too."""
-        self._raw.wait(timeout, stream=_number(self._stream))
-        self._enqueue()
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-
-    def _before_callback(self) -> None:
-        self._enqueue()
-        super()._before_callback()
-
-    def synchronize(self, timeout: float | None = None) -> None:
-        """As :meth:`DeviceHandle.synchronize`; the copies are waited for without a limit."""
-        self._raw.synchronize(timeout)
-        self._enqueue()
-        self._copied.synchronize()
+        super().then(callback)
 
     def is_completed(self) -> bool:
         """True when it is done, well or not, and the device with it and with the copies."""
-        if not self._raw.is_completed():
-            return False
-        try:
-            self._enqueue()
-        except Exception:  # it failed
-            return True
-        return bool(self._copied.query())
+        return super().is_completed() and (self._copied is None or bool(self._copied.query()))
+
+    @property
+    def _is_what_came(self) -> bool:
+        return super()._is_what_came and not self._then_orders
+
+    def _before_callback(self) -> None:
+        self._finished()
+        if self._then_orders:
+            self.wait()
+
+    def _run(self, finish: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            self.raw.wait(stream=_number(self._stream))
+            finish()
+            self._copied.record()

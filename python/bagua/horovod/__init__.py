@@ -9,6 +9,7 @@ from bagua.torch_needed import require
 require("bagua.horovod")
 
 from bagua.errors import BaguaError as HorovodInternalError
+from bagua.handle import Handle
 
 from .absent import (
     elastic,
@@ -50,7 +51,6 @@ from .functions import (
     broadcast_parameters,
 )
 from .handles import (
-    Handle,
     poll,
     synchronize,
 )

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bagua.handle import Handle
 from bagua.torch_api import env
 from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.process_group import check_on_cpu
 
-from .handles import Handle
 from .reductions import Reduction, reduce_all
 
 
@@ -49,7 +49,7 @@ class Exchange:
         self._arrived: dict[torch.Tensor, int] = {}
         # How many gradients each unit waits for; and the handles of the units that were sent, which are the first ones.
         self._waiting: list[int] = []
-        self._sent: list[tuple[list[torch.Tensor], Handle]] = []
+        self._sent: list[tuple[list[torch.Tensor], Handle[Any]]] = []
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.set_passes(passes)
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from bagua.errors import MismatchError
+from bagua.handle import Handle
 from bagua.torch_api.process_group import DTYPES, Communicator, ReduceOp, check_on_cpu
 
-from .handles import Handle, together
+from .handles import together
 from .process_sets import ProcessSet, global_process_set
 
 
@@ -73,7 +74,7 @@ def _starts(counts: Sequence[int]) -> list[int]:
 # --- allgather --------------------------------------------------------------------------------------------------------
 
 
-def _gather(tensor: torch.Tensor, what: str, process_set: ProcessSet) -> tuple[Handle, list[int]]:
+def _gather(tensor: torch.Tensor, what: str, process_set: ProcessSet) -> tuple[Handle[Any], list[int]]:
     """Starts an allgather; also each rank's number of rows."""
     communicator = _check_rows(tensor, what, process_set)
     table = everybody(communicator, len(tensor), digest(tensor.dtype, tensor.shape[1:]))
@@ -119,7 +120,7 @@ def _average(grad: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`allgather`, without gradient."""
     return _gather(tensor, "allgather", process_set)[0]
 
@@ -137,7 +138,7 @@ def allgather(
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`grouped_allgather`, without gradient."""
     for tensor in tensors:
         _check_rows(tensor, "grouped_allgather", process_set)
@@ -157,7 +158,7 @@ def grouped_allgather(
 
 
 @torch.no_grad()
-def _spread(tensor: torch.Tensor, root_rank: int, process_set: ProcessSet, output: torch.Tensor | None) -> Handle:
+def _spread(tensor: torch.Tensor, root_rank: int, process_set: ProcessSet, output: torch.Tensor | None) -> Handle[Any]:
     communicator = _check(tensor, "broadcast", process_set)
     root = process_set.root(root_rank)
     values = tensor.detach().resolve_conj().resolve_neg()
@@ -194,7 +195,7 @@ class _Broadcast(torch.autograd.Function):
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`broadcast`, without gradient."""
     return _spread(tensor, root_rank, process_set, None)
 
@@ -209,7 +210,7 @@ def broadcast(
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`broadcast_`. The tensor has the values after ``synchronize``."""
     return _spread(tensor, root_rank, process_set, tensor)
 
@@ -241,7 +242,7 @@ def _check_splits(tensor: torch.Tensor, splits: Any, ranks: int) -> list[int]:
     return found
 
 
-def _exchange(tensor: torch.Tensor, splits: Any, process_set: ProcessSet) -> tuple[Handle, list[int], list[int]]:
+def _exchange(tensor: torch.Tensor, splits: Any, process_set: ProcessSet) -> tuple[Handle[Any], list[int], list[int]]:
     """Starts an alltoall; also the rows that go to each rank, and those that come from each."""
     communicator = _check_rows(tensor, "alltoall", process_set)
     ranks = communicator.nranks()
@@ -285,13 +286,13 @@ def alltoall_async(
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`alltoall`, without gradient."""
     handle, _, coming = _exchange(tensor, splits, process_set)
     if splits is None:
         return handle
     received = torch.tensor(coming, dtype=torch.int32)
-    return Handle(handle._parts, lambda: (handle.wait(), received))
+    return Handle([handle], lambda: (handle.wait(), received))
 
 
 def alltoall(

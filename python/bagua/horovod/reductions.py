@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from bagua.handle import Handle
 from bagua.torch_api import process_group
 from bagua.torch_api.process_group.tensor_args import check_op, seen
 
 from .compression import Compression, check_compression
-from .handles import Handle, together
+from .handles import together
 from .moves import allgather
 from .process_sets import ProcessSet, global_process_set
 
@@ -157,7 +158,7 @@ def check_tensors(tensors: Any, what: str) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequence[torch.Tensor] | None) -> Handle:
+def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequence[torch.Tensor] | None) -> Handle[Any]:
     """Starts one allreduce of several tensors, or one per dtype. Results go to ``outputs``, None for new tensors."""
     communicator = how.process_set.communicator()
     for number, tensor in enumerate(tensors):
@@ -191,9 +192,9 @@ def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequenc
     return Handle(parts, finish)
 
 
-def _first(handle: Handle) -> Handle:
+def _first(handle: Handle[Any]) -> Handle[Any]:
     """The handle of the only tensor of a group."""
-    return Handle(handle._parts, lambda: handle.wait()[0])
+    return Handle([handle], lambda: handle.wait()[0])
 
 
 def _must_be_differentiable(op: ReduceOp, what: str) -> None:
@@ -230,7 +231,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`allreduce`, without compression and gradient."""
     how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
     return _first(reduce_all([tensor], how, None))
@@ -264,7 +265,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`allreduce_`. The tensor has the result after ``synchronize``."""
     how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
     return _first(reduce_all([tensor], how, [tensor]))
@@ -294,7 +295,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`grouped_allreduce`, without compression and gradient."""
     how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
     return reduce_all(check_tensors(tensors, "grouped_allreduce"), how, None)
@@ -323,7 +324,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`grouped_allreduce_`. The tensors have the results after ``synchronize``."""
     how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
     found = check_tensors(tensors, "grouped_allreduce_")
@@ -350,7 +351,7 @@ def grouped_allreduce_(
 
 
 @torch.no_grad()
-def _reduce_scatter(tensor: torch.Tensor, how: Reduction) -> Handle:
+def _reduce_scatter(tensor: torch.Tensor, how: Reduction) -> Handle[Any]:
     communicator = how.process_set.communicator()
     how.core_op(tensor, "tensor")
     if tensor.dim() == 0:
@@ -403,7 +404,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`reducescatter`, without compression and gradient."""
     return _reduce_scatter(
         tensor, reduction(None, op, prescale_factor, postscale_factor, Compression.none, process_set)
@@ -436,7 +437,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[Any]:
     """Starts :func:`grouped_reducescatter`, without compression and gradient."""
     how = reduction(None, op, prescale_factor, postscale_factor, Compression.none, process_set)
     return together([_reduce_scatter(tensor, how) for tensor in check_tensors(tensors, "grouped_reducescatter")])

@@ -1,6 +1,7 @@
 """Process groups: sets of ranks, their communicators, and the collectives on torch tensors. No default group."""
 
-from .collectives import Handle
+from bagua.handle import AnyHandle as Handle
+
 from .groups import NON_COMM_MEMBER, AnyCommunicator, Communicator, NonMember, ProcessGroup
 from .tensor_args import DTYPES, ReduceOp, check_on_cpu, check_place, dtype_code
 

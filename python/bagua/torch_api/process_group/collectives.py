@@ -8,77 +8,20 @@ until it is done.
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import engine
+from bagua import handle as handles
+from bagua.handle import AnyHandle as Handle
 
 from ..utils import flatten, unflatten
 from .tensor_args import ReduceOp, check_op, own_shard, reader, same_kind, seen, source, target
 
 if TYPE_CHECKING:
     from bagua.cuda.tensors import TensorPlace
-
-
-class Handle(Protocol):
-    """An operation that may still be running."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until it is done, or raises its error; after ``timeout`` seconds BaguaTimeoutError."""
-
-    def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """Calls ``callback(error)`` once when it is done: ``error`` is ``None``, or what :meth:`wait` raises.
-
-        The call is made at once when it is done already, otherwise on a thread that calls the callbacks of all handles.
-        An exception of the callback goes to ``sys.unraisablehook``.
-        """
-
-    def is_completed(self) -> bool:
-        """True when it is done or has failed."""
-
-
-class _WithEpilogue:
-    """A handle whose results are copied by the first thread that waits, or before the first callback."""
-
-    def __init__(self, handle: Handle, epilogue: Callable[[], None]) -> None:
-        self._handle = handle
-        # None once it ran.
-        self._epilogue: Callable[[], None] | None = epilogue
-        self._lock = threading.Lock()
-
-    def _finish(self) -> None:
-        # Under the lock, so that a second thread returns after the copy too.
-        with self._lock:
-            epilogue, self._epilogue = self._epilogue, None
-            if epilogue is not None:
-                epilogue()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """As :meth:`Handle.wait`; then copies the results into the caller's tensors."""
-        self._handle.wait(timeout)
-        self._finish()
-
-    def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """As :meth:`Handle.then`; the results are in the caller's tensors before the call."""
-        if not callable(callback):
-            raise TypeError(f"{callback!r} is not callable")
-
-        def finish(error: Exception | None) -> None:
-            if error is None:
-                try:
-                    self._finish()
-                except Exception as failure:
-                    error = failure
-            callback(error)
-
-        self._handle.then(finish)
-
-    def is_completed(self) -> bool:
-        """True when the communication is done. The results are in the caller's tensors after :meth:`wait`."""
-        return self._handle.is_completed()
 
 
 def _require(send: int, recv: int, relation: str, right: bool) -> None:
@@ -521,7 +464,7 @@ def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, collective: Any)
     if not async_op:
         copy_back()
         return None
-    return _WithEpilogue(handle, copy_back) if place is None else place.handle(handle.raw, copy_back)
+    return handles.Handle([handle], copy_back) if place is None else place.handle(handle.raw, copy_back)
 
 
 def _place_of(tensors: Sequence[torch.Tensor]) -> TensorPlace | None:

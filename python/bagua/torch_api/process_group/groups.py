@@ -16,8 +16,9 @@ import torch
 from bagua import engine, shared_memory
 from bagua import group as neutral
 from bagua.errors import AbortedError
+from bagua.handle import AnyHandle as Handle
 
-from .collectives import Collectives, Handle
+from .collectives import Collectives
 from .tensor_args import require_dtype
 
 
