@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,12 +58,14 @@ class Timed(NamedTuple):
 class Barrier:
     """A barrier of the ranks that belongs to none of the contenders, so that it warms the caches of none.
 
-    Every rank counts in a word of its own of a mapped file, each word on its own cache line, and polls the words of the
-    others. It yields the processor between polls, so that the barrier also ends with more ranks than cores. The order
-    of memory accesses relies on x86, or on the system call between polls, which is a memory barrier elsewhere.
+    Every rank writes its count and the time of its arrival into a line of a mapped file, each on cache lines of its
+    own, and looks at those of the others. The order of memory accesses relies on x86, or on the system calls between
+    looks, which are memory barriers elsewhere.
     """
 
     LINE = 128
+    #: Seconds between two looks, and from the last arrival until the ranks go on, by when all have looked.
+    LOOK, START = 0.001, 0.004
 
     def __init__(self, folder: str, rank: int, ranks: int, limit: float = 300.0) -> None:
         self._rank, self._ranks, self._limit = rank, ranks, limit
@@ -75,19 +77,35 @@ class Barrier:
             self._words = mmap.mmap(file.fileno(), self.LINE * (ranks + 1))
 
     def wait(self) -> None:
-        """Returns when all ranks have called it as often as this one. TimeoutError names a missing rank."""
+        """Returns when all ranks have called this or :meth:`spin` as often as this one: all ranks at one time, and each
+        from a sleep. A user's ranks sleep too; a kernel parts ranks that spin on one processor. TimeoutError names a
+        missing rank.
+        """
+        last = self._arrive(lambda: time.sleep(self.LOOK))
+        time.sleep(max(0.0, last + self.START - time.monotonic()))
+
+    def spin(self) -> None:
+        """As :meth:`wait`, without a sleep. It yields the processor between looks, so that it also ends with more ranks
+        than cores.
+        """
+        self._arrive(os.sched_yield)
+
+    def _arrive(self, rest: Callable[[], object]) -> float:
+        """The time of the last arrival, by the clock that all processes of a machine share."""
         self._count += 1
-        words, count = self._words, self._count
+        words, count, begun = self._words, self._count, time.monotonic()
+        # The time first: it is read when the count has come.
+        struct.pack_into("d", words, self._rank * self.LINE + 8 + 8 * (count % 2), begun)
         struct.pack_into("q", words, self._rank * self.LINE, count)
-        polls = 0
-        begun = time.monotonic()
+        last = begun
         for peer in range(self._ranks):
             while struct.unpack_from("q", words, peer * self.LINE)[0] < count:
-                polls += 1
-                if polls % 8 == 0:
-                    os.sched_yield()
-                if polls % 4096 == 0 and time.monotonic() - begun > self._limit:
+                rest()
+                if time.monotonic() - begun > self._limit:
                     raise TimeoutError(f"rank {peer} did not reach barrier {count} within {self._limit} s")
+            # Of this barrier: a peer can be one ahead, and writes the other word there.
+            last = max(last, struct.unpack_from("d", words, peer * self.LINE + 8 + 8 * (count % 2))[0])
+        return last
 
     def broadcast(self, value: float) -> float:
         """Rank 0's value, on every rank."""

@@ -115,7 +115,7 @@ class Server:
 
     def _rest(self, pause: float | None) -> None:
         if pause is None:
-            self._barrier.wait()
+            self._barrier.spin()
         else:
             time.sleep(pause)
 
