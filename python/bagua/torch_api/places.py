@@ -30,24 +30,25 @@ def over(memory: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def window(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A tensor over a part of a flat tensor, from element ``offset`` on; :func:`flat_under` finds the flat one again.
+def window(flat: torch.Tensor, shape: torch.Size, strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor without gaps over a part of a flat tensor, from element ``offset`` on; :func:`flat_under` finds the part.
 
     In host memory it has a storage of its own, which begins there. torch up to 2.15 adds a sparse COO tensor without
     dense dimensions to a view at twice the view's storage offset: to another parameter, were they in one storage.
     """
-    part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+    # Flat: DLPack changes strides of dimensions with one element in older versions of torch.
+    part = flat.as_strided((shape.numel(),), (1,), flat.storage_offset() + offset)
     found = over(part)
     storage = found.untyped_storage()
     if storage._cdata != part.untyped_storage()._cdata:
         # torch keeps a storage's Python object, with its attributes, as long as the storage.
-        vars(storage)["_bagua_flat"] = part
-    return found
+        vars(storage)["_bagua_part"] = part
+    return found.as_strided(shape, strides)
 
 
 def flat_under(tensor: torch.Tensor) -> torch.Tensor:
-    """The view, of the flat tensor that a :func:`window` was made over, that the tensor is now; else the tensor."""
-    part = vars(tensor.untyped_storage()).get("_bagua_flat")
+    """The part of a flat tensor that a :func:`window` was made over, in the flat one's storage; else the tensor."""
+    part = vars(tensor.untyped_storage()).get("_bagua_part")
     # share_memory_() gives the same storage other memory.
     return part if part is not None and part.data_ptr() == tensor.data_ptr() else tensor
 
