@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
-for package in ("redis", "msgpack", "xxhash"):
+for package in ("redis", "hiredis", "msgpack", "xxhash"):
     pytest.importorskip(package, reason=f"{package} is not installed: make setup")
 
 import bagua.torch_api as bagua  # noqa: E402

@@ -10,7 +10,7 @@ import time
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
-for package in ("redis", "msgpack", "xxhash"):
+for package in ("redis", "hiredis", "msgpack", "xxhash"):
     pytest.importorskip(package, reason=f"{package} is not installed: make setup")
 
 from tests.distributed.test_network_namespaces import Hosts, hosts, next_line  # noqa: E402, F401

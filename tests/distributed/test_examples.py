@@ -29,7 +29,7 @@ def run_example(rank: int, name: str, arguments: list[str]) -> int:
 @pytest.mark.parametrize("name", ["moe.py", "sync_batchnorm.py", "cached_dataset.py", "fused_optimizer.py", "async.py"])
 def test_the_example_ends_well_on_every_rank(name: str) -> None:
     if name == "cached_dataset.py":
-        for package in ("lmdb", "msgpack", "redis", "xxhash"):
+        for package in ("hiredis", "lmdb", "msgpack", "redis", "xxhash"):
             pytest.importorskip(package, reason=f"{package} is not installed: pip install 'bagua[cache]'")
     world = World(2, timeout=240.0)
     assert world.run(run_example, name, []) == [0, 0]

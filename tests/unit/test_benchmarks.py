@@ -180,7 +180,7 @@ def test_a_job_learns_although_a_rank_of_it_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_compared_with_redis_py_and_plotted(tmp_path: Path) -> None:
-    for package in ("redis", "msgpack", "xxhash"):
+    for package in ("redis", "hiredis", "msgpack", "xxhash"):
         pytest.importorskip(package, reason=f"{package} is not installed: make setup")
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed: tools/system_packages test")

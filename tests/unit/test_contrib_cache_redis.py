@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
+pytest.importorskip("hiredis", reason="the package hiredis is not installed: make setup")
 redis = pytest.importorskip("redis", reason="the package redis is not installed: make setup")
 pytest.importorskip("msgpack", reason="msgpack is not installed: make setup")
 pytest.importorskip("xxhash", reason="xxhash is not installed: make setup")

@@ -1,11 +1,14 @@
-"""Values read from Redis by our own reader: however the reply is cut, whatever goes wrong in the middle of it."""
+"""Values read from Redis: however the reply is cut, whatever goes wrong in the middle of it, whatever it announces."""
 
 from __future__ import annotations
 
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed: make setup")
+pytest.importorskip("hiredis", reason="the package hiredis is not installed: make setup")
 redis = pytest.importorskip("redis", reason="the package redis is not installed: make setup")
 
+from bagua.torch_api.contrib.utils import redis_values  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
-from bagua.torch_api.contrib.utils.redis_store import RedisStore  # noqa: E402
-from bagua.torch_api.contrib.utils.redis_values import Reader, _Reply  # noqa: E402
+from bagua.torch_api.contrib.utils.redis_store import RedisNode, RedisStore  # noqa: E402
 
 MIB = 1 << 20
 
@@ -28,12 +32,33 @@ class Pieces:
     def __init__(self, data: bytes, sizes: list[int]) -> None:
         self.data, self.sizes, self.turn = memoryview(data), sizes, 0
 
-    def recv_into(self, place: memoryview) -> int:
-        assert len(place), "no room was offered"
+    def recv_into(self, place: bytearray) -> int:
         piece = self.data[: min(len(place), self.sizes[self.turn % len(self.sizes)])]
         place[: len(piece)] = piece
         self.data, self.turn = self.data[len(piece) :], self.turn + 1
         return len(piece)
+
+
+def bounded(connection: Any, room: int) -> redis_values.BoundedParser:
+    parser = redis_values.BoundedParser(socket_read_size=room)
+    encoder = SimpleNamespace(encoding="utf-8", encoding_errors="strict", decode_responses=False)
+    parser.on_connect(SimpleNamespace(_sock=connection, socket_timeout=1.0, encoder=encoder))
+    return parser
+
+
+def read(connection: Any, keys: int, room: int) -> list[bytes | None]:
+    """The reply to MGET of so many keys, read as redis-py's connection does."""
+    parser = bounded(connection, room)
+
+    def read_response() -> Any:
+        response = parser.read_response()
+        if isinstance(response, redis.exceptions.ResponseError):
+            raise response
+        return response
+
+    known = SimpleNamespace(send_command=lambda *_: None, read_response=read_response, disconnect=lambda: None)
+    pool = SimpleNamespace(get_connection=lambda: known, release=lambda _: None)
+    return redis_values._mget(pool, ["key"] * keys)
 
 
 def reply(values: list[bytes | None]) -> bytes:
@@ -48,8 +73,8 @@ def reply(values: list[bytes | None]) -> bytes:
     st.integers(16, 64),
 )
 def test_a_reply_is_read_however_it_is_cut(values: list[bytes | None], sizes: list[int], room: int) -> None:
-    connection: Any = Pieces(reply(values), sizes)
-    assert _Reply(connection, bytearray(room), redis.exceptions).values(len(values)) == values
+    connection = Pieces(reply(values), sizes)
+    assert read(connection, len(values), room) == values
     assert len(connection.data) == 0
 
 
@@ -58,87 +83,106 @@ def test_a_reply_is_read_however_it_is_cut(values: list[bytes | None], sizes: li
     [
         (b"", redis.exceptions.ConnectionError),
         (b"*2\r\n$3\r\nab", redis.exceptions.ConnectionError),
-        (b"*3\r\n", redis.exceptions.InvalidResponse),
-        (b":5\r\n", redis.exceptions.InvalidResponse),
-        (b"*2\r\n$1\r\na\r\n:5\r\n", redis.exceptions.InvalidResponse),
-        (b"*2\r\n$x\r\n", ValueError),
-        (b"*2\r\n$-2\r\n", redis.exceptions.InvalidResponse),
         (b"*2\r\n$536870913\r\n", redis.exceptions.InvalidResponse),
         (b"*2\r\n$4611686018427387904\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n$536870912\r\n", redis.exceptions.ConnectionError),
+        (b"*2\r\n", redis.exceptions.ConnectionError),
+        (b"*1\r\n$1\r\na\r\n", redis.exceptions.InvalidResponse),
+        (b"*-1\r\n", redis.exceptions.InvalidResponse),
+        (b"*4194305\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n*4194303\r\n", redis.exceptions.InvalidResponse),
+        (b"%1\r\n$1\r\na\r\n$1\r\na\r\n", redis.exceptions.InvalidResponse),
+        (b"+a\nb\r\n", redis.exceptions.InvalidResponse),
+        (b":5\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n$1\r\na\r\n:5\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n$1\r\na\r\n-ERR\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n$1\r\na\r\n*1\r\n$1\r\na\r\n", redis.exceptions.InvalidResponse),
+        (b"*1\r\n" * 100 + b"$1\r\na\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n$x\r\n", redis.exceptions.InvalidResponse),
+        (b"*2\r\n$-2\r\n", redis.exceptions.InvalidResponse),
+        (b"+" + b"x" * (1 << 17), redis.exceptions.InvalidResponse),
         (b"x" * 100, redis.exceptions.InvalidResponse),
         (b"-OOM full\r\n", redis.exceptions.ResponseError),
         (b"-LOADING soon\r\n", redis.exceptions.BusyLoadingError),
     ],
 )
 def test_what_is_no_reply_of_two_values_is_an_error(said: bytes, error: type[Exception]) -> None:
-    connection: Any = Pieces(said, [7])
     with pytest.raises(error):
-        _Reply(connection, bytearray(32), redis.exceptions).values(2)
+        read(Pieces(said, [7]), 2, 32)
+
+
+def test_the_limits_are_for_each_value_and_for_each_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_values, "_STRING", 3000)
+    monkeypatch.setattr(redis_values, "_ELEMENTS", 3)
+    parser = bounded(Pieces(reply([bytes(3000)] * 3) * 3, [1000]), 256)
+    for _ in range(3):
+        assert parser.read_response() == [bytes(3000)] * 3
+    with pytest.raises(redis.exceptions.InvalidResponse, match="beyond 3"):
+        read(Pieces(reply([b""] * 4), [4096]), 4, 256)
+    with pytest.raises(redis.exceptions.InvalidResponse, match="beyond 3000"):
+        read(Pieces(reply([b"", bytes(3001)]), [4096]), 2, 256)
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    """A client of a server that starts for these tests."""
+def node() -> Iterator[RedisNode]:
+    """A store on a server that starts for these tests."""
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed: tools/system_packages test")
     server = RedisServer("127.0.0.1", 64 * MIB, password="secret")
-    found = redis.Redis(host=server.host, port=server.port, password="secret", protocol=2, socket_timeout=5)
+    found = RedisNode("a", {"host": server.host, "port": server.port, "password": "secret", "socket_timeout": 5})
     yield found
-    found.close()
+    found.shutdown()
     server.stop()
 
 
-def test_values_of_every_size_come_back_in_order(client: Any) -> None:
+def test_values_of_every_size_come_back_in_order(node: RedisNode) -> None:
     values = {"empty": b"", "small": b"\r\n$1\r\n", "large": bytes(range(256)) * (3 * MIB // 256), "last": b"x"}
-    client.mset(values)
-    reader = Reader(client, redis.exceptions)
+    node.mset(values)
     for _ in range(2):
-        assert reader.mget([*values, "absent", "small", "ünïcode"]) == [*values.values(), None, values["small"], None]
+        assert node.mget([*values, "absent", "small", "ünïcode"]) == [*values.values(), None, values["small"], None]
     # A value of its own, which nobody else holds or changes.
-    assert type(reader.mget(["large"])[0]) is bytes
+    assert type(node.mget(["large"])[0]) is bytes
 
 
-def test_a_connection_that_the_server_closed_is_opened_again(client: Any) -> None:
-    reader = Reader(client, redis.exceptions)
-    client.set("k", b"1")
+def test_a_connection_that_the_server_closed_is_opened_again(node: RedisNode) -> None:
+    node.set("k", b"1")
     for _ in range(3):
-        assert reader.mget(["k"]) == [b"1"]
-        for other in client.client_list():
-            client.client_kill_filter(_id=other["id"], skipme=True)
+        assert node.mget(["k"]) == [b"1"]
+        for other in node.client().client_list():
+            node.client().client_kill_filter(_id=other["id"], skipme=True)
+    assert not node.lost
 
 
-def test_a_refusal_leaves_a_connection_that_works(client: Any) -> None:
-    reader = Reader(client, redis.exceptions)
-    client.set("k", b"1")
-    client.execute_command("ACL", "SETUSER", "poor", "on", ">word", "~k", "+mget", "+client", "+hello")
-    poor = redis.Redis(
-        host=client.connection_pool.connection_kwargs["host"],
-        port=client.connection_pool.connection_kwargs["port"],
-        username="poor",
-        password="word",
-        protocol=2,
-    )
-    reader = Reader(poor, redis.exceptions)
+def test_a_refusal_leaves_a_connection_that_works(node: RedisNode) -> None:
+    node.set("k", b"1")
+    node.client().execute_command("ACL", "SETUSER", "poor", "on", ">word", "~k", "+mget", "+client", "+hello")
+    poor = RedisNode("poor", {**node._options, "username": "poor", "password": "word"})
     for _ in range(2):
-        with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)noperm"):
-            reader.mget(["k", "other"])
-        assert reader.mget(["k"]) == [b"1"]
-    assert poor.connection_pool.get_connection() is not None
-    poor.close()
+        with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)no permission"):
+            poor._read(["k", "other"])
+        assert poor.mget(["k"]) == [b"1"]
+    assert poor.client().connection_pool.get_connection() is not None
+    poor.shutdown()
 
 
-def test_threads_read_their_own_values(client: Any) -> None:
-    reader = Reader(client, redis.exceptions)
-    client.mset({f"t{number}": b"%d" % number * 1000 for number in range(100)})
+def test_values_are_bytes_whatever_the_options_say(node: RedisNode) -> None:
+    node.set("k", b"\xff")
+    text = RedisNode("text", {**node._options, "decode_responses": True})
+    assert text.mget(["k"]) == [b"\xff"]
+    text.shutdown()
+
+
+def test_threads_read_their_own_values(node: RedisNode) -> None:
+    node.mset({f"t{number}": b"%d" % number * 1000 for number in range(100)})
     wrong: list[int] = []
 
-    def read(start: int) -> None:
+    def look(start: int) -> None:
         for step in range(100):
             number = (start * 31 + step) % 100
-            if reader.mget([f"t{number}", "absent"]) != [b"%d" % number * 1000, None]:
+            if node.mget([f"t{number}", "absent"]) != [b"%d" % number * 1000, None]:
                 wrong.append(number)
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=look, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -146,25 +190,18 @@ def test_threads_read_their_own_values(client: Any) -> None:
     assert wrong == []
 
 
-def test_a_server_that_stops_in_the_middle_of_a_reply_is_lost_and_the_rest_is_no_later_reply() -> None:
-    """The first question gets half a reply at once, and the rest before the next reply on that connection."""
+@contextmanager
+def served(answer: Callable[[int, int], bytes]) -> Iterator[Any]:
+    """A store on a server that replies to MGET by ``answer(number of the MGET, its number on this connection)``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        asked = 0
+        numbers = count()
 
-        def answer(connection: socket.socket) -> None:
-            nonlocal asked
-            rest = b""
+        def talk(connection: socket.socket) -> None:
+            mine = count()
             with connection:
                 while command := connection.recv(4096):
-                    if b"MGET" not in command:
-                        connection.sendall(b"+OK\r\n" * max(1, command.count(b"*")))
-                        continue
-                    asked += 1
-                    if asked == 1:
-                        connection.sendall(b"*1\r\n$19\r\nwr")
-                        rest = b"*1\r\n$5\r\nwrong\r\n\r\n"
-                    else:
-                        connection.sendall(rest + b"*1\r\n$5\r\nright\r\n")
+                    others = b"+OK\r\n" * max(1, command.count(b"*"))
+                    connection.sendall(answer(next(numbers), next(mine)) if b"MGET" in command else others)
 
         def serve() -> None:
             while True:
@@ -172,16 +209,40 @@ def test_a_server_that_stops_in_the_middle_of_a_reply_is_lost_and_the_rest_is_no
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+                threading.Thread(target=talk, args=(connection,), daemon=True).start()
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         store = RedisStore([{"host": "127.0.0.1", "port": listener.getsockname()[1]}], timeout=0.3)
-        (node,) = store.stores
-        assert node.get("k") is None
-        assert node.lost  # type: ignore[attr-defined]
-        node._again = 0.0  # type: ignore[attr-defined]
-        assert node.get("k") == b"right"
+        yield store.stores[0]
         store.shutdown()
         listener.shutdown(socket.SHUT_RDWR)
     thread.join(10)
+
+
+def test_a_server_that_stops_in_the_middle_of_a_reply_is_lost_and_the_rest_is_no_later_reply() -> None:
+    """The first question gets half a reply at once, and the rest before the next reply on that connection."""
+
+    def answer(number: int, of_connection: int) -> bytes:
+        if number == 0:
+            return b"*1\r\n$19\r\nwr"
+        rest = b"*1\r\n$5\r\nwrong\r\n\r\n" if of_connection else b""
+        return rest + b"*1\r\n$5\r\nright\r\n"
+
+    with served(answer) as node:
+        assert node.get("k") is None
+        assert node.lost
+        node._again = 0.0
+        assert node.get("k") == b"right"
+
+
+@pytest.mark.parametrize(
+    "announced", [b"*1000000000\r\n", b"*4294967295\r\n", b"*1\r\n" * 1000, b"*1\r\n$1000000000\r\n", b"-" * 100000]
+)
+def test_a_server_that_announces_more_than_the_limits_is_lost(announced: bytes) -> None:
+    with served(lambda *_: announced) as node:
+        # hiredis would wait for the rest, until the timeout, or run out of memory.
+        with pytest.raises(redis.exceptions.InvalidResponse):
+            node._read(["k"])
+        assert node.get("k") is None
+        assert node.lost

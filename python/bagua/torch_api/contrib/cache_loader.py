@@ -287,7 +287,7 @@ def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
     redis = {name: value for name, value in options.items() if name in _REDIS}
     if options.get("hosts") is not None:
         return RedisStore(**redis)
-    if find_spec("redis") is not None and find_spec("xxhash") is not None:
+    if all(find_spec(package) is not None for package in ("redis", "hiredis", "xxhash")):
         try:
             return RedisStore(**redis)
         except RuntimeError as failure:

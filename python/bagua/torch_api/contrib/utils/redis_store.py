@@ -10,19 +10,23 @@ from typing import Any
 from ...env import get_node_rank
 from .redis_job import job_servers, stop_job_servers
 from .redis_server import start_redis_server_cli
-from .redis_values import Reader
 from .store import ClusterStore, LossyStore, Shared
 
 __all__ = ["RedisClusterNodes", "RedisNode", "RedisStore", "start_redis_server_cli"]
 
+# Bytes that are taken from a socket at a time: a batch of small values.
+_READ_SIZE = 1 << 18
+
 
 def _redis() -> Any:
     try:
+        import hiredis  # noqa: F401
         import redis
         import redis.cluster
     except ImportError as absent:
         raise ImportError(
-            "the cache backend 'redis' needs the package redis, which is not installed: pip install bagua[cache]"
+            f"the cache backend 'redis' needs the package {absent.name}, which is not installed: "
+            "pip install bagua[cache]"
         ) from absent
     return redis
 
@@ -36,8 +40,6 @@ class RedisNode(LossyStore):
         super().__init__(name)
         self._options = dict(options)
         self._client: Any = None
-        # Of the client, and None without one.
-        self._reader: Reader | None = None
         self._process = 0
         self._know_errors()
 
@@ -47,7 +49,7 @@ class RedisNode(LossyStore):
         self.refusals = (errors.ResponseError, errors.DataError)  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None, "_reader": None, "losses": None, "refusals": None}
+        return {**self.__dict__, "_client": None, "losses": None, "refusals": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -57,24 +59,27 @@ class RedisNode(LossyStore):
         """The redis-py client of this process: sockets are not shared with a parent or child."""
         if self._process != os.getpid() or self._client is None:
             self._client, self._process = self._connect(), os.getpid()
-            self._reader = None
         return self._client
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
-        client = self.client()
-        if self._reader is None:
-            self._reader = Reader(client, _redis().exceptions)
-        return self._reader.mget(keys)
+        from .redis_values import mget
+
+        return mget(self.client(), keys)
 
     def _connect(self) -> Any:
         redis = _redis()
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
+        from .redis_values import BoundedParser
+
         # Once more for a connection that the server had closed meanwhile, never for a server that hangs.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,))
-        # Version 2 of the protocol, which Reader knows.
-        return redis.Redis(**{**self._options, "protocol": 2}, retry=retry)
+        # Values are bytes, whatever the options say; version 2 of the protocol has no messages beside the replies.
+        client = redis.Redis(**{**self._options, "protocol": 2, "decode_responses": False}, retry=retry)
+        # redis.Redis hands an argument of this name to no connection.
+        client.connection_pool.connection_kwargs |= {"parser_class": BoundedParser, "socket_read_size": _READ_SIZE}
+        return client
 
     def set(self, key: str, value: str | bytes) -> None:
         self._attempt(lambda: self.client().set(key, value), None, writes=1)
@@ -185,8 +190,8 @@ class RedisStore(ClusterStore):
     ``timeout`` is in seconds: how long a server may take to answer before it counts as lost, and how long to wait for
     the first answer at construction. A lost server's values are misses; see :class:`LossyStore`.
 
-    Raises ImportError without the package ``redis``, ValueError for hosts that cannot be used, ConnectionError if no
-    server answers or one refuses the password.
+    Raises ImportError without the packages ``redis`` and ``hiredis``, ValueError for hosts that cannot be used,
+    ConnectionError if no server answers or one refuses the password.
     """
 
     def __init__(
