@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed: make setup")
 import torch  # noqa: F401
 
 import bagua
+from bagua import torch_api
 from tests.chaos import network
 from tests.chaos.cell import Cell, run
 from tests.chaos.network import Network
@@ -68,21 +69,35 @@ def shrinks(rank: int, folder: str) -> str:
     """The class of the error of `Group.shrink` on this rank, "" for none."""
     group = bagua.init()
     group.barrier()
+    return _outcome(lambda: bagua.Group.shrink(group, timeout=5.0), rank, folder)
+
+
+def rebuilds(rank: int, folder: str) -> str:
+    """The class of the error of `rebuild` on this rank, "" for none."""
+    torch_api.init_process_group()
+    torch_api.barrier()
+    return _outcome(lambda: torch_api.rebuild(timeout=5.0), rank, folder)
+
+
+def _outcome(act: Callable[[], object], rank: int, folder: str) -> str:
     Path(folder, f"ready{rank}").touch()
     while not Path(folder, "go").exists():
         time.sleep(0.005)
     try:
-        bagua.Group.shrink(group, timeout=5.0)
+        act()
     except bagua.BaguaError as error:
         return type(error).__name__
     return ""
 
 
-def test_no_rank_goes_on_in_a_smaller_group_whose_line_loses_full_packets(hosts: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("goes_on", [shrinks, rebuilds])
+def test_no_rank_goes_on_in_a_smaller_group_whose_line_loses_full_packets(
+    hosts: Network, tmp_path: Path, goes_on: Callable[[int, str], str]
+) -> None:
     hosts.set({})
-    env = {"MASTER_ADDR": hosts.addresses[0], "BAGUA_TIMEOUT": "15"}
-    world = World(3, env=env, hosts=[[0], [1], [2]], namespaces=hosts.namespaces[:3], timeout=60.0)
-    with world.running(shrinks, str(tmp_path)) as started:
+    env = {"MASTER_ADDR": hosts.addresses[0], "BAGUA_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "line"}
+    world = World(3, env=env, hosts=[[0], [1], [2]], namespaces=hosts.namespaces[:3], timeout=150.0)
+    with world.running(goes_on, str(tmp_path)) as started:
         until = time.monotonic() + 60
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(3)):
             assert time.monotonic() < until, "the ranks never came to the group"
