@@ -31,7 +31,7 @@ def over(memory: torch.Tensor) -> torch.Tensor:
 
 
 def window(flat: torch.Tensor, shape: torch.Size, strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A tensor without gaps over a part of a flat tensor, from element ``offset`` on; :func:`flat_under` finds the part.
+    """A tensor without gaps over a part of a flat tensor, from element ``offset``; :func:`flat_under` finds the part.
 
     In host memory it has a storage of its own, which begins there. torch up to 2.15 adds a sparse COO tensor without
     dense dimensions to a view at twice the view's storage offset: to another parameter, were they in one storage.
