@@ -3,8 +3,8 @@
 torch can replace the memory under every tensor that a user reaches. ``tensor.data = ...`` and ``set_`` do so for one
 tensor; ``share_memory_()``, and a queue of torch.multiprocessing on a thread of its own, for all tensors of a storage,
 whose old memory they free. So a tensor with which we keep memory alive, or by which we find it, is never given to a
-user, nor is another tensor of its storage: a user gets tensors over the same memory in a second storage. Whatever
-becomes of that storage, the memory stays, and comparing addresses shows that a tensor has left its place.
+user, nor is another tensor of its storage: a user gets tensors over the same memory, each in a storage of its own.
+Whatever becomes of that storage, the memory stays, and comparing addresses shows that a tensor has left its place.
 """
 
 from __future__ import annotations
