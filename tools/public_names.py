@@ -70,6 +70,7 @@ INTERNAL = (
     "bagua.buckets",
     "bagua.c10d.*",
     "bagua.codecs",
+    "bagua.collectives",
     "bagua.commands.*",
     "bagua.config",
     "bagua.cuda.arrays",
@@ -89,6 +90,7 @@ INTERNAL = (
     "bagua.lifecycle",
     "bagua.lightning.*",
     "bagua.messages",
+    "bagua.operand",
     "bagua.records",
     "bagua.store_requests",
     "bagua.torch_api.contrib.utils.counters",
@@ -101,6 +103,7 @@ INTERNAL = (
     "bagua.torch_api.store_client",
     "bagua.torch_api.torch_*",
     "bagua.torch_needed",
+    "bagua.torch_operand",
     "bagua.torch_store",
     "bagua.verbs",
 )

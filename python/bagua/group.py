@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import config, engine, lifecycle, shared_memory
+from bagua.collectives import Collectives
 from bagua.errors import BaguaError
 from bagua.handle import Handle
 from bagua.lifecycle import process
-from bagua.verbs import Verbs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Handle", "default", "join", "set_default", "shutdown", "stats"]
 
 
-class Group(Verbs):
+class Group(Collectives):
     """Ranks that work together. Ranks in its methods are ranks of the group."""
 
     def __init__(
