@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from bagua import engine
-from bagua.lifecycle import torch_state
 
 from .. import devices
 from ..bucket import BaguaBucket
 from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
 from ..tensor import effective, registration, require_resolved
-
-_state = torch_state()
+from .state import model_state as _models
 
 # Seconds that a round of averaging in progress may take to its end when the averaging stops.
 _PATIENCE = 10.0
@@ -81,7 +79,7 @@ class Backend:
         # CUDA devices of the buckets, and that of each registered tensor by number.
         self._devices: list[torch.device] = []
         self._places: list[torch.device | None] = []
-        _state.all_backends.add(self)
+        _models.all_backends.add(self)
 
     @property
     def rank(self) -> int:
@@ -242,24 +240,24 @@ def _present(handle: Handle | None) -> Handle:
 
 def find(model_name: str) -> Backend | None:
     """The backend of a model by its name."""
-    found: Backend | None = _state.backends.get(model_name)
+    found: Backend | None = _models.backends.get(model_name)
     return found
 
 
 def adopt(backend: Backend) -> None:
     """Makes a backend that of the model of its name."""
-    _state.backends[backend.name] = backend
+    _models.backends[backend.name] = backend
 
 
 def release(backend: Backend) -> None:
     """Shuts a model's backend down."""
-    if _state.backends.get(backend.name) is backend:
-        del _state.backends[backend.name]
+    if _models.backends.get(backend.name) is backend:
+        del _models.backends[backend.name]
     backend.shutdown()
 
 
 def shut_down_all() -> None:
     """Shuts every backend down, before the group leaves."""
-    for backend in list(_state.all_backends):
+    for backend in list(_models.all_backends):
         backend.shutdown()
-    _state.backends.clear()
+    _models.backends.clear()
