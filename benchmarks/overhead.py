@@ -52,7 +52,6 @@ def overhead(batches: int) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    import bagua.c10d
     import bagua.torch_api as api
     from bagua import engine, group
 
@@ -62,7 +61,7 @@ def overhead(batches: int) -> list[dict[str, Any]]:
         api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
         world = group.default(required=True)
         x = torch.ones(256)
-        backend = dist.new_group([0], backend="bagua")
+        backend: Any = dist.new_group([0], backend="bagua")
         array, address, raw, total = x.numpy(), x.data_ptr(), world.communicator, api.ReduceOp.SUM
         layers: dict[str, Callable[[], Any]] = {
             "nothing (the loop of this measurement)": lambda: None,

@@ -10,15 +10,18 @@ legacy stream. The verb begins after the work that the stream has, and work that
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from bagua import engine, verbs
 from bagua.arrays import Array
 from bagua.handle import Handle
-from bagua.messages import Messages, outcome
+from bagua.messages import Messages, ResultOptions, outcome
 from bagua.operand import Operand, empty_like, same_kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Collectives"]
 
@@ -42,25 +45,11 @@ class Collectives(Messages):
 
     @overload
     def all_reduce(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
     ) -> Any: ...
     @overload
     def all_reduce(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
     ) -> Handle[Any]: ...
     def all_reduce(
         self,
@@ -80,10 +69,9 @@ class Collectives(Messages):
         if out is None and (found := engine.read_array(x)) is not None and found[4]:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
+            run = self._communicator.run
             if not async_op:
-                self._communicator.run(
-                    engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout
-                )
+                run(engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout)
                 return x
             # The operation keeps the array, because the caller may drop the handle.
             done = self._communicator.run(
@@ -109,22 +97,12 @@ class Collectives(Messages):
         dst: int = 0,
         op: Op = "sum",
         *,
-        out: Array | None = None,
         async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[ResultOptions],
     ) -> Any: ...
     @overload
     def reduce(
-        self,
-        x: Array,
-        dst: int = 0,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int = 0, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
     ) -> Handle[Any]: ...
     def reduce(
         self,
@@ -151,25 +129,11 @@ class Collectives(Messages):
 
     @overload
     def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
     ) -> Any: ...
     @overload
     def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
     ) -> Handle[Any]: ...
     def reduce_scatter(
         self,
@@ -196,25 +160,11 @@ class Collectives(Messages):
 
     @overload
     def broadcast(
-        self,
-        x: Array,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, src: int = 0, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
     ) -> Any: ...
     @overload
     def broadcast(
-        self,
-        x: Array,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, src: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
     ) -> Handle[Any]: ...
     def broadcast(
         self,
@@ -234,25 +184,11 @@ class Collectives(Messages):
 
     @overload
     def gather(
-        self,
-        x: Array,
-        dst: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int = 0, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
     ) -> Any: ...
     @overload
     def gather(
-        self,
-        x: Array,
-        dst: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
     ) -> Handle[Any]: ...
     def gather(
         self,
@@ -283,21 +219,12 @@ class Collectives(Messages):
         x: Array | None = None,
         src: int = 0,
         *,
-        out: Array | None = None,
         async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[ResultOptions],
     ) -> Any: ...
     @overload
     def scatter(
-        self,
-        x: Array | None = None,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array | None = None, src: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
     ) -> Handle[Any]: ...
     def scatter(
         self,
@@ -343,25 +270,9 @@ class Collectives(Messages):
     # --- every rank to every rank -------------------------------------------------------------------------------------
 
     @overload
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
+    def all_gather(self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]) -> Any: ...
     @overload
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
+    def all_gather(self, x: Array, *, async_op: Literal[True], **options: Unpack[ResultOptions]) -> Handle[Any]: ...
     def all_gather(
         self,
         x: Array,
@@ -381,25 +292,9 @@ class Collectives(Messages):
         return self._begin(verbs.ALL_GATHER, given, target, result, async_op, timeout)
 
     @overload
-    def all_to_all(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
+    def all_to_all(self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]) -> Any: ...
     @overload
-    def all_to_all(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
+    def all_to_all(self, x: Array, *, async_op: Literal[True], **options: Unpack[ResultOptions]) -> Handle[Any]: ...
     def all_to_all(
         self,
         x: Array,

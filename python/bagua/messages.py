@@ -7,8 +7,7 @@ arrays must not be touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from bagua import engine, verbs
 from bagua.arrays import Array, operand
@@ -16,7 +15,24 @@ from bagua.errors import DeviceError
 from bagua.handle import AnyHandle, Handle
 from bagua.operand import Operand, empty_like, same_kind
 
-__all__ = ["Messages", "outcome"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Messages", "Options", "ResultOptions", "outcome"]
+
+
+class Options(TypedDict, total=False):
+    """What each verb takes, for type checkers."""
+
+    timeout: float | None
+    stream: int | None
+
+
+class ResultOptions(Options, total=False):
+    """What each verb with a result takes."""
+
+    out: Array | None
+
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
 _OUT_OF_MEMORY = 2
@@ -57,10 +73,8 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
         async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[ResultOptions],
     ) -> Any: ...
     @overload
     def all_to_all_v(
@@ -71,10 +85,8 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
         async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[ResultOptions],
     ) -> Handle[Any]: ...
     def all_to_all_v(
         self,
@@ -119,8 +131,7 @@ class Messages:
         *,
         tag: int = 0,
         async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[Options],
     ) -> list[Any]: ...
     @overload
     def exchange(
@@ -130,8 +141,7 @@ class Messages:
         *,
         tag: int = 0,
         async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[Options],
     ) -> Handle[list[Any]]: ...
     def exchange(
         self,
@@ -158,38 +168,15 @@ class Messages:
             raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
         if len(places := {memory.where for memory in memories}) > 1:
             raise TypeError(f"exchange: the arrays are in different places: {', '.join(sorted(places))}")
-        dtype = memories[0].dtype if memories else engine.DTYPES["uint8"]
-        call = partial(
-            self._communicator.exchange,
-            [(peer, memory.address, memory.count) for peer, memory in given],
-            [(peer, memory.address, memory.count) for peer, memory in wanted],
-            dtype,
-            tag=verbs.check_tag(tag),
-        )
-        begun = verbs.Operation(self._communicator, call, memories, is_message=True).begin(async_op, timeout)
-        return outcome(begun, result)
+        return outcome(verbs.exchange(self._communicator, given, wanted, tag).begin(async_op, timeout), result)
 
     @overload
     def send(
-        self,
-        x: Array,
-        dst: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[False] = False, **options: Unpack[Options]
     ) -> None: ...
     @overload
     def send(
-        self,
-        x: Array,
-        dst: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[True], **options: Unpack[Options]
     ) -> Handle[None]: ...
     def send(
         self,
@@ -213,25 +200,11 @@ class Messages:
 
     @overload
     def recv(
-        self,
-        x: Array,
-        src: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[False] = False, **options: Unpack[Options]
     ) -> Any: ...
     @overload
     def recv(
-        self,
-        x: Array,
-        src: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[True], **options: Unpack[Options]
     ) -> Handle[Any]: ...
     def recv(
         self,

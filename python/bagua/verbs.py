@@ -111,7 +111,7 @@ class Operation:
 
     def __init__(
         self,
-        raw: engine.Communicator,
+        raw: engine.Communicator | engine.Engine,
         call: Callable[..., engine.Handle | None],
         operands: Sequence[Operand | None],
         *,
@@ -156,7 +156,7 @@ class Operation:
 
 
 def operation(
-    raw: engine.Communicator,
+    raw: engine.Communicator | engine.Engine,
     verb: Verb,
     src: Operand | None,
     dst: Operand | None,
@@ -173,12 +173,15 @@ def operation(
     held = src if dst is None else dst
     if held is None:
         return Operation(raw, partial(raw.run, verb.code, None, None, 0, engine.DTYPES["uint8"]), [])
+    if count is None:
+        assert isinstance(raw, engine.Communicator), "who runs a verb on an engine counts"
+        count = verb.part(src, dst, raw.size)
     call: Callable[..., Any] = partial(
         raw.run,
         verb.code,
         None if src is None else src.address,
         None if dst is None else dst.address,
-        verb.part(src, dst, raw.size) if count is None else count,
+        count,
         held.dtype,
         op,
         root,
@@ -218,6 +221,19 @@ def recv(raw: engine.Communicator, dst: Operand, sender: int | None, tag: int = 
     """The next message of rank `sender`, None for any, with this tag."""
     call = partial(raw.recv, dst.address, dst.count, dst.dtype, sender, tag=check_tag(tag))
     return Operation(raw, call, [dst], is_message=True)
+
+
+def exchange(
+    raw: engine.Communicator,
+    sends: Sequence[tuple[int, Operand]],
+    receives: Sequence[tuple[int, Operand]],
+    tag: int = 0,
+) -> Operation:
+    """Many messages at once, of one element type, as `(peer, operand)` for each."""
+    operands = [operand for _, operand in (*sends, *receives)]
+    sent, received = [[(peer, x.address, x.count) for peer, x in each] for each in (sends, receives)]
+    dtype = operands[0].dtype if operands else engine.DTYPES["uint8"]
+    return Operation(raw, partial(raw.exchange, sent, received, dtype, tag=check_tag(tag)), operands, is_message=True)
 
 
 def check_tag(tag: int) -> int:
