@@ -43,6 +43,11 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
 
     As `on_host`; BaguaError that says why there is no CUDA, NotImplementedError for a stream that is being captured.
     """
+    found = read_array(x)
+    if found is not None:
+        # A plain array of NumPy: the same as below without another look at it.
+        address, count, dtype, dims, writable = found
+        return Operand(address, count, dtype, dims, x, None, True, writable)
     if isinstance(x, np.ndarray):
         return on_host(x, what)
     speaks_dlpack = hasattr(x, "__dlpack__")

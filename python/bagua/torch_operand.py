@@ -72,9 +72,12 @@ reader = _new_reader()
 def will_change(operand: Operand) -> None:
     """Increments the version counters of the tensors that an operation will write to."""
     for tensor in operand.results:
-        # One made in inference mode has no counter.
-        if not tensor.is_inference():
+        try:
             _count_version((tensor,))
+        except RuntimeError:
+            # One made in inference mode has no counter.
+            if not tensor.is_inference():
+                raise
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
@@ -177,25 +180,36 @@ class Adapter:
         if not self.copies_results:
             _refuse_to_write(tensor, what)
         memory = _contiguous(memory) if reads else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return self._operand(memory, code, results=(tensor,), finish=_copying([tensor], memory))
+
+        def finish() -> None:
+            with torch.no_grad():
+                tensor.detach().copy_(memory)
+
+        return self._operand(memory, code, results=(tensor,), finish=finish)
 
     def joined(self, tensors: Sequence[Any], what: str, *, reads: bool = True, writes: bool = True) -> Operand:
         """Several tensors, one after the other in one memory. TypeError for different dtypes and devices."""
         codes = [self.check(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
         first = tensors[0]
-        if len(kinds := {str(tensor.dtype) for tensor in tensors}) > 1:
-            raise TypeError(f"{what} of different dtypes cannot be coalesced: {sorted(kinds)}")
-        if len(places := {str(tensor.device) for tensor in tensors}) > 1:
-            raise TypeError(f"{what} in different places cannot be coalesced: {sorted(places)}")
+        if len(kinds := {tensor.dtype for tensor in tensors}) > 1:
+            raise TypeError(f"{what} of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
+        if len(places := {tensor.device for tensor in tensors}) > 1:
+            raise TypeError(f"{what} in different places cannot be coalesced: {sorted(map(str, places))}")
         if reads:
             refuse_capture(first)
-        memory = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
-        if reads:
-            for piece, tensor in zip(_pieces(memory, tensors), tensors, strict=True):
-                piece.copy_(tensor.detach())
+            memory = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        else:
+            memory = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
         if not writes:
             return self._operand(memory, codes[0])
-        return self._operand(memory, codes[0], results=tensors, finish=_copying(tensors, memory))
+
+        def finish() -> None:
+            pieces = memory.split_with_sizes([tensor.numel() for tensor in tensors])
+            with torch.no_grad():
+                for piece, tensor in zip(pieces, tensors, strict=True):
+                    tensor.detach().copy_(piece.view(tensor.shape))
+
+        return self._operand(memory, codes[0], results=tensors, finish=finish)
 
     def _operand(
         self,
@@ -240,20 +254,3 @@ def refuse_capture(tensor: torch.Tensor) -> None:
         from bagua.cuda import tensors
 
         tensors.refuse_capture(tensor.device)
-
-
-def _pieces(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of a memory that has tensors one after the other, in their shapes."""
-    parts = torch.split(memory.view(-1), [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _copying(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> Callable[[], None]:
-    """Copies a memory to the tensors that it has one after the other."""
-
-    def finish() -> None:
-        with torch.no_grad():
-            for piece, tensor in zip(_pieces(memory, tensors), tensors, strict=True):
-                tensor.detach().copy_(piece)
-
-    return finish

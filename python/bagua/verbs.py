@@ -113,15 +113,18 @@ class Operation:
         self,
         raw: engine.Communicator | engine.Engine,
         call: Callable[..., engine.Handle | None],
-        operands: Sequence[Operand | None],
+        operands: Sequence[Operand],
         *,
+        finish: Callable[[], None] | None = None,
         is_message: bool = False,
         fill: tuple[Operand, Operand] | None = None,
     ) -> None:
         self._raw = raw
         self._call = call
         #: All are in one place.
-        self.operands = [operand for operand in operands if operand is not None]
+        self.operands = operands
+        #: Copies the result to where the caller wants it.
+        self.finish = finish
         self._is_message = is_message
         # The second is copied to the first before.
         self._fill = fill
@@ -131,24 +134,24 @@ class Operation:
 
         NotImplementedError while the stream of its device is being captured, before anything is enqueued.
         """
-        places = [operand.place for operand in self.operands if operand.place is not None]
-        finish = next((operand.finish for operand in self.operands if operand.finish is not None), None)
+        finish, operands = self.finish, self.operands
+        place = operands[0].place if operands else None
         handle: AnyHandle | None
-        if places:
-            make = places[0].call_messages if self._is_message else places[0].call
-            call = make(self._raw, places)
+        if place is not None:
+            make = place.call_messages if self._is_message else place.call
+            call = make(self._raw, [operand.place for operand in operands])
             if self._fill is not None:
                 to, other = self._fill
                 call.copy(to.address, other.address, to.nbytes)
-            done = self._call(timeout=timeout, async_op=async_op, keep=self.operands, place=call)
-            handle = places[0].handle(done, finish)
+            done = self._call(timeout=timeout, async_op=async_op, keep=operands, place=call)
+            handle = place.handle(done, finish)
         else:
             if self._fill is not None:
                 to, other = self._fill
                 ctypes.memmove(to.address, other.address, to.nbytes)
-            done = self._call(
-                timeout=timeout, async_op=async_op, keep=self.operands if async_op or self._is_message else None
-            )
+            # A message may go on after a wait for it that was interrupted.
+            keep = operands if async_op or self._is_message else None
+            done = self._call(timeout=timeout, async_op=async_op, keep=keep)
             handle = done if done is None or finish is None else Handle([done], finish)
         if done is None and finish is not None:
             finish()
@@ -172,22 +175,22 @@ def operation(
     """
     held = src if dst is None else dst
     if held is None:
-        return Operation(raw, partial(raw.run, verb.code, None, None, 0, engine.DTYPES["uint8"]), [])
+        return Operation(raw, partial(raw.run, verb.code, None, None, 0, engine.DTYPES["uint8"]), ())
     if count is None:
         assert isinstance(raw, engine.Communicator), "who runs a verb on an engine counts"
         count = verb.part(src, dst, raw.size)
-    call: Callable[..., Any] = partial(
-        raw.run,
-        verb.code,
-        None if src is None else src.address,
-        None if dst is None else dst.address,
-        count,
-        held.dtype,
-        op,
-        root,
-        shape=held.dims if verb.compares_shapes else None,
-    )
-    return Operation(raw, call, [src, dst, fill], fill=None if fill is None or dst is None else (dst, fill))
+    shape = held.dims if verb.compares_shapes else None
+    call: Callable[..., Any]
+    if dst is None:
+        call = partial(raw.run, verb.code, held.address, None, count, held.dtype, op, root, shape=shape)
+        return Operation(raw, call, (held,))
+    if src is None:
+        call = partial(raw.run, verb.code, None, dst.address, count, dst.dtype, op, root, shape=shape)
+        if fill is not None:
+            return Operation(raw, call, (dst, fill), finish=dst.finish, fill=(dst, fill))
+        return Operation(raw, call, (dst,), finish=dst.finish)
+    call = partial(raw.run, verb.code, src.address, dst.address, count, dst.dtype, op, root, shape=shape)
+    return Operation(raw, call, (src, dst), finish=dst.finish)
 
 
 def all_to_all_v(
@@ -208,19 +211,19 @@ def all_to_all_v(
         *sends,
         *receives,
     )
-    return Operation(raw, call, [src, dst])
+    return Operation(raw, call, (dst,) if src is None else (src, dst), finish=dst.finish)
 
 
 def send(raw: engine.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
     """A message to rank `to`."""
     call = partial(raw.send, src.address, src.count, src.dtype, to, tag=check_tag(tag))
-    return Operation(raw, call, [src], is_message=True)
+    return Operation(raw, call, (src,), is_message=True)
 
 
 def recv(raw: engine.Communicator, dst: Operand, sender: int | None, tag: int = 0) -> Operation:
     """The next message of rank `sender`, None for any, with this tag."""
     call = partial(raw.recv, dst.address, dst.count, dst.dtype, sender, tag=check_tag(tag))
-    return Operation(raw, call, [dst], is_message=True)
+    return Operation(raw, call, (dst,), finish=dst.finish, is_message=True)
 
 
 def exchange(

@@ -68,7 +68,7 @@ class Operation:
     def begin(self, async_op: bool, timeout: float) -> AnyHandle | None:
         """Starts it; the handle of an asynchronous one."""
         handle = self.verb.begin(async_op, timeout)
-        if handle is not None and any(operand.finish is not None for operand in self.verb.operands):
+        if handle is not None and self.verb.finish is not None:
             # Results are copied whether or not a thread waits.
             handle.then(_ignore)
         return handle
