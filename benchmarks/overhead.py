@@ -49,6 +49,7 @@ def beside_a_busy_thread(layers: dict[str, Callable[[], Any]]) -> list[dict[str,
 def overhead(batches: int) -> list[dict[str, Any]]:
     """Nanoseconds of a blocking all_reduce of 1 KiB in a world of one, at each layer of the Python side."""
     import torch
+    import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     import bagua.torch_api as api
@@ -60,6 +61,7 @@ def overhead(batches: int) -> list[dict[str, Any]]:
         api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
         world = group.default(required=True)
         x = torch.ones(256)
+        backend: Any = dist.new_group([0], backend="bagua")
         array, address, raw, total = x.numpy(), x.data_ptr(), world.communicator, api.ReduceOp.SUM
         layers: dict[str, Callable[[], Any]] = {
             "nothing (the loop of this measurement)": lambda: None,
@@ -67,6 +69,8 @@ def overhead(batches: int) -> list[dict[str, Any]]:
             "extension, by address": lambda: raw.run(engine.ALL_REDUCE, None, address, 256, float32, engine.OPS["sum"]),
             "bagua, NumPy array": lambda: world.all_reduce(array),
             "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
+            "torch.distributed, backend bagua": lambda: dist.all_reduce(x, group=backend),
+            "torch.distributed, backend gloo": lambda: dist.all_reduce(x),
         }
         rows = []
         for name, call in layers.items():

@@ -74,7 +74,7 @@ FOREIGN = {"pyo3": "rust/bagua-py", "cudarc": "rust/bagua-cuda"}
 LIFECYCLE = "lifecycle.py"
 
 # Python modules that may import torch at module level.
-TORCH = ("torch_api/*", "aggregation/*", "c10d/*", "cuda/tensors.py", "lightning/*", "horovod/*")
+TORCH = ("torch_api/*", "aggregation/*", "c10d/*", "cuda/tensors.py", "lightning/*", "horovod/*", "torch_operand.py")
 
 
 class Violation(NamedTuple):

@@ -1,26 +1,19 @@
-"""Arrays of any framework as memory: NumPy, DLPack on the CPU, the buffer protocol; CUDA's by `bagua.cuda.arrays`."""
+"""Arrays of any framework as operands: NumPy, DLPack on the CPU, the buffer protocol; CUDA's by `bagua.cuda.arrays`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from bagua import dlpack
 from bagua.engine import DTYPES, read_array
+from bagua.operand import Operand, numpy_code
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from bagua.cuda.arrays import CudaMemory
-    from bagua.engine import Communicator, CudaCall
-
-    #: The memory of an array, on the host or on a device.
-    AnyMemory: TypeAlias = "Memory | CudaMemory"
-
-__all__ = ["Array", "Memory", "empty_like", "memory_of", "operand"]
+__all__ = ["Array", "on_host", "operand"]
 
 
 class SupportsDLPack(Protocol):
@@ -44,102 +37,19 @@ if TYPE_CHECKING:
 else:
     Array = Any
 
-# (kind, bytes) of a NumPy type rather than the type itself: "long" and "long long" are two types of one layout.
-_CODES = {
-    ("f", 2): DTYPES["float16"],
-    ("f", 4): DTYPES["float32"],
-    ("f", 8): DTYPES["float64"],
-    ("u", 1): DTYPES["uint8"],
-    ("i", 1): DTYPES["int8"],
-    ("i", 4): DTYPES["int32"],
-    ("i", 8): DTYPES["int64"],
-    ("b", 1): DTYPES["bool"],
-    ("c", 8): DTYPES["complex64"],
-    ("c", 16): DTYPES["complex128"],
-}
 
+def operand(x: Any, what: str = "the array", stream: int | None = None) -> Operand:
+    """An array on the host or on a CUDA device; the device's work begins after what `stream` has.
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of an array, and what must stay alive with it."""
-
-    #: The same memory as a NumPy array; bfloat16 as uint16.
-    array: np.ndarray[Any, Any]
-    #: Code of the element type.
-    dtype: int
-    #: What the caller gave.
-    owner: Any
-    #: The capsule that lends the memory, where there is one.
-    lender: Any = None
-
-    @property
-    def device(self) -> None:
-        """The host is no device."""
-        return
-
-    @property
-    def where(self) -> str:
-        """The place, for error texts."""
-        return "the host"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.array.nbytes
-
-    @property
-    def address(self) -> int:
-        """Of the first byte."""
-        found = read_array(self.array)
-        return self.array.ctypes.data if found is None else found[0]
-
-    @property
-    def count(self) -> int:
-        """Elements."""
-        return self.array.size
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Dimensions."""
-        return tuple(self.array.shape)
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the element type."""
-        return next(name for name, code in DTYPES.items() if code == self.dtype)
-
-    def to_write(self, what: str) -> Memory:
-        """Itself; ValueError when it cannot hold a result where it is."""
-        if not self.array.flags.c_contiguous:
-            raise ValueError(f"{what} is not contiguous in C order: give out= with an array that is")
-        if not self.array.flags.writeable:
-            raise ValueError(f"{what} is read-only: give out= with an array to write to")
-        return self
-
-    def to_read(self) -> Memory:
-        """Itself, or a contiguous copy."""
-        if self.array.flags.c_contiguous:
-            return self
-        return Memory(np.ascontiguousarray(self.array), self.dtype, self.owner)
-
-    def nothing(self) -> Memory:
-        """No elements."""
-        return Memory(self.array[:0], self.dtype, None)
-
-    def call(self, communicator: Communicator, others: Iterable[AnyMemory | None]) -> CudaCall | None:
-        """None: no device takes part in an operation on this array."""
-
-    def call_messages(self, communicator: Communicator, others: Iterable[AnyMemory | None]) -> CudaCall | None:
-        """None, as `call`."""
-
-
-def operand(x: Any, what: str = "the array", stream: int | None = None) -> AnyMemory:
-    """The memory of an array on the host or on a CUDA device; the device's work begins after what `stream` has.
-
-    As `memory_of`; BaguaError that says why there is no CUDA, NotImplementedError for a stream that is being captured.
+    As `on_host`; BaguaError that says why there is no CUDA, NotImplementedError for a stream that is being captured.
     """
+    found = read_array(x)
+    if found is not None:
+        # A plain array of NumPy: the same as below without another look at it.
+        address, count, dtype, dims, writable = found
+        return Operand(address, count, dtype, dims, x, None, True, writable)
     if isinstance(x, np.ndarray):
-        return memory_of(x, what)
+        return on_host(x, what)
     speaks_dlpack = hasattr(x, "__dlpack__")
     if (speaks_dlpack and int(x.__dlpack_device__()[0]) == dlpack.CUDA) or (
         not speaks_dlpack and hasattr(x, "__cuda_array_interface__")
@@ -147,14 +57,14 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> AnyMe
         # Here, because importing bagua.cuda decides to which process CUDA belongs.
         from bagua.cuda import arrays
 
-        return arrays.memory_of(x, what, stream)
-    return memory_of(x, what)
+        return arrays.operand(x, what, stream)
+    return on_host(x, what)
 
 
-def memory_of(x: Any, what: str = "the array") -> Memory:
-    """The memory of an array; TypeError for what is none, has a type that cannot travel, or lives on another device."""
+def on_host(x: Any, what: str = "the array") -> Operand:
+    """An array in host memory; TypeError for what is none, has a type that cannot travel, or lives on a device."""
     if isinstance(x, np.ndarray):
-        return Memory(x, _code(x.dtype, what), x)
+        return _from_numpy(x, numpy_code(x.dtype, what))
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, what)
     if hasattr(x, "__cuda_array_interface__"):
@@ -165,36 +75,16 @@ def memory_of(x: Any, what: str = "the array") -> Memory:
         raise TypeError(
             f"{what} is a {type(x).__name__}, which is neither a NumPy array nor speaks DLPack or the buffer protocol"
         ) from error
-    return Memory(array, _code(array.dtype, what), x)
+    return _from_numpy(array, numpy_code(array.dtype, what))
 
 
-def empty_like(memory: AnyMemory, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A new NumPy array of this type. TypeError for a bfloat16 that NumPy has no type for, and on a device."""
-    if not isinstance(memory, Memory):
-        raise TypeError(
-            f"the array is on {memory.where}, and the result has another shape: give out= with an array there"
-        )
-    if memory.dtype != DTYPES["bfloat16"]:
-        return np.empty(shape, memory.array.dtype)
-    if memory.array.dtype.name == "bfloat16":
-        return np.empty(shape, memory.array.dtype)
-    try:
-        import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise TypeError("NumPy has no bfloat16 without the package ml_dtypes: give out=") from None
-    return np.empty(shape, ml_dtypes.bfloat16)
-
-
-def _code(dtype: np.dtype[Any], what: str) -> int:
-    code = _CODES.get((dtype.kind, dtype.itemsize))
-    # ml_dtypes registers bfloat16 as a type of its own; its name says what it is without importing the package.
-    if dtype.name == "bfloat16":
-        code = DTYPES["bfloat16"]
-    if code is None:
-        raise TypeError(f"{what} has elements of type {dtype}; these can travel: {', '.join(DTYPES)}")
-    if not dtype.isnative:
-        raise TypeError(f"{what} has elements of type {dtype} in the byte order of another machine")
-    return code
+def _from_numpy(array: np.ndarray[Any, Any], dtype: int) -> Operand:
+    found = read_array(array)
+    if found is not None and found[2] == dtype:
+        address, count, _, dims, writable = found
+        return Operand(address, count, dtype, dims, array, None, True, writable)
+    flags = array.flags
+    return Operand(array.ctypes.data, array.size, dtype, array.shape, array, None, flags.c_contiguous, flags.writeable)
 
 
 class _Lender:
@@ -205,7 +95,7 @@ class _Lender:
         self.__array_interface__ = interface
 
 
-def _from_dlpack(x: Any, what: str) -> Memory:
+def _from_dlpack(x: Any, what: str) -> Operand:
     device = int(x.__dlpack_device__()[0])
     if device not in dlpack.ON_HOST:
         where = dlpack.DEVICES.get(device, f"DLPack device {device}")
@@ -225,4 +115,4 @@ def _from_dlpack(x: Any, what: str) -> Memory:
             "data": (lent.address, not lent.writable),
         }
         array = np.asarray(_Lender(capsule, interface))
-    return Memory(array, DTYPES[lent.dtype_name], x, capsule)
+    return _from_numpy(array, DTYPES[lent.dtype_name])

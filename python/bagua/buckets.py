@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
@@ -24,9 +24,7 @@ from bagua import config, engine
 from bagua import group as groups
 from bagua.arrays import Array, operand
 from bagua.codecs import Compression, raw_codec
-
-if TYPE_CHECKING:
-    from bagua.arrays import AnyMemory
+from bagua.operand import Operand
 
 __all__ = ["Bucket", "Engine"]
 
@@ -40,9 +38,9 @@ class Bucket:
 
     def __init__(self, name: str, tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        self._memory: dict[str, AnyMemory] = {}
+        self._memory: dict[str, Operand] = {}
         # Arrays of the operations.
-        self._extra: dict[str, AnyMemory] = {}
+        self._extra: dict[str, Operand] = {}
         #: What encoding lost of each element: float32, with error feedback only.
         self.error: numpy.ndarray[Any, Any] | None = None
         for tensor, array in pairs:
@@ -146,7 +144,7 @@ class Bucket:
         self._raw.clear_ops()
         self.error = None
 
-    def _replace(self, tensor: str, array: Array, stream: int | None) -> AnyMemory:
+    def _replace(self, tensor: str, array: Array, stream: int | None) -> Operand:
         memory = operand(array, f"tensor '{tensor}'", stream).to_write(f"tensor '{tensor}'")
         before = self._memory[tensor]
         if memory.where != before.where:
@@ -215,7 +213,9 @@ class Engine:
         # Held before the core sees it; what was there before is not in flight, or the core refuses.
         before, bucket._memory[tensor] = bucket._memory[tensor], memory
         try:
-            options: dict[str, Any] = {} if memory.device is None else {"keep": memory, "producers": memory.producers}
+            options: dict[str, Any] = (
+                {} if memory.device is None else {"keep": memory, "producers": memory.place.producers([memory.place])}
+            )
             self._raw.mark_ready(number, memory.address, memory.count, stream=stream, **options)
         except (TypeError, ValueError, NotImplementedError):
             bucket._memory[tensor] = before

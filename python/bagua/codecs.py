@@ -9,23 +9,19 @@ The formats and the errors of all codecs are in docs/codecs.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from bagua import engine
-from bagua.arrays import Array, Memory, operand
+from bagua.arrays import Array, operand
 from bagua.engine import DTYPES
-
-if TYPE_CHECKING:
-    from bagua.arrays import AnyMemory
-    from bagua.cuda.arrays import CudaMemory
+from bagua.operand import Operand, check_beside
 
 __all__ = ["Codec"]
 
 _Out = TypeVar("_Out", bound=Array)
-_M = TypeVar("_M", bound="AnyMemory")
 
 
 class Codec:
@@ -103,7 +99,7 @@ class Codec:
         place; BaguaError without CUDA or NVRTC; DeviceError.
         """
         found = operand(x, "x", stream)
-        if not isinstance(found, Memory):
+        if found.place is not None:
             return self._encode_on_device(found, chunks, out, stream)
         memory = found.to_read()
         expected = self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
@@ -112,14 +108,14 @@ class Codec:
         self._raw.encode(memory.address, memory.count, memory.dtype, chunks, data.address, data.count)
         return made
 
-    def _encode_on_device(self, memory: CudaMemory, chunks: int, out: Any, stream: int | None) -> Any:
+    def _encode_on_device(self, memory: Operand, chunks: int, out: Any, stream: int | None) -> Any:
         self._raw.check_device()
         self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
         memory = memory.to_read("x")
         if out is None:
             raise TypeError(f"x is on {memory.where}: give out= with an array of uint8 there")
         data = _beside(memory, _bytes(out, "out", stream), "out", "x").to_write("out")
-        call = memory.call_alone((memory, data))
+        call = memory.place.call_alone([memory.place, data.place])
         keep = (memory, data)
         self._raw.encode_on_device(
             call, memory.address, memory.count, memory.dtype, chunks, data.address, data.count, keep
@@ -140,7 +136,7 @@ class Codec:
         type, or for what is no array; for CUDA arrays also as :meth:`encode`.
         """
         found = operand(out, "out", stream)
-        if not isinstance(found, Memory):
+        if found.place is not None:
             self._decode_on_device(data, found, chunks, stream)
             return out
         memory = found.to_write("out")
@@ -148,11 +144,11 @@ class Codec:
         self._raw.decode(records.address, records.count, memory.address, memory.count, memory.dtype, chunks)
         return out
 
-    def _decode_on_device(self, data: Any, memory: CudaMemory, chunks: int, stream: int | None) -> None:
+    def _decode_on_device(self, data: Any, memory: Operand, chunks: int, stream: int | None) -> None:
         self._raw.check_device()
         memory = memory.to_write("out")
         records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read("data")
-        call = memory.call_alone((memory, records))
+        call = memory.place.call_alone([memory.place, records.place])
         keep = (memory, records)
         self._raw.decode_on_device(
             call, records.address, records.count, memory.address, memory.count, memory.dtype, chunks, keep
@@ -179,14 +175,13 @@ def _named(name: str, options: dict[str, float]) -> Codec:
     return Codec(name, **options)
 
 
-def _beside(memory: _M, other: AnyMemory, what: str, beside: str) -> _M:
-    """`other`, if it is in the same place as `memory`."""
-    if type(other) is not type(memory) or other.device is not memory.device:
-        raise TypeError(f"{what} is on {other.where}, {beside} is on {memory.where}")
+def _beside(one: Operand, other: Operand, what: str, beside: str) -> Operand:
+    """`other`, if it is in the same place as `one`."""
+    check_beside(one, other, what, beside)
     return other
 
 
-def _bytes(x: Array, what: str, stream: int | None) -> AnyMemory:
+def _bytes(x: Array, what: str, stream: int | None) -> Operand:
     memory = operand(x, what, stream)
     if memory.dtype != DTYPES["uint8"]:
         raise TypeError(f"{what} has elements of type {memory.dtype_name}; it must have uint8")

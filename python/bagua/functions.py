@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bagua import group
-from bagua.verbs import Verbs
+from bagua.collectives import Collectives
 
 __all__ = [
     "all_gather",
@@ -41,16 +41,16 @@ def _on_default(verb: Callable[Concatenate[Any, P], R]) -> Callable[P, R]:
     return function
 
 
-all_gather = _on_default(Verbs.all_gather)
-all_reduce = _on_default(Verbs.all_reduce)
-all_to_all = _on_default(Verbs.all_to_all)
-all_to_all_v = _on_default(Verbs.all_to_all_v)
-barrier = _on_default(Verbs.barrier)
-broadcast = _on_default(Verbs.broadcast)
-exchange = _on_default(Verbs.exchange)
-gather = _on_default(Verbs.gather)
-recv = _on_default(Verbs.recv)
-reduce = _on_default(Verbs.reduce)
-reduce_scatter = _on_default(Verbs.reduce_scatter)
-scatter = _on_default(Verbs.scatter)
-send = _on_default(Verbs.send)
+all_gather = _on_default(Collectives.all_gather)
+all_reduce = _on_default(Collectives.all_reduce)
+all_to_all = _on_default(Collectives.all_to_all)
+all_to_all_v = _on_default(Collectives.all_to_all_v)
+barrier = _on_default(Collectives.barrier)
+broadcast = _on_default(Collectives.broadcast)
+exchange = _on_default(Collectives.exchange)
+gather = _on_default(Collectives.gather)
+recv = _on_default(Collectives.recv)
+reduce = _on_default(Collectives.reduce)
+reduce_scatter = _on_default(Collectives.reduce_scatter)
+scatter = _on_default(Collectives.scatter)
+send = _on_default(Collectives.send)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import config, engine, lifecycle, shared_memory
+from bagua.collectives import Collectives
 from bagua.errors import BaguaError
 from bagua.handle import Handle
 from bagua.lifecycle import process
-from bagua.verbs import Verbs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Handle", "default", "join", "set_default", "shutdown", "stats"]
 
 
-class Group(Verbs):
+class Group(Collectives):
     """Ranks that work together. Ranks in its methods are ranks of the group."""
 
     def __init__(
@@ -32,6 +32,8 @@ class Group(Verbs):
         self._former_ranks: list[int] | None = None
         #: A process group of torch.distributed uses this group: destroying that one leaves it, `shutdown()` does not.
         self.used_by_torch = False
+        #: It is that of `bagua.torch_api`, which replaces it by `rebuild()`.
+        self.is_world_of_torch_api = False
         # How often ranks in an order became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group of one name (two worlds in one process) gets a number in `stats()`.
@@ -123,8 +125,7 @@ class Group(Verbs):
         BaguaError that says "quorum" and who may live on; PeerLostError naming this rank when the others went on
         without it; ValueError for a sub-group.
         """
-        torch = process.torch
-        if torch is not None and torch.world is not None and torch.world.group is self:
+        if self.is_world_of_torch_api:
             raise BaguaError("this is the group of init_process_group: call bagua.torch_api.rebuild() instead")
         return self._shrink(timeout, quorum)
 

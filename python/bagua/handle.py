@@ -33,7 +33,7 @@ class Handle(Generic[T]):
     """The outcome of an asynchronous verb, now or later.
 
     `result` is the outcome, or `finish` makes it of what was received: once, on the first thread that waits, before the
-    first callback, or when `is_completed` finds that the parts are done. `keep` must live as long as the verb runs.
+    first callback, or when `is_completed` finds that the parts are done.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Handle(Generic[T]):
         finish: Callable[[], T] | None = None,
         *,
         result: Any = None,
-        keep: object = None,
     ) -> None:
         # None is one that was done when it began. The core's have what a device asks for, too: streams, `synchronize`.
         self._parts: list[Any] = [part for part in parts if part is not None]
@@ -51,7 +50,6 @@ class Handle(Generic[T]):
         self._result: T = result
         # What `finish` raised.
         self._failure: Exception | None = None
-        self._keep = keep
         # Held while `finish` runs, so that a second thread returns after it too.
         self._lock = threading.Lock()
 

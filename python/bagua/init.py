@@ -44,7 +44,7 @@ def init(
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
-    adopted: group.Group | None = lifecycle.torchs_world()
+    adopted: group.Group | None = lifecycle.process.torchs_world
     if adopted is not None:
         for what, given, has in (("rank", rank, adopted.rank), ("world_size", world_size, adopted.size)):
             if given not in (None, has):

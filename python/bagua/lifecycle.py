@@ -1,175 +1,59 @@
 """The life of this process: every piece of process-wide state, the fork hook, the exit hooks, and Ctrl-C.
 
-Other modules keep no mutable module-level state of their own: they refer to an object of this file and change it in
-place. So one place says what a forked child inherits. The child is no rank of its parent's groups: it forgets them and
-sends nothing to their ranks.
+Other modules keep no mutable module-level state of their own: each package has a typed record of it, which is
+registered here. So one place says what a forked child inherits. The child is no rank of its parent's groups: it forgets
+them and sends nothing to their ranks.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from bagua import engine
 
 __all__ = [
-    "CacheState",
-    "TorchState",
-    "cache_state",
+    "Record",
     "cuda_libraries",
+    "forget_groups",
     "install",
     "process",
+    "record",
     "report",
-    "torch_state",
-    "torchs_world",
 ]
-
-_log = logging.getLogger(__name__)
 
 #: How long the interpreter's exit waits for callbacks of handles, in seconds: one that blocks must not hang it.
 _CALLBACKS_TIMEOUT = 5.0
 
 
-class TorchState:
-    """State of `bagua.torch_api`. Its values are typed where they are used: this module stands below all of them."""
+class Record:
+    """The process-wide state of one package, whose one instance :func:`record` makes.
 
-    def __init__(self) -> None:
-        from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+    The package defines it, because this module stands below all of them; its methods say what a fork means for it.
+    """
 
-        # Between init_process_group and destroy_process_group: the default group, and its communicator.
-        self.default_group: Any = None
-        self.world: Any = None
-        # Process group -> {world rank: rank in the group}. Weak: a group without another reference leaves.
-        self.group_ranks: MutableMapping[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        # torch.distributed's process group -> its BaguaProcessGroup.
-        self.torch_groups: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
-        # Whether init_process_group also initialised torch.distributed, so that its end destroys that too.
-        self.initialised_torch_distributed = False
-        # (host, port) of the master -> the StoreClient of the store served there. Kept after the group ends: a second
-        # group must not wait for a port that the first one's store still holds, nor reach the store of a peer that is
-        # slower to end.
-        self.stores: dict[tuple[str, int], Any] = {}
-        # The store by which torch.distributed's own group began, which its C++ half may still ask.
-        self.gloo_store: Any = None
-        # Tensor -> its name, model and closures.
-        self.registrations: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
-        # Model name -> its Backend; and every Backend that has not been collected.
-        self.backends: dict[str, Any] = {}
-        self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Parameter -> weak reference to the ModelEngine that communicates its gradient.
-        self.gradient_owners: MutableMapping[Any, weakref.ref[Any]] = WeakTensorKeyDictionary()
-        # Module -> its ModelEngine, and module -> its name. Kept beside the modules and not in them,
-        # so that a copied or pickled module is a plain one.
-        self.wrapped: MutableMapping[Any, Any] = WeakIdKeyDictionary()
-        self.module_names: MutableMapping[Any, str] = WeakIdKeyDictionary()
-        # What was wrapped for a group that has ended -> the model's name, and a hook.
-        self.ended: MutableMapping[Any, Any] = WeakIdKeyDictionary()
-        # What a call of rebuild() that raised had still to do: its _Plan.
-        self.rebuilding: Any = None
-        # The Job of an elastic job.
-        self.elastic: Any = None
-        # Between bagua.horovod.init and shutdown: its Job.
-        self.horovod: Any = None
-        # Groups of torch.distributed's backend "bagua" until they are destroyed; the one of its world; and the first of
-        # them with its sub-groups.
-        self.c10d_groups: list[Any] = []
-        self.c10d_world: Any = None
-        self.c10d_tree: Any = None
-        # After a fit of Lightning that failed: (store, world size, number of the next world).
-        self.lightning_restart: Any = None
-        # Numbers models in the order of their wrapping, which is the same on all ranks.
-        self.wrapped_count = 0
+    def before_fork(self) -> None:
+        """The process is about to fork."""
+
+    def after_fork_in_child(self) -> None:
+        """This is a forked child: what belongs to the parent alone is forgotten."""
+        self.forget_groups()
+
+    def after_fork_by_multiprocessing(self) -> None:
+        """As `after_fork_in_child`, when multiprocessing has cleared the finalizers of the child."""
 
     def forget_groups(self) -> None:
-        """After the world's end, and in a forked child: there is no default group, and no group belongs to one."""
-        self.default_group = self.world = self.elastic = self.horovod = self.gloo_store = None
-        self.group_ranks.clear()
-        self.torch_groups.clear()
-
-    def after_fork_in_child(self) -> None:
-        """The groups, and torch.distributed, belong to the parent."""
-        # Collecting them would close the parent's connections.
-        process.inherited.extend(self.c10d_groups)
-        self.c10d_groups, self.c10d_world, self.c10d_tree = [], None, None
-        self.forget_groups()
-        self.initialised_torch_distributed = False
+        """The groups of this process have ended, or belong to its parent."""
 
 
-class CacheState:
-    """State of the sample cache in `bagua.torch_api.contrib`."""
-
-    def __init__(self) -> None:
-        from multiprocessing import util
-
-        # Loaders with a write buffer.
-        self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Store name -> counters of the warnings that were logged. One lost server is one warning, however many loaders
-        # and DataLoader workers use it.
-        self.warnings: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        # Real path -> (LMDB environment, number of stores that use it). A file may be opened once per process
-        # (http://www.lmdb.tech/doc/ on mdb_env_open), so loaders share it.
-        self.lmdb_environments: dict[str, tuple[Any, int]] = {}
-        self.lmdb_lock = threading.Lock()
-        # The job's Redis servers and the index of this host's, as the first call found them; the server that this
-        # process started for the job, if it did; the servers that a user started by start_redis_server_cli.
-        self.job_servers: tuple[list[dict[str, Any]], int] | None = None
-        self.own_server: Any = None
-        self.job_lock = threading.Lock()
-        self.cli_servers: list[Any] = []
-        # Encoded header -> dtype, shape, ... of the tensors and arrays that were read: a memo of the decoder.
-        self.tensor_forms: dict[bytes, Any] = {}
-        self.array_forms: dict[bytes, Any] = {}
-        # Writing ends of the pipes to the servers: a server ends when the last writing end is closed.
-        self.server_pipes: set[int] = set()
-        util.register_after_fork(self, CacheState._after_multiprocessing_fork)
-
-    def flush(self) -> None:
-        """Writes every loader's buffer to its store. A failure is logged: the values can be computed again."""
-        for loader in list(self.loaders):
-            try:
-                loader.flush()
-            except Exception:
-                _log.exception("cached values were not written")
-
-    def flush_at_exit(self) -> None:
-        """Flushes when this process ends, also if it is a child of multiprocessing, which runs no atexit hooks."""
-        from multiprocessing import util
-
-        # Before the servers of this process are stopped (priority -10).
-        util.Finalize(None, self.flush, exitpriority=100)
-
-    def after_fork_in_child(self) -> None:
-        """Environments, pipes and buffers belong to the parent."""
-        for counters in list(self.warnings.values()):
-            counters.in_child()
-        # A lock may have been held by a thread that does not exist in the child.
-        self.lmdb_lock, self.job_lock = threading.Lock(), threading.Lock()
-        # LMDB forbids using an environment after fork. Closing it releases this process's mapping and descriptors; the
-        # parent's reader slots and locks are keyed by its process id.
-        for environment, _ in self.lmdb_environments.values():
-            environment.close()
-        self.lmdb_environments.clear()
-        # A child that kept a writing end would keep the server alive after its owner's death.
-        for pipe in self.server_pipes:
-            os.close(pipe)
-        self.server_pipes.clear()
-        for loader in list(self.loaders):
-            loader.in_child()
-        if len(self.loaders):
-            self.flush_at_exit()
-
-    def _after_multiprocessing_fork(self) -> None:
-        # multiprocessing clears its finalizers in a child after `after_fork_in_child` has run.
-        if len(self.loaders):
-            self.flush_at_exit()
+R = TypeVar("R", bound=Record)
 
 
 class _Process:
@@ -200,8 +84,10 @@ class _Process:
         self.cuda: engine.CudaLibraries | None = None
         # Devices whose arrays were communicated, by number.
         self.cuda_devices: dict[int, engine.CudaDevice] = {}
-        self.torch: TorchState | None = None
-        self.cache: CacheState | None = None
+        # The bagua.Group of torch.distributed's world where its backend is "bagua".
+        self.torchs_world: Any = None
+        # The state of each package that was imported, by its class.
+        self.packages: dict[type[Record], Any] = {}
 
     def live_groups(self) -> list[Any]:
         """The groups at one time: other threads may make and leave groups."""
@@ -213,18 +99,22 @@ class _Process:
 process = _Process()
 
 
-def torch_state() -> TorchState:
-    """State of `bagua.torch_api`; imports torch at the first call."""
-    if process.torch is None:
-        process.torch = TorchState()
-    return process.torch
+def record(kind: type[R]) -> R:
+    """The only instance of a package's state."""
+    found: R | None = process.packages.get(kind)
+    if found is None:
+        found = process.packages[kind] = kind()
+        if kind.after_fork_by_multiprocessing is not Record.after_fork_by_multiprocessing:
+            from multiprocessing import util
+
+            util.register_after_fork(found, kind.after_fork_by_multiprocessing)
+    return found
 
 
-def cache_state() -> CacheState:
-    """State of the sample cache."""
-    if process.cache is None:
-        process.cache = CacheState()
-    return process.cache
+def forget_groups() -> None:
+    """After the world's end: no state of any package belongs to a group any more."""
+    for package in process.packages.values():
+        package.forget_groups()
 
 
 def cuda_libraries() -> engine.CudaLibraries:
@@ -232,12 +122,6 @@ def cuda_libraries() -> engine.CudaLibraries:
     if process.cuda is None:
         process.cuda = engine.CudaLibraries()
     return process.cuda
-
-
-def torchs_world() -> Any:
-    """The bagua.Group of torch.distributed's world where its backend is "bagua", else None."""
-    world = None if process.torch is None else process.torch.c10d_world
-    return None if world is None else world.bagua_group
 
 
 def install(shutdown: Callable[[], None]) -> None:
@@ -299,9 +183,8 @@ def _watch_for_interrupts() -> None:
 
 
 def _before_fork() -> None:
-    if process.cache is not None:
-        # What is in a buffer then belongs to the parent alone.
-        process.cache.flush()
+    for package in process.packages.values():
+        package.before_fork()
 
 
 def _after_fork_in_child() -> None:
@@ -314,10 +197,9 @@ def _after_fork_in_child() -> None:
     process.metrics_servers = []
     # A thread that does not exist in the child may have held the lock.
     process.records, process.records_lock = {}, threading.RLock()
-    if process.torch is not None:
-        process.torch.after_fork_in_child()
-    if process.cache is not None:
-        process.cache.after_fork_in_child()
+    process.torchs_world = None
+    for package in process.packages.values():
+        package.after_fork_in_child()
     # The descriptor leads to the parent's interrupt pipe.
     if process.owner_pid and threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)

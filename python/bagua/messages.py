@@ -6,59 +6,41 @@ arrays must not be touched.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from bagua import engine
-from bagua.arrays import Array, empty_like, operand
+from bagua import engine, verbs
+from bagua.arrays import Array, operand
 from bagua.errors import DeviceError
-from bagua.handle import Handle
-
-__all__ = ["Messages", "outcome", "same_kind", "writable"]
+from bagua.handle import AnyHandle, Handle
+from bagua.operand import Operand, empty_like, same_kind
 
 if TYPE_CHECKING:
-    from bagua.arrays import AnyMemory
+    from typing_extensions import Unpack
+
+__all__ = ["Messages", "Options", "ResultOptions", "outcome"]
+
+
+class Options(TypedDict, total=False):
+    """What each verb takes, for type checkers."""
+
+    timeout: float | None
+    stream: int | None
+
+
+class ResultOptions(Options, total=False):
+    """What each verb with a result takes."""
+
+    out: Array | None
+
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
 _OUT_OF_MEMORY = 2
 
-M = TypeVar("M", bound="AnyMemory")
 
-
-def same_kind(memory: M, out: AnyMemory, shape: tuple[int, ...]) -> M:
-    """`out`, if it can hold a result of this shape and of the type of `memory`, at the same place."""
-    if type(out) is not type(memory) or out.device is not memory.device:
-        raise TypeError(f"out is on {out.where}, the array is on {memory.where}")
-    if out.dtype != memory.dtype:
-        raise TypeError(f"out has elements of type {out.dtype_name}, the array has {memory.dtype_name}")
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}, the result has {shape}")
-    return out.to_write("out")  # type: ignore[return-value]
-
-
-def writable(memory: M) -> M:
-    return memory.to_write("the array")  # type: ignore[return-value]
-
-
-def outcome(raw: engine.Handle | None, result: Any, keep: object) -> Any:
-    return result if raw is None else Handle([raw], result=result, keep=keep)
-
-
-def _displs(counts: list[int], displs: Sequence[int] | None, name: str) -> list[int]:
-    """Displacements of parts of these counts: those given, or one part after the other."""
-    if displs is None:
-        return [0, *itertools.accumulate(counts)][: len(counts)]
-    found = [int(n) for n in displs]
-    if len(found) != len(counts) or min(found, default=0) < 0:
-        raise ValueError(f"{name}={found} must be {len(counts)} numbers, none of them negative")
-    return found
-
-
-def _tag(tag: int) -> int:
-    if not 0 <= tag < 2**32:
-        raise ValueError(f"tag={tag} is not between 0 and 2**32 - 1")
-    return int(tag)
+def outcome(handle: AnyHandle | None, result: Any) -> Any:
+    """What a verb returns: its result, or the handle of an asynchronous one."""
+    return result if handle is None else Handle([handle], result=result)
 
 
 class Messages:
@@ -91,10 +73,8 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
         async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[ResultOptions],
     ) -> Any: ...
     @overload
     def all_to_all_v(
@@ -105,10 +85,8 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
         async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[ResultOptions],
     ) -> Handle[Any]: ...
     def all_to_all_v(
         self,
@@ -130,31 +108,20 @@ class Messages:
         of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
         """
         src = self._operand(x, "the array", stream).to_read()
-        sends, recvs = [int(n) for n in send_counts], [int(n) for n in recv_counts]
-        for name, counts in (("send_counts", sends), ("recv_counts", recvs)):
-            if len(counts) != self.size or min(counts, default=0) < 0:
-                raise ValueError(f"{name}={counts} must be {self.size} numbers, none of them negative")
-        send_at, recv_at = _displs(sends, send_displs, "send_displs"), _displs(recvs, recv_displs, "recv_displs")
+        sends, recvs = [
+            verbs.check_counts(counts, name, self.size)
+            for name, counts in (("send_counts", send_counts), ("recv_counts", recv_counts))
+        ]
+        send_at, recv_at = [
+            verbs.starts(counts) if given is None else verbs.check_counts(given, name, self.size)
+            for name, given, counts in (("send_displs", send_displs, sends), ("recv_displs", recv_displs, recvs))
+        ]
         if out is None:
             out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
         dst = self._operand(out, "out", stream)
         dst = same_kind(src, dst, dst.shape)
-        raw = self._communicator.all_to_all_v(
-            src.address,
-            src.count,
-            dst.address,
-            dst.count,
-            dst.dtype,
-            sends,
-            send_at,
-            recvs,
-            recv_at,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, dst) if async_op or src.device is not None else None,
-            place=src.call(self._communicator, (src, dst)),
-        )
-        return outcome(raw, out, (src, dst))
+        call = verbs.all_to_all_v(self._communicator, src, (sends, send_at), dst, (recvs, recv_at))
+        return outcome(call.begin(async_op, timeout), out)
 
     @overload
     def exchange(
@@ -164,8 +131,7 @@ class Messages:
         *,
         tag: int = 0,
         async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[Options],
     ) -> list[Any]: ...
     @overload
     def exchange(
@@ -175,8 +141,7 @@ class Messages:
         *,
         tag: int = 0,
         async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        **options: Unpack[Options],
     ) -> Handle[list[Any]]: ...
     def exchange(
         self,
@@ -196,46 +161,22 @@ class Messages:
         The arrays are all on the host, or all on one CUDA device (TypeError), where `stream` is as in `all_reduce`.
         """
         given = [(self._peer(peer, "peer"), self._operand(x, "the array", stream).to_read()) for peer, x in sends]
-        wanted = [(self._peer(peer, "peer"), writable(self._operand(x, "the array", stream))) for peer, x in recvs]
+        wanted = [(self._peer(peer, "peer"), self._written(x, stream)) for peer, x in recvs]
         result = [x for _, x in recvs]
         memories = [memory for _, memory in (*given, *wanted)]
         if len(kinds := {memory.dtype_name for memory in memories}) > 1:
             raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
         if len(places := {memory.where for memory in memories}) > 1:
             raise TypeError(f"exchange: the arrays are in different places: {', '.join(sorted(places))}")
-        raw = self._communicator.exchange(
-            [(peer, memory.address, memory.count) for peer, memory in given],
-            [(peer, memory.address, memory.count) for peer, memory in wanted],
-            memories[0].dtype if memories else engine.DTYPES["uint8"],
-            tag=_tag(tag),
-            timeout=timeout,
-            async_op=async_op,
-            keep=memories,
-            place=memories[0].call_messages(self._communicator, memories) if memories else None,
-        )
-        return outcome(raw, result, memories)
+        return outcome(verbs.exchange(self._communicator, given, wanted, tag).begin(async_op, timeout), result)
 
     @overload
     def send(
-        self,
-        x: Array,
-        dst: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[False] = False, **options: Unpack[Options]
     ) -> None: ...
     @overload
     def send(
-        self,
-        x: Array,
-        dst: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, dst: int, *, tag: int = 0, async_op: Literal[True], **options: Unpack[Options]
     ) -> Handle[None]: ...
     def send(
         self,
@@ -255,40 +196,15 @@ class Messages:
         """
         to = self._peer(dst, "dst")
         src = self._operand(x, "the array", stream).to_read()
-        raw = self._communicator.send(
-            src.address,
-            src.count,
-            src.dtype,
-            to,
-            tag=_tag(tag),
-            timeout=timeout,
-            async_op=async_op,
-            keep=src,
-            place=src.call_messages(self._communicator, [src]),
-        )
-        return outcome(raw, None, src)
+        return outcome(verbs.send(self._communicator, src, to, tag).begin(async_op, timeout), None)
 
     @overload
     def recv(
-        self,
-        x: Array,
-        src: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[False] = False, **options: Unpack[Options]
     ) -> Any: ...
     @overload
     def recv(
-        self,
-        x: Array,
-        src: int,
-        *,
-        tag: int = 0,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
+        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[True], **options: Unpack[Options]
     ) -> Handle[Any]: ...
     def recv(
         self,
@@ -304,38 +220,25 @@ class Messages:
 
         `x` may be on a CUDA device; `stream` is as in `all_reduce`.
         """
-        raw, dst = self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream)
-        return outcome(raw, x, dst)
+        return outcome(self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream), x)
 
     def recv_any(
         self, x: Array, *, tag: int = 0, timeout: float | None = None, stream: int | None = None
     ) -> tuple[Any, int]:
         """As :meth:`recv`, from whichever rank's message comes first: `(x, its rank)`."""
-        raw, _ = self._receive(x, None, tag, True, timeout, stream)
-        assert raw is not None, "an asynchronous call returns a handle"
-        raw.wait()
-        (sender,) = raw.senders()
+        handle = outcome(self._receive(x, None, tag, True, timeout, stream), x)
+        handle.wait()
+        (sender,) = handle.senders()
         assert sender is not None, "the message has come"
         return x, sender
 
     def _receive(
         self, x: Array, sender: int | None, tag: int, async_op: bool, timeout: float | None, stream: int | None
-    ) -> tuple[engine.Handle | None, AnyMemory]:
-        dst = writable(self._operand(x, "the array", stream))
-        raw = self._communicator.recv(
-            dst.address,
-            dst.count,
-            dst.dtype,
-            sender,
-            tag=_tag(tag),
-            timeout=timeout,
-            async_op=async_op,
-            keep=dst,
-            place=dst.call_messages(self._communicator, [dst]),
-        )
-        return raw, dst
+    ) -> AnyHandle | None:
+        dst = self._written(x, stream)
+        return verbs.recv(self._communicator, dst, sender, tag).begin(async_op, timeout)
 
-    def _operand(self, x: Any, what: str, stream: int | None) -> AnyMemory:
+    def _operand(self, x: Any, what: str, stream: int | None) -> Operand:
         """The memory of an array. A device that fails meanwhile ends the group: the others wait for this rank."""
         try:
             return operand(x, what, stream)
@@ -344,6 +247,9 @@ class Messages:
             if error.code != _OUT_OF_MEMORY:
                 self._communicator.raise_(type(error).__name__, str(error))
             raise
+
+    def _written(self, x: Any, stream: int | None) -> Operand:
+        return self._operand(x, "the array", stream).to_write("the array")
 
     def _rank(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size:

@@ -1,525 +1,259 @@
-"""The verbs of a group, on arrays.
+"""The table of the verbs, a row each; what is asked of the operands of a verb, and how it begins.
 
-Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is
-writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
-it returns a `Handle` instead; until that is done, the arrays must not be touched.
-
-Arrays may be on a CUDA device (docs/cuda.md). `stream` is a CUstream as an integer, by DLPack's numbers; None is the
-legacy stream. The verb begins after the work that the stream has, and work that it gets afterwards sees the result.
+All that takes arrays or tensors (`bagua`, `bagua.torch_api`, `bagua.c10d`) makes operands of them and comes through
+here: it adds names, defaults and its own words in errors.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from bagua import engine
-from bagua.arrays import Array, Memory, empty_like
-from bagua.handle import Handle
-from bagua.messages import Messages, outcome, same_kind, writable
+from bagua.handle import AnyHandle, Handle
+from bagua.operand import Operand
 
-if TYPE_CHECKING:
-    from bagua.arrays import AnyMemory
-
-__all__ = ["Verbs"]
-
-Op = str | int
+__all__ = ["VERBS", "Operation", "Verb", "all_to_all_v", "is_defined", "operation", "recv", "send"]
 
 
-def op_code(op: Op) -> int:
-    """The number of a reduce operation, by name or number. ValueError names the ones that exist."""
-    if type(op) is str and (known := engine.OPS.get(op)) is not None:
-        return known
-    code = engine.OPS.get(op.lower(), -1) if isinstance(op, str) else int(op)
-    if code not in engine.OPS.values():
-        raise ValueError(f"op={op!r} is none of {', '.join(engine.OPS)}")
-    return code
+class Verb(NamedTuple):
+    """One verb, by what its ranks read and write."""
 
+    name: str
+    #: Its code in the core.
+    code: int
+    #: Whether its source has a part for each rank.
+    sends_all: bool
+    #: Whether its destination has one.
+    receives_all: bool
+    #: Whether the ranks' arrays must have one shape, and not only one size.
+    compares_shapes: bool
 
-class Verbs(Messages):
-    """Base of `Group`: what its members do together."""
-
-    # --- every rank combines ------------------------------------------------------------------------------------------
-
-    @overload
-    def all_reduce(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def all_reduce(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def all_reduce(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Combines all ranks' arrays, element by element in rank order; every rank gets the result.
-
-        `op` is sum, avg, min, max, product, band, bor, bxor or its number. `timeout` is in seconds.
-        """
-        code = op_code(op)
-        if out is None and (found := engine.read_array(x)) is not None and found[4]:
-            # The same as below without the objects, which cost several times the rest of a small call.
-            address, count, dtype, shape, _ = found
-            if not async_op:
-                self._communicator.run(
-                    engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout
-                )
-                return x
-            # The operation keeps the array, because the caller may drop the handle.
-            done = self._communicator.run(
-                engine.ALL_REDUCE,
-                None,
-                address,
-                count,
-                dtype,
-                code,
-                shape=shape,
-                timeout=timeout,
-                async_op=True,
-                keep=x,
-            )
-            return outcome(done, x, x)
-        src, dst, result = self._pair(x, out, stream)
-        return self._run(engine.ALL_REDUCE, src, dst, result, code, shape=dst.shape, async_op=async_op, timeout=timeout)
-
-    @overload
-    def reduce(
-        self,
-        x: Array,
-        dst: int = 0,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def reduce(
-        self,
-        x: Array,
-        dst: int = 0,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def reduce(
-        self,
-        x: Array,
-        dst: int = 0,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """As `all_reduce`, but only rank `dst` gets the result; the other ranks' arrays stay as they are, and
-        they get None.
-        """
-        code, root = op_code(op), self._rank(dst, "dst")
-        if self.rank == root:
-            src, target, result = self._pair(x, out, stream)
-        else:
-            src, target, result = self._operand(x, "the array", stream).to_read(), None, None
-        held = src if target is None else target
+    def part(self, src: Operand | None, dst: Operand | None, ranks: int) -> int:
+        """Elements of one rank's part, or of the whole where there are no parts. Without `src` the verb is in place."""
+        if src is not None and dst is not None and self.sends_all and not self.receives_all:
+            return dst.count
+        held = dst if src is None else src
         assert held is not None
-        return self._run(
-            engine.REDUCE, src, target, result, code, root, shape=held.shape, async_op=async_op, timeout=timeout
-        )
+        has_parts = self.sends_all if src is not None else self.sends_all or self.receives_all
+        return held.count // ranks if has_parts else held.count
 
-    @overload
-    def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Rank r gets the combination of all ranks' r-th part of `x`, whose first dimension is divided among the ranks.
+    def misfit(self, sent: int, received: int, ranks: int) -> str | None:
+        """Why so many elements do not become so many; None where they do."""
+        if self.sends_all == self.receives_all:
+            return None if sent == received else "they must be equal"
+        part, whole, to = (received, sent, "send") if self.sends_all else (sent, received, "receive")
+        return None if whole == part * ranks else f"{ranks} ranks need {part * ranks} to {to}"
 
-        The result is a new array or `out`. `out` may be this rank's part of `x` itself.
+    def in_place(self, src: Operand, dst: Operand, rank: int) -> tuple[Operand | None, Operand]:
+        """Source and destination; without a source where both are one, or one is this rank's part of the other.
+
+        NCCL defines in place by the same rule.
         """
-        code = op_code(op)
-        src = self._operand(x, "the array", stream).to_read()
-        shape = self._part(src, "reduce_scatter")
-        dst, result = self._target(src, out, shape, stream)
-        inside = dst.count > 0 and dst.address == src.address + self.rank * dst.nbytes
-        given, target = (None, src) if inside else (src, dst)
-        return self._run(
-            engine.REDUCE_SCATTER, given, target, result, code, count=dst.count, async_op=async_op, timeout=timeout
-        )
+        if self.sends_all and not self.receives_all:
+            return (None, src) if _is_part(dst, src, rank) else (src, dst)
+        if self.receives_all and not self.sends_all:
+            return (None if _is_part(src, dst, rank) else src), dst
+        return (None if src.address == dst.address else src), dst
 
-    # --- from and to one rank -----------------------------------------------------------------------------------------
 
-    @overload
-    def broadcast(
-        self,
-        x: Array,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def broadcast(
-        self,
-        x: Array,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def broadcast(
-        self,
-        x: Array,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Every rank gets rank `src`'s array."""
-        root = self._rank(src, "src")
-        source, target, result = self._pair(x, out, stream)
-        return self._run(
-            engine.BROADCAST,
-            None,
-            target,
-            result,
-            root=root,
-            shape=target.shape,
-            async_op=async_op,
-            timeout=timeout,
-            copy_of=source if self.rank == root else None,
-        )
+def _is_part(part: Operand, whole: Operand, rank: int) -> bool:
+    return part.count > 0 and part.address == whole.address + rank * part.nbytes
 
-    @overload
-    def gather(
+
+#: Every row by its name: whether it sends all, whether it receives all, whether shapes are compared.
+VERBS = {
+    name: Verb(name, engine.VERBS[name], *what)
+    for name, what in {
+        "all_reduce": (False, False, True),
+        "reduce": (False, False, True),
+        "broadcast": (False, False, True),
+        "all_gather": (False, True, False),
+        "gather": (False, True, False),
+        "scatter": (True, False, False),
+        "reduce_scatter": (True, False, False),
+        "all_to_all": (True, True, False),
+        "barrier": (False, False, False),
+    }.items()
+}
+ALL_REDUCE, REDUCE, BROADCAST = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"]
+ALL_GATHER, GATHER, SCATTER = VERBS["all_gather"], VERBS["gather"], VERBS["scatter"]
+REDUCE_SCATTER, ALL_TO_ALL, BARRIER = VERBS["reduce_scatter"], VERBS["all_to_all"], VERBS["barrier"]
+
+
+def _undefined(op: str, dtype: str) -> bool:
+    floating, is_complex = "float" in dtype, "complex" in dtype
+    if op in ("band", "bor", "bxor"):
+        return floating or is_complex
+    if op in ("min", "max"):
+        return is_complex
+    return (op == "avg" and not (floating or is_complex)) or (op == "sum" and dtype == "bool")
+
+
+_DEFINED = frozenset(
+    (op, dtype)
+    for name, op in engine.OPS.items()
+    for kind, dtype in engine.DTYPES.items()
+    if not _undefined(name, kind)
+)
+
+
+def is_defined(op: int, dtype: int) -> bool:
+    """Whether a reduction is defined for elements of a type, both by their codes."""
+    return (op, dtype) in _DEFINED
+
+
+class Operation:
+    """A verb and its operands, ready to begin: all that can be refused has been."""
+
+    def __init__(
         self,
-        x: Array,
-        dst: int = 0,
+        raw: engine.Communicator | engine.Engine,
+        call: Callable[..., engine.Handle | None],
+        operands: Sequence[Operand],
         *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def gather(
-        self,
-        x: Array,
-        dst: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def gather(
-        self,
-        x: Array,
-        dst: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None, and
-        their `out` is not used.
+        finish: Callable[[], None] | None = None,
+        is_message: bool = False,
+        fill: tuple[Operand, Operand] | None = None,
+    ) -> None:
+        self._raw = raw
+        self._call = call
+        #: All are in one place.
+        self.operands = operands
+        #: Copies the result to where the caller wants it.
+        self.finish = finish
+        self._is_message = is_message
+        # The second is copied to the first before.
+        self._fill = fill
+
+    def begin(self, async_op: bool = False, timeout: float | None = None) -> AnyHandle | None:
+        """Begins it; the handle of an asynchronous one. None for one that is done, with its results where they belong.
+
+        NotImplementedError while the stream of its device is being captured, before anything is enqueued.
         """
-        root = self._rank(dst, "dst")
-        src = self._operand(x, "the array", stream).to_read()
-        target: AnyMemory | None = None
-        result: Any = None
-        if self.rank == root:
-            target, result = self._target(src, out, (self.size, *src.shape), stream)
-        inside = target is not None and self._is_own_part(src, target)
-        return self._run(
-            engine.GATHER,
-            None if inside else src,
-            target,
-            result,
-            root=root,
-            count=src.count,
-            async_op=async_op,
-            timeout=timeout,
-        )
-
-    @overload
-    def scatter(
-        self,
-        x: Array | None = None,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def scatter(
-        self,
-        x: Array | None = None,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def scatter(
-        self,
-        x: Array | None = None,
-        src: int = 0,
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Rank r gets the r-th row of rank `src`'s `x`, whose first dimension is the number of ranks.
-
-        The other ranks give no `x`, and an `out` of the shape of a row; on `src` the result is a new array without it.
-        """
-        root = self._rank(src, "src")
-        source: AnyMemory | None = None
-        if self.rank == root:
-            if x is None:
-                raise ValueError(f"scatter: rank {root} is the source and needs an array")
-            source = self._operand(x, "the array", stream).to_read()
-            if not source.shape or source.shape[0] != self.size:
-                raise ValueError(
-                    f"scatter: the first dimension of shape {source.shape} is not the number of ranks, {self.size}"
-                )
-            target, result = self._target(source, out, source.shape[1:], stream)
-        elif out is None:
-            raise ValueError(f"scatter: rank {self.rank} is not the source and needs out=")
+        finish, operands = self.finish, self.operands
+        place = operands[0].place if operands else None
+        handle: AnyHandle | None
+        if place is not None:
+            make = place.call_messages if self._is_message else place.call
+            call = make(self._raw, [operand.place for operand in operands])
+            if self._fill is not None:
+                to, other = self._fill
+                call.copy(to.address, other.address, to.nbytes)
+            done = self._call(timeout=timeout, async_op=async_op, keep=operands, place=call)
+            handle = place.handle(done, finish)
         else:
-            target, result = self._operand(out, "out", stream).to_write("out"), out
-        count, dtype = target.count, target.dtype
-        given: AnyMemory | None = source
-        if source is None:
-            given = target.nothing()  # not read on this rank
-        elif count > 0 and target.address == source.address + self.rank * target.nbytes:
-            if isinstance(target, Memory):
-                # In place would mean that every rank has room for all rows; the own row is in place already.
-                target = Memory(target.array.copy(), dtype, target.owner)
-            else:
-                given, target = None, source
-        return self._run(
-            engine.SCATTER, given, target, result, root=root, count=count, async_op=async_op, timeout=timeout
-        )
+            if self._fill is not None:
+                to, other = self._fill
+                ctypes.memmove(to.address, other.address, to.nbytes)
+            # A message may go on after a wait for it that was interrupted.
+            keep = operands if async_op or self._is_message else None
+            done = self._call(timeout=timeout, async_op=async_op, keep=keep)
+            handle = done if done is None or finish is None else Handle([done], finish)
+        if done is None and finish is not None:
+            finish()
+        return handle
 
-    # --- every rank to every rank -------------------------------------------------------------------------------------
 
-    @overload
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Every rank gets all ranks' arrays, stacked along a new first dimension, in a new array or in `out`.
+def operation(
+    raw: engine.Communicator | engine.Engine,
+    verb: Verb,
+    src: Operand | None,
+    dst: Operand | None,
+    *,
+    op: int = 0,
+    root: int = 0,
+    count: int | None = None,
+    fill: Operand | None = None,
+) -> Operation:
+    """A verb from `src` (None: in place) to `dst`; a barrier without both.
 
-        `x` may be this rank's part of `out` itself.
-        """
-        src = self._operand(x, "the array", stream).to_read()
-        dst, result = self._target(src, out, (self.size, *src.shape), stream)
-        given = None if self._is_own_part(src, dst) else src
-        return self._run(engine.ALL_GATHER, given, dst, result, count=src.count, async_op=async_op, timeout=timeout)
+    `count`: elements of one rank's part, where the operands have room for more. `fill` is copied to `dst` before.
+    """
+    held = src if dst is None else dst
+    if held is None:
+        return Operation(raw, partial(raw.run, verb.code, None, None, 0, engine.DTYPES["uint8"]), ())
+    if count is None:
+        assert isinstance(raw, engine.Communicator), "who runs a verb on an engine counts"
+        count = verb.part(src, dst, raw.size)
+    shape = held.dims if verb.compares_shapes else None
+    call: Callable[..., Any]
+    if dst is None:
+        call = partial(raw.run, verb.code, held.address, None, count, held.dtype, op, root, shape=shape)
+        return Operation(raw, call, (held,))
+    if src is None:
+        call = partial(raw.run, verb.code, None, dst.address, count, dst.dtype, op, root, shape=shape)
+        if fill is not None:
+            return Operation(raw, call, (dst, fill), finish=dst.finish, fill=(dst, fill))
+        return Operation(raw, call, (dst,), finish=dst.finish)
+    call = partial(raw.run, verb.code, src.address, dst.address, count, dst.dtype, op, root, shape=shape)
+    return Operation(raw, call, (src, dst), finish=dst.finish)
 
-    @overload
-    def all_to_all(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any: ...
-    @overload
-    def all_to_all(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: Literal[True],
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Handle[Any]: ...
-    def all_to_all(
-        self,
-        x: Array,
-        *,
-        out: Array | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        stream: int | None = None,
-    ) -> Any:
-        """Rank r gets the r-th part of every rank's array, in rank order; the first dimension is divided among
-        the ranks.
-        """
-        src, dst, result = self._pair(x, out, stream)
-        self._part(dst, "all_to_all")
-        count = dst.count // self.size
-        return self._run(engine.ALL_TO_ALL, src, dst, result, count=count, async_op=async_op, timeout=timeout)
 
-    @overload
-    def barrier(self, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
-    @overload
-    def barrier(self, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
-    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Returns when every rank has called it."""
-        done = self._communicator.run(
-            engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
-        )
-        return outcome(done, None, None)
+def all_to_all_v(
+    raw: engine.Communicator,
+    src: Operand | None,
+    sends: tuple[Sequence[int], Sequence[int]],
+    dst: Operand,
+    receives: tuple[Sequence[int], Sequence[int]],
+) -> Operation:
+    """The verb with counts and displacements of its own for each rank, of what is sent and of what is received."""
+    call: Callable[..., Any] = partial(
+        raw.all_to_all_v,
+        None if src is None else src.address,
+        dst.count if src is None else src.count,
+        dst.address,
+        dst.count,
+        dst.dtype,
+        *sends,
+        *receives,
+    )
+    return Operation(raw, call, (dst,) if src is None else (src, dst), finish=dst.finish)
 
-    def _run(
-        self,
-        verb: int,
-        src: AnyMemory | None,
-        dst: AnyMemory | None,
-        result: Any,
-        op: int = 0,
-        root: int = 0,
-        *,
-        async_op: bool,
-        timeout: float | None,
-        count: int | None = None,
-        shape: tuple[int, ...] | None = None,
-        copy_of: AnyMemory | None = None,
-    ) -> Any:
-        """Runs a verb from `src` (None: in place) to `dst` and returns its result, or its handle.
 
-        `count` is that of one rank's shard, for the verbs that have shards. `copy_of` is copied to `dst` before.
-        """
-        held = dst if dst is not None else src
-        assert held is not None
-        place = held.call(self._communicator, (src, dst, copy_of))
-        if copy_of is not None:
-            assert dst is not None
-            if place is not None:
-                place.copy(dst.address, copy_of.address, dst.nbytes)
-            elif isinstance(dst, Memory) and isinstance(copy_of, Memory):
-                dst.array[...] = copy_of.array.view(dst.array.dtype)
-        raw = self._communicator.run(
-            verb,
-            None if src is None else src.address,
-            None if dst is None else dst.address,
-            held.count if count is None else count,
-            held.dtype,
-            op,
-            root,
-            shape=shape,
-            timeout=timeout,
-            async_op=async_op,
-            keep=(src, dst, copy_of) if async_op or place is not None else None,
-            place=place,
-        )
-        return outcome(raw, result, (src, dst))
+def send(raw: engine.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
+    """A message to rank `to`."""
+    call = partial(raw.send, src.address, src.count, src.dtype, to, tag=check_tag(tag))
+    return Operation(raw, call, (src,), is_message=True)
 
-    # --- checks -------------------------------------------------------------------------------------------------------
 
-    def _pair(self, x: Any, out: Any, stream: int | None) -> tuple[AnyMemory | None, AnyMemory, Any]:
-        """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
-        memory = self._operand(x, "the array", stream)
-        if out is None or out is x:
-            return None, writable(memory), x
-        target = same_kind(memory, self._operand(out, "out", stream), memory.shape)
-        source = memory.to_read()
-        return (None if source.address == target.address else source), target, out
+def recv(raw: engine.Communicator, dst: Operand, sender: int | None, tag: int = 0) -> Operation:
+    """The next message of rank `sender`, None for any, with this tag."""
+    call = partial(raw.recv, dst.address, dst.count, dst.dtype, sender, tag=check_tag(tag))
+    return Operation(raw, call, (dst,), finish=dst.finish, is_message=True)
 
-    def _part(self, memory: AnyMemory, verb: str) -> tuple[int, ...]:
-        """The shape of one rank's part of `memory`."""
-        if not memory.shape or memory.shape[0] % self.size:
-            raise ValueError(
-                f"{verb}: the first dimension of shape {memory.shape} cannot be divided among {self.size} ranks"
-            )
-        return (memory.shape[0] // self.size, *memory.shape[1:])
 
-    def _is_own_part(self, part: AnyMemory, whole: AnyMemory) -> bool:
-        return part.count > 0 and part.address == whole.address + self.rank * part.nbytes
+def exchange(
+    raw: engine.Communicator,
+    sends: Sequence[tuple[int, Operand]],
+    receives: Sequence[tuple[int, Operand]],
+    tag: int = 0,
+) -> Operation:
+    """Many messages at once, of one element type, as `(peer, operand)` for each."""
+    operands = [operand for _, operand in (*sends, *receives)]
+    sent, received = [[(peer, x.address, x.count) for peer, x in each] for each in (sends, receives)]
+    dtype = operands[0].dtype if operands else engine.DTYPES["uint8"]
+    return Operation(raw, partial(raw.exchange, sent, received, dtype, tag=check_tag(tag)), operands, is_message=True)
 
-    def _target(self, memory: AnyMemory, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[AnyMemory, Any]:
-        """Destination and what to return, of a verb whose result has another shape."""
-        if out is None:
-            out = empty_like(memory, shape)
-        return same_kind(memory, self._operand(out, "out", stream), shape), out
+
+def check_tag(tag: int) -> int:
+    """The tag of a message. ValueError for one that the core has no room for."""
+    if not 0 <= tag < 2**32:
+        raise ValueError(f"tag={tag} is not between 0 and 2**32 - 1")
+    return int(tag)
+
+
+def check_counts(counts: Sequence[int], name: str, ranks: int) -> list[int]:
+    """One number for each rank. ValueError for another number of them, and for negative ones."""
+    found = [int(count) for count in counts]
+    if len(found) != ranks or min(found, default=0) < 0:
+        raise ValueError(f"{name}={found} must be {ranks} numbers, none of them negative")
+    return found
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Displacements of parts of these counts that follow each other."""
+    return list(itertools.accumulate(counts, initial=0))[:-1]

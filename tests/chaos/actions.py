@@ -17,6 +17,7 @@ import torch
 import bagua
 import bagua.torch_api
 from bagua import lifecycle
+from bagua.torch_api.membership.state import membership_state
 from tests.distributed import test_rebuild as training
 
 #: Elements per rank: what fits a slot of shared memory and one packet, and what goes in chunks through both.
@@ -313,7 +314,7 @@ class InitProcessGroup(Action):
 def _leave_torch() -> None:
     bagua.torch_api.destroy_process_group()
     # A process keeps its store for the next group; this one makes none.
-    lifecycle.torch_state().stores.clear()
+    membership_state.stores.clear()
 
 
 ACTIONS: dict[str, type[Action]] = {

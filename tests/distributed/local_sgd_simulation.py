@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua.lifecycle import torch_state
+from bagua.torch_api.process_group.state import group_state
 from tests.distributed.torch_ranks import Hosts
 
 #: Bytes: several buckets in the models of this file.
@@ -36,7 +36,7 @@ def local_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
 
 def hosts() -> list[list[int]]:
     """The ranks of each host."""
-    world: Any = torch_state().world
+    world: Any = group_state.world
     return [list(ranks) for ranks in world.raw.hosts]
 
 

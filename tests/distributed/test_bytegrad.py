@@ -16,9 +16,9 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.lifecycle import torch_state
 from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.process_group.state import group_state
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
 from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
 from tests.world import DEADLINE, make_world
@@ -48,7 +48,7 @@ def data(rank: int, step: int) -> torch.Tensor:
 
 
 def host_ranks() -> list[list[int]]:
-    world: Any = torch_state().world
+    world: Any = group_state.world
     return [list(ranks) for ranks in world.raw.hosts]
 
 

@@ -20,10 +20,10 @@ import bagua as base
 import bagua.torch_api as bagua
 from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError, lifecycle
 from bagua import group as neutral
-from bagua.torch_api import torch_group
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.store_client import StoreClient
+from bagua.torch_api.membership import torch_group
+from bagua.torch_api.membership.store_client import StoreClient
 
 World = Callable[..., Any]
 
@@ -243,7 +243,7 @@ PLACES = ["_source", "_take_state", "in_state", "after_state", "in_torch", "wrap
 
 
 def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
-    module: Any = sys.modules["bagua.torch_api.rebuild"]
+    module: Any = sys.modules["bagua.torch_api.membership.rebuild"]
     model, steps = begin("adam")
     for step in range(2):
         make_step(model, steps, step)
@@ -264,7 +264,7 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
 
             module.broadcast_tensors = then_die
         elif place == "after_state":
-            module.torch_restart.restart = lambda *args: die()
+            module.restart.restart = lambda *args: die()
         elif place == "in_torch":
             torch_group.begin_gloo = lambda *args: die()
         elif place == "wrap":

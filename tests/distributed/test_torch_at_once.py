@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
+from bagua import torch_operand
 from bagua.torch_api import ReduceOp
-from bagua.torch_api.process_group import tensor_args
 from tests.distributed.torch_ranks import Case, check, run_cases
 
 Make = Callable[[int], torch.Tensor]
@@ -171,19 +171,19 @@ def test(case: Case, size: int) -> None:
 
 def test_a_look_tells_a_plain_tensor_from_others_and_where_it_lies() -> None:
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        assert tensor_args.reader.at(torch.ones(1)) is None
+        assert torch_operand.reader.at(torch.ones(1)) is None
         return
     for tensor in (torch.ones(5), torch.ones(2, 3), torch.ones(()), torch.ones(1, 4).t(), torch.empty(0, 3).t()):
-        address, count, code, shape, same = tensor_args.reader.at(tensor) or pytest.fail("not seen")
-        assert (address, count, code) == (tensor.data_ptr(), tensor.numel(), tensor_args.DTYPES[tensor.dtype])
+        address, count, code, shape, same = torch_operand.reader.at(tensor) or pytest.fail("not seen")
+        assert (address, count, code) == (tensor.data_ptr(), tensor.numel(), torch_operand.DTYPES[tensor.dtype])
         assert shape == (None if tensor.dim() == 1 else tuple(tensor.shape))
         assert same is tensor
-    for dtype, code in tensor_args.DTYPES.items():
-        found = tensor_args.reader.at(torch.ones(2, dtype=dtype))
+    for dtype, code in torch_operand.DTYPES.items():
+        found = torch_operand.reader.at(torch.ones(2, dtype=dtype))
         assert found is not None
         assert found[2] == code
     offset = torch.ones(6)[2:]
-    assert (tensor_args.reader.at(offset) or pytest.fail("not seen"))[0] == offset.data_ptr()
+    assert (torch_operand.reader.at(offset) or pytest.fail("not seen"))[0] == offset.data_ptr()
     others = [
         torch.ones(2, 3).t(),
         torch.ones(6)[::2],
@@ -197,4 +197,4 @@ def test_a_look_tells_a_plain_tensor_from_others_and_where_it_lies() -> None:
         None,
     ]
     for other in others:
-        assert tensor_args.reader.at(other) is None
+        assert torch_operand.reader.at(other) is None

@@ -14,6 +14,7 @@ import bagua.torch_api as bagua
 from bagua.errors import AbortedError, BaguaError
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group import Communicator, Handle
+from bagua.verbs import Operation
 from tests.distributed.torch_ranks import Case, check, run_cases
 
 
@@ -158,7 +159,7 @@ def abort_from_another_thread_ends_a_blocked_call(rank: int) -> None:
 
         def abort_when_blocked(comm: Communicator = comm) -> None:
             # The main thread's frame is that of the call which it does not leave.
-            while sys._current_frames()[main].f_code not in (Communicator.recv.__code__, wait_for.__code__):
+            while sys._current_frames()[main].f_code not in (Operation.begin.__code__, wait_for.__code__):
                 os.sched_yield()
             comm.abort()
 

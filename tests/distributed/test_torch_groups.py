@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
-from bagua.torch_api import communication, torch_group
+from bagua.torch_api import communication
+from bagua.torch_api.membership import torch_group
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.world import World
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bagua.arrays import empty_like, memory_of
+from bagua.arrays import on_host
 from bagua.engine import DTYPES, read_array
+from bagua.operand import empty_like
 
 NUMPY_TYPES = [name for name in DTYPES if name != "bfloat16"]
 
@@ -18,7 +19,7 @@ NUMPY_TYPES = [name for name in DTYPES if name != "bfloat16"]
 @pytest.mark.parametrize("name", NUMPY_TYPES)
 def test_every_numpy_type_that_travels_has_its_code(name: str) -> None:
     x = np.zeros((2, 3), dtype=name)
-    memory = memory_of(x)
+    memory = on_host(x)
     assert (memory.dtype, memory.dtype_name, memory.count, memory.shape) == (DTYPES[name], name, 6, (2, 3))
     assert memory.address == x.ctypes.data
 
@@ -26,55 +27,55 @@ def test_every_numpy_type_that_travels_has_its_code(name: str) -> None:
 @pytest.mark.parametrize("code", ["l", "q", "i", "b", "B", "d", "f"])
 def test_array_array_lends_its_own_memory(code: str) -> None:
     x = array.array(code, [1, 2, 3])
-    memory = memory_of(x).to_write("x")
+    memory = on_host(x).to_write("x")
     assert memory.address == x.buffer_info()[0]
-    memory.array[1] = 7
+    memory.owner[1] = 7
     assert x[1] == 7
 
 
 def test_bytearrays_and_memoryviews_are_bytes() -> None:
     x = bytearray(b"abc")
-    assert memory_of(x).dtype == DTYPES["uint8"]
-    assert memory_of(memoryview(x)).to_write("x").address == memory_of(x).address
+    assert on_host(x).dtype == DTYPES["uint8"]
+    assert on_host(memoryview(x)).to_write("x").address == on_host(x).address
 
 
 def test_empty_and_zero_dimensional_arrays_are_arrays() -> None:
-    assert memory_of(np.empty((0, 3), np.float32)).count == 0
-    scalar = memory_of(np.array(2.0))
+    assert on_host(np.empty((0, 3), np.float32)).count == 0
+    scalar = on_host(np.array(2.0))
     assert (scalar.count, scalar.shape) == (1, ())
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int16", "datetime64[s]", "U3", "O", "longdouble"])
 def test_types_that_cannot_travel_are_named(dtype: str) -> None:
     with pytest.raises(TypeError, match=r"these can travel: float16, bfloat16"):
-        memory_of(np.zeros(2, dtype=dtype))
+        on_host(np.zeros(2, dtype=dtype))
 
 
 def test_the_byte_order_of_another_machine_is_refused() -> None:
     with pytest.raises(TypeError, match="byte order"):
-        memory_of(np.zeros(2, dtype=np.dtype(np.float32).newbyteorder()))
+        on_host(np.zeros(2, dtype=np.dtype(np.float32).newbyteorder()))
 
 
 @pytest.mark.parametrize("x", [1, 2.5, [1.0, 2.0], "text", None, object()])
 def test_what_is_no_array_is_refused_by_its_type(x: object) -> None:
     with pytest.raises(TypeError, match=type(x).__name__):
-        memory_of(x)
+        on_host(x)
 
 
 def test_read_only_memory_can_be_read_and_not_written() -> None:
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
     for x in (frozen, b"abc", np.float32(3), mmap.mmap(-1, 16, prot=mmap.PROT_READ)):
-        memory_of(x).to_read()
+        on_host(x).to_read()
         with pytest.raises(ValueError, match="x is read-only: give out="):
-            memory_of(x).to_write("x")
+            on_host(x).to_write("x")
 
 
 def test_strided_memory_is_copied_to_be_read_and_refused_to_be_written() -> None:
     x = np.arange(12.0).reshape(3, 4)[:, ::2]
-    memory = memory_of(x)
-    assert memory.to_read().array.flags.c_contiguous
-    assert (memory.to_read().array == x).all()
+    memory = on_host(x)
+    assert memory.to_read().owner.flags.c_contiguous
+    assert (memory.to_read().owner == x).all()
     with pytest.raises(ValueError, match="not contiguous"):
         memory.to_write("x")
 
@@ -102,53 +103,53 @@ class Lender:
 @pytest.mark.parametrize("name", NUMPY_TYPES)
 def test_dlpack_lends_the_same_memory(name: str, versioned: bool) -> None:
     x = np.ones((2, 3), dtype=name)
-    memory = memory_of(Lender(x, versioned=versioned)).to_write("x")
+    memory = on_host(Lender(x, versioned=versioned)).to_write("x")
     assert (memory.address, memory.dtype_name, memory.shape) == (x.ctypes.data, name, (2, 3))
-    memory.array[0, 1] = 0
+    memory.owner[0, 1] = 0
     assert x[0, 1] == 0
 
 
 def test_dlpack_strides_and_offsets_are_kept() -> None:
     x = np.arange(24.0).reshape(4, 6)
-    memory = memory_of(Lender(x[1:, ::3]))
-    assert (memory.array == x[1:, ::3]).all()
-    assert not memory.array.flags.c_contiguous
+    memory = on_host(Lender(x[1:, ::3]))
+    assert (memory.owner == x[1:, ::3]).all()
+    assert not memory.owner.flags.c_contiguous
 
 
 def test_dlpack_that_says_read_only_is_not_written() -> None:
     x = np.arange(3.0)
     x.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        memory_of(Lender(x)).to_write("x")
+        on_host(Lender(x)).to_write("x")
 
 
 def test_other_devices_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="lives on CUDA; only host memory"):
-        memory_of(Lender(np.zeros(2), device=2))
+        on_host(Lender(np.zeros(2), device=2))
 
 
 def test_dlpack_memory_lives_as_long_as_it_is_held() -> None:
-    memory = memory_of(Lender(np.full(100_000, 3.0)))
-    assert (memory.array == 3.0).all()
+    memory = on_host(Lender(np.full(100_000, 3.0)))
+    assert (memory.owner == 3.0).all()
 
 
 def test_torch_tensors_come_by_dlpack_bfloat16_included() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32"), (torch.bool, "bool")):
         x = torch.ones(2, 3, dtype=dtype)
-        memory = memory_of(x).to_write("x")
+        memory = on_host(x).to_write("x")
         assert (memory.address, memory.dtype_name, memory.shape) == (x.data_ptr(), name, (2, 3))
     with pytest.raises(TypeError, match="does not lend its memory"):
-        memory_of(torch.ones(2, requires_grad=True))
+        on_host(torch.ones(2, requires_grad=True))
 
 
 def test_a_new_array_has_the_type_asked_for() -> None:
-    assert empty_like(memory_of(np.zeros(2, np.float16)), (3, 2)).dtype == np.float16
+    assert empty_like(on_host(np.zeros(2, np.float16)), (3, 2)).dtype == np.float16
 
 
 def test_a_new_bfloat16_array_needs_a_numpy_type_for_it() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    memory = memory_of(torch.ones(2, dtype=torch.bfloat16))
+    memory = on_host(torch.ones(2, dtype=torch.bfloat16))
     try:
         import ml_dtypes
     except ImportError:
@@ -157,7 +158,7 @@ def test_a_new_bfloat16_array_needs_a_numpy_type_for_it() -> None:
     else:
         made = empty_like(memory, (2,))
         assert made.dtype == ml_dtypes.bfloat16
-        assert memory_of(made).dtype == DTYPES["bfloat16"]
+        assert on_host(made).dtype == DTYPES["bfloat16"]
 
 
 def test_a_look_tells_a_plain_array_from_others_and_where_it_lies() -> None:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from bagua.store_requests import Connection, StoreRequests
-from bagua.torch_api.store_client import connect
+from bagua.torch_api.membership.store_client import connect
 
 HOST = "127.0.0.1"
 
@@ -144,7 +144,7 @@ GIVES_UP = """
 import sys
 from functools import partial
 from bagua.store_requests import Connection, StoreRequests
-from bagua.torch_api.store_client import _open
+from bagua.torch_api.membership.store_client import _open
 port = int(sys.argv[1])
 try:
     StoreRequests(None, Connection(port)).ask(partial(_open, "127.0.0.1", port, 2, 1.0), 0.3)

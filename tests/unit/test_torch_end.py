@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from bagua.torch_api import torch_end  # noqa: E402
+from bagua.torch_api.membership import torch_end  # noqa: E402
 
 
 class Group:

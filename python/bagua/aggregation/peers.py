@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 
 from bagua import group as neutral
+from bagua import verbs
 from bagua.errors import BaguaError
 from bagua.torch_api import communication, env
-from bagua.torch_api.process_group import Communicator, ProcessGroup, ReduceOp, dtype_code
+from bagua.torch_api.process_group import Communicator, ProcessGroup, ReduceOp
+from bagua.torch_operand import Adapter
 
 Reduction = Literal["sum", "mean", "min", "max"]
 
 #: What a caller may name as the ranks to work with: ``None`` is our default group, ``"torch"`` that of
 #: torch.distributed.
 Group = ProcessGroup | neutral.Group | dist.ProcessGroup | str | None
+
+_TENSORS = Adapter()
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -111,12 +115,9 @@ class BaguaPeers:
         """The engine's exchange: all messages at once, so no order of sending and receiving can block."""
         received = [torch.empty_like(data) for _ in peers]
         if peers:
-            self._communicator.raw.exchange(
-                [(peer, data.data_ptr(), data.numel()) for peer in peers],
-                [(peer, theirs.data_ptr(), data.numel()) for peer, theirs in zip(peers, received, strict=True)],
-                dtype_code(data, "tensor"),
-                keep=(data, received),
-            )
+            sent, room = _TENSORS.read(data, "tensor"), [_TENSORS.write(theirs, "tensor") for theirs in received]
+            pairs = list(zip(peers, room, strict=True))
+            verbs.exchange(self._communicator.raw, [(peer, sent) for peer in peers], pairs).begin()
         return received
 
 

@@ -15,13 +15,12 @@ from torch._C._distributed_c10d import PrefixStore
 from bagua import config, metrics, torch_store
 from bagua.errors import BaguaError
 from bagua.group import Group
-from bagua.lifecycle import torch_state
+from bagua.lifecycle import process
 
 from .process_group import BaguaProcessGroup
+from .state import c10d_state as _state
 
 __all__ = ["create", "open_group"]
-
-_state = torch_state()
 
 
 class _Tree:
@@ -50,18 +49,18 @@ class _Tree:
 
     def ended(self, group: BaguaProcessGroup) -> None:
         """Leaves a group; the first one when all others have been left."""
-        if group in _state.c10d_groups:
-            _state.c10d_groups.remove(group)
-        if _state.c10d_world is group:
-            _state.c10d_world = None
+        if group in _state.groups:
+            _state.groups.remove(group)
+        if _state.world is group:
+            _state.world = process.torchs_world = None
         if group.bagua_group in self.used:
             self.used.remove(group.bagua_group)
         if group.bagua_group is not self.root:
             group.bagua_group.leave()
         if not self.used:
             self.root.leave()
-            if _state.c10d_tree is self:
-                _state.c10d_tree = None
+            if _state.tree is self:
+                _state.tree = None
 
 
 def create(options: Any, _: Any = None) -> BaguaProcessGroup:
@@ -75,26 +74,26 @@ def create(options: Any, _: Any = None) -> BaguaProcessGroup:
         options.timeout,
     )
     if world:
-        _state.c10d_world = opened
+        _state.world, process.torchs_world = opened, opened.bagua_group
     return opened
 
 
 def open_group(store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
     """The group of these world ranks, of which this process is the `rank`-th."""
-    tree: _Tree | None = _state.c10d_tree
+    tree: _Tree | None = _state.tree
     group = None if tree is None else tree.group(ranks)
     if group is None:
         group = _join(store, rank, len(ranks), timeout)
         own = _Tree(group, ranks)
         if tree is None or not tree.used or _has_failed(tree.root):
-            _state.c10d_tree = own
+            _state.tree = own
         tree = own
     assert tree is not None, "a sub-group has a tree"
     tree.used.append(group)
     group.used_by_torch = True
     opened = BaguaProcessGroup(group, ranks, store, timeout, tree)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch may keep the C++ half alone.
-    _state.c10d_groups.append(opened)
+    _state.groups.append(opened)
     return opened
 
 

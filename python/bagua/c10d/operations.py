@@ -5,18 +5,17 @@ What has to be copied (lists of tensors, tensors that are not contiguous) goes t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua import engine
-from bagua.handle import Handle
+from bagua import engine, verbs
+from bagua.operand import Operand
+from bagua.torch_operand import Adapter, check_kinds, check_pair, operation, will_change
 
-from .operands import Operand, gathered, inout, reduction, source, target, whole
+from .reductions import Reduction, reduction
 
 if TYPE_CHECKING:
     from bagua.handle import AnyHandle
@@ -32,74 +31,17 @@ __all__ = [
     "broadcast",
     "gather",
     "gather_list",
+    "receive",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_list",
     "scatter",
+    "send",
 ]
 
-_UINT8 = engine.DTYPES["uint8"]
-
-
-class Begin:
-    """Starts a verb: (asynchronous, seconds) -> the handle of an asynchronous operation."""
-
-    def __init__(
-        self,
-        raw: engine.Communicator,
-        verb: Callable[..., engine.Handle | None],
-        keep: Sequence[Operand | None],
-        *,
-        message: bool = False,
-    ) -> None:
-        self._raw = raw
-        self._message = message
-        self._verb = verb
-        self._keep = keep
-        # All are at one place.
-        self._device = next((held.memory.device for held in keep if held is not None), torch.device("cpu"))
-
-    @property
-    def on_device(self) -> bool:
-        """Whether its tensors are on a CUDA device."""
-        return self._device.type == "cuda"
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The CUDA device of its tensors; none for those on the host."""
-        return [self._device] if self.on_device else []
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The memory that it reads and writes."""
-        return [held.memory for held in self._keep if held is not None]
-
-    def __call__(self, async_op: bool, timeout: float, finish: Callable[[], None] | None = None) -> AnyHandle | None:
-        """`finish` copies the results to where the caller wants them; the operation is done when it has run."""
-        handle: AnyHandle | None
-        if self.on_device:
-            # Here, because importing bagua.cuda decides to which process CUDA belongs.
-            from bagua.cuda.tensors import TensorPlace
-
-            place = TensorPlace(self._device)
-            call = place.call_messages(self._raw) if self._message else place.call(self._raw)
-            raw = self._verb(timeout=timeout, async_op=async_op, keep=self._keep, place=call)
-            handle = place.handle(raw, finish, then_orders=False)
-        else:
-            handle = self._verb(timeout=timeout, async_op=async_op, keep=self._keep)
-            if handle is not None and finish is not None:
-                handle = Handle([handle], finish)
-        if finish is not None:
-            if handle is None:
-                finish()
-            else:
-                # Results are copied whether or not a thread waits.
-                handle.then(_ignore)
-        return handle
-
-
-def _ignore(_: Exception | None) -> None:
-    """An error is what `wait` raises."""
+#: torch's programs may communicate every dtype and every view, and shapes may differ between ranks.
+_TENSORS = Adapter(sends_bytes=True, copies_results=True, compares_shapes=False, then_orders=False)
+_INPUT, _OUTPUT = _NAMES = ("the input", "the output")
 
 
 @dataclass
@@ -108,27 +50,32 @@ class Operation:
 
     #: The verb, as torch's profiler calls it.
     name: str
-    #: (asynchronous, seconds, `finish`) -> the handle of an asynchronous operation.
-    begin: Begin
+    #: The same for the core.
+    verb: verbs.Operation
     #: The tensors that are written.
-    result: list[torch.Tensor]
-    #: Copies the results to them.
-    finish: Callable[[], None] | None = None
+    result: list[Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that it reads and writes."""
+        return [operand.owner for operand in self.verb.operands if operand.owner is not None]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices of its tensors; none for those on the host."""
+        return [tensor.device for tensor in self.tensors if tensor.is_cuda]
+
+    def begin(self, async_op: bool, timeout: float) -> AnyHandle | None:
+        """Starts it; the handle of an asynchronous one."""
+        handle = self.verb.begin(async_op, timeout)
+        if handle is not None and self.verb.finish is not None:
+            # Results are copied whether or not a thread waits.
+            handle.then(_ignore)
+        return handle
 
 
-def _run(
-    raw: engine.Communicator,
-    verb: int,
-    src: int | None,
-    dst: int | None,
-    count: int,
-    code: int,
-    *,
-    op: int = 0,
-    root: int = 0,
-    keep: Sequence[Operand | None],
-) -> Begin:
-    return Begin(raw, partial(raw.run, verb, src, dst, count, code, op, root), keep)
+def _ignore(_: Exception | None) -> None:
+    """An error is what `wait` raises."""
 
 
 def _root(raw: engine.Communicator, root: int) -> int:
@@ -137,78 +84,83 @@ def _root(raw: engine.Communicator, root: int) -> int:
     return int(root)
 
 
-def _divide(memory: torch.Tensor, ranks: int, then: Callable[[], None] | None) -> Callable[[], None]:
+def _reduced(mine: Operand, how: Reduction, ranks: int) -> None:
+    """Divides the result of a reduction, where that has to be done afterwards."""
+    if not how.divides:
+        return
+    memory, then = mine.owner, mine.finish
+
     def finish() -> None:
         memory.copy_(torch.div(memory, ranks, rounding_mode="trunc"))
         if then is not None:
             then()
 
-    return finish
+    mine.finish = finish
 
 
-def _same_kind(one: torch.Tensor, other: torch.Tensor) -> None:
-    if one.dtype != other.dtype:
-        raise TypeError(f"the input has dtype {one.dtype}, the output {other.dtype}: they must be equal")
-    if one.device != other.device:
-        raise TypeError(f"the input is on {one.device}, the output on {other.device}: they must be in one place")
-
-
-def _require(right: bool, inputs: int, outputs: int, ranks: int) -> None:
-    if not right:
-        raise ValueError(f"an input of {inputs} elements does not fit an output of {outputs} for {ranks} ranks")
+def _joined(
+    tensors: Sequence[Any], like: Any | None, ranks: int, what: str, *, reads: bool = False, writes: bool = False
+) -> Operand:
+    """A list of tensors by rank; each must have the size and dtype of `like`, where that is given."""
+    if len(tensors) != ranks:
+        raise ValueError(f"{what} has {len(tensors)} tensors for a group of {ranks} ranks")
+    joined = _TENSORS.joined(tensors, what, reads=reads, writes=writes)
+    if like is not None:
+        check_kinds(tensors[0], like, (what, "the tensor"))
+        for i, tensor in enumerate(tensors):
+            if tensor.numel() != like.numel():
+                raise ValueError(f"{what}[{i}] has {tensor.numel()} elements, not {like.numel()}")
+    return joined
 
 
 def all_reduce(raw: engine.Communicator, tensor: Any, op: Any) -> Operation:
     """Every rank gets the reduction of all, in place."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
-    mine = inout(tensor, "the tensor")
-    begin = _run(raw, engine.ALL_REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, keep=[mine])
-    finish = _divide(mine.memory, raw.size, mine.finish) if how.divides else mine.finish
-    return Operation("all_reduce", begin, [tensor], finish)
+    mine = _TENSORS.write(tensor, "the tensor")
+    _reduced(mine, how, raw.size)
+    return Operation("all_reduce", operation(raw, verbs.ALL_REDUCE, None, mine, op=how.code), [tensor])
 
 
 def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operation:
     """The root gets the reduction, in place; the tensors of the others do not change."""
     how, root = reduction(op, getattr(tensor, "dtype", None) or torch.uint8), _root(raw, root)
-    here = raw.rank == root
-    mine = inout(tensor, "the tensor") if here else source(tensor, "the tensor")
-    begin = _run(raw, engine.REDUCE, None, mine.address, mine.numel, mine.code, op=how.code, root=root, keep=[mine])
-    finish = _divide(mine.memory, raw.size, mine.finish) if how.divides and here else mine.finish
-    return Operation("reduce", begin, [tensor], finish)
+    if raw.rank == root:
+        mine = _TENSORS.write(tensor, "the tensor")
+        _reduced(mine, how, raw.size)
+    else:
+        mine = _TENSORS.read(tensor, "the tensor")
+    return Operation("reduce", operation(raw, verbs.REDUCE, None, mine, op=how.code, root=root), [tensor])
 
 
 def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
     """Every rank gets the root's values, in place."""
     root = _root(raw, root)
-    mine = source(tensor, "the tensor") if raw.rank == root else target(tensor, "the tensor")
-    begin = _run(raw, engine.BROADCAST, None, mine.address, mine.numel, mine.code, root=root, keep=[mine])
-    return Operation("broadcast", begin, [tensor], mine.finish)
+    if raw.rank == root:
+        mine = _TENSORS.read(tensor, "the tensor")
+    else:
+        mine = _TENSORS.write(tensor, "the tensor", reads=False)
+    return Operation("broadcast", operation(raw, verbs.BROADCAST, None, mine, root=root), [tensor])
 
 
-def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: list[torch.Tensor]) -> Operation:
-    # The input may be the output's own part: the core takes that as in place.
-    size = 1 if mine.numel == 0 else mine.memory.numel() * mine.memory.element_size() // mine.numel
-    inside = mine.numel > 0 and mine.address == room.address + raw.rank * mine.numel * size
-    src = None if inside else mine.address
-    begin = _run(raw, engine.ALL_GATHER, src, room.address, mine.numel, mine.code, keep=[mine, room])
-    return Operation("all_gather", begin, result, room.finish)
+def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: list[Any]) -> Operation:
+    src, dst = verbs.ALL_GATHER.in_place(mine, room, raw.rank)
+    return Operation("all_gather", operation(raw, verbs.ALL_GATHER, src, dst), result)
 
 
 def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
     """Every rank gets every rank's tensor, one after the other in `output`."""
-    mine = source(tensor, "the input")
-    _same_kind(tensor, output)
-    _require(output.numel() == tensor.numel() * raw.size, tensor.numel(), output.numel(), raw.size)
-    return _gather_all(raw, mine, target(output, "the output"), [output])
+    mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
+    check_pair(verbs.ALL_GATHER, tensor, output, raw.size, _NAMES)
+    return _gather_all(raw, mine, room, [output])
 
 
 def all_gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
     """Every rank gets every rank's tensor, in a list by rank; sizes may differ between ranks, as torch documents."""
-    mine = source(tensor, "the input")
+    mine = _TENSORS.read(tensor, _INPUT)
     # Every rank has the sizes of all, so all ranks decide alike.
     if len({output.numel() for output in outputs if isinstance(output, torch.Tensor)}) > 1:
         return _all_gather_v(raw, outputs, tensor, mine)
-    return _gather_all(raw, mine, gathered(outputs, tensor, raw.size, "the output"), list(outputs))
+    return _gather_all(raw, mine, _joined(outputs, tensor, raw.size, _OUTPUT, writes=True), list(outputs))
 
 
 def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, mine: Operand) -> Operation:
@@ -216,91 +168,78 @@ def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any,
         own = outputs[raw.rank]
         if isinstance(own, torch.Tensor) and own.numel() != tensor.numel():
             raise ValueError(f"the output[{raw.rank}] has {own.numel()} elements, the input {tensor.numel()}")
-        _same_kind(tensor, outputs[0])
-    room = gathered(outputs, None, raw.size, "the output")
-    # Bytes where the core has no code. Not all are empty, or they would be equal.
-    unit = room.numel // room.memory.numel()
-    recvs = [output.numel() * unit for output in outputs]
+    room = _joined(outputs, None, raw.size, _OUTPUT, writes=True)
+    check_kinds(tensor, outputs[0], _NAMES)
     # Every rank gets the same elements.
-    sends, starts = [mine.numel] * raw.size, [0] * raw.size
-    return _all_to_all_v(raw, mine, sends, room, recvs, list(outputs), name="all_gather", send_starts=starts)
+    sends, starts = [mine.count] * raw.size, [0] * raw.size
+    return _all_to_all_v(raw, mine, (sends, starts), room, _sizes(outputs, room), list(outputs), name="all_gather")
 
 
 def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int) -> Operation:
     """The root gets every rank's tensor, one after the other; `output` is read there alone."""
-    mine, root = source(tensor, "the input"), _root(raw, root)
+    mine, root = _TENSORS.read(tensor, _INPUT), _root(raw, root)
     room = None
     if raw.rank == root:
         if output is None:
             raise ValueError("the destination of gather needs an output")
-        _same_kind(tensor, output)
-        _require(output.numel() == tensor.numel() * raw.size, tensor.numel(), output.numel(), raw.size)
-        room = target(output, "the output")
+        room = _TENSORS.write(output, _OUTPUT, reads=False)
+        check_pair(verbs.GATHER, tensor, output, raw.size, _NAMES)
     return _gather(raw, mine, room, root, [] if room is None else [output])
 
 
 def gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, root: int) -> Operation:
     """As :func:`gather`, into a list by rank."""
-    mine, root = source(tensor, "the input"), _root(raw, root)
-    room = gathered(outputs, tensor, raw.size, "the output") if raw.rank == root else None
+    mine, root = _TENSORS.read(tensor, _INPUT), _root(raw, root)
+    room = _joined(outputs, tensor, raw.size, _OUTPUT, writes=True) if raw.rank == root else None
     return _gather(raw, mine, room, root, list(outputs))
 
 
-def _gather(
-    raw: engine.Communicator, mine: Operand, room: Operand | None, root: int, result: list[torch.Tensor | Any]
-) -> Operation:
-    whole_at = None if room is None else room.address
-    begin = _run(raw, engine.GATHER, mine.address, whole_at, mine.numel, mine.code, root=root, keep=[mine, room])
-    return Operation("gather", begin, result, None if room is None else room.finish)
+def _gather(raw: engine.Communicator, mine: Operand, room: Operand | None, root: int, result: list[Any]) -> Operation:
+    src, dst = (mine, room) if room is None else verbs.GATHER.in_place(mine, room, root)
+    return Operation("gather", operation(raw, verbs.GATHER, src, dst, root=root), result)
 
 
 def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root: int) -> Operation:
     """Rank r gets the root's r-th tensor; `tensors` is read there alone."""
     root = _root(raw, root)
-    # Read at the root only. None would mean in place.
-    address, held = 0, None
-    if raw.rank == root:
-        held = whole(tensors, output, raw.size, "the input")
-        address = held.address
-    mine = target(output, "the output")
-    begin = _run(raw, engine.SCATTER, address, mine.address, mine.numel, mine.code, root=root, keep=[mine, held])
-    return Operation("scatter", begin, [output], mine.finish)
+    mine = _TENSORS.write(output, _OUTPUT, reads=False)
+    held = _joined(tensors, output, raw.size, _INPUT, reads=True) if raw.rank == root else mine.nothing()
+    return Operation("scatter", operation(raw, verbs.SCATTER, held, mine, root=root), [output])
 
 
 def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) -> Operation:
     """Rank r gets the reduction of every rank's r-th part."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
-    room = source(tensor, "the input")
-    _same_kind(tensor, output)
-    _require(output.numel() * raw.size == tensor.numel(), tensor.numel(), output.numel(), raw.size)
-    return _reduce_scatter(raw, room, output, how.code, how.divides)
+    room, mine = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
+    check_pair(verbs.REDUCE_SCATTER, tensor, output, raw.size, _NAMES)
+    return _reduce_scatter(raw, room, mine, output, how)
 
 
 def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence[Any], op: Any) -> Operation:
     """As :func:`reduce_scatter`, of a list by rank."""
     how = reduction(op, getattr(output, "dtype", None) or torch.uint8)
-    return _reduce_scatter(raw, whole(tensors, output, raw.size, "the input"), output, how.code, how.divides)
+    mine = _TENSORS.write(output, _OUTPUT, reads=False)
+    return _reduce_scatter(raw, _joined(tensors, output, raw.size, _INPUT, reads=True), mine, output, how)
 
 
-def _reduce_scatter(raw: engine.Communicator, room: Operand, output: Any, op: int, divides: bool) -> Operation:
-    inside = output.numel() > 0 and output.data_ptr() == room.address + raw.rank * output.numel() * output.itemsize
-    mine = target(output, "the output")
-    # NCCL defines in place by the same rule.
-    src, dst = (None, room.address) if inside and mine.finish is None else (room.address, mine.address)
-    begin = _run(raw, engine.REDUCE_SCATTER, src, dst, mine.numel, mine.code, op=op, keep=[mine, room])
-    finish = _divide(mine.memory, raw.size, mine.finish) if divides else mine.finish
-    return Operation("reduce_scatter", begin, [output], finish)
+def _reduce_scatter(raw: engine.Communicator, room: Operand, mine: Operand, output: Any, how: Reduction) -> Operation:
+    _reduced(mine, how, raw.size)
+    src, dst = verbs.REDUCE_SCATTER.in_place(room, mine, raw.rank)
+    dst.results, dst.finish = mine.results, mine.finish
+    return Operation("reduce_scatter", operation(raw, verbs.REDUCE_SCATTER, src, dst, op=how.code), [output])
 
 
 def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: int, what: str) -> list[int]:
     """Elements (bytes where the core has no code) to or from each rank."""
     if not splits:
-        return [room.chunk(ranks, what)] * ranks
+        if room.count % ranks:
+            raise ValueError(f"{what} has {tensor.numel()} elements, which {ranks} ranks cannot divide evenly")
+        return [room.count // ranks] * ranks
     rows = tensor.shape[0] if tensor.dim() else 1
     sizes = [int(size) for size in splits]
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
         raise ValueError(f"{what} has {rows} rows: the splits {sizes} do not divide them among {ranks} ranks")
-    row = room.numel // rows if rows else 0
+    row = room.count // rows if rows else 0
     return [size * row for size in sizes]
 
 
@@ -308,63 +247,60 @@ def all_to_all(
     raw: engine.Communicator, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Operation:
     """Rank r gets the r-th part of every rank's tensor. Splits are rows for each rank; none: equal parts."""
-    mine = source(tensor, "the input")
-    _same_kind(tensor, output)
-    sends = _counts(input_splits, tensor, mine, raw.size, "the input")
-    shape = source(output, "the output")
-    recvs = _counts(output_splits, output, shape, raw.size, "the output")
-    room = target(output, "the output")
+    mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
+    check_kinds(tensor, output, _NAMES)
+    sends = _counts(input_splits, tensor, mine, raw.size, _INPUT)
+    recvs = _counts(output_splits, output, room, raw.size, _OUTPUT)
     if not output_splits and not input_splits:
-        _require(output.numel() == tensor.numel(), tensor.numel(), output.numel(), raw.size)
-        begin = _run(raw, engine.ALL_TO_ALL, mine.address, room.address, sends[0], mine.code, keep=[mine, room])
-        return Operation("all_to_all", begin, [output], room.finish)
-    return _all_to_all_v(raw, mine, sends, room, recvs, [output])
+        check_pair(verbs.ALL_TO_ALL, tensor, output, raw.size, _NAMES)
+        return Operation("all_to_all", operation(raw, verbs.ALL_TO_ALL, mine, room), [output])
+    return _all_to_all_v(raw, mine, (sends, verbs.starts(sends)), room, recvs, [output])
 
 
 def all_to_all_list(raw: engine.Communicator, outputs: Sequence[Any], tensors: Sequence[Any]) -> Operation:
     """Rank r gets every rank's r-th tensor, in a list by rank; sizes may differ."""
-    mine = whole(tensors, None, raw.size, "the input")
-    room = gathered(outputs, None, raw.size, "the output")
-    _same_kind(tensors[0], outputs[0])
-    # Bytes where the core has no code.
-    unit = 1 if mine.memory.numel() == 0 else mine.numel // mine.memory.numel()
-    sends = [tensor.numel() * unit for tensor in tensors]
-    unit = 1 if room.memory.numel() == 0 else room.numel // room.memory.numel()
-    recvs = [tensor.numel() * unit for tensor in outputs]
-    return _all_to_all_v(raw, mine, sends, room, recvs, list(outputs))
+    mine = _joined(tensors, None, raw.size, _INPUT, reads=True)
+    room = _joined(outputs, None, raw.size, _OUTPUT, writes=True)
+    check_kinds(tensors[0], outputs[0], _NAMES)
+    sends = _sizes(tensors, mine)
+    return _all_to_all_v(raw, mine, (sends, verbs.starts(sends)), room, _sizes(outputs, room), list(outputs))
+
+
+def _sizes(tensors: Sequence[torch.Tensor], joined: Operand) -> list[int]:
+    """Elements of each of the tensors that were joined (bytes where the core has no code)."""
+    unit = joined.count // joined.owner.numel() if joined.count else 1
+    return [tensor.numel() * unit for tensor in tensors]
 
 
 def _all_to_all_v(
     raw: engine.Communicator,
     mine: Operand,
-    sends: list[int],
+    sends: tuple[list[int], list[int]],
     room: Operand,
     recvs: list[int],
-    result: list[torch.Tensor],
+    result: list[Any],
     *,
     name: str = "all_to_all",
-    send_starts: list[int] | None = None,
 ) -> Operation:
-    starts = [list(itertools.accumulate(counts, initial=0))[:-1] for counts in (sends, recvs)]
-    if send_starts is not None:
-        starts[0] = send_starts
-
-    verb = partial(
-        raw.all_to_all_v,
-        mine.address,
-        mine.numel,
-        room.address,
-        room.numel,
-        mine.code,
-        sends,
-        starts[0],
-        recvs,
-        starts[1],
-    )
-    begin = Begin(raw, verb, [mine, room])
-    return Operation(name, begin, result, room.finish)
+    will_change(room)
+    return Operation(name, verbs.all_to_all_v(raw, mine, sends, room, (recvs, verbs.starts(recvs))), result)
 
 
 def barrier(raw: engine.Communicator) -> Operation:
     """Done when every rank has called it."""
-    return Operation("barrier", _run(raw, engine.BARRIER, None, None, 0, _UINT8, keep=[]), [])
+    return Operation("barrier", operation(raw, verbs.BARRIER, None, None), [])
+
+
+def send(raw: engine.Communicator, tensor: Any, to: int, tag: int) -> Operation:
+    """A message to a rank."""
+    tag = verbs.check_tag(tag)
+    held = _TENSORS.read(tensor, "the tensor")
+    return Operation("send", verbs.send(raw, held, to, tag), [held.owner])
+
+
+def receive(raw: engine.Communicator, tensor: Any, sender: int | None, tag: int) -> Operation:
+    """The next message of a rank, None for any, with this tag."""
+    tag = verbs.check_tag(tag)
+    room = _TENSORS.write(tensor, "the tensor", reads=False)
+    will_change(room)
+    return Operation("recvAnySource" if sender is None else "recv", verbs.recv(raw, room, sender, tag), [tensor])

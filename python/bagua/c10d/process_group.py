@@ -12,25 +12,31 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from bagua import verbs
 from bagua.group import Group
 from bagua.handle import Handle
 from bagua.lifecycle import at_exit
+from bagua.torch_operand import reader
 
 from . import operations, sparse
-from .operands import Operand, source, target
-from .operations import Begin, Operation
-from .profiling import event
+from .operations import Operation
+from .profiling import event, profiled
+from .reductions import CODES
 from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
 from .uncompiled import uncompiled
-from .work import Work, seconds
+from .work import DoneWork, Work, seconds
 
 __all__ = ["BaguaProcessGroup", "Life"]
 
+_NO_TIME = timedelta(0)
+#: Classes of tensors that the core reads by itself.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_REDUCING = (verbs.ALL_REDUCE, verbs.REDUCE, verbs.REDUCE_SCATTER)
+_ROOTED = (verbs.REDUCE, verbs.BROADCAST)
 #: So many Works are kept at most that no thread waits for.
 _MOST_KEPT = 1000
 
@@ -85,6 +91,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         #: Ranks of torch's world.
         self.world_ranks = list(ranks)
         self._raw = group.communicator
+        # That of the core's operations.
+        self._cores_timeout = timedelta(seconds=self._raw.timeout)
         self._store = store
         self._timeout = timeout
         self._life = life
@@ -109,8 +117,10 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
         """Every rank gets the reduction of all tensors, in place; a sparse one by SUM."""
-        call = self._call(opts, op=op, timeout=timeout)
         tensor = _one(tensors, "all_reduce")
+        if op is timeout and (done := self._at_once(verbs.ALL_REDUCE, opts, None, tensor)):
+            return done
+        call = self._call(opts, op=op, timeout=timeout)
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
             with event("sparse_all_reduce"):
                 return self._remember(sparse.all_reduce(self._raw, tensor, call.op, call.timeout))
@@ -129,6 +139,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
         """The root gets the reduction of all tensors, in place."""
+        if op is timeout is root and (done := self._at_once(verbs.REDUCE, opts, None, _one(tensors, "reduce"))):
+            return done
         call = self._call(opts, op=op, root=root, timeout=timeout)
         return self._start(call, operations.reduce(self._raw, _one(tensors, "reduce"), call.op, call.root))
 
@@ -143,6 +155,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Rank r gets the reduction of every rank's r-th part."""
+        if done := self._at_once(verbs.REDUCE_SCATTER, opts, tensor, output):
+            return done
         call = self._call(opts)
         return self._start(call, operations.reduce_scatter(self._raw, output, tensor, call.op))
 
@@ -156,6 +170,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Every rank gets the root's tensor, in place."""
+        if timeout is root and (done := self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))):
+            return done
         call = self._call(opts, root=root, timeout=timeout)
         return self._start(call, operations.broadcast(self._raw, _one(tensors, "broadcast"), call.root))
 
@@ -167,6 +183,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Every rank gets every rank's tensor, one after the other."""
+        if done := self._at_once(verbs.ALL_GATHER, opts, tensor, output):
+            return done
         return self._start(self._call(opts), operations.all_gather(self._raw, output, tensor))
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
@@ -219,6 +237,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         timeout: Any = None,
     ) -> Work:
         """Rank r gets the r-th part of every rank's tensor."""
+        alike = not (timeout or output_splits or input_splits)
+        if alike and (done := self._at_once(verbs.ALL_TO_ALL, opts, tensor, output)):
+            return done
         call = self._call(opts, timeout=timeout)
         return self._start(call, operations.all_to_all(self._raw, output, tensor, output_splits, input_splits))
 
@@ -237,10 +258,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, beside the collectives."""
-        number, peer, tensor = _tag(tag), self._peer(dst), _one(tensors, "send")
-        held = source(tensor, "the tensor")
-        send = partial(self._raw.send, held.address, held.numel, held.code, peer, tag=number)
-        return self._message("send", Begin(self._raw, send, [held], message=True), held, held.memory)
+        peer = self._peer(dst)
+        return self._message(operations.send(self._raw, _one(tensors, "send"), peer, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receives a rank's next message with this tag."""
@@ -251,15 +270,12 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._receive(_one(tensors, "recv"), None, tag)
 
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
-        number, room = _tag(tag), target(tensor, "the tensor")
-        recv = partial(self._raw.recv, room.address, room.numel, room.code, src, tag=number)
-        name = "recvAnySource" if src is None else "recv"
-        return self._message(name, Begin(self._raw, recv, [room], message=True), room, tensor)
+        return self._message(operations.receive(self._raw, tensor, src, tag))
 
-    def _message(self, name: str, begin: Begin, operand: Operand, result: torch.Tensor) -> Work:
-        with event(name, begin.tensors):
-            handle = begin(True, self._limit(), operand.finish)
-        return self._remember(Work(handle, [result], devices=begin.devices, name=name))
+    def _message(self, message: Operation) -> Work:
+        with event(message.name, message.tensors):
+            handle = message.begin(True, self._limit())
+        return self._remember(Work(handle, message.result, devices=message.devices, name=message.name))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._raw.size:
@@ -386,16 +402,49 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             async_op=getattr(opts, "asyncOp", True),
         )
 
+    def _at_once(self, verb: verbs.Verb, opts: Any, src: Any, dst: Any) -> Work | None:
+        """A blocking verb on plain tensors of the host, in one call of the core.
+
+        None, and nothing is done, where it takes more: copies, another timeout than the group's, an event, an error
+        text. A small all_reduce costs a third this way.
+        """
+        if (
+            getattr(opts, "asyncOp", True)
+            or self._timeout != self._cores_timeout
+            or opts.timeout > _NO_TIME
+            or self._coalescing is not None
+            or self._backend is None
+            or profiled()
+            or type(dst) not in _PLAIN
+        ):
+            return None
+        op = CODES.get(opts.reduceOp.op) if verb in _REDUCING else 0
+        root = opts.rootRank if verb in _ROOTED else 0
+        if verb is verbs.REDUCE and root != self._raw.rank:
+            # The core would report a change of the tensor.
+            return None
+        tensor = dst
+        if verb.compares_shapes and dst.dim() != 1:
+            # Shapes may differ between ranks.
+            if dst.layout != torch.strided or not dst.is_contiguous():
+                return None
+            dst = dst.detach().view(-1)
+        self._sequence += 1
+        if self._raw.try_run(verb.code, reader, src, dst, op, root):
+            return DoneWork(tensor)
+        self._sequence -= 1
+        return None
+
     def _start(self, call: _Call, *parts: Operation) -> Work:
         """Begins operations whose arguments have all been checked."""
         result = [tensor for part in parts for tensor in part.result]
-        devices = [device for part in parts for device in part.begin.devices]
+        devices = [device for part in parts for device in part.devices]
         self._sequence += 1
         if not parts:
             return self._remember(Work(None, result, devices=devices))
         name = parts[0].name
-        with event(name, [tensor for part in parts for tensor in part.begin.tensors]):
-            handles = [part.begin(call.async_op, call.timeout, part.finish) for part in parts]
+        with event(name, [tensor for part in parts for tensor in part.tensors]):
+            handles = [part.begin(call.async_op, call.timeout) for part in parts]
         pending = None if not call.async_op else handles[0] if len(handles) == 1 else Handle(handles)
         return self._remember(Work(pending, result, devices=devices, name=name))
 
@@ -419,12 +468,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     gather_into_tensor = gather_single
     alltoall_base = all_to_all_single
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
-
-
-def _tag(tag: int) -> int:
-    if not 0 <= tag < 2**32:
-        raise ValueError(f"tag={tag} is not between 0 and 2**32 - 1")
-    return int(tag)
 
 
 #: What the C++ half calls.

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["event"]
+__all__ = ["event", "profiled"]
 
-_profiled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+#: Whether this thread is profiled.
+profiled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _Event: Any = torch._C._profiler._RecordFunctionFast
 _NO_EVENT = contextlib.nullcontext()
 
@@ -25,4 +26,4 @@ def event(name: str, tensors: Sequence[torch.Tensor] = ()) -> contextlib.Abstrac
 
     The shapes of `tensors` are in it when the profile has `record_shapes`.
     """
-    return _Event(f"bagua:{name}", list(tensors)) if _profiled() else _NO_EVENT
+    return _Event(f"bagua:{name}", list(tensors)) if profiled() else _NO_EVENT

@@ -5,7 +5,7 @@ Of a tensor its device and its addresses are asked, of torch.cuda the current st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,30 +36,43 @@ def refuse_capture(device: torch.device) -> None:
 
 
 class TensorPlace:
-    """The device's side of one operation on tensors there: it begins after what the current stream has at the call."""
+    """The device of tensors: an operation on them begins after what the current stream has at the call."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        #: The stream of the call.
-        self.stream = torch.cuda.current_stream(device)
+    def __init__(self, device: torch.device, then_orders: bool = True) -> None:
+        self._device = device
+        self._then_orders = then_orders
+        # The stream of the call.
+        self._stream: torch.cuda.Stream | None = None
 
-    def call(self, raw: engine.Communicator | engine.Engine) -> engine.CudaCall:
-        """What the verbs of the extension take. NotImplementedError when the stream is being captured."""
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """That of the call: the one that was current when it was asked for first."""
+        if self._stream is None:
+            self._stream = torch.cuda.current_stream(self._device)
+        return self._stream
+
+    @property
+    def device(self) -> engine.CudaDevice:
+        """The device as the core knows it."""
+        return device_of(self._device.index)
+
+    @property
+    def where(self) -> str:
+        """The device, for error texts."""
+        return str(self._device)
+
+    def call(self, raw: engine.Communicator | engine.Engine, _: Sequence[TensorPlace] = ()) -> engine.CudaCall:
+        """See `Place.call`."""
         wish, check = config.cuda_collective(), config.cuda_check()
-        return raw.cuda_call(device_of(self.device.index), _number(self.stream), [], wish, check)
+        return raw.cuda_call(self.device, _number(self.stream), [], wish, check)
 
-    def call_messages(self, raw: engine.Communicator) -> engine.CudaCall:
-        """As `call`, for messages."""
-        return raw.cuda_messages(device_of(self.device.index), _number(self.stream), [])
+    def call_messages(self, raw: engine.Communicator, _: Sequence[TensorPlace] = ()) -> engine.CudaCall:
+        """See `Place.call_messages`."""
+        return raw.cuda_messages(self.device, _number(self.stream), [])
 
-    def handle(
-        self, raw: engine.Handle | None, copy: Callable[[], None] | None = None, *, then_orders: bool = True
-    ) -> DeviceHandle | None:
-        """The handle of an asynchronous operation; None of one that has returned, which has ordered its stream.
-
-        For `copy` see `DeviceHandle`, for `then_orders` its `then`.
-        """
-        return None if raw is None else DeviceHandle(raw, self, copy, then_orders)
+    def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None = None) -> DeviceHandle | None:
+        """The handle of an asynchronous operation; None of one that has returned, which has ordered its stream."""
+        return None if done is None else DeviceHandle(done, self._device, self.stream, finish, self._then_orders)
 
 
 class DeviceHandle(Handle[None]):
@@ -70,11 +83,16 @@ class DeviceHandle(Handle[None]):
     """
 
     def __init__(
-        self, raw: engine.Handle, place: TensorPlace, copy: Callable[[], None] | None, then_orders: bool
+        self,
+        raw: engine.Handle,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        copy: Callable[[], None] | None,
+        then_orders: bool,
     ) -> None:
         super().__init__([raw], copy)
-        self._device = place.device
-        self._stream = place.stream
+        self._device = device
+        self._stream = stream
         self._then_orders = then_orders
         make: Any = torch.cuda.Event
         #: Recorded behind the copies.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.lifecycle import torch_state
+from bagua.lifecycle import Record, record
 from bagua.torch_api import communication
 from bagua.torch_api.process_group import Communicator
-
-_state = torch_state()
+from bagua.torch_api.process_group.state import group_state
 
 
 class Job:
@@ -23,27 +22,39 @@ class Job:
         self.next_id = 1
 
 
+class _State(Record):
+    """Between ``hvd.init`` and ``hvd.shutdown``."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    def forget_groups(self) -> None:
+        self.job = None
+
+
+_state = record(_State)
+
+
 def begin(joined: bool) -> None:
     """Remembers a new job."""
-    _state.horovod = Job(joined)
+    _state.job = Job(joined)
 
 
 def end() -> None:
     """Forgets the job, and leaves the default process group if ``hvd.init`` joined it."""
-    found: Job | None = _state.horovod
-    _state.horovod = None
+    found, _state.job = _state.job, None
     if found is not None and found.joined:
         communication.destroy_process_group()
 
 
 def is_begun() -> bool:
     """Whether there is a job."""
-    return _state.horovod is not None
+    return _state.job is not None
 
 
 def current() -> Job:
     """The job. ValueError before ``hvd.init``."""
-    found: Job | None = _state.horovod
+    found = _state.job
     if found is None:
         raise ValueError("Horovod's API is not initialised: call hvd.init() first")
     return found
@@ -52,5 +63,5 @@ def current() -> Job:
 def world() -> Communicator:
     """The communicator of all ranks. ValueError before ``hvd.init``."""
     current()
-    found: Communicator = _state.world
-    return found
+    assert group_state.world is not None
+    return group_state.world

@@ -16,7 +16,8 @@ import torch
 
 from bagua.handle import Handle
 from bagua.torch_api import process_group
-from bagua.torch_api.process_group.tensor_args import check_op, seen
+from bagua.torch_api.process_group.reduce_op import check_op
+from bagua.torch_operand import Adapter
 
 from .compression import Compression, check_compression
 from .handles import together
@@ -48,6 +49,7 @@ Max = ReduceOp.Max
 #: The product.
 Product = ReduceOp.Product
 
+_TENSORS = Adapter()
 _CORE = {
     Average: process_group.ReduceOp.AVG,
     Sum: process_group.ReduceOp.SUM,
@@ -95,7 +97,7 @@ class Reduction:
 
     def core_op(self, tensor: torch.Tensor, what: str) -> process_group.ReduceOp:
         """What the core does with a tensor, after all checks of it."""
-        _, _, code, _, _ = seen(tensor, what)
+        code = _TENSORS.check(tensor, what)
         # Whole numbers are summed, and divided afterwards.
         core = _CORE[Sum if self.op is Average and _is_whole(tensor.dtype) else self.op]
         return process_group.ReduceOp(check_op(core, code))

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua import config
 from bagua.group import default
-from bagua.lifecycle import report, torch_state, torchs_world
+from bagua.lifecycle import Record, process, record, report
 
 __all__ = ["fail", "join", "leave", "reduce", "restart"]
 
@@ -29,12 +29,23 @@ _WORDS = {
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
+class _Restart(Record):
+    """What a fit that failed leaves for the next one."""
+
+    def __init__(self) -> None:
+        #: Store, world size, and the number of the next world.
+        self.after_failure: tuple[Any, int, int] | None = None
+
+
+_restart = record(_Restart)
+
+
 def join() -> None:
     """Makes the world of torch.distributed that of Bagua too, unless it is already."""
     import bagua.torch_api as bagua
 
     if bagua.is_initialized():
-        if torchs_world() in (None, default()):
+        if process.torchs_world in (None, default()):
             return
         # That of an earlier world of torch.distributed, which was destroyed.
         bagua.destroy_process_group()
@@ -57,18 +68,17 @@ def leave() -> None:
 
     if not dist.is_initialized() or dist.get_backend() != "bagua":
         return
-    state = torch_state()
     # The store goes on: a rank that is early would reach that of the failed world at the same port.
     store: Any = dist.distributed_c10d._get_default_store()
-    number = 1 if state.lightning_restart is None else state.lightning_restart[2] + 1
-    state.lightning_restart = store, dist.get_world_size(), number
+    number = 1 if _restart.after_failure is None else _restart.after_failure[2] + 1
+    _restart.after_failure = store, dist.get_world_size(), number
     bagua.destroy_process_group()
     dist.destroy_process_group()
 
 
 def restart(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
     """Where the last world of these ranks failed: initialises torch.distributed by its store."""
-    after_failure: Any = torch_state().lightning_restart
+    after_failure = _restart.after_failure
     if dist.is_initialized() or after_failure is None or after_failure[1] != world_size:
         return
     store, _, number = after_failure

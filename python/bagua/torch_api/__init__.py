@@ -53,9 +53,9 @@ from .communication import (
     send,
 )
 from .distributed import BaguaModule, no_sync, unwrap, with_bagua
-from .elastic import rejoined
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
-from .rebuild import Rebuilt, rebuild
+from .membership.elastic import rejoined
+from .membership.rebuild import Rebuilt, rebuild
 from .tensor import BaguaTensor
 
 patches.apply()

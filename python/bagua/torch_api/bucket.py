@@ -10,11 +10,11 @@ import torch
 
 from bagua import engine, shared_memory
 from bagua.codecs import Compression, raw_codec
-from bagua.lifecycle import torch_state
 
 from . import devices
 from .places import FlatMemory, Place
 from .process_group import Communicator, ProcessGroup, dtype_code
+from .process_group.state import group_state
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
 from .utils import check_contiguous
 
@@ -26,7 +26,7 @@ def _flat_memory(count: int, like: torch.Tensor, name: str) -> tuple[torch.Tenso
     if like.device.type != "cpu" or count == 0:
         flat = torch.zeros(count, dtype=like.dtype, device=like.device)
         return flat, flat
-    world = torch_state().world
+    world = group_state.world
     nbytes = count * like.dtype.itemsize
     owner: Any
     if isinstance(world, Communicator) and world.nranks() > 1:
@@ -363,7 +363,7 @@ class BaguaBucket:
         "exponential", "one_peer_exponential". ``hierarchical``: the members are hosts, with the means of their ranks.
         The number of the round is that of the bucket's communications.
         """
-        among = group or self._built_for or torch_state().default_group
+        among = group or self._built_for or group_state.default_group
         engine.check_peer_selection(peer_selection_mode, 1 if among is None else among.members(hierarchical))
         self._check_length("peer_weight", peer_weight)
         self.backend_bucket.append_decentralized(peer_selection_mode, hierarchical)

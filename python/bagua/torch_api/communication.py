@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from bagua import config, launcher, metrics, torch_store
 from bagua import group as neutral
 from bagua.errors import BaguaError
-from bagua.lifecycle import process, torch_state, torchs_world
+from bagua.lifecycle import forget_groups, process
 
-from . import elastic as elastic_job
-from . import env, torch_end, torch_group
-from .environment_store import environment_store
+from . import env
+from .membership import elastic as elastic_job
+from .membership import torch_end, torch_group
+from .membership.environment_store import environment_store
+from .membership.store_client import StoreClient
 from .model_engine import backend
 from .model_engine.backend import Backend
 from .process_group import (
@@ -33,7 +35,7 @@ from .process_group import (
     ProcessGroup,
     ReduceOp,
 )
-from .store_client import StoreClient
+from .process_group.state import group_state as _state
 
 __all__ = [
     "NON_COMM_MEMBER",
@@ -81,7 +83,6 @@ __all__ = [
 Comm = AnyCommunicator | ProcessGroup | None
 F = TypeVar("F", bound=Callable[..., Any])
 
-_state = torch_state()
 
 # The original's name for it.
 _pg_group_ranks = _state.group_ranks
@@ -103,7 +104,7 @@ def is_initialized() -> bool:
 
 
 def _get_default_group() -> BaguaProcessGroup:
-    found: BaguaProcessGroup | None = _state.default_group
+    found = cast("BaguaProcessGroup | None", _state.default_group)
     if found is None:
         raise BaguaError("there is no process group yet: call bagua.torch_api.init_process_group() first")
     return found
@@ -156,7 +157,7 @@ def get_communicator(group_name: str, comm_name: Literal["global", "inter", "int
     if comm_name not in ("global", "inter", "intra"):
         raise ValueError(f"get_communicator: {comm_name!r} is none of 'global', 'inter' and 'intra'")
     _get_default_group()
-    groups: list[BaguaProcessGroup] = list(_state.group_ranks)
+    groups = list(_state.group_ranks)
     for group in groups:
         if group.group_name == group_name:
             return group.communicator(comm_name)
@@ -177,8 +178,7 @@ def to_bagua_process_group(group: ProcessGroup | dist.ProcessGroup | None) -> Pr
         return group
     if isinstance(group, dist.ProcessGroup):
         bagua_patch(group)
-        found: BaguaProcessGroup = _state.torch_groups[group]
-        return found
+        return _state.torch_groups[group]
     raise TypeError(f"a process group of bagua or torch.distributed is needed, not {type(group).__name__}")
 
 
@@ -502,7 +502,7 @@ def init_process_group(
         config.announce(LOCAL_RANK=str(local_rank or 0), LOCAL_WORLD_SIZE=str(local_size or 1))
         _adopt(elastic_job.enter(book, rank, world_size, local_rank or 0, local_size or 1))
         return
-    if store is None and (adopted := torchs_world()) is not None:
+    if store is None and (adopted := process.torchs_world) is not None:
         config.announce(LOCAL_RANK=str(adopted.local_rank), LOCAL_WORLD_SIZE=str(adopted.local_world_size))
         _adopt(adopted)
         return
@@ -573,6 +573,7 @@ def _adopt(world: neutral.Group) -> None:
 def set_world(world: neutral.Group) -> Communicator:
     """Makes a group of all ranks that of the default process group, and returns its communicator."""
     group, communicator = BaguaProcessGroup(range(world.size), None, world.name), Communicator(world)
+    world.is_world_of_torch_api = True
     _state.default_group, _state.world = group, communicator
     group.adopt(communicator)
     _remember(group)
@@ -587,7 +588,7 @@ def _master() -> tuple[str, int] | None:
 def _leave() -> None:
     """The shutdown hook of this layer, called before the group leaves."""
     backend.shut_down_all()
-    _state.forget_groups()
+    forget_groups()
     end_torch()
 
 

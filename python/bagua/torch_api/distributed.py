@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import process, torch_state
+from bagua.lifecycle import process
 
 from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
+from .membership.state import membership_state
 from .model_engine import patched
 from .model_engine.engine import ModelEngine, name_of
 from .model_engine.patched import BaguaDistributedDataParallel
+from .model_engine.state import model_state
 from .process_group import ProcessGroup
 
-_state = torch_state()
-_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = _state.wrapped
-_names: MutableMapping[torch.nn.Module, str] = _state.module_names
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
+_names = model_state.module_names
 
 
 def with_bagua(
@@ -134,8 +135,8 @@ def _end_all() -> None:
     """Ends what communicates for every model."""
     for module in list(_wrapped):
         patched.end_with_group(module)
-    _state.wrapped_count = 0
-    _state.rebuilding = None
+    model_state.wrapped_count = 0
+    membership_state.rebuilding = None
 
 
 process.shutdown_hooks.append(_end_all)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bagua.lifecycle import torch_state
+from .model_engine.state import model_state
 
 Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
@@ -30,7 +30,7 @@ class Registration:
     setter: Setter | None
 
 
-_registrations: MutableMapping[torch.Tensor, Registration] = torch_state().registrations
+_registrations: MutableMapping[torch.Tensor, Registration] = model_state.registrations
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class BaguaTensor:
         known = registration(self)
         if known.module_name is None:
             raise ValueError(f"Bagua tensor {known.name!r} belongs to no model: register it with a module_name")
-        backend = torch_state().backends.get(known.module_name)
+        backend = model_state.backends.get(known.module_name)
         if backend is None:
             raise ValueError(
                 f"Bagua tensor {known.name!r} belongs to model {known.module_name!r}, which has no backend yet: "

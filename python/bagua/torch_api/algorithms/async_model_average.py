@@ -21,8 +21,9 @@ from bagua import engine
 from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError, DeviceError
 
-from .. import devices, elastic
+from .. import devices
 from ..bucket import BaguaBucket
+from ..membership import elastic
 from ..model_engine.backend import AveragedMemory
 from ..model_engine.exchange import Exchange
 from ..model_engine.weights import WeightTensors, check_floating

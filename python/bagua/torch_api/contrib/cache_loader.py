@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from bagua import config
-from bagua.lifecycle import cache_state
 
+from .utils.cache_state import cache_state
 from .utils.counters import SharedCounters
 from .utils.lmdb_store import LmdbStore
 from .utils.memory_store import MemoryStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from bagua.lifecycle import torchs_world
+from bagua.lifecycle import process
 
 from .. import communication
 from ..process_group import ProcessGroup
@@ -17,6 +17,6 @@ def group_of(given: ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
 
     Where torch.distributed's world has the backend "bagua", it becomes bagua's if there is none yet.
     """
-    if not isinstance(given, ProcessGroup) and not communication.is_initialized() and torchs_world() is not None:
+    if not isinstance(given, ProcessGroup) and not communication.is_initialized() and process.torchs_world is not None:
         communication.init_process_group()
     return communication.to_bagua_process_group(given)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import torch_state
 
 from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..model_engine.checks import refuse_training
 from ..model_engine.engine import ModelEngine, call_after_forward, call_before_forward, is_recorded, name_of
+from ..model_engine.state import model_state
 from ..process_group import ProcessGroup
 from .comm_hooks import CommHook
 from .groups import group_of
@@ -30,7 +30,7 @@ __all__ = ["DistributedDataParallel"]
 
 _PREFIX = "module."
 
-_engines: MutableMapping[torch.nn.Module, ModelEngine] = torch_state().wrapped
+_engines: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):

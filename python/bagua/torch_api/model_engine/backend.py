@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from bagua import engine
-from bagua.lifecycle import torch_state
+from bagua import engine, verbs
+from bagua.torch_operand import Adapter
 
 from .. import devices
 from ..bucket import BaguaBucket
 from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
 from ..tensor import effective, registration, require_resolved
+from .state import model_state as _models
 
-_state = torch_state()
+_TENSORS = Adapter(compares_shapes=False)
 
 # Seconds that a round of averaging in progress may take to its end when the averaging stops.
 _PATIENCE = 10.0
@@ -81,7 +81,7 @@ class Backend:
         # CUDA devices of the buckets, and that of each registered tensor by number.
         self._devices: list[torch.device] = []
         self._places: list[torch.device | None] = []
-        _state.all_backends.add(self)
+        _models.all_backends.add(self)
 
     @property
     def rank(self) -> int:
@@ -145,21 +145,18 @@ class Backend:
             torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(first))
         return done
 
-    def _run(self, on: torch.Tensor, *codes: Any) -> Handle:
-        """A verb by address on the memory of ``on``, in order with the buckets."""
-        device = devices.device_of(on)
-        if device is None:
-            return _present(self._engine.run(*codes, async_op=True, keep=on))
-        from bagua.cuda.tensors import TensorPlace
-
-        place = TensorPlace(device)
-        handle = self._engine.run(*codes, async_op=True, keep=on.detach(), place=place.call(self._engine))
-        return _present(place.handle(handle))
+    def _begin(self, verb: verbs.Verb, tensor: torch.Tensor, *, parts: int = 1, op: int = 0, root: int = 0) -> Handle:
+        """A verb in place, in order with the buckets."""
+        operand = _TENSORS.write(tensor, "tensor")
+        count = operand.count // parts
+        ready = verbs.operation(self._engine, verb, None, operand, op=op, root=root, count=count)
+        handle = ready.begin(async_op=True)
+        assert handle is not None
+        return handle
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         """In place, in order with the buckets."""
-        code = DTYPES[tensor.dtype]
-        return self._run(tensor, engine.ALL_REDUCE, None, tensor.data_ptr(), tensor.numel(), code, int(op))
+        return self._begin(verbs.ALL_REDUCE, tensor, op=op)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, by rank in the first dimension; in order with the buckets."""
@@ -170,8 +167,7 @@ class Backend:
 
     def all_gather_inplace(self, everybody: torch.Tensor) -> None:
         """The same where this rank's is in its place already."""
-        code, count = DTYPES[everybody.dtype], everybody.numel() // self.size
-        self._run(everybody, engine.ALL_GATHER, None, everybody.data_ptr(), count, code).wait()
+        self._begin(verbs.ALL_GATHER, everybody, parts=self.size).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, in order with the buckets."""
@@ -179,8 +175,7 @@ class Backend:
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         """The same without the wait."""
-        code = DTYPES[tensor.dtype]
-        return self._run(tensor, engine.BROADCAST, None, tensor.data_ptr(), tensor.numel(), code, 0, root)
+        return self._begin(verbs.BROADCAST, tensor, root=root)
 
     def start_averager(
         self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, takes_part: bool
@@ -235,31 +230,26 @@ class Backend:
         self._buckets = []
 
 
-def _present(handle: Handle | None) -> Handle:
-    assert handle is not None
-    return handle
-
-
 def find(model_name: str) -> Backend | None:
     """The backend of a model by its name."""
-    found: Backend | None = _state.backends.get(model_name)
+    found: Backend | None = _models.backends.get(model_name)
     return found
 
 
 def adopt(backend: Backend) -> None:
     """Makes a backend that of the model of its name."""
-    _state.backends[backend.name] = backend
+    _models.backends[backend.name] = backend
 
 
 def release(backend: Backend) -> None:
     """Shuts a model's backend down."""
-    if _state.backends.get(backend.name) is backend:
-        del _state.backends[backend.name]
+    if _models.backends.get(backend.name) is backend:
+        del _models.backends[backend.name]
     backend.shutdown()
 
 
 def shut_down_all() -> None:
     """Shuts every backend down, before the group leaves."""
-    for backend in list(_state.all_backends):
+    for backend in list(_models.all_backends):
         backend.shutdown()
-    _state.backends.clear()
+    _models.backends.clear()

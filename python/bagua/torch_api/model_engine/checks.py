@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import torch_state
+from bagua.lifecycle import process
 
 from .. import devices
 from ..process_group import dtype_code
+from ..process_group.state import group_state
+from .state import model_state
 
-_state = torch_state()
-_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = _state.gradient_owners
+_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = model_state.gradient_owners
 
 # By what was wrapped: name of a model whose group has ended, and the hook that refuses its training, if it needs one.
-_ended: MutableMapping[torch.nn.Module, tuple[str, RemovableHandle | None]] = _state.ended
+_ended = model_state.ended
 
 
 class Tracked:
@@ -67,7 +67,7 @@ def refuse_training(wrapped: torch.nn.Module) -> None:
     forward again.
     """
     found = _ended.get(wrapped)
-    if found is None or (_state.default_group is None and _state.c10d_world is None):
+    if found is None or (group_state.default_group is None and process.torchs_world is None):
         return
     if wrapped.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         raise BaguaError(

@@ -14,11 +14,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import torch_state
 
-from .. import elastic, env
+from .. import env
 from ..algorithms.base import Algorithm
 from ..bucket import BaguaBucket
+from ..membership import elastic
 from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
 from . import backend as backends
@@ -26,11 +26,12 @@ from . import bucketing
 from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
 from .sparse import sparse_parameters
+from .state import model_state
 from .steps import follow_given, parameters_of
 
 # The wrapped model that communicates a parameter's gradient.
-_owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = torch_state().gradient_owners
-_names: MutableMapping[torch.nn.Module, str] = torch_state().module_names
+_owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = model_state.gradient_owners
+_names = model_state.module_names
 
 
 def _never() -> bool:
@@ -66,9 +67,8 @@ def call_after_forward(ddp: Callable[[], ModelEngine | None], output: Any) -> No
 def name_of(module: torch.nn.Module) -> str:
     """The name under which a model communicates: the user's, else its class and a number."""
     if module not in _names:
-        state = torch_state()
-        _names[module] = f"{type(module).__name__}_{state.wrapped_count}"
-        state.wrapped_count += 1
+        _names[module] = f"{type(module).__name__}_{model_state.wrapped_count}"
+        model_state.wrapped_count += 1
     return _names[module]
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from bagua.lifecycle import torch_state
-
 from .checks import allow_training
 from .engine import ModelEngine, call_after_forward, call_before_forward, is_recorded
+from .state import model_state
 
-_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = torch_state().wrapped
-_ended: MutableMapping[torch.nn.Module, Any] = torch_state().ended
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
+_ended = model_state.ended
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:

@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import torch_state
+
+from .state import model_state
 
 
 class Follower(Protocol):
@@ -83,7 +84,7 @@ def follow_others() -> None:
 
 
 def _engines_of_other(optimizer: torch.optim.Optimizer) -> list[Follower]:
-    engines: list[Follower] = list(torch_state().wrapped.values())
+    engines: list[Follower] = list(model_state.wrapped.values())
     return [
         engine
         for engine in engines

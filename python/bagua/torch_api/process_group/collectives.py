@@ -8,36 +8,26 @@ until it is done.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from bagua import engine
-from bagua import handle as handles
+from bagua import engine, verbs
 from bagua.handle import AnyHandle as Handle
+from bagua.operand import Operand
+from bagua.torch_operand import Adapter, check_kinds, check_pair, operation, reader, will_change
 
-from ..utils import flatten, unflatten
-from .tensor_args import ReduceOp, check_op, own_shard, reader, same_kind, seen, source, target
+from .reduce_op import ReduceOp, check_op
 
-if TYPE_CHECKING:
-    from bagua.cuda.tensors import TensorPlace
-
-
-def _require(send: int, recv: int, relation: str, right: bool) -> None:
-    if not right:
-        raise ValueError(f"send_tensor has {send} elements, recv_tensor {recv}: {relation}")
+_TENSORS = Adapter()
+_NAMES = ("send_tensor", "recv_tensor")
 
 
 def _shard(count: int, n: int) -> int:
     if count % n:
         raise ValueError(f"tensor has {count} elements, which {n} ranks cannot divide evenly")
     return count // n
-
-
-def _require_room(room: int, count: int, n: int) -> None:
-    if count < 0 or room < count * n:
-        raise ValueError(f"tensor has {room} elements, count {count} for {n} ranks needs {count * n}")
 
 
 def _counts(counts: Sequence[int], displs: Sequence[int], numel: int, n: int, what: str) -> tuple[list[int], list[int]]:
@@ -70,46 +60,51 @@ class Collectives:
             raise ValueError(f"{what} {rank} is not a rank of a group of {self.raw.size}")
         return rank
 
-    def _at(self, on: torch.Tensor, verb: Callable[..., Any]) -> Callable[..., Handle | None]:
-        """A verb by address, for the place of ``on`` and of the other tensors."""
-        return self._on_device(on.device, verb) if on.is_cuda else verb
+    def _begin(
+        self, verb: verbs.Verb, src: Operand | None, dst: Operand | None, async_op: bool, **options: Any
+    ) -> Handle | None:
+        return operation(self.raw, verb, src, dst, **options).begin(async_op)
 
-    def _on_device(self, device: torch.device, verb: Callable[..., Any]) -> Callable[..., Handle | None]:
-        # Here, because importing bagua.cuda decides to which process CUDA belongs.
-        from bagua.cuda.tensors import TensorPlace
-
-        def run(*codes: Any, **options: Any) -> Handle | None:
-            place = TensorPlace(device)
-            return place.handle(verb(*codes, **options, place=place.call(self.raw)))
-
-        return run
-
-    def _message_at(self, on: torch.Tensor, verb: Callable[..., Any]) -> Callable[..., Handle | None]:
-        """A message by address, for the place of ``on``."""
-        if not on.is_cuda:
-            return verb
-        from bagua.cuda.tensors import TensorPlace
-
-        def run(*codes: Any, **options: Any) -> Handle | None:
-            place = TensorPlace(on.device)
-            return place.handle(verb(*codes, **options, place=place.call_messages(self.raw)))
-
-        return run
+    def _run(
+        self,
+        verb: verbs.Verb,
+        send: torch.Tensor | None,
+        recv: torch.Tensor,
+        async_op: bool,
+        op: ReduceOp | None = None,
+        root: int = 0,
+    ) -> Handle | None:
+        """A verb on two tensors, or in place, that every rank writes to."""
+        if send is None:
+            mine = _TENSORS.write(recv, "tensor")
+            src, dst = None, mine
+            if verb.sends_all or verb.receives_all:
+                _shard(mine.count, self.nranks())
+        else:
+            mine, dst = _TENSORS.read(send, _NAMES[0]), _TENSORS.write(recv, _NAMES[1])
+            check_pair(verb, send, recv, self.nranks(), _NAMES)
+            if verb is verbs.ALL_TO_ALL:
+                src = mine
+                _shard(mine.count, self.nranks())
+            else:
+                results = dst.results
+                src, dst = verb.in_place(mine, dst, self.rank())
+                dst.results = results
+        number = 0 if op is None else check_op(op, dst.dtype)
+        return self._begin(verb, src, dst, async_op, op=number, root=root)
 
     # --- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Handle | None:
         """Sends a tensor to rank ``dst``, which must receive as many elements."""
-        address, count, code, _, held = source(tensor, "tensor")
-        send = self._message_at(held, self.raw.send)
-        return send(address, count, code, self._peer(dst, "dst"), async_op=async_op, keep=held)
+        to, held = self._peer(dst, "dst"), _TENSORS.read(tensor, "tensor")
+        return verbs.send(self.raw, held, to).begin(async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Handle | None:
         """Receives a tensor from rank ``src``: its next message, beside the collectives of the group."""
-        src = self._peer(src, "src")
-        _, count, code, _, _ = found = seen(tensor, "tensor")
-        recv = self._message_at(tensor, self.raw.recv)
-        return recv(target(found, "tensor"), count, code, src, async_op=async_op, keep=tensor)
+        src, room = self._peer(src, "src"), _TENSORS.write(tensor, "tensor")
+        will_change(room)
+        return verbs.recv(self.raw, room, src).begin(async_op)
 
     # --- broadcast ----------------------------------------------------------------------------------------------------
 
@@ -118,20 +113,17 @@ class Collectives:
         if not async_op and self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src):
             return None
         src = self._peer(src, "src")
-        if self.rank() == src:
-            address, count, code, shape, held = source(tensor, "tensor")
-        else:
-            _, count, code, shape, held = found = seen(tensor, "tensor")
-            address = target(found, "tensor")
-        return self._at(tensor, self.raw.run)(
-            engine.BROADCAST, None, address, count, code, 0, src, shape=shape, async_op=async_op, keep=held
-        )
+        mine = (_TENSORS.read if self.rank() == src else _TENSORS.write)(tensor, "tensor")
+        return self._begin(verbs.BROADCAST, None, mine, async_op, root=src)
 
     def broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], src: int = 0, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`broadcast` of several tensors of one dtype in one message."""
-        return _coalesced(tensors, async_op, lambda flat: self.broadcast(flat, src, async_op=async_op))
+        if not tensors:
+            raise ValueError("tensors is empty")
+        src = self._peer(src, "src")
+        return self._begin(verbs.BROADCAST, None, _TENSORS.joined(tensors, "tensors"), async_op, root=src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Every rank gets rank ``src``'s object, by pickle.
@@ -166,7 +158,7 @@ class Collectives:
         """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written."""
         if not async_op and self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst):
             return None
-        return self._reduction(send_tensor, recv_tensor, op, self._peer(dst, "dst"), async_op)
+        return self._run(verbs.REDUCE, send_tensor, recv_tensor, async_op, op, self._peer(dst, "dst"))
 
     def reduce_inplace(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
@@ -174,7 +166,7 @@ class Collectives:
         """:func:`reduce` in place; the tensors of the other ranks do not change."""
         if not async_op and self.raw.try_run(engine.REDUCE, reader, None, tensor, op, dst):
             return None
-        return self._reduction(None, tensor, op, self._peer(dst, "dst"), async_op)
+        return self._run(verbs.REDUCE, None, tensor, async_op, op, self._peer(dst, "dst"))
 
     def allreduce(
         self,
@@ -187,7 +179,7 @@ class Collectives:
         """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``."""
         if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
             return None
-        return self._reduction(send_tensor, recv_tensor, op, None, async_op)
+        return self._run(verbs.ALL_REDUCE, send_tensor, recv_tensor, async_op, op)
 
     def allreduce_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
@@ -195,40 +187,16 @@ class Collectives:
         """:func:`allreduce` in place."""
         if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, None, tensor, op, 0):
             return None
-        return self._reduction(None, tensor, op, None, async_op)
-
-    def _reduction(
-        self, send: torch.Tensor | None, recv: torch.Tensor, op: ReduceOp, root: int | None, async_op: bool
-    ) -> Handle | None:
-        src: int | None
-        held: torch.Tensor | None
-        if send is None:
-            _, count, code, shape, _ = found = seen(recv, "tensor")
-            number = check_op(op, code)
-            src, dst, held = None, target(found, "tensor"), None
-        else:
-            src, count, code, shape, held = source(send, "send_tensor")
-            _, room, other, _, _ = found = seen(recv, "recv_tensor")
-            same_kind(code, other, send, recv)
-            _require(count, room, "they must be equal", count == room)
-            number = check_op(op, code)
-            dst = target(found, "recv_tensor")
-            if src == dst:
-                src = None
-        keep = (held, recv)
-        if root is not None:
-            return self._at(recv, self.raw.run)(
-                engine.REDUCE, src, dst, count, code, number, root, shape=shape, async_op=async_op, keep=keep
-            )
-        return self._at(recv, self.raw.run)(
-            engine.ALL_REDUCE, src, dst, count, code, number, shape=shape, async_op=async_op, keep=keep
-        )
+        return self._run(verbs.ALL_REDUCE, None, tensor, async_op, op)
 
     def allreduce_coalesced_inplace(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`allreduce_inplace` of several tensors of one dtype in one message."""
-        return _coalesced(tensors, async_op, lambda flat: self.allreduce_inplace(flat, op, async_op=async_op))
+        if not tensors:
+            raise ValueError("tensors is empty")
+        flat = _TENSORS.joined(tensors, "tensors")
+        return self._begin(verbs.ALL_REDUCE, None, flat, async_op, op=check_op(op, flat.dtype))
 
     def reduce_scatter(
         self,
@@ -241,25 +209,7 @@ class Collectives:
         """Rank r gets the reduction of every rank's r-th shard."""
         if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
             return None
-        n = self.nranks()
-        whole, room, code, _, held = source(send_tensor, "send_tensor")
-        _, count, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_kind(code, other, send_tensor, recv_tensor)
-        _require(room, count, f"{n} ranks need {count * n} to send", room == count * n)
-        number = check_op(op, code)
-        mine = target(found, "recv_tensor")
-        inside = own_shard(mine, count, whole, self.rank(), code) is None
-        src, dst = (None, whole) if inside else (whole, mine)
-        return self._at(recv_tensor, self.raw.run)(
-            engine.REDUCE_SCATTER,
-            src,
-            dst,
-            count,
-            code,
-            number,
-            async_op=async_op,
-            keep=(held, recv_tensor),
-        )
+        return self._run(verbs.REDUCE_SCATTER, send_tensor, recv_tensor, async_op, op)
 
     def reduce_scatter_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
@@ -267,12 +217,7 @@ class Collectives:
         """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
         if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, None, tensor, op, 0):
             return None
-        _, room, code, _, _ = found = seen(tensor, "tensor")
-        count, number = _shard(room, self.nranks()), check_op(op, code)
-        dst = target(found, "tensor")
-        return self._at(tensor, self.raw.run)(
-            engine.REDUCE_SCATTER, None, dst, count, code, number, async_op=async_op, keep=tensor
-        )
+        return self._run(verbs.REDUCE_SCATTER, None, tensor, async_op, op)
 
     # --- gather and scatter -------------------------------------------------------------------------------------------
 
@@ -282,89 +227,55 @@ class Collectives:
         """Every rank gets every rank's tensor, concatenated in ``recv_tensor``."""
         if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
             return None
-        n = self.nranks()
-        address, count, code, _, held = source(send_tensor, "send_tensor")
-        _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_kind(code, other, send_tensor, recv_tensor)
-        _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
-        whole = target(found, "recv_tensor")
-        mine = own_shard(address, count, whole, self.rank(), code)
-        return self._at(recv_tensor, self.raw.run)(
-            engine.ALL_GATHER, mine, whole, count, code, async_op=async_op, keep=(held, recv_tensor)
-        )
+        return self._run(verbs.ALL_GATHER, send_tensor, recv_tensor, async_op)
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
         if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0):
             return None
-        _, room, code, _, _ = found = seen(tensor, "tensor")
-        count = _shard(room, self.nranks())
-        return self._at(tensor, self.raw.run)(
-            engine.ALL_GATHER, None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor
-        )
+        return self._run(verbs.ALL_GATHER, None, tensor, async_op)
 
     def gather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, *, async_op: bool = False
     ) -> Handle | None:
         """Rank ``dst`` gets every rank's tensor, concatenated in ``recv_tensor``; the others' is not written."""
-        address, count, code, _, held = source(send_tensor, "send_tensor")
-        n, root = self.nranks(), self._peer(dst, "dst")
-        mine: int | None = address
-        whole, keep = None, None
+        src: Operand | None
+        src, root = _TENSORS.read(send_tensor, _NAMES[0]), self._peer(dst, "dst")
+        room = None
         if self.rank() == root:
-            _, room, other, _, keep = found = seen(recv_tensor, "recv_tensor")
-            same_kind(code, other, send_tensor, recv_tensor)
-            _require(count, room, f"{n} ranks need {count * n} to receive", room == count * n)
-            whole = target(found, "recv_tensor")
-            mine = own_shard(address, count, whole, root, code)
-        return self._at(send_tensor, self.raw.run)(
-            engine.GATHER, mine, whole, count, code, 0, root, async_op=async_op, keep=(held, keep)
-        )
+            room = _TENSORS.write(recv_tensor, _NAMES[1])
+            check_pair(verbs.GATHER, send_tensor, recv_tensor, self.nranks(), _NAMES)
+            src, room = verbs.GATHER.in_place(src, room, root)
+        return self._begin(verbs.GATHER, src, room, async_op, root=root)
 
     def gather_inplace(self, tensor: torch.Tensor, count: int, dst: int, *, async_op: bool = False) -> Handle | None:
         """:func:`gather` in place: rank r's ``count`` elements lie at r * count of its tensor."""
-        _, room, code, _, _ = found = seen(tensor, "tensor")
-        root = self._peer(dst, "dst")
-        _require_room(room, count, self.nranks())
-        return self._at(tensor, self.raw.run)(
-            engine.GATHER, None, target(found, "tensor"), count, code, 0, root, async_op=async_op, keep=tensor
-        )
+        return self._in_place_with_room(verbs.GATHER, tensor, count, self._peer(dst, "dst"), async_op)
+
+    def _in_place_with_room(
+        self, verb: verbs.Verb, tensor: torch.Tensor, count: int, root: int, async_op: bool
+    ) -> Handle | None:
+        mine, n = _TENSORS.write(tensor, "tensor"), self.nranks()
+        if count < 0 or mine.count < count * n:
+            raise ValueError(f"tensor has {mine.count} elements, count {count} for {n} ranks needs {count * n}")
+        return self._begin(verb, None, mine, async_op, root=root, count=count)
 
     def scatter(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, *, async_op: bool = False
     ) -> Handle | None:
         """Rank r gets the r-th shard of rank ``src``'s ``send_tensor``; the others' is ignored."""
-        _, count, code, _, _ = found = seen(recv_tensor, "recv_tensor")
-        n, root = self.nranks(), self._peer(src, "src")
-        # Read at the root only. None would mean in place.
-        address, held = 0, None
+        room, root = _TENSORS.write(recv_tensor, _NAMES[1]), self._peer(src, "src")
+        held = room.nothing()
         if self.rank() == root:
-            address, whole, other, _, held = source(send_tensor, "send_tensor")
-            same_kind(other, code, send_tensor, recv_tensor)
-            _require(whole, count, f"{n} ranks need {count * n} to send", whole == count * n)
-        mine = target(found, "recv_tensor")
-        return self._at(recv_tensor, self.raw.run)(
-            engine.SCATTER,
-            address,
-            mine,
-            count,
-            code,
-            0,
-            root,
-            async_op=async_op,
-            keep=(held, recv_tensor),
-        )
+            held = _TENSORS.read(send_tensor, _NAMES[0])
+            check_pair(verbs.SCATTER, send_tensor, recv_tensor, self.nranks(), _NAMES)
+        return self._begin(verbs.SCATTER, held, room, async_op, root=root)
 
     def scatter_inplace(self, tensor: torch.Tensor, count: int, src: int, *, async_op: bool = False) -> Handle | None:
         """:func:`scatter` in place: rank r's ``count`` elements lie at r * count, in the sender's tensor and in its
         own.
         """
-        _, room, code, _, _ = found = seen(tensor, "tensor")
-        root = self._peer(src, "src")
-        _require_room(room, count, self.nranks())
-        return self._at(tensor, self.raw.run)(
-            engine.SCATTER, None, target(found, "tensor"), count, code, 0, root, async_op=async_op, keep=tensor
-        )
+        return self._in_place_with_room(verbs.SCATTER, tensor, count, self._peer(src, "src"), async_op)
 
     # --- all to all ---------------------------------------------------------------------------------------------------
 
@@ -374,25 +285,13 @@ class Collectives:
         """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order."""
         if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
             return None
-        src, whole, code, _, held = source(send_tensor, "send_tensor")
-        _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_kind(code, other, send_tensor, recv_tensor)
-        _require(whole, room, "they must be equal", whole == room)
-        count = _shard(whole, self.nranks())
-        dst = target(found, "recv_tensor")
-        return self._at(recv_tensor, self.raw.run)(
-            engine.ALL_TO_ALL, src, dst, count, code, async_op=async_op, keep=(held, recv_tensor)
-        )
+        return self._run(verbs.ALL_TO_ALL, send_tensor, recv_tensor, async_op)
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`alltoall` in place."""
         if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, None, tensor, 0, 0):
             return None
-        _, whole, code, _, _ = found = seen(tensor, "tensor")
-        count = _shard(whole, self.nranks())
-        return self._at(tensor, self.raw.run)(
-            engine.ALL_TO_ALL, None, target(found, "tensor"), count, code, async_op=async_op, keep=tensor
-        )
+        return self._run(verbs.ALL_TO_ALL, None, tensor, async_op)
 
     def alltoall_v(
         self,
@@ -406,76 +305,22 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank r gets ``send_counts[r]`` elements from ``send_displs[r]`` of every rank, at its ``recv_displs``."""
-        n = self.nranks()
-        src, whole, code, _, held = source(send_tensor, "send_tensor")
-        _, room, other, _, _ = found = seen(recv_tensor, "recv_tensor")
-        same_kind(code, other, send_tensor, recv_tensor)
-        sends = _counts(send_counts, send_displs, whole, n, "send_tensor")
-        recvs = _counts(recv_counts, recv_displs, room, n, "recv_tensor")
-        dst, keep = target(found, "recv_tensor"), (held, recv_tensor)
-        return self._at(recv_tensor, self.raw.all_to_all_v)(
-            src,
-            whole,
-            dst,
-            room,
-            code,
-            *sends,
-            *recvs,
-            async_op=async_op,
-            keep=keep,
-        )
+        mine, room = _TENSORS.read(send_tensor, _NAMES[0]), _TENSORS.write(recv_tensor, _NAMES[1])
+        check_kinds(send_tensor, recv_tensor, _NAMES)
+        sends = _counts(send_counts, send_displs, mine.count, self.nranks(), _NAMES[0])
+        recvs = _counts(recv_counts, recv_displs, room.count, self.nranks(), _NAMES[1])
+        will_change(room)
+        return verbs.all_to_all_v(self.raw, mine, sends, room, recvs).begin(async_op)
 
     def alltoall_v_inplace(
         self, tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], *, async_op: bool = False
     ) -> Handle | None:
         """:func:`alltoall_v` in place: the elements from rank r replace those sent to rank r."""
-        _, size, code, _, _ = found = seen(tensor, "tensor")
-        both = _counts(counts, displs, size, self.nranks(), "tensor")
-        dst = target(found, "tensor")
-        return self._at(tensor, self.raw.all_to_all_v)(
-            None, size, dst, size, code, *both, *both, async_op=async_op, keep=tensor
-        )
+        room = _TENSORS.write(tensor, "tensor")
+        both = _counts(counts, displs, room.count, self.nranks(), "tensor")
+        will_change(room)
+        return verbs.all_to_all_v(self.raw, None, both, room, both).begin(async_op)
 
     def barrier(self, *, async_op: bool = False) -> Handle | None:
         """Returns when every rank of the group has called it."""
-        return self.raw.run(engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], async_op=async_op)
-
-
-def _coalesced(tensors: Sequence[torch.Tensor], async_op: bool, collective: Any) -> Handle | None:
-    if not tensors:
-        raise ValueError("tensors is empty")
-    for i, tensor in enumerate(tensors):
-        seen(tensor, f"tensors[{i}]")
-    kinds = {tensor.dtype for tensor in tensors}
-    if len(kinds) > 1:
-        raise TypeError(f"tensors of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
-    place = _place_of(tensors)
-    with torch.no_grad():
-        flat = flatten([tensor.detach() for tensor in tensors])
-
-    def copy_back() -> None:
-        with torch.no_grad():
-            for tensor, piece in zip(tensors, unflatten(flat, tensors), strict=True):
-                # torch 2.5 gives those without elements another shape.
-                if tensor.numel() > 0:
-                    tensor.copy_(piece)
-
-    handle = collective(flat)
-    if not async_op:
-        copy_back()
-        return None
-    return handles.Handle([handle], copy_back) if place is None else place.handle(handle.raw, copy_back)
-
-
-def _place_of(tensors: Sequence[torch.Tensor]) -> TensorPlace | None:
-    """Where tensors are that are to be one; None for the host. NotImplementedError while their stream is captured."""
-    places = {tensor.device for tensor in tensors}
-    if len(places) > 1:
-        raise TypeError(f"tensors in different places cannot be coalesced: {sorted(map(str, places))}")
-    device = places.pop()
-    if device.type != "cuda":
-        return None
-    from bagua.cuda import tensors as on_device
-
-    on_device.refuse_capture(device)
-    return on_device.TensorPlace(device)
+        return self._begin(verbs.BARRIER, None, None, async_op)

@@ -17,9 +17,9 @@ from bagua import engine, shared_memory
 from bagua import group as neutral
 from bagua.errors import AbortedError
 from bagua.handle import AnyHandle as Handle
+from bagua.torch_operand import require_dtype
 
 from .collectives import Collectives
-from .tensor_args import require_dtype
 
 
 class Communicator(Collectives):

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua.lifecycle import cache_state
-
+from .cache_state import cache_state
 from .store import LossyStore, Shared
 
 __all__ = ["LmdbStore"]

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua import config
 from bagua.errors import BaguaTimeoutError
-from bagua.lifecycle import cache_state
 from bagua.torch_api import env
 
+from .cache_state import cache_state
 from .redis_server import RedisServer, address_towards, new_password
 
 __all__ = ["Server", "job_servers", "stop_job_servers"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing import util as exits
 
-from bagua.lifecycle import cache_state
+from .cache_state import cache_state
 
 __all__ = ["RedisServer", "address_towards", "start_redis_server_cli"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua.lifecycle import cache_state
+from .cache_state import cache_state
 
 __all__ = ["Serializer", "UnreadableError"]
 

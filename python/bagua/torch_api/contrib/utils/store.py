@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
 
-from bagua.lifecycle import cache_state
-
+from .cache_state import cache_state
 from .counters import SharedCounters
 
 __all__ = ["ClusterStore", "LossyStore", "Store"]

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from bagua import group as neutral
-from bagua.lifecycle import torch_state
 
+from ..process_group import Communicator
 from . import torch_end, torch_group
-from .process_group import Communicator
+from .state import membership_state
 from .store_client import StoreClient, connect
 
 __all__ = ["restart"]
@@ -34,5 +34,5 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
     else:
         client = connect(host, port, world.size, world.timeout, lambda: world.communicator.cause())
     # For as long as the process lives, as that of init_process_group.
-    torch_state().stores[host, port] = client
+    membership_state.stores[host, port] = client
     torch_group.begin(client, world)

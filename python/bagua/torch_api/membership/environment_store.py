@@ -10,11 +10,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from bagua import config, launcher
 from bagua.errors import BaguaTimeoutError
-from bagua.lifecycle import torch_state
 
+from .state import membership_state
 from .store_client import StoreClient, connect
-
-_state = torch_state()
 
 
 def environment_store(rank: int, world_size: int) -> StoreClient:
@@ -23,9 +21,9 @@ def environment_store(rank: int, world_size: int) -> StoreClient:
         # A plain `python script.py`: a world of one rank.
         return StoreClient(HashStore())
     place = launcher.master()
-    known: StoreClient | None = _state.stores.get(place)
+    known = membership_state.stores.get(place)
     if known is None or not known.usable:
-        known = _state.stores[place] = _open_store(*place, rank, world_size)
+        known = membership_state.stores[place] = _open_store(*place, rank, world_size)
     return known
 
 

@@ -3,7 +3,7 @@
 Each rank listens at a door (``rust/bagua-core/src/group/door``) and writes into an address book where that is. The book
 only helps to find: who answers at an address proves by a handshake that it belongs to the job. When the doors of all
 ranks answer and none is in a job, rank 0 writes where the first group is built; a process that finds a door in a job
-comes in by the averaging of its models instead (:mod:`.algorithms.async_model_average`).
+comes in by the averaging of its models instead (:mod:`..algorithms.async_model_average`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Protocol
 from bagua import config, engine
 from bagua import group as neutral
 from bagua.errors import BaguaError, BaguaTimeoutError
-from bagua.lifecycle import process, torch_state
+from bagua.lifecycle import process
 
-from .process_group import Communicator
-from .process_group.collectives import Collectives
-
-_state = torch_state()
+from ..model_engine.state import model_state
+from ..process_group import Communicator
+from ..process_group.collectives import Collectives
+from .state import membership_state
 
 # Seconds: for an answer at a door, and between two looks at the book.
 _ANSWER, _PAUSE = 2.0, 0.1
@@ -149,7 +149,7 @@ class Job:
 
 def job() -> Job | None:
     """The elastic job of this process; None in other jobs."""
-    found: Job | None = _state.elastic
+    found: Job | None = membership_state.elastic
     return found
 
 
@@ -234,7 +234,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
             )
             raise BaguaTimeoutError(text, missing=missing, after=chosen.timeout, noticed_by=rank)
         time.sleep(_PAUSE)
-    _state.elastic = Job(door, start is None, rank, world_size)
+    membership_state.elastic = Job(door, start is None, rank, world_size)
     process.elastic_stats = stats
     door.enter_job()
     return group
@@ -311,7 +311,7 @@ def stats() -> dict[str, Any] | None:
     if found is None:
         return None
     membership: dict[str, Any] = {"view": 1, "ranks": list(range(found.world_size))}
-    for ddp in list(_state.wrapped.values()):
+    for ddp in list(model_state.wrapped.values()):
         algorithm: Any = getattr(ddp, "bagua_algorithm", None)
         if hasattr(algorithm, "stats"):
             numbers = algorithm.stats()

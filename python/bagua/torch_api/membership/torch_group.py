@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
-from bagua.lifecycle import torch_state
 from bagua.store_requests import StoreRequests
 
+from .state import membership_state
 from .store_client import StoreClient
 
 __all__ = ["begin", "begin_gloo", "cause_of_failure"]
@@ -119,7 +119,7 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
     core._world.pg_map[default] = (backend, PrefixStore("later", client.store))
-    torch_state().gloo_store = watched
+    membership_state.gloo_store = watched
     # Its name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
     set_timeout(_TIMEOUT)

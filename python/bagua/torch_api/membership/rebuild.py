@@ -14,23 +14,26 @@ import torch
 from bagua import config
 from bagua import group as neutral
 from bagua.errors import MismatchError
-from bagua.lifecycle import torch_state
+from bagua.lifecycle import forget_groups
 
-from . import communication, torch_group, torch_restart
-from .algorithms.base import Algorithm
-from .model_engine import backend
-from .model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
-from .model_engine.engine import ModelEngine, Progress
-from .model_engine.patched import end_with_group
-from .process_group import Communicator, ProcessGroup
+from .. import communication
+from ..algorithms.base import Algorithm
+from ..model_engine import backend
+from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
+from ..model_engine.engine import ModelEngine, Progress
+from ..model_engine.patched import end_with_group
+from ..model_engine.state import model_state
+from ..process_group import Communicator, ProcessGroup
+from ..process_group.state import group_state
+from . import restart, torch_group
+from .state import membership_state
 
 __all__ = ["Rebuilt", "rebuild"]
 
 # Bytes that each rank sends to each other one before `rebuild()` returns.
 _CARRIED = 16384
 
-_state = torch_state()
-_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = _state.wrapped
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
         raise ValueError(f"timeout is {timeout} s; it must be positive")
     while True:
         world = world._shrink(max(until - time.monotonic(), 0.001), quorum)
-        if _state.rebuilding is None:
-            _state.rebuilding = _Plan(default)
-        plan: _Plan = _state.rebuilding
+        if membership_state.rebuilding is None:
+            membership_state.rebuilding = _Plan(default)
+        plan: _Plan = membership_state.rebuilding
         plan.take_over(world)
         try:
             return plan.carry_out(world)
@@ -189,7 +192,7 @@ class _Plan:
         for model in self.models:
             model.end()
         backend.shut_down_all()
-        _state.forget_groups()
+        forget_groups()
         communication.set_world(world)
         config.announce(
             RANK=str(world.rank),
@@ -200,21 +203,23 @@ class _Plan:
 
     def carry_out(self, world: neutral.Group) -> Rebuilt:
         """Makes the ranks equal and wraps the models."""
-        communicator: Communicator = _state.world
+        communicator, group = group_state.world, group_state.default_group
+        assert communicator is not None
+        assert group is not None
         self._take_state(communicator, self._source(communicator))
-        if _state.initialised_torch_distributed:
-            torch_restart.restart(world, communicator)
+        if group_state.initialised_torch_distributed:
+            restart.restart(world, communicator)
         refusal: Exception | None = None
         for model in self.models:
             try:
-                model.wrap(_state.default_group)
+                model.wrap(group)
             except Exception as error:
                 # On all ranks, or the group has failed, which the next call finds.
                 refusal = refusal or error
         # A barrier is a few small packets; the verbs that follow are not.
         communicator.alltoall_inplace(torch.zeros(communicator.nranks(), _CARRIED, dtype=torch.uint8))
         communicator.barrier()
-        _state.rebuilding = None
+        membership_state.rebuilding = None
         if refusal is not None:
             raise refusal
         lost = tuple(rank for rank in range(self._former_size) if rank not in self._ranks)

@@ -1,0 +1,47 @@
+"""Reductions of torch.distributed as codes of the core."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from bagua import engine, verbs
+from bagua.torch_operand import DTYPES
+
+from .torch_c10d import c10d
+
+__all__ = ["CODES", "Reduction", "reduction"]
+
+
+class Reduction(NamedTuple):
+    """How the core combines elements."""
+
+    code: int
+    #: Whether the sum is divided by the number of ranks afterwards: AVG of integers, cut towards zero as NCCL does.
+    divides: bool = False
+
+
+#: torch's reduction -> code of the core.
+CODES = {
+    getattr(c10d.ReduceOp.RedOpType, name.upper()): engine.OPS[name]
+    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+}
+_NAMES = {code: name for name, code in engine.OPS.items()}
+
+
+def reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """The reduction of a dtype. NotImplementedError for PREMUL_SUM, TypeError for one that is not defined."""
+    kind = getattr(op, "op", op)
+    code = CODES.get(kind)
+    if code is None:
+        raise NotImplementedError(f"the backend 'bagua' has no {kind}: scale the tensor and use SUM")
+    name = _NAMES[code]
+    if dtype not in DTYPES:
+        known = ", ".join(engine.DTYPES)
+        raise TypeError(f"{name} of {dtype} is not defined; it is for {known}")
+    divides = name == "avg" and not (dtype.is_floating_point or dtype.is_complex)
+    code = engine.OPS["sum"] if divides else code
+    if not verbs.is_defined(code, DTYPES[dtype]):
+        raise TypeError(f"{name} of {dtype} is not defined")
+    return Reduction(code, divides)

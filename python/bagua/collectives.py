@@ -1,0 +1,361 @@
+"""The verbs of a group, on arrays.
+
+Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is
+writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
+it returns a `Handle` instead; until that is done, the arrays must not be touched.
+
+Arrays may be on a CUDA device (docs/cuda.md). `stream` is a CUstream as an integer, by DLPack's numbers; None is the
+legacy stream. The verb begins after the work that the stream has, and work that it gets afterwards sees the result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from bagua import engine, verbs
+from bagua.arrays import Array
+from bagua.handle import Handle
+from bagua.messages import Messages, ResultOptions, outcome
+from bagua.operand import Operand, empty_like, same_kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Collectives"]
+
+Op = str | int
+
+
+def op_code(op: Op) -> int:
+    """The number of a reduce operation, by name or number. ValueError names the ones that exist."""
+    if type(op) is str and (known := engine.OPS.get(op)) is not None:
+        return known
+    code = engine.OPS.get(op.lower(), -1) if isinstance(op, str) else int(op)
+    if code not in engine.OPS.values():
+        raise ValueError(f"op={op!r} is none of {', '.join(engine.OPS)}")
+    return code
+
+
+class Collectives(Messages):
+    """Base of `Group`: what its members do together."""
+
+    # --- every rank combines ------------------------------------------------------------------------------------------
+
+    @overload
+    def all_reduce(
+        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
+    ) -> Any: ...
+    @overload
+    def all_reduce(
+        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
+    ) -> Handle[Any]: ...
+    def all_reduce(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Combines all ranks' arrays, element by element in rank order; every rank gets the result.
+
+        `op` is sum, avg, min, max, product, band, bor, bxor or its number. `timeout` is in seconds.
+        """
+        code = op_code(op)
+        if out is None and (found := engine.read_array(x)) is not None and found[4]:
+            # The same as below without the objects, which cost several times the rest of a small call.
+            address, count, dtype, shape, _ = found
+            run = self._communicator.run
+            if not async_op:
+                run(engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout)
+                return x
+            # The operation keeps the array, because the caller may drop the handle.
+            done = self._communicator.run(
+                engine.ALL_REDUCE,
+                None,
+                address,
+                count,
+                dtype,
+                code,
+                shape=shape,
+                timeout=timeout,
+                async_op=True,
+                keep=x,
+            )
+            return outcome(done, x)
+        src, dst, result = self._pair(x, out, stream)
+        return self._begin(verbs.ALL_REDUCE, src, dst, result, async_op, timeout, op=code)
+
+    @overload
+    def reduce(
+        self,
+        x: Array,
+        dst: int = 0,
+        op: Op = "sum",
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[ResultOptions],
+    ) -> Any: ...
+    @overload
+    def reduce(
+        self, x: Array, dst: int = 0, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
+    ) -> Handle[Any]: ...
+    def reduce(
+        self,
+        x: Array,
+        dst: int = 0,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """As `all_reduce`, but only rank `dst` gets the result; the other ranks' arrays stay as they are, and
+        they get None.
+        """
+        code, root = op_code(op), self._rank(dst, "dst")
+        target: Operand | None = None
+        result: Any = None
+        if self.rank == root:
+            src, target, result = self._pair(x, out, stream)
+        else:
+            src = self._operand(x, "the array", stream).to_read()
+        return self._begin(verbs.REDUCE, src, target, result, async_op, timeout, op=code, root=root)
+
+    @overload
+    def reduce_scatter(
+        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
+    ) -> Any: ...
+    @overload
+    def reduce_scatter(
+        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
+    ) -> Handle[Any]: ...
+    def reduce_scatter(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Rank r gets the combination of all ranks' r-th part of `x`, whose first dimension is divided among the ranks.
+
+        The result is a new array or `out`. `out` may be this rank's part of `x` itself.
+        """
+        code = op_code(op)
+        src = self._operand(x, "the array", stream).to_read()
+        shape = self._part(src, "reduce_scatter")
+        dst, result = self._target(src, out, shape, stream)
+        given, target = verbs.REDUCE_SCATTER.in_place(src, dst, self.rank)
+        return self._begin(verbs.REDUCE_SCATTER, given, target, result, async_op, timeout, op=code)
+
+    # --- from and to one rank -----------------------------------------------------------------------------------------
+
+    @overload
+    def broadcast(
+        self, x: Array, src: int = 0, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
+    ) -> Any: ...
+    @overload
+    def broadcast(
+        self, x: Array, src: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
+    ) -> Handle[Any]: ...
+    def broadcast(
+        self,
+        x: Array,
+        src: int = 0,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Every rank gets rank `src`'s array."""
+        root = self._rank(src, "src")
+        source, target, result = self._pair(x, out, stream)
+        fill = source if self.rank == root else None
+        return self._begin(verbs.BROADCAST, None, target, result, async_op, timeout, root=root, fill=fill)
+
+    @overload
+    def gather(
+        self, x: Array, dst: int = 0, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
+    ) -> Any: ...
+    @overload
+    def gather(
+        self, x: Array, dst: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
+    ) -> Handle[Any]: ...
+    def gather(
+        self,
+        x: Array,
+        dst: int = 0,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None, and
+        their `out` is not used.
+        """
+        root = self._rank(dst, "dst")
+        given: Operand | None
+        given = src = self._operand(x, "the array", stream).to_read()
+        target: Operand | None = None
+        result: Any = None
+        if self.rank == root:
+            whole, result = self._target(src, out, (self.size, *src.shape), stream)
+            given, target = verbs.GATHER.in_place(src, whole, root)
+        return self._begin(verbs.GATHER, given, target, result, async_op, timeout, root=root)
+
+    @overload
+    def scatter(
+        self,
+        x: Array | None = None,
+        src: int = 0,
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[ResultOptions],
+    ) -> Any: ...
+    @overload
+    def scatter(
+        self, x: Array | None = None, src: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
+    ) -> Handle[Any]: ...
+    def scatter(
+        self,
+        x: Array | None = None,
+        src: int = 0,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Rank r gets the r-th row of rank `src`'s `x`, whose first dimension is the number of ranks.
+
+        The other ranks give no `x`, and an `out` of the shape of a row; on `src` the result is a new array without it.
+        """
+        root = self._rank(src, "src")
+        source: Operand | None = None
+        if self.rank == root:
+            if x is None:
+                raise ValueError(f"scatter: rank {root} is the source and needs an array")
+            source = self._operand(x, "the array", stream).to_read()
+            if not source.shape or source.shape[0] != self.size:
+                raise ValueError(
+                    f"scatter: the first dimension of shape {source.shape} is not the number of ranks, {self.size}"
+                )
+            target, result = self._target(source, out, source.shape[1:], stream)
+        elif out is None:
+            raise ValueError(f"scatter: rank {self.rank} is not the source and needs out=")
+        else:
+            target, result = self._operand(out, "out", stream).to_write("out"), out
+        given: Operand | None = source
+        if source is None:
+            given = target.nothing()  # not read on this rank
+        elif target.count > 0 and target.address == source.address + self.rank * target.nbytes:
+            if target.place is None:
+                # In place would mean that every rank has room for all rows; the own row is in place already.
+                spare = np.empty(target.nbytes, np.uint8)
+                target = Operand(spare.ctypes.data, target.count, target.dtype, None, spare)
+            else:
+                given, target = None, source
+        return self._begin(verbs.SCATTER, given, target, result, async_op, timeout, root=root)
+
+    # --- every rank to every rank -------------------------------------------------------------------------------------
+
+    @overload
+    def all_gather(self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]) -> Any: ...
+    @overload
+    def all_gather(self, x: Array, *, async_op: Literal[True], **options: Unpack[ResultOptions]) -> Handle[Any]: ...
+    def all_gather(
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Every rank gets all ranks' arrays, stacked along a new first dimension, in a new array or in `out`.
+
+        `x` may be this rank's part of `out` itself.
+        """
+        src = self._operand(x, "the array", stream).to_read()
+        dst, result = self._target(src, out, (self.size, *src.shape), stream)
+        given, target = verbs.ALL_GATHER.in_place(src, dst, self.rank)
+        return self._begin(verbs.ALL_GATHER, given, target, result, async_op, timeout)
+
+    @overload
+    def all_to_all(self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]) -> Any: ...
+    @overload
+    def all_to_all(self, x: Array, *, async_op: Literal[True], **options: Unpack[ResultOptions]) -> Handle[Any]: ...
+    def all_to_all(
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Rank r gets the r-th part of every rank's array, in rank order; the first dimension is divided among
+        the ranks.
+        """
+        src, dst, result = self._pair(x, out, stream)
+        self._part(dst, "all_to_all")
+        return self._begin(verbs.ALL_TO_ALL, src, dst, result, async_op, timeout)
+
+    @overload
+    def barrier(self, *, async_op: Literal[False] = False, timeout: float | None = None) -> None: ...
+    @overload
+    def barrier(self, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Returns when every rank has called it."""
+        done = self._communicator.run(
+            engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
+        )
+        return outcome(done, None)
+
+    def _begin(
+        self,
+        verb: verbs.Verb,
+        src: Operand | None,
+        dst: Operand | None,
+        result: Any,
+        async_op: bool,
+        timeout: float | None,
+        **options: Any,
+    ) -> Any:
+        """Begins a verb and returns its result, or its handle. The options are those of `verbs.operation`."""
+        ready = verbs.operation(self._communicator, verb, src, dst, **options)
+        return outcome(ready.begin(async_op, timeout), result)
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _pair(self, x: Any, out: Any, stream: int | None) -> tuple[Operand | None, Operand, Any]:
+        """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
+        memory = self._operand(x, "the array", stream)
+        if out is None or out is x:
+            return None, memory.to_write("the array"), x
+        target = same_kind(memory, self._operand(out, "out", stream), memory.shape)
+        return *verbs.ALL_REDUCE.in_place(memory.to_read(), target, self.rank), out
+
+    def _part(self, memory: Operand, verb: str) -> tuple[int, ...]:
+        """The shape of one rank's part of `memory`."""
+        if not memory.shape or memory.shape[0] % self.size:
+            raise ValueError(
+                f"{verb}: the first dimension of shape {memory.shape} cannot be divided among {self.size} ranks"
+            )
+        return (memory.shape[0] // self.size, *memory.shape[1:])
+
+    def _target(self, memory: Operand, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[Operand, Any]:
+        """Destination and what to return, of a verb whose result has another shape."""
+        if out is None:
+            out = empty_like(memory, shape)
+        return same_kind(memory, self._operand(out, "out", stream), shape), out

@@ -1,0 +1,39 @@
+"""The models of this process that communicate. Engines and backends are typed where they are used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from bagua.lifecycle import Record, record
+
+__all__ = ["ModelState", "model_state"]
+
+
+class ModelState(Record):
+    """Kept beside the modules and tensors and not in them, so that a copied or pickled one is plain."""
+
+    def __init__(self) -> None:
+        #: Tensor -> its name, model and closures.
+        self.registrations: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+        #: Model name -> its Backend; and every Backend that has not been collected.
+        self.backends: dict[str, Any] = {}
+        self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Parameter -> the ModelEngine that communicates its gradient.
+        self.gradient_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
+        #: Module -> its ModelEngine, and module -> its name.
+        self.wrapped: MutableMapping[torch.nn.Module, Any] = WeakIdKeyDictionary()
+        self.module_names: MutableMapping[torch.nn.Module, str] = WeakIdKeyDictionary()
+        #: What was wrapped for a group that has ended -> the model's name, and the hook that refuses its training, if
+        #: it needs one.
+        self.ended: MutableMapping[torch.nn.Module, tuple[str, RemovableHandle | None]] = WeakIdKeyDictionary()
+        #: Numbers models in the order of their wrapping, which is the same on all ranks.
+        self.wrapped_count = 0
+
+
+model_state = record(ModelState)

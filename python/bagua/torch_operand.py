@@ -1,0 +1,256 @@
+"""Tensors of torch as operands.
+
+A tensor is read once. For a plain tensor, on a torch new enough, the bindings (`engine.TensorReader`) return address,
+count and dtype in one call; every other tensor, and every error message, goes through the tensor's attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua import engine, verbs
+from bagua.operand import Operand
+
+__all__ = [
+    "DTYPES",
+    "Adapter",
+    "check_kinds",
+    "check_on_cpu",
+    "check_pair",
+    "check_place",
+    "dtype_code",
+    "operation",
+    "reader",
+    "require_dtype",
+    "will_change",
+]
+
+#: The dtypes that can be communicated, and their codes in the core.
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
+
+_BYTES = engine.DTYPES["uint8"]
+
+
+def _changed(tensor: tuple[torch.Tensor]) -> None:
+    torch.autograd.graph.increment_version(tensor[0])
+
+
+def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
+    count: Callable[[tuple[torch.Tensor]], None] = getattr(torch._C, "_increment_version", _changed)
+    try:
+        # The C function itself: the Python function around it doubles the cost. An older torch takes no tuple.
+        count((torch.empty(0),))
+    except TypeError:
+        return _changed
+    return count
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def _new_reader() -> engine.TensorReader:
+    # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
+    lazy_flags = getattr(torch._C, "_get_tensor_metadata", _is_lazy)
+    try:
+        return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
+    except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
+        return engine.TensorReader([], lazy_flags, _count_version)
+
+
+# Increments a tensor's version counter, by which autograd detects that a saved tensor was written.
+_count_version = _version_counter()
+
+#: Reads address, count and dtype of torch's tensors.
+reader = _new_reader()
+
+
+def will_change(operand: Operand) -> None:
+    """Increments the version counters of the tensors that an operation will write to."""
+    for tensor in operand.results:
+        try:
+            _count_version((tensor,))
+        except RuntimeError:
+            # One made in inference mode has no counter.
+            if not tensor.is_inference():
+                raise
+
+
+def dtype_code(tensor: torch.Tensor, what: str) -> int:
+    """The core's code of a tensor's dtype."""
+    return require_dtype(tensor.dtype, what)
+
+
+def require_dtype(dtype: torch.dtype, what: str) -> int:
+    """The core's code of a dtype. TypeError for one that cannot be communicated."""
+    code = DTYPES.get(dtype)
+    if code is None:
+        raise TypeError(
+            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(engine.DTYPES)}"
+        )
+    return code
+
+
+def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
+    """Refuses a tensor outside host memory, or a sparse one."""
+    check_place(tensor, what, ("cpu",))
+
+
+def check_place(tensor: torch.Tensor, what: str, places: Sequence[str] = ("cpu", "cuda")) -> None:
+    """Refuses a tensor outside the memory of these kinds of devices, or a sparse one."""
+    if tensor.device.type not in places:
+        allowed = " and ".join(place.upper() for place in places)
+        raise NotImplementedError(f"{what} is on {tensor.device}: only {allowed} tensors can be communicated here")
+    if tensor.layout != torch.strided:
+        where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+        raise NotImplementedError(f"{what} is {tensor.layout}{where}: only dense tensors can be communicated here")
+
+
+def check_kinds(sent: torch.Tensor, received: torch.Tensor, names: Sequence[str]) -> None:
+    """Refuses two tensors of different dtypes, or in different places."""
+    one, other = names
+    if sent.dtype != received.dtype:
+        raise TypeError(f"{one} has dtype {sent.dtype}, {other} {received.dtype}: they must be equal")
+    if sent.device != received.device:
+        raise TypeError(f"{one} is on {sent.device}, {other} on {received.device}: they must be in one place")
+
+
+def check_pair(verb: verbs.Verb, sent: torch.Tensor, received: torch.Tensor, ranks: int, names: Sequence[str]) -> None:
+    """As `check_kinds`; also refuses two of sizes that do not fit the verb."""
+    check_kinds(sent, received, names)
+    why = verb.misfit(sent.numel(), received.numel(), ranks)
+    if why is not None:
+        raise ValueError(f"{names[0]} has {sent.numel()} elements, {names[1]} {received.numel()}: {why}")
+
+
+def operation(
+    raw: engine.Communicator, verb: verbs.Verb, src: Operand | None, dst: Operand | None, **options: Any
+) -> verbs.Operation:
+    """As `verbs.operation`. Must come after all checks: it increments the version counters of what will be written."""
+    if dst is not None:
+        will_change(dst)
+    return verbs.operation(raw, verb, src, dst, **options)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How a front door makes operands of tensors."""
+
+    #: Whether dtypes that the core has no code for are sent as bytes. Else TypeError.
+    sends_bytes: bool = False
+    #: Whether results are copied to tensors without contiguous memory of their own. Else ValueError.
+    copies_results: bool = False
+    #: Whether the ranks compare shapes where the verb does. Else sizes alone.
+    compares_shapes: bool = True
+    #: See `DeviceHandle.then`.
+    then_orders: bool = True
+
+    def check(self, tensor: Any, what: str) -> int:
+        """The code of a tensor that can be communicated, that of bytes where the core has none."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+        check_place(tensor, what)
+        return DTYPES.get(tensor.dtype, _BYTES) if self.sends_bytes else dtype_code(tensor, what)
+
+    def read(self, tensor: Any, what: str) -> Operand:
+        """A tensor to read. A copy, where its memory is not contiguous or has still to be negated or conjugated."""
+        found = reader.at(tensor)
+        if found is not None:
+            address, count, code, dims, owner = found
+            return Operand(address, count, code, dims if self.compares_shapes else None, owner)
+        code = self.check(tensor, what)
+        memory = tensor.detach()
+        return self._operand(memory if _is_plain(memory) else _contiguous(memory), code)
+
+    def write(self, tensor: Any, what: str, *, reads: bool = True) -> Operand:
+        """A tensor to write; with `reads`, one to read before."""
+        found = reader.at(tensor)
+        if found is not None:
+            address, count, code, dims, owner = found
+            dims = dims if self.compares_shapes else None
+            return Operand(address, count, code, dims, owner, results=(owner,))
+        code = self.check(tensor, what)
+        memory = tensor.detach()
+        if _is_plain(memory):
+            return self._operand(memory, code, results=(tensor,))
+        if not self.copies_results:
+            _refuse_to_write(tensor, what)
+        memory = _contiguous(memory) if reads else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+        def finish() -> None:
+            with torch.no_grad():
+                tensor.detach().copy_(memory)
+
+        return self._operand(memory, code, results=(tensor,), finish=finish)
+
+    def joined(self, tensors: Sequence[Any], what: str, *, reads: bool = True, writes: bool = True) -> Operand:
+        """Several tensors, one after the other in one memory. TypeError for different dtypes and devices."""
+        codes = [self.check(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
+        first = tensors[0]
+        if len(kinds := {tensor.dtype for tensor in tensors}) > 1:
+            raise TypeError(f"{what} of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
+        if len(places := {tensor.device for tensor in tensors}) > 1:
+            raise TypeError(f"{what} in different places cannot be coalesced: {sorted(map(str, places))}")
+        if reads:
+            refuse_capture(first)
+            memory = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        else:
+            memory = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
+        if not writes:
+            return self._operand(memory, codes[0])
+
+        def finish() -> None:
+            pieces = memory.split_with_sizes([tensor.numel() for tensor in tensors])
+            with torch.no_grad():
+                for piece, tensor in zip(pieces, tensors, strict=True):
+                    tensor.detach().copy_(piece.view(tensor.shape))
+
+        return self._operand(memory, codes[0], results=tensors, finish=finish)
+
+    def _operand(
+        self,
+        memory: torch.Tensor,
+        code: int,
+        results: Sequence[torch.Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> Operand:
+        count = memory.numel()
+        if memory.dtype not in DTYPES:
+            count *= memory.element_size()
+        dims = tuple(memory.shape) if self.compares_shapes else None
+        place = None
+        if memory.is_cuda:
+            # Here, because importing bagua.cuda decides to which process CUDA belongs.
+            from bagua.cuda.tensors import TensorPlace
+
+            place = TensorPlace(memory.device, self.then_orders)
+        return Operand(memory.data_ptr(), count, code, dims, memory, place, finish=finish, results=results)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _refuse_to_write(tensor: torch.Tensor, what: str) -> None:
+    if not tensor.is_contiguous():
+        why = f"{what} of shape {list(tensor.shape)} is not contiguous"
+    else:
+        why = f"{what} is the {'negation' if tensor.is_neg() else 'conjugate'} of another tensor"
+    raise ValueError(f"{why}, so results cannot be written into it")
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    refuse_capture(tensor)
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def refuse_capture(tensor: torch.Tensor) -> None:
+    """NotImplementedError for a device whose stream is being captured: a copy would become part of the graph."""
+    if tensor.is_cuda:
+        from bagua.cuda import tensors
+
+        tensors.refuse_capture(tensor.device)
