@@ -6,13 +6,12 @@ use std::ptr;
 use std::sync::{Arc, OnceLock};
 
 use bagua_core::error::{Error, Result};
+use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUmemorytype, CUpointer_attribute, CUstreamCaptureMode};
 
-use crate::api::{Api, CAPTURE_IMPLICIT, CAPTURE_MODE_RELAXED, CUcontext, CUdeviceptr, CUstream};
+use crate::api::{Api, CAPTURE_IMPLICIT, CUstream, call, checked};
+use crate::calls::symbol;
 use crate::nccl::Source;
 use crate::programs::Kernels;
-
-/// `CU_MEMORYTYPE_DEVICE`.
-const ON_DEVICE: c_uint = 2;
 
 /// What an address is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,8 +59,8 @@ impl Context {
     pub(crate) fn retain(api: &Arc<Api>, device: i32, uuids: Vec<Option<[u8; 16]>>) -> Result<Arc<Context>> {
         let mut handle: CUcontext = ptr::null_mut();
         // SAFETY: it writes one handle; device numbers are checked by the driver.
-        let code = unsafe { (api.functions.primary_context_retain)(&raw mut handle, device) };
-        api.check(device, c"cuDevicePrimaryCtxRetain", code)?;
+        let code = unsafe { call!(api, cuDevicePrimaryCtxRetain(&raw mut handle, device)) };
+        api.check(device, symbol!(cuDevicePrimaryCtxRetain), code)?;
         let mut context = Context {
             api: Arc::clone(api),
             device,
@@ -75,8 +74,7 @@ impl Context {
         {
             let entered = context.enter()?;
             // SAFETY: it writes two ints, of the current context.
-            let code = unsafe { (api.functions.priority_range)(&raw mut least, &raw mut greatest) };
-            api.check(device, c"cuCtxGetStreamPriorityRange", code)?;
+            unsafe { checked!(context, cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)) }?;
             drop(entered);
         }
         context.priority = greatest;
@@ -123,13 +121,11 @@ impl Context {
             return Err(Error::other("this process was forked from the one that uses CUDA, and has none itself"));
         }
         // SAFETY: the context is retained.
-        let code = unsafe { (self.api.functions.context_push)(self.handle) };
-        self.check(c"cuCtxPushCurrent", code)?;
+        unsafe { checked!(self, cuCtxPushCurrent_v2(self.handle)) }?;
         let mut entered = Entered { context: self, mode: -1, thread: PhantomData };
-        let mut mode = CAPTURE_MODE_RELAXED;
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
         // SAFETY: it reads and writes one int.
-        let code = unsafe { (self.api.functions.exchange_capture_mode)(&raw mut mode) };
-        self.check(c"cuThreadExchangeStreamCaptureMode", code)?;
+        unsafe { checked!(self, cuThreadExchangeStreamCaptureMode((&raw mut mode).cast())) }?;
         entered.mode = mode;
         Ok(entered)
     }
@@ -146,9 +142,9 @@ impl Context {
     pub fn refuse_capture(&self, streams: &[usize]) -> Result<()> {
         let _entered = self.enter()?;
         for stream in streams {
-            let mut status = 0;
+            let mut status: c_int = 0;
             // SAFETY: the caller names a stream of this context; it writes one int.
-            let code = unsafe { (self.api.functions.stream_is_capturing)(*stream, &raw mut status) };
+            let code = unsafe { call!(self.api, cuStreamIsCapturing(*stream as _, (&raw mut status).cast())) };
             if code == CAPTURE_IMPLICIT || (code == 0 && status != 0) {
                 let text = "a collective operation on a stream that is being captured into a CUDA graph";
                 return Err(Error::NotImplemented(text.to_owned()));
@@ -168,8 +164,7 @@ impl Context {
         }
         let _entered = self.enter()?;
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.api.functions.fill_on_device)(at as CUdeviceptr, 0, bytes, stream) };
-        self.check(c"cuMemsetD8Async", code)
+        unsafe { checked!(self, cuMemsetD8Async(at as CUdeviceptr, 0, bytes, stream as _)) }
     }
 
     /// Copies within the device, on a stream.
@@ -182,10 +177,7 @@ impl Context {
         }
         let _entered = self.enter()?;
         // SAFETY: the caller's promise.
-        let code = unsafe {
-            (self.api.functions.copy_on_device)(to as CUdeviceptr, from as CUdeviceptr, bytes, stream as CUstream)
-        };
-        self.check(c"cuMemcpyDtoDAsync", code)
+        unsafe { checked!(self, cuMemcpyDtoDAsync_v2(to as CUdeviceptr, from as CUdeviceptr, bytes, stream as _)) }
     }
 }
 
@@ -193,22 +185,25 @@ impl Context {
 pub(crate) fn memory_at(api: &Api, address: usize, fallback: impl FnOnce() -> Result<Arc<Context>>) -> Result<Memory> {
     let mut current: CUcontext = ptr::null_mut();
     // SAFETY: it writes one handle.
-    let code = unsafe { (api.functions.context_get_current)(&raw mut current) };
+    let code = unsafe { call!(api, cuCtxGetCurrent(&raw mut current)) };
     api.check(0, c"cuCtxGetCurrent", code)?;
     let fallback = if current.is_null() { Some(fallback()?) } else { None };
     let _entered = fallback.as_ref().map(|context| context.enter()).transpose()?;
     let (mut kind, mut managed, mut ordinal): (c_uint, c_uint, c_int) = (0, 0, 0);
-    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL.
-    let mut wanted: [c_int; 3] = [2, 8, 9];
+    let mut wanted = [
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    ];
     let mut answers: [*mut c_void; 3] = [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
     // SAFETY: three attributes, whose answers have 4 bytes each at most.
     let code = unsafe {
-        (api.functions.pointer_attributes)(3, wanted.as_mut_ptr(), answers.as_mut_ptr(), address as CUdeviceptr)
+        call!(api, cuPointerGetAttributes(3, wanted.as_mut_ptr(), answers.as_mut_ptr(), address as CUdeviceptr))
     };
     api.check(0, c"cuPointerGetAttributes", code)?;
     Ok(match (kind, managed) {
         (_, managed) if managed & 1 != 0 => Memory::Managed,
-        (ON_DEVICE, _) => Memory::Device(ordinal),
+        (kind, _) if kind == CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint => Memory::Device(ordinal),
         _ => Memory::Other,
     })
 }
@@ -221,14 +216,14 @@ impl std::fmt::Debug for Context {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        let functions = &self.context.api.functions;
+        let api = self.context.api();
         // What goes wrong here went wrong before: the next call says so.
         if self.mode >= 0 {
             // SAFETY: it reads and writes one int.
-            unsafe { (functions.exchange_capture_mode)(&raw mut self.mode) };
+            unsafe { call!(api, cuThreadExchangeStreamCaptureMode((&raw mut self.mode).cast())) };
         }
         let mut popped: CUcontext = ptr::null_mut();
         // SAFETY: it writes one handle, of the context that `enter` pushed on this thread.
-        unsafe { (functions.context_pop)(&raw mut popped) };
+        unsafe { call!(api, cuCtxPopCurrent_v2(&raw mut popped)) };
     }
 }

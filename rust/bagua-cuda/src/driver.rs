@@ -1,65 +1,25 @@
 //! The driver: the functions of `libcuda` that are used, and what they say of the devices.
 //!
-//! Names and numbers are those of the CUDA driver API, <https://docs.nvidia.com/cuda/cuda-driver-api/>.
+//! The CUDA driver API: <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ffi::{CStr, c_int};
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use bagua_core as core;
 use bagua_core::wait::lock;
+use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
 
 use crate::api::Api;
-use crate::codes::{CUdevice, CUresult, error_name};
+use crate::calls::{Code, call_at, call_in};
+use crate::codes::error_name;
 use crate::context::{self, Context, Memory};
 use crate::error::{Error, Result};
 use crate::library::Library;
 
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
-const CAPABILITY_MAJOR: c_int = 75;
-
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
-const CAPABILITY_MINOR: c_int = 76;
-
 /// Bytes for the name of a device; a longer one is cut off.
 const NAME_BYTES: usize = 256;
-
-/// The functions, by their names without the prefix.
-#[derive(Clone, Copy)]
-struct Functions {
-    /// Number of devices.
-    device_get_count: unsafe extern "C" fn(*mut c_int) -> CUresult,
-    /// The device of an ordinal.
-    device_get: unsafe extern "C" fn(*mut CUdevice, c_int) -> CUresult,
-    /// Its name, NUL-terminated, in at most as many bytes.
-    device_get_name: unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -> CUresult,
-    /// One of its attributes.
-    device_get_attribute: unsafe extern "C" fn(*mut c_int, c_int, CUdevice) -> CUresult,
-    /// Bytes of its memory.
-    device_total_mem: unsafe extern "C" fn(*mut usize, CUdevice) -> CUresult,
-    /// Its 16-byte identifier; that of the MIG instance, if it is one.
-    device_get_uuid: unsafe extern "C" fn(*mut [u8; 16], CUdevice) -> CUresult,
-}
-
-impl Functions {
-    fn load(library: &Library) -> Result<Functions> {
-        // SAFETY: each type is the signature of the function that is named beside it, in every driver since CUDA 12.
-        unsafe {
-            Ok(Functions {
-                device_get_count: library.function(c"cuDeviceGetCount")?,
-                device_get: library.function(c"cuDeviceGet")?,
-                device_get_name: library.function(c"cuDeviceGetName")?,
-                device_get_attribute: library.function(c"cuDeviceGetAttribute")?,
-                device_total_mem: library.function(c"cuDeviceTotalMem_v2")?,
-                device_get_uuid: match library.find(c"cuDeviceGetUuid_v2") {
-                    Some(function) => function,
-                    None => library.function(c"cuDeviceGetUuid")?,
-                },
-            })
-        }
-    }
-}
 
 /// A loaded `libcuda`, which may or may not work.
 pub struct Driver {
@@ -144,23 +104,18 @@ impl Driver {
 
 /// `cuDriverGetVersion`, which works before `cuInit` and when that fails.
 fn version(library: &Library) -> Option<i32> {
-    // SAFETY: the signature is the driver's.
-    let get: unsafe extern "C" fn(*mut c_int) -> CUresult = unsafe { library.find(c"cuDriverGetVersion") }?;
     let mut version = 0;
     // SAFETY: it writes one int.
-    (unsafe { get(&raw mut version) } == 0).then_some(version)
+    (unsafe { call_in!(library, driver::cuDriverGetVersion(&raw mut version)) } == Ok(0)).then_some(version)
 }
 
 /// Initialises the driver and describes all devices.
 fn devices(library: &Library) -> Result<Vec<Device>> {
-    // SAFETY: the signature is the driver's.
-    let init: unsafe extern "C" fn(c_uint) -> CUresult = unsafe { library.function(c"cuInit") }?;
     // SAFETY: 0 is the only flag that there is, and it may be called again.
-    check(library, "cuInit", unsafe { init(0) })?;
-    let functions = Functions::load(library)?;
+    check(library, "cuInit", unsafe { call_in!(library, driver::cuInit(0)) }?)?;
     let mut count = 0;
     // SAFETY: it writes one int.
-    check(library, "cuDeviceGetCount", unsafe { (functions.device_get_count)(&raw mut count) })?;
+    check(library, "cuDeviceGetCount", unsafe { call_in!(library, driver::cuDeviceGetCount(&raw mut count)) }?)?;
     if count <= 0 {
         return Err(Error::NoDevice { library: library.text() });
     }
@@ -168,38 +123,44 @@ fn devices(library: &Library) -> Result<Vec<Device>> {
         .map(|ordinal| {
             let mut device = 0;
             // SAFETY: it writes one number.
-            check(library, "cuDeviceGet", unsafe { (functions.device_get)(&raw mut device, ordinal) })?;
-            Ok(describe(&functions, device))
+            let code = unsafe { call_in!(library, driver::cuDeviceGet(&raw mut device, ordinal)) }?;
+            check(library, "cuDeviceGet", code)?;
+            describe(library, device)
         })
         .collect()
 }
 
-/// What the driver tells of one device.
-fn describe(functions: &Functions, device: CUdevice) -> Device {
+/// What the driver tells of one device. An error only where a function is absent.
+fn describe(library: &Library, device: CUdevice) -> Result<Device> {
     let mut bytes = [0u8; NAME_BYTES];
     // The last byte is kept, so that the name ends whatever is written.
+    let room = NAME_BYTES as c_int - 1;
     // SAFETY: it writes at most as many bytes as it is told.
-    let code = unsafe { (functions.device_get_name)(bytes.as_mut_ptr().cast(), NAME_BYTES as c_int - 1, device) };
+    let code = unsafe { call_in!(library, driver::cuDeviceGetName(bytes.as_mut_ptr().cast(), room, device)) }?;
     let name = CStr::from_bytes_until_nul(&bytes).ok().filter(|_| code == 0);
     let name = name.map(|name| name.to_string_lossy().into_owned());
     let attribute = |number| {
         let mut value = 0;
         // SAFETY: it writes one int.
-        (unsafe { (functions.device_get_attribute)(&raw mut value, number, device) } == 0).then_some(value)
+        let code = unsafe { call_in!(library, driver::cuDeviceGetAttribute(&raw mut value, number, device)) }?;
+        Ok((code == 0).then_some(value))
     };
-    let capability = attribute(CAPABILITY_MAJOR).zip(attribute(CAPABILITY_MINOR));
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     let mut memory = 0;
     // SAFETY: it writes one size.
-    let code = unsafe { (functions.device_total_mem)(&raw mut memory, device) };
+    let code = unsafe { call_in!(library, driver::cuDeviceTotalMem_v2(&raw mut memory, device)) }?;
     let memory = (code == 0).then_some(memory as u64);
     let mut uuid = [0; 16];
+    // The second version names a MIG instance, if the device is one; both have the same parameters.
+    let identify = library.address(c"cuDeviceGetUuid_v2").or_else(|_| library.address(c"cuDeviceGetUuid"))?;
     // SAFETY: it writes 16 bytes.
-    let code = unsafe { (functions.device_get_uuid)(&raw mut uuid, device) };
-    Device { name, capability, memory, uuid: (code == 0).then_some(uuid) }
+    let code = unsafe { call_at!(identify, driver::cuDeviceGetUuid_v2((&raw mut uuid).cast(), device)) };
+    Ok(Device { name, capability: major.zip(minor), memory, uuid: (code == 0).then_some(uuid) })
 }
 
 /// An error for any code but 0.
-fn check(library: &Library, function: &'static str, code: CUresult) -> Result<()> {
+fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());
     }

@@ -4,12 +4,10 @@ use std::ptr;
 use std::sync::Arc;
 
 use bagua_core::error::Result;
+use cudarc::driver::sys::{CUevent, CUevent_flags};
 
-use crate::api::{CUevent, CUstream, NOT_READY};
+use crate::api::{CUstream, NOT_READY, call, checked};
 use crate::context::Context;
-
-/// `CU_EVENT_DISABLE_TIMING`.
-const NO_TIMING: u32 = 2;
 
 /// An event without time.
 pub struct Event {
@@ -27,9 +25,9 @@ impl Event {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Event> {
         let _entered = context.enter()?;
         let mut handle: CUevent = ptr::null_mut();
+        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: it writes one handle, in the current context.
-        let code = unsafe { (context.api().functions.event_create)(&raw mut handle, NO_TIMING) };
-        context.check(c"cuEventCreate", code)?;
+        unsafe { checked!(context, cuEventCreate(&raw mut handle, flags)) }?;
         Ok(Event { context: Arc::clone(context), handle })
     }
 
@@ -37,23 +35,21 @@ impl Event {
     pub(crate) fn record(&self, stream: CUstream) -> Result<()> {
         let _entered = self.context.enter()?;
         // SAFETY: the event lives; the stream is the caller's or one of ours, and the driver refuses others.
-        let code = unsafe { (self.context.api().functions.event_record)(self.handle, stream) };
-        self.context.check(c"cuEventRecord", code)
+        unsafe { checked!(self.context, cuEventRecord(self.handle, stream as _)) }
     }
 
     /// Work that the stream gets from now on waits for this event.
     pub(crate) fn order(&self, stream: CUstream) -> Result<()> {
         let _entered = self.context.enter()?;
         // SAFETY: as in `record`; there are no flags.
-        let code = unsafe { (self.context.api().functions.stream_wait_event)(stream, self.handle, 0) };
-        self.context.check(c"cuStreamWaitEvent", code)
+        unsafe { checked!(self.context, cuStreamWaitEvent(stream as _, self.handle, 0)) }
     }
 
     /// Whether it was reached. Does not wait.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the event lives.
-        match unsafe { (self.context.api().functions.event_query)(self.handle) } {
+        match unsafe { call!(self.context.api(), cuEventQuery(self.handle)) } {
             NOT_READY => Ok(false),
             code => self.context.check(c"cuEventQuery", code).map(|()| true),
         }
@@ -65,7 +61,7 @@ impl Drop for Event {
         // An error has nobody to hear it, and the driver may have gone before, when the process ends.
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: nobody uses the event any more; work that waits for it keeps what it needs.
-            unsafe { (self.context.api().functions.event_destroy)(self.handle) };
+            unsafe { call!(self.context.api(), cuEventDestroy_v2(self.handle)) };
         }
     }
 }

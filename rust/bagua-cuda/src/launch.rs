@@ -9,18 +9,12 @@ use std::ptr;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::wait::lock;
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUmodule};
 
-use crate::api::{CUfunction, CUmodule, CUstream};
+use crate::api::{CUstream, checked};
 use crate::context::Context;
 use crate::kernels::{Grid, Program, THREADS, program_of};
 use crate::programs::{Compiler, Kernel};
-
-/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
-const MULTIPROCESSORS: c_int = 16;
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
-const CAPABILITY_MAJOR: c_int = 75;
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
-const CAPABILITY_MINOR: c_int = 76;
 
 impl Context {
     /// Says where the machine code of this device comes from. The first that is said holds.
@@ -33,7 +27,8 @@ impl Context {
         if let Some(known) = self.kernels().processors.get() {
             return Ok(*known);
         }
-        let found = u32::try_from(self.attribute(MULTIPROCESSORS)?).unwrap_or(1).max(1);
+        let found = self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let found = u32::try_from(found).unwrap_or(1).max(1);
         Ok(*self.kernels().processors.get_or_init(|| found))
     }
 
@@ -52,7 +47,8 @@ impl Context {
     }
 
     fn load(&self, program: &'static Program, loaded: &mut BTreeMap<&'static str, Kernel>) -> Result<()> {
-        let architecture = 10 * self.attribute(CAPABILITY_MAJOR)? + self.attribute(CAPABILITY_MINOR)?;
+        let architecture = 10 * self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+            + self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let refused = |why: String| {
             let text = format!("the kernels of {} need NVRTC on cuda:{}: {why}", program.name, self.device());
             Error::Unavailable(text)
@@ -60,28 +56,24 @@ impl Context {
         let compiler =
             self.kernels().compiler.get().ok_or_else(|| refused("nobody said where it may be".to_owned()))?;
         let code = compiler(program, architecture).map_err(|error| refused(error.to_string()))?;
-        let functions = &self.api().functions;
         let _entered = self.enter()?;
         let mut module: CUmodule = ptr::null_mut();
         // SAFETY: an ELF file for this architecture, which NVRTC made and whose checksum was compared; it writes one handle.
-        let result = unsafe { (functions.module_load_data)(&raw mut module, code.as_ptr().cast()) };
-        self.check(c"cuModuleLoadData", result)?;
+        unsafe { checked!(self, cuModuleLoadData(&raw mut module, code.as_ptr().cast())) }?;
         for name in program.kernels {
             let symbol = CString::new(*name).expect("no zero byte");
             let mut function: CUfunction = ptr::null_mut();
             // SAFETY: the module was loaded; it writes one handle.
-            let result = unsafe { (functions.module_get_function)(&raw mut function, module, symbol.as_ptr()) };
-            self.check(c"cuModuleGetFunction", result)?;
+            unsafe { checked!(self, cuModuleGetFunction(&raw mut function, module, symbol.as_ptr())) }?;
             loaded.insert(name, Kernel(function));
         }
         Ok(())
     }
 
-    fn attribute(&self, number: c_int) -> Result<c_int> {
+    fn attribute(&self, attribute: CUdevice_attribute) -> Result<c_int> {
         let mut value = 0;
         // SAFETY: it writes one int.
-        let code = unsafe { (self.api().functions.device_get_attribute)(&raw mut value, number, self.device()) };
-        self.check(c"cuDeviceGetAttribute", code)?;
+        unsafe { checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, self.device())) }?;
         Ok(value)
     }
 
@@ -118,21 +110,23 @@ impl Context {
         let [x, y, z] = grid.blocks;
         let _entered = self.enter()?;
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.
-        let code = unsafe {
-            (self.api().functions.launch_kernel)(
-                kernel.0,
-                x,
-                y,
-                z,
-                THREADS,
-                1,
-                1,
-                grid.shared,
-                stream,
-                places.as_mut_ptr(),
-                ptr::null_mut(),
+        unsafe {
+            checked!(
+                self,
+                cuLaunchKernel(
+                    kernel.0,
+                    x,
+                    y,
+                    z,
+                    THREADS,
+                    1,
+                    1,
+                    grid.shared,
+                    stream as _,
+                    places.as_mut_ptr(),
+                    ptr::null_mut(),
+                )
             )
-        };
-        self.check(c"cuLaunchKernel", code)
+        }
     }
 }

@@ -6,7 +6,8 @@
 //! |---|---|
 //! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each looked for at its first use |
 //! | [`driver`] | the driver (`libcuda`): its functions, its version, its devices |
-//! | `codes` | what calls of the driver return, and the names of errors |
+//! | `calls` | calls of the driver and of NVRTC, with the types of cudarc |
+//! | `codes` | the names of the driver's errors |
 //! | [`api`] | the functions of the driver that operations use |
 //! | [`context`] | the primary context of a device, current around calls only |
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
@@ -34,6 +35,7 @@
 
 pub mod api;
 pub mod cache;
+mod calls;
 pub mod choice;
 pub mod codec;
 mod codes;

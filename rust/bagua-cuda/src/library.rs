@@ -124,6 +124,11 @@ impl Library {
         NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
     }
 
+    /// The address of a symbol.
+    pub(crate) fn address(&self, name: &'static CStr) -> Result<NonNull<c_void>> {
+        self.symbol(name).ok_or_else(|| self.lacks(name))
+    }
+
     /// The function of that name, if the library has it.
     ///
     /// # Safety

@@ -6,8 +6,9 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use bagua_core::error::Result;
+use cudarc::driver::sys::CUdeviceptr;
 
-use crate::api::{CUdeviceptr, CUstream};
+use crate::api::{CUstream, call, checked};
 use crate::context::Context;
 
 /// Memory of the host that a device copies from and to while the host does other things.
@@ -28,8 +29,7 @@ impl Pinned {
         let _entered = context.enter()?;
         let mut at: *mut c_void = ptr::null_mut();
         // SAFETY: it writes one address; there are no flags.
-        let code = unsafe { (context.api().functions.host_alloc)(&raw mut at, len, 0) };
-        context.check(c"cuMemHostAlloc", code)?;
+        unsafe { checked!(context, cuMemHostAlloc(&raw mut at, len, 0)) }?;
         let Some(at) = NonNull::new(at.cast::<u8>()) else {
             return Err(context.api().failure(context.device(), c"cuMemHostAlloc", crate::api::OUT_OF_MEMORY));
         };
@@ -69,8 +69,7 @@ impl Pinned {
         let _entered = self.context.enter()?;
         let to = self.part(&range);
         // SAFETY: the range is within this memory, which lives until the copy is done; the source is the caller's promise.
-        let code = unsafe { (self.context.api().functions.copy_to_host)(to, from as CUdeviceptr, range.len(), stream) };
-        self.context.check(c"cuMemcpyDtoHAsync", code)
+        unsafe { checked!(self.context, cuMemcpyDtoHAsync_v2(to, from as CUdeviceptr, range.len(), stream as _)) }
     }
 
     /// Begins to copy some of the bytes to the device.
@@ -84,9 +83,7 @@ impl Pinned {
         let _entered = self.context.enter()?;
         let from = self.part(&range);
         // SAFETY: as in `fill`.
-        let code =
-            unsafe { (self.context.api().functions.copy_to_device)(to as CUdeviceptr, from, range.len(), stream) };
-        self.context.check(c"cuMemcpyHtoDAsync", code)
+        unsafe { checked!(self.context, cuMemcpyHtoDAsync_v2(to as CUdeviceptr, from, range.len(), stream as _)) }
     }
 }
 
@@ -95,7 +92,7 @@ impl Drop for Pinned {
         // As in `Event::drop`.
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: no copy uses it, by the promise at the type.
-            unsafe { (self.context.api().functions.host_free)(self.at.as_ptr().cast()) };
+            unsafe { call!(self.context.api(), cuMemFreeHost(self.at.as_ptr().cast())) };
         }
     }
 }
@@ -113,8 +110,7 @@ impl<'a> Scratch<'a> {
         let _entered = context.enter()?;
         let mut address: CUdeviceptr = 0;
         // SAFETY: it writes one address, of the current context's device.
-        let code = unsafe { (context.api().functions.alloc_ordered)(&raw mut address, bytes, stream) };
-        context.check(c"cuMemAllocAsync", code)?;
+        unsafe { checked!(context, cuMemAllocAsync(&raw mut address, bytes, stream as _)) }?;
         Ok(Scratch { context, stream, address })
     }
 
@@ -126,13 +122,13 @@ impl<'a> Scratch<'a> {
     /// Frees it when the stream has come so far.
     pub(crate) fn free(mut self) -> Result<()> {
         let address = std::mem::take(&mut self.address);
-        self.context.check(c"cuMemFreeAsync", self.free_ordered(address)?)
+        self.free_ordered(address)
     }
 
-    fn free_ordered(&self, address: CUdeviceptr) -> Result<std::ffi::c_int> {
+    fn free_ordered(&self, address: CUdeviceptr) -> Result<()> {
         let _entered = self.context.enter()?;
         // SAFETY: it was allocated on this stream, and nothing that is enqueued later uses it.
-        Ok(unsafe { (self.context.api().functions.free_ordered)(address, self.stream) })
+        unsafe { checked!(self.context, cuMemFreeAsync(address, self.stream as _)) }
     }
 }
 

@@ -4,19 +4,11 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
 use std::ptr;
 
+use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
+
+use crate::calls::{Code, call_at, call_in};
 use crate::error::{Error, Result};
 use crate::library::{Library, line};
-
-/// What a call of NVRTC returns: 0, or the number of an error.
-type NvrtcResult = c_int;
-
-/// NVRTC's object for a program.
-type Handle = *mut std::ffi::c_void;
-
-/// Functions that tell the size of a result, and write it.
-type Sized = unsafe extern "C" fn(Handle, *mut usize) -> NvrtcResult;
-/// As above.
-type Written = unsafe extern "C" fn(Handle, *mut c_char) -> NvrtcResult;
 
 /// A program in CUDA C.
 #[derive(Clone, Copy, Debug)]
@@ -52,25 +44,18 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// Asks the library what it is.
     pub fn new(library: Library) -> Result<Nvrtc> {
-        type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> NvrtcResult;
-        type Ints = unsafe extern "C" fn(*mut c_int) -> NvrtcResult;
-        // SAFETY: the signatures are NVRTC's.
-        let (version, count, list): (Version, Ints, Ints) = unsafe {
-            (
-                library.function(c"nvrtcVersion")?,
-                library.function(c"nvrtcGetNumSupportedArchs")?,
-                library.function(c"nvrtcGetSupportedArchs")?,
-            )
-        };
         let (mut major, mut minor, mut number) = (0, 0, 0);
         // SAFETY: it writes two ints.
-        check(&library, "nvrtcVersion", unsafe { version(&raw mut major, &raw mut minor) })?;
+        let code = unsafe { call_in!(library, nvrtc::nvrtcVersion(&raw mut major, &raw mut minor)) }?;
+        check(&library, "nvrtcVersion", code)?;
         // SAFETY: it writes one int.
-        check(&library, "nvrtcGetNumSupportedArchs", unsafe { count(&raw mut number) })?;
+        let code = unsafe { call_in!(library, nvrtc::nvrtcGetNumSupportedArchs(&raw mut number)) }?;
+        check(&library, "nvrtcGetNumSupportedArchs", code)?;
         let mut architectures = vec![0; usize::try_from(number).unwrap_or(0)];
         if !architectures.is_empty() {
             // SAFETY: it writes as many ints as it said before.
-            check(&library, "nvrtcGetSupportedArchs", unsafe { list(architectures.as_mut_ptr()) })?;
+            let code = unsafe { call_in!(library, nvrtc::nvrtcGetSupportedArchs(architectures.as_mut_ptr())) }?;
+            check(&library, "nvrtcGetSupportedArchs", code)?;
         }
         Ok(Nvrtc { library, version: (major, minor), architectures })
     }
@@ -92,35 +77,26 @@ impl Nvrtc {
 
     /// Compiles for one architecture. Takes seconds.
     pub fn compile(&self, source: Source<'_>, architecture: i32, options: &[CString]) -> Result<Compiled> {
-        type Create = unsafe extern "C" fn(
-            *mut Handle,
-            *const c_char,
-            *const c_char,
-            c_int,
-            *const *const c_char,
-            *const *const c_char,
-        ) -> NvrtcResult;
-        type Compile = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> NvrtcResult;
-        // SAFETY: the signatures are NVRTC's.
-        let (create, compile): (Create, Compile) =
-            unsafe { (self.library.function(c"nvrtcCreateProgram")?, self.library.function(c"nvrtcCompileProgram")?) };
         let name = CString::new(source.name).unwrap_or_default();
         let texts: Vec<_> = source.headers.iter().map(|(_, text)| text.as_ptr()).collect();
         let names: Vec<_> = source.headers.iter().map(|(name, _)| name.as_ptr()).collect();
         let number = c_int::try_from(texts.len()).expect("a handful of headers");
         let mut program = Program { nvrtc: self, handle: ptr::null_mut() };
+        let (text, handle) = (source.text.as_ptr(), &raw mut program.handle);
+        let (texts, names) = (texts.as_ptr(), names.as_ptr());
         // SAFETY: all strings are NUL-terminated, both lists have that many, and NVRTC copies them.
         let code = unsafe {
-            create(&raw mut program.handle, source.text.as_ptr(), name.as_ptr(), number, texts.as_ptr(), names.as_ptr())
-        };
+            call_in!(self.library, nvrtc::nvrtcCreateProgram(handle, text, name.as_ptr(), number, texts, names))
+        }?;
         check(&self.library, "nvrtcCreateProgram", code)?;
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let number = c_int::try_from(options.len()).expect("a handful of options");
         // SAFETY: the program was created, and there are that many NUL-terminated strings.
-        let code = unsafe { compile(program.handle, number, options.as_ptr()) };
+        let code =
+            unsafe { call_in!(self.library, nvrtc::nvrtcCompileProgram(program.handle, number, options.as_ptr())) }?;
         let log = program.text("nvrtcGetProgramLog", c"nvrtcGetProgramLogSize", c"nvrtcGetProgramLog")?;
         let log = String::from_utf8_lossy(&log).trim_end().to_owned();
-        if code == COMPILATION {
+        if code == nvrtcResult::NVRTC_ERROR_COMPILATION as Code {
             let library = self.library.text();
             return Err(Error::Compile { library, program: source.name, architecture, log: line(log.as_bytes()) });
         }
@@ -133,29 +109,27 @@ impl Nvrtc {
     }
 }
 
-/// NVRTC's code for a program with errors, which its log tells.
-const COMPILATION: NvrtcResult = 6;
-
 /// A program of NVRTC, destroyed when it is dropped.
 struct Program<'a> {
     nvrtc: &'a Nvrtc,
     /// Null until it was created.
-    handle: Handle,
+    handle: nvrtcProgram,
 }
 
 impl Program<'_> {
     /// One of its results.
     fn bytes(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
         let library = &self.nvrtc.library;
-        // SAFETY: the signatures are NVRTC's for the functions of every result.
-        let (size, get): (Sized, Written) = unsafe { (library.function(size)?, library.function(get)?) };
+        let (size, get) = (library.address(size)?, library.address(get)?);
         let mut len = 0;
-        // SAFETY: the program was created; it writes one number.
-        check(library, function, unsafe { size(self.handle, &raw mut len) })?;
+        // SAFETY: the program was created; it writes one number, as the functions of every result do.
+        let code = unsafe { call_at!(size, nvrtc::nvrtcGetPTXSize(self.handle, &raw mut len)) };
+        check(library, function, code)?;
         let mut bytes = vec![0_u8; len];
         if len > 0 {
             // SAFETY: it writes as many bytes as it said.
-            check(library, function, unsafe { get(self.handle, bytes.as_mut_ptr().cast()) })?;
+            let code = unsafe { call_at!(get, nvrtc::nvrtcGetPTX(self.handle, bytes.as_mut_ptr().cast())) };
+            check(library, function, code)?;
         }
         Ok(bytes)
     }
@@ -170,24 +144,20 @@ impl Program<'_> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: the signature is NVRTC's.
-        let destroy: Option<unsafe extern "C" fn(*mut Handle) -> NvrtcResult> =
-            unsafe { self.nvrtc.library.find(c"nvrtcDestroyProgram") };
-        if let Some(destroy) = destroy.filter(|_| !self.handle.is_null()) {
+        if !self.handle.is_null() {
             // SAFETY: the program was created and is used no more. An error would change nothing.
-            unsafe { destroy(&raw mut self.handle) };
+            let _ = unsafe { call_in!(self.nvrtc.library, nvrtc::nvrtcDestroyProgram(&raw mut self.handle)) };
         }
     }
 }
 
 /// An error for any code but 0.
-fn check(library: &Library, function: &'static str, code: NvrtcResult) -> Result<()> {
+fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
     // SAFETY: the signature is NVRTC's.
-    let text: Option<unsafe extern "C" fn(NvrtcResult) -> *const c_char> =
-        unsafe { library.find(c"nvrtcGetErrorString") };
+    let text: Option<unsafe extern "C" fn(Code) -> *const c_char> = unsafe { library.find(c"nvrtcGetErrorString") };
     // SAFETY: any number is allowed.
     let said = text.map(|text| unsafe { text(code) }).filter(|said| !said.is_null());
     // SAFETY: NVRTC's texts are static and NUL-terminated.

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
-use crate::api::CUfunction;
+use cudarc::driver::sys::CUfunction;
+
 use crate::error::Result;
 use crate::kernels::Program;
 

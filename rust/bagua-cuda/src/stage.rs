@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::wait::lock;
+use cudarc::driver::sys::CUdeviceptr;
 
-use crate::api::{CUdeviceptr, CUstream, before_anything_began};
+use crate::api::{CUstream, before_anything_began, checked};
 use crate::context::Context;
 use crate::event::Event;
 use crate::memory::Pinned;
@@ -134,9 +135,7 @@ impl Copier {
         let _entered = self.context.enter()?;
         let mut address: CUdeviceptr = 0;
         // SAFETY: it writes one address; the stream is ours.
-        let code =
-            unsafe { (self.context.api().functions.alloc_ordered)(&raw mut address, bytes.max(1), self.down.handle()) };
-        self.context.check(c"cuMemAllocAsync", code)?;
+        unsafe { checked!(self.context, cuMemAllocAsync(&raw mut address, bytes.max(1), self.down.handle() as _)) }?;
         self.room = Some((address, bytes));
         stage.room.store(bytes as u64, Ordering::Relaxed);
         Ok(address as usize)
@@ -147,8 +146,7 @@ impl Copier {
         let Some((address, _)) = self.room.take() else { return Ok(()) };
         let _entered = self.context.enter()?;
         // SAFETY: ours, from `room`; nobody uses it after the stream has come so far.
-        let code = unsafe { (self.context.api().functions.free_ordered)(address, self.up.handle()) };
-        self.context.check(c"cuMemFreeAsync", code)
+        unsafe { checked!(self.context, cuMemFreeAsync(address, self.up.handle() as _)) }
     }
 
     /// Another stream of ours begins after what both streams have.

@@ -3,12 +3,10 @@
 use std::sync::Arc;
 
 use bagua_core::error::Result;
+use cudarc::driver::sys::CUstream_flags;
 
-use crate::api::CUstream;
+use crate::api::{CUstream, call, checked};
 use crate::context::Context;
-
-/// `CU_STREAM_NON_BLOCKING`: not ordered with the legacy stream.
-const NON_BLOCKING: u32 = 1;
 
 /// A stream that waits for no other unless it is told to, of the greatest priority: what it copies is waited for by all ranks.
 pub(crate) struct Stream {
@@ -21,10 +19,10 @@ impl Stream {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Stream> {
         let _entered = context.enter()?;
         let mut handle: CUstream = 0;
+        // Not ordered with the legacy stream.
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: it writes one handle, in the current context.
-        let code =
-            unsafe { (context.api().functions.stream_create)(&raw mut handle, NON_BLOCKING, context.priority()) };
-        context.check(c"cuStreamCreateWithPriority", code)?;
+        unsafe { checked!(context, cuStreamCreateWithPriority((&raw mut handle).cast(), flags, context.priority())) }?;
         Ok(Stream { context: Arc::clone(context), handle })
     }
 
@@ -39,7 +37,7 @@ impl Drop for Stream {
         // As in `Event::drop`.
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: nobody enqueues on it any more; what is enqueued still runs.
-            unsafe { (self.context.api().functions.stream_destroy)(self.handle) };
+            unsafe { call!(self.context.api(), cuStreamDestroy_v2(self.handle as _)) };
         }
     }
 }

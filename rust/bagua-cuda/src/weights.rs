@@ -13,8 +13,9 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{DeviceWeights, WeightStep};
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
+use cudarc::driver::sys::CUdeviceptr;
 
-use crate::api::{CUdeviceptr, CUstream};
+use crate::api::{CUstream, checked};
 use crate::context::Context;
 use crate::event::Event;
 use crate::kernels::{Grid, short_name};
@@ -212,9 +213,7 @@ impl Averaged {
             let _entered = context.enter()?;
             let mut room: CUdeviceptr = 0;
             // SAFETY: it writes one address; the stream is ours.
-            let code =
-                unsafe { (context.api().functions.alloc_ordered)(&raw mut room, bytes.max(1), copier.down.handle()) };
-            context.check(c"cuMemAllocAsync", code)?;
+            unsafe { checked!(context, cuMemAllocAsync(&raw mut room, bytes.max(1), copier.down.handle() as _)) }?;
             Ok(room)
         })?;
         of.stage.count_memory(bytes);
@@ -308,8 +307,7 @@ impl Drop for Averaged {
         let _ = stage.copier(|copier| {
             let _entered = stage.context().enter()?;
             // SAFETY: ours, from `new`; nothing that this stream gets later uses it, and no other stream does.
-            let code = unsafe { (stage.context().api().functions.free_ordered)(room, copier.down.handle()) };
-            stage.context().check(c"cuMemFreeAsync", code)
+            unsafe { checked!(stage.context(), cuMemFreeAsync(room, copier.down.handle() as _)) }
         });
     }
 }
