@@ -19,7 +19,7 @@ use super::super::fork::{ForkFd, OwnerProcess};
 use super::super::handshake::{self, Key, Purpose, Refusal};
 use super::super::listen::{BACKLOG, raise_backlog};
 use super::super::tls::{Access, Ends};
-use super::super::wire::read_frame;
+use super::super::wire::{Encoding, read_frame};
 use super::message::{Reply, Request};
 use super::{FRAME_LIMIT, key};
 use crate::error::{Error, Result};
@@ -104,7 +104,7 @@ impl Entries {
             return Reply::Full;
         }
         if let Some((file, len)) = &mut self.kept {
-            let frame = framed(&Request::Write(name.clone(), entry.clone()).encode());
+            let frame = Request::Write(name.clone(), entry.clone()).frame();
             *len += frame.len() as u64;
             if *len > KEPT_LIMIT || file.write_all(&frame).is_err() {
                 return Reply::Full;
@@ -200,12 +200,6 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
-/// A body after its length.
-fn framed(body: &[u8]) -> Vec<u8> {
-    let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
-    [&len.to_le_bytes()[..], body].concat()
-}
-
 /// Accepts clients until the thread ends.
 async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     // Fails only while the runtime shuts down.
@@ -230,8 +224,8 @@ async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
     while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
         && let Ok(request) = Request::parse(&body)
     {
-        let reply = lock(&shared.entries).answer(request).encode();
-        if conn.socket.write_all(&framed(&reply)).await.is_err() {
+        let reply = lock(&shared.entries).answer(request).frame();
+        if conn.socket.write_all(&reply).await.is_err() {
             return;
         }
     }

@@ -9,8 +9,10 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::super::handshake::random;
-use super::super::wire::{Malformed, Reader, Writer};
+use super::super::wire::{AtMost, Encoding, Malformed, WORLD_LIMIT, rank};
 use super::exchange::{check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -39,33 +41,27 @@ pub fn rendezvous_file(
 }
 
 /// The content of a file.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) struct Content {
     /// Random number of this exchange.
     pub(in super::super) number: [u8; 16],
+    #[serde(with = "rank")]
     pub(in super::super) world_size: usize,
     /// The writer's address, or all addresses.
+    #[serde(with = "AtMost::<WORLD_LIMIT>")]
     pub(in super::super) addresses: Vec<Vec<u8>>,
 }
 
+impl Encoding for Content {}
+
 impl Content {
     pub(in super::super) fn encode(&self) -> Vec<u8> {
-        let mut out = Writer::default();
-        out.fixed(&MAGIC).fixed(&self.number).rank(self.world_size).rank(self.addresses.len());
-        self.addresses.iter().for_each(|address| _ = out.bytes(address));
-        out.0
+        [&MAGIC[..], &Encoding::encode(self)].concat()
     }
 
     pub(in super::super) fn parse(bytes: &[u8]) -> std::result::Result<Content, Malformed> {
-        let mut from = Reader(bytes);
-        if from.array()? != MAGIC {
-            return Err(Malformed("it does not start with the magic bytes of a rendezvous file"));
-        }
-        let (number, world_size, count) = (from.array()?, from.rank()?, from.rank()?);
-        let addresses =
-            (0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Malformed>>()?;
-        from.end()?;
-        Ok(Content { number, world_size, addresses })
+        let body = bytes.strip_prefix(&MAGIC);
+        Encoding::parse(body.ok_or(Malformed("it does not start with the magic bytes of a rendezvous file"))?)
     }
 }
 

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use super::super::bootstrap::Bootstrap;
 use super::super::config::Config;
-use super::super::control::{Loss, Plane};
+use super::super::control::{Loss, Message, Plane};
 use super::super::membership::Group;
-use super::super::wire::Message;
+use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
 use super::message::ViewMessage;
 use crate::error::{Error, Progress, Result};
@@ -295,7 +295,7 @@ where
     fn perform(&mut self, action: Action, out: &mut Vec<Action>) -> Option<Outcome> {
         match action {
             Action::Send(to, message) => {
-                let message = Message::View(message.encode());
+                let message = Message::View(message);
                 let (messages, bytes) = &mut self.sent;
                 *messages += to.len() as u64;
                 *bytes += (to.len() * message.frame().len()) as u64;
@@ -364,7 +364,7 @@ where
         let Some((group, opened)) = self.built.take() else { return };
         if let Some(plane) = group.plane() {
             // Before this rank leaves it, which must not be taken for the end of its process.
-            plane.send_all(&Message::View(ViewMessage::Abandoned.encode()));
+            plane.send_all(&Message::View(ViewMessage::Abandoned));
         }
         drop(opened);
         group.leave();
