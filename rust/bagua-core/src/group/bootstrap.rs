@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
-use super::control::{ConnectState, Control, Listeners, Plane, World};
+use super::control::{ConnectState, Control, Listeners, Message, Plane, World};
 use super::descriptors::{self, Need};
 use super::fork::OwnerProcess;
 use super::handshake;
 use super::membership::Group;
 use super::tls::{Ends, Tls};
-use super::wire::Message;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};

@@ -66,11 +66,12 @@ pub fn cause(group: &Group) -> Error {
     group.health().cause().unwrap()
 }
 
-/// The TCP port in an address.
+/// The TCP port in an address: behind the IP address, with 7 bits to a byte.
 pub fn port(address: &[u8]) -> u16 {
-    let text = String::from_utf8_lossy(address);
-    let rest = text.split_once("127.0.0.1:").expect("listens on loopback").1;
-    rest.chars().take_while(char::is_ascii_digit).collect::<String>().parse().unwrap()
+    let ip = address.windows(4).position(|bytes| bytes == [127, 0, 0, 1]).expect("listens on loopback");
+    let rest = &address[ip + 4..];
+    let last = rest.iter().position(|byte| byte & 0x80 == 0).expect("a port");
+    rest[..=last].iter().rev().fold(0, |port, byte| port << 7 | u16::from(byte & 0x7f))
 }
 
 pub fn hex(bytes: &[u8]) -> String {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::super::frames::Frames;
 use super::super::handshake::{Failed, Key};
 use super::super::tls::{Access, Ends};
+use super::super::wire::Encoding;
 use super::message::{Reply, Request};
 use super::{FRAME_LIMIT, hello, key};
 use crate::error::{Error, Progress, Result};

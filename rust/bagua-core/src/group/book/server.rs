@@ -19,7 +19,7 @@ use super::super::fork::{ForkFd, OwnerProcess};
 use super::super::handshake::{self, Key, Purpose, Refusal};
 use super::super::listen::{BACKLOG, raise_backlog};
 use super::super::tls::{Access, Ends};
-use super::super::wire::read_frame;
+use super::super::wire::{Encoding, VERSION, read_frame};
 use super::message::{Reply, Request};
 use super::{FRAME_LIMIT, key};
 use crate::error::{Error, Result};
@@ -33,6 +33,9 @@ const BOOK_LIMIT: usize = 64 << 20;
 
 /// The longest file of entries: each write makes it longer.
 const KEPT_LIMIT: u64 = 4 * BOOK_LIMIT as u64;
+
+/// First bytes of a file of entries, before the version of the protocol that encodes them.
+const MAGIC: [u8; 4] = *b"BGbk";
 
 /// The server of an address book. Ends when it is dropped.
 pub struct BookServer {
@@ -69,7 +72,22 @@ impl Entries {
         let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
         let mut all = Vec::new();
         Read::by_ref(&mut file).take(KEPT_LIMIT).read_to_end(&mut all)?;
-        let (mut entries, mut rest) = (Entries::default(), all.as_slice());
+        let head = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
+        // The server may have ended before it had written all of it.
+        if all.len() < head.len() && head.starts_with(&all) {
+            file.set_len(0)?;
+            file.seek(SeekFrom::Start(0))?;
+            file.write_all(&head)?;
+            all = head.clone();
+        }
+        let Some(mut rest) = all.strip_prefix(&*head) else {
+            let theirs = all.strip_prefix(&MAGIC).and_then(|rest| rest.first_chunk()).map(|it| u16::from_le_bytes(*it));
+            let of = theirs.map_or_else(|| "version 6 or older".to_owned(), |theirs| format!("version {theirs}"));
+            let why =
+                format!("it is no address book, or one of {of} of the protocol; this server runs version {VERSION}");
+            return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
+        };
+        let mut entries = Entries::default();
         while let Some((len, from)) = rest.split_first_chunk()
             && let Some((body, from)) = from.split_at_checked(u32::from_le_bytes(*len) as usize)
             && let Ok(Request::Write(name, entry)) = Request::parse(body)
@@ -104,7 +122,7 @@ impl Entries {
             return Reply::Full;
         }
         if let Some((file, len)) = &mut self.kept {
-            let frame = framed(&Request::Write(name.clone(), entry.clone()).encode());
+            let frame = Request::Write(name.clone(), entry.clone()).frame();
             *len += frame.len() as u64;
             if *len > KEPT_LIMIT || file.write_all(&frame).is_err() {
                 return Reply::Full;
@@ -200,12 +218,6 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
-/// A body after its length.
-fn framed(body: &[u8]) -> Vec<u8> {
-    let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
-    [&len.to_le_bytes()[..], body].concat()
-}
-
 /// Accepts clients until the thread ends.
 async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     // Fails only while the runtime shuts down.
@@ -230,8 +242,8 @@ async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
     while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
         && let Ok(request) = Request::parse(&body)
     {
-        let reply = lock(&shared.entries).answer(request).encode();
-        if conn.socket.write_all(&framed(&reply)).await.is_err() {
+        let reply = lock(&shared.entries).answer(request).frame();
+        if conn.socket.write_all(&reply).await.is_err() {
             return;
         }
     }
@@ -288,6 +300,29 @@ mod tests {
         }
         let _server = start(port);
         assert_eq!(book.read("third").unwrap().unwrap(), b"third", "written after the frame without an end");
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_file_of_another_version_is_refused_and_kept_and_one_that_was_just_begun_is_taken() {
+        let path = std::env::temp_dir().join(format!("bagua-book-versions-{}", std::process::id()));
+        let access = Access::from(b"secret");
+        let start = || BookServer::start("127.0.0.1", 0, &access, Some(&path)).map(drop);
+        // As version 6 wrote it: a length, a kind, and a text after its length.
+        let unnamed = [&[20, 0, 0, 0, 1, 6, 0, 0, 0][..], b"rank-0", &[5, 0, 0, 0], b"first"].concat();
+        let later = [&MAGIC[..], &(VERSION + 1).to_le_bytes(), b"anything"].concat();
+        for (old, named) in [(&unnamed, "version 6 or older"), (&later, &*format!("version {}", VERSION + 1))] {
+            std::fs::write(&path, old).unwrap();
+            let refused = start().unwrap_err().to_string();
+            let ours = format!("this server runs version {VERSION}");
+            assert!(refused.contains(named) && refused.contains(&ours), "{refused}");
+            assert_eq!(std::fs::read(&path).unwrap(), *old, "it stays as it was");
+        }
+        for begun in 0..MAGIC.len() + size_of::<u16>() {
+            std::fs::write(&path, &[&MAGIC[..], &VERSION.to_le_bytes()].concat()[..begun]).unwrap();
+            start().unwrap();
+            start().unwrap();
+        }
         std::fs::remove_file(path).unwrap();
     }
 }

@@ -12,6 +12,7 @@
 
 mod accept;
 mod dial;
+mod message;
 mod plane;
 mod probe;
 mod session;
@@ -20,5 +21,6 @@ mod thread;
 
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
+pub(super) use message::Message;
 pub(super) use plane::{ConnectState, Loss, Plane, World};
 pub(super) use thread::Control;

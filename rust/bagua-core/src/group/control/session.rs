@@ -8,8 +8,8 @@ use tokio::io::{AsyncWriteExt, WriteHalf};
 use tokio::sync::mpsc;
 
 use super::super::connection::{AsyncSocket, ControlConn};
-use super::super::views::ViewMessage;
-use super::super::wire::{FRAME_LIMIT, Malformed, Message, read_frame};
+use super::super::wire::{Encoding, FRAME_LIMIT, read_frame};
+use super::message::Message;
 use super::plane::{Loss, Plane};
 use super::silence::Lateness;
 use crate::error::Source;
@@ -46,12 +46,11 @@ async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, frames: mp
                 break (format!("its process died{suffix} or its connection broke ({detail})"), error.into(), loss);
             }
         };
-        let handled = match Message::parse(&body) {
+        match Message::parse(&body) {
             Ok(message) => handle(&plane, rank, message),
-            Err(malformed) => Err(malformed),
-        };
-        if let Err(malformed) = handled {
-            break (format!("it sent a malformed message: {malformed}"), Source::default(), Loss::Silent);
+            Err(malformed) => {
+                break (format!("it sent a malformed message: {malformed}"), Source::default(), Loss::Silent);
+            }
         }
     };
     plane.peer_lost(rank, &how, &source, loss);
@@ -76,8 +75,8 @@ fn settle(plane: &Plane, rank: usize) {
 }
 
 /// Handles a message from a peer.
-fn handle(plane: &Plane, rank: usize, message: Message) -> Result<(), Malformed> {
-    let Some(peer) = plane.peer(rank) else { return Ok(()) };
+fn handle(plane: &Plane, rank: usize, message: Message) {
+    let Some(peer) = plane.peer(rank) else { return };
     peer.heard(Instant::now());
     match message {
         Message::Heartbeat => {}
@@ -88,9 +87,8 @@ fn handle(plane: &Plane, rank: usize, message: Message) -> Result<(), Malformed>
         Message::Fail { group, cause } => plane.peer_reported(rank, group, cause),
         Message::Leave { group } => plane.peer_left(rank, group),
         Message::LeaveAck => settle(plane, rank),
-        Message::View(body) => plane.view_message(rank, ViewMessage::parse(&body)?),
+        Message::View(message) => plane.view_message(rank, message),
     }
-    Ok(())
 }
 
 /// Sends heartbeats and detects silent peers, until the thread ends.

@@ -14,6 +14,8 @@ mod message;
 mod server;
 mod visit;
 
+#[cfg(all(test, not(model)))]
+pub(super) use message::COUNT_LIMIT;
 pub(crate) use message::DoorMessage;
 pub use message::{Answer, Asked};
 pub use server::Door;

@@ -19,7 +19,7 @@ use super::super::fork::{ForkFd, OwnerProcess};
 use super::super::handshake::{self, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::listen::raise_backlog;
 use super::super::tls::Ends;
-use super::super::wire::read_frame;
+use super::super::wire::{Encoding, read_frame};
 use super::message::{Answer, Asked, DoorMessage};
 use super::visit::Visit;
 use crate::error::{Error, Result};
@@ -342,9 +342,7 @@ fn keep(shared: &Shared, from: usize, asked: Asked, conn: ControlConn) -> Option
 }
 
 async fn say(conn: &mut ControlConn, message: &DoorMessage) {
-    let body = message.encode();
-    let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
-    let frame = [&len.to_le_bytes()[..], &body].concat();
+    let frame = message.frame();
     // Best effort: a visitor that does not read is its own trouble.
     let _ = tokio::time::timeout(STEP_TIMEOUT, async {
         conn.socket.write_all(&frame).await?;

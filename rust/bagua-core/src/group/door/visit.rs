@@ -7,6 +7,7 @@ use super::super::connection::DataConn;
 use super::super::frames::Frames;
 use super::super::handshake::{Hello, Key};
 use super::super::tls::Ends;
+use super::super::wire::Encoding;
 use super::message::DoorMessage;
 use crate::error::{Error, Result};
 

@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{Failed, Hello, Purpose, Refusal};
 use super::super::tls::Access;
+use super::super::wire::Encoding;
 use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime, timed_out};
 use super::server::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Proofs, Relay};
@@ -182,7 +183,7 @@ async fn register_and_fetch(
             };
             if let Some(error) = error {
                 if let Some(relay) = relay {
-                    drop(relay.publish(tree::failed_frame(&error)).await);
+                    drop(relay.publish(Answer::Failed(error.clone()).frame()).await);
                 }
                 return Err(error);
             }
@@ -197,7 +198,7 @@ async fn register_and_fetch(
         return Err(Error::other(format!("{rendezvous} returned a list of addresses without this rank's own")));
     }
     let sending = match relay {
-        Some(relay) => relay.publish(tree::list_frame(&all)).await,
+        Some(relay) => relay.publish(Answer::Complete(all.clone()).frame()).await,
         None => JoinSet::new(),
     };
     Ok((all, sending))

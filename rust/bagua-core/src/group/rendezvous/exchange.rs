@@ -7,7 +7,7 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
-use super::super::wire::FRAME_LIMIT;
+use super::super::wire::{FRAME_LIMIT, WORLD_LIMIT};
 use crate::error::{Error, Progress, Result};
 
 /// Pause between two attempts.
@@ -48,8 +48,11 @@ pub(super) fn finish_sending(runtime: Runtime, mut sending: JoinSet<()>, deadlin
 
 /// Checks the arguments of every exchange.
 pub(super) fn check_arguments(rank: usize, world_size: usize, address: &[u8]) -> Result<()> {
-    if rank >= world_size || u32::try_from(world_size).is_err() {
+    if rank >= world_size {
         return Err(Error::InvalidArgument(format!("rank {rank} is not in a world of {world_size} ranks")));
+    }
+    if world_size > WORLD_LIMIT {
+        return Err(Error::InvalidArgument(format!("a world of {world_size} ranks: the limit is {WORLD_LIMIT}")));
     }
     if address.len() > FRAME_LIMIT {
         let len = address.len();

@@ -5,18 +5,25 @@
 //! with that number and the rank's own address in it. Every file is created under another name and renamed, so that no rank reads a part
 //! of it. `path.0` and `path.all` remain, because rank 0 does not know which ranks have read them.
 
+use std::cell::Cell;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::super::handshake::random;
-use super::super::wire::{Malformed, Reader, Writer};
+use super::super::wire::{AtMost, Encoding, Malformed, VERSION, WORLD_LIMIT, rank};
 use super::exchange::{check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
-/// First bytes of every file.
-const MAGIC: [u8; 4] = *b"BGrv";
+/// First bytes of every file, before the version of the protocol.
+const MAGIC: [u8; 4] = *b"BGrf";
+
+/// First bytes of a file that does not say its version: [`LAST_UNNAMED`] or an older one.
+const UNNAMED: [u8; 4] = *b"BGrv";
+const LAST_UNNAMED: u16 = 6;
 
 /// Larger files are ignored.
 const LIMIT: u64 = 64 << 20;
@@ -34,38 +41,43 @@ pub fn rendezvous_file(
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
-    let exchange = FileExchange { path, rank, world_size, deadline: Deadline::after(timeout) };
+    let exchange = FileExchange { path, rank, world_size, deadline: Deadline::after(timeout), other: Cell::default() };
     if rank == 0 { exchange.run_as_root(address) } else { exchange.run_as_peer(address) }
 }
 
 /// The content of a file.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) struct Content {
     /// Random number of this exchange.
     pub(in super::super) number: [u8; 16],
+    #[serde(with = "rank")]
     pub(in super::super) world_size: usize,
     /// The writer's address, or all addresses.
+    #[serde(with = "AtMost::<WORLD_LIMIT>")]
     pub(in super::super) addresses: Vec<Vec<u8>>,
 }
 
+impl Encoding for Content {}
+
 impl Content {
     pub(in super::super) fn encode(&self) -> Vec<u8> {
-        let mut out = Writer::default();
-        out.fixed(&MAGIC).fixed(&self.number).rank(self.world_size).rank(self.addresses.len());
-        self.addresses.iter().for_each(|address| _ = out.bytes(address));
-        out.0
+        [&MAGIC[..], &VERSION.to_le_bytes(), &Encoding::encode(self)].concat()
     }
 
     pub(in super::super) fn parse(bytes: &[u8]) -> std::result::Result<Content, Malformed> {
-        let mut from = Reader(bytes);
-        if from.array()? != MAGIC {
-            return Err(Malformed("it does not start with the magic bytes of a rendezvous file"));
+        match Content::version(bytes) {
+            Some(VERSION) => Encoding::parse(&bytes[MAGIC.len() + size_of::<u16>()..]),
+            _ => Err(Malformed("it does not start with the magic bytes and the version of a rendezvous file")),
         }
-        let (number, world_size, count) = (from.array()?, from.rank()?, from.rank()?);
-        let addresses =
-            (0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<std::result::Result<_, Malformed>>()?;
-        from.end()?;
-        Ok(Content { number, world_size, addresses })
+    }
+
+    /// The version of the protocol that a file is for; `None` if it is no file of a rendezvous.
+    fn version(bytes: &[u8]) -> Option<u16> {
+        if bytes.starts_with(&UNNAMED) {
+            return Some(LAST_UNNAMED);
+        }
+        let version = bytes.strip_prefix(&MAGIC)?.first_chunk()?;
+        Some(u16::from_le_bytes(*version))
     }
 }
 
@@ -75,6 +87,8 @@ struct FileExchange<'a> {
     rank: usize,
     world_size: usize,
     deadline: Deadline,
+    /// A file of another version, for the error. It may be from an earlier job, which does no harm.
+    other: Cell<Option<(PathBuf, u16)>>,
 }
 
 impl FileExchange<'_> {
@@ -103,7 +117,12 @@ impl FileExchange<'_> {
         let read = std::fs::metadata(&file)
             .and_then(|about| if about.len() > LIMIT { Ok(Vec::new()) } else { std::fs::read(&file) });
         match read {
-            Ok(bytes) => Ok(Content::parse(&bytes).ok()),
+            Ok(bytes) => {
+                if let Some(version) = Content::version(&bytes).filter(|version| *version != VERSION) {
+                    self.other.set(Some((file, version)));
+                }
+                Ok(Content::parse(&bytes).ok())
+            }
             // Network file systems report a stale handle while a file is being replaced.
             Err(e) if e.kind() == ErrorKind::NotFound || e.kind() == ErrorKind::StaleNetworkFileHandle => Ok(None),
             Err(e) => Err(Error::system(&format!("reading {}", file.display()), e)),
@@ -118,7 +137,11 @@ impl FileExchange<'_> {
     }
 
     fn timed_out(&self, missing: Vec<usize>) -> Error {
-        timed_out(self.deadline.limit(), missing, self.rank, format!("the rendezvous at {}", self.path.display()))
+        let mut what = format!("the rendezvous at {}", self.path.display());
+        if let Some((file, theirs)) = self.other.take() {
+            what += &format!("; {} is of version {theirs} of the protocol, this rank runs {VERSION}", file.display());
+        }
+        timed_out(self.deadline.limit(), missing, self.rank, what)
     }
 
     fn run_as_root(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -28,4 +28,4 @@ pub use route::local_address_towards;
 pub(super) use server::Registration;
 pub use server::RendezvousServer;
 #[cfg(all(test, not(model)))]
-pub(super) use tree::{Answer, MissingRanks, failed_frame, fetch_frame, list_frame};
+pub(super) use tree::{Answer, MissingRanks};

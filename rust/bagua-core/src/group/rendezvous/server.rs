@@ -5,6 +5,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::sync::{Arc, Mutex};
 
+use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
@@ -17,9 +18,9 @@ use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Hello, Purpose, Refusal};
 use super::super::listen::raise_backlog;
 use super::super::tls::Access;
-use super::super::wire::{FRAME_LIMIT, Malformed, Reader, Writer, read_frame};
+use super::super::wire::{Encoding, FRAME_LIMIT, read_frame, socket};
 use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime};
-use super::tree::{self, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
+use super::tree::{self, Answer, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
 use crate::error::{Error, Result, Source};
 use crate::wait::lock;
 
@@ -90,32 +91,16 @@ impl RendezvousServer {
 }
 
 /// A rank's registration with the server.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) struct Registration {
     /// The address to exchange.
     pub(in super::super) address: Vec<u8>,
     /// Where its children can fetch the list; without it, they get the list from the server.
+    #[serde(with = "socket")]
     pub(in super::super) relay: Option<SocketAddr>,
 }
 
-impl Registration {
-    /// The registration as a frame, which starts with its length.
-    pub(in super::super) fn frame(&self) -> Vec<u8> {
-        let mut out = Writer::default();
-        tree::framed(out.text(&self.relay.map(|relay| relay.to_string()).unwrap_or_default()).bytes(&self.address))
-    }
-
-    pub(in super::super) fn parse(body: &[u8]) -> std::result::Result<Registration, Malformed> {
-        let mut from = Reader(body);
-        let relay = match from.text()? {
-            none if none.is_empty() => None,
-            some => Some(tree::socket_address(&some)?),
-        };
-        let address = from.bytes()?.to_vec();
-        from.end()?;
-        Ok(Registration { address, relay })
-    }
-}
+impl Encoding for Registration {}
 
 /// The progress of one rank.
 enum RankState {
@@ -184,7 +169,7 @@ impl Outcome {
     async fn send(&self, rank: usize, stream: &mut AsyncSocket) -> io::Result<()> {
         match self {
             Outcome::Complete { list, relays } => match relays.get(&tree::parent(rank)) {
-                Some(relay) => stream.write_all(&tree::fetch_frame(*relay)).await?,
+                Some(relay) => stream.write_all(&Answer::Fetch(*relay).frame()).await?,
                 None => stream.write_all(list).await?,
             },
             Outcome::Ended(frame) => stream.write_all(frame).await?,
@@ -326,14 +311,14 @@ async fn serve(
     let (outcome, result) = match timeout_at(deadline, all_registered).await {
         Ok(None) => {
             let (all, relays) = state.all();
-            (Outcome::Complete { list: tree::list_frame(&all), relays }, Ok(all))
+            (Outcome::Complete { list: Answer::Complete(all.clone()).frame(), relays }, Ok(all))
         }
-        Ok(Some(lost)) => (Outcome::Ended(tree::failed_frame(&lost)), Err(lost)),
+        Ok(Some(lost)) => (Outcome::Ended(Answer::Failed(lost.clone()).frame()), Err(lost)),
         Err(_) => {
             let missing = state.missing();
             let what = format!("the rendezvous at {name}{}", state.details(&missing));
             let missing = MissingRanks::new(missing);
-            (Outcome::Ended(missing.frame()), Err(missing.timed_out(limits.timeout, 0, what)))
+            (Outcome::Ended(Answer::Missing(missing.clone()).frame()), Err(missing.timed_out(limits.timeout, 0, what)))
         }
     };
     publish.send_replace(Some(Arc::new(outcome)));
@@ -371,7 +356,7 @@ async fn serve_connection(
         Event::Question => match state.time_out(rank) {
             Some(missing) => {
                 // Best effort: the client ends with a timeout in any case.
-                let _ = stream.write_all(&missing.frame()).await;
+                let _ = stream.write_all(&Answer::Missing(missing).frame()).await;
                 let _ = stream.shutdown().await;
                 return;
             }

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
@@ -19,7 +20,7 @@ use super::super::admission::{Admission, Candidate};
 use super::super::connection::AsyncSocket;
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
 use super::super::tls::{Access, Ends};
-use super::super::wire::{Malformed, RANKS_LIMIT, Reader, Writer, get_error, put_error, read_frame};
+use super::super::wire::{AtMost, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
 use super::exchange::timed_out;
 use crate::error::Error;
 
@@ -47,11 +48,13 @@ pub(super) fn children(rank: usize, world_size: usize) -> Range<usize> {
 }
 
 /// Ranks that have not registered.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) struct MissingRanks {
     /// The first of them.
+    #[serde(with = "Ranks::<RANKS_LIMIT>")]
     named: Vec<usize>,
     /// How many more there are.
+    #[serde(with = "rank")]
     others: usize,
 }
 
@@ -60,13 +63,6 @@ impl MissingRanks {
         let others = all.len().saturating_sub(RANKS_LIMIT);
         all.truncate(RANKS_LIMIT);
         MissingRanks { named: all, others }
-    }
-
-    pub(in super::super) fn frame(&self) -> Vec<u8> {
-        let mut out = Writer::default();
-        out.u8(1).rank(self.named.len());
-        self.named.iter().for_each(|rank| _ = out.rank(*rank));
-        framed(out.rank(self.others))
     }
 
     /// The error that names the missing ranks.
@@ -78,80 +74,27 @@ impl MissingRanks {
     }
 }
 
-/// The frame of the list of all addresses.
-pub(in super::super) fn list_frame(all: &[Vec<u8>]) -> Vec<u8> {
-    let mut out = Writer::default();
-    out.u8(0).rank(all.len());
-    all.iter().for_each(|address| _ = out.bytes(address));
-    framed(&out)
-}
-
-/// The frame with the address of a rank's parent.
-pub(in super::super) fn fetch_frame(parent: SocketAddr) -> Vec<u8> {
-    framed(Writer::default().u8(2).text(&parent.to_string()))
-}
-
-/// The frame of an error that ends the exchange on every rank.
-pub(in super::super) fn failed_frame(error: &Error) -> Vec<u8> {
-    let mut out = Writer::default();
-    put_error(out.u8(3), error);
-    framed(&out)
-}
-
-/// A body after its length.
-pub(super) fn framed(body: &Writer) -> Vec<u8> {
-    let mut frame = Writer::default();
-    frame.bytes(&body.0);
-    frame.0
-}
-
 /// The server's answer to a registration.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(in super::super) enum Answer {
     /// All addresses, by rank.
-    Complete(Vec<Vec<u8>>),
+    Complete(#[serde(with = "AtMost::<WORLD_LIMIT>")] Vec<Vec<u8>>),
     /// The deadline passed before these ranks registered.
     Missing(MissingRanks),
     /// All ranks have registered; the rank's parent at this address has the list or will have it.
-    Fetch(SocketAddr),
+    Fetch(#[serde(with = "socket")] SocketAddr),
     /// The exchange has ended with this error on every rank.
-    Failed(Error),
+    Failed(#[serde(with = "cause")] Error),
 }
 
-impl Answer {
-    pub(in super::super) fn parse(body: &[u8]) -> Result<Answer, Malformed> {
-        let mut from = Reader(body);
-        let answer = match from.u8()? {
-            0 => {
-                let count = from.rank()?;
-                Answer::Complete((0..count).map(|_| Ok(from.bytes()?.to_vec())).collect::<Result<_, Malformed>>()?)
-            }
-            1 => {
-                let count = from.rank()?;
-                if count > RANKS_LIMIT {
-                    return Err(Malformed("too many ranks"));
-                }
-                let named = (0..count).map(|_| from.rank()).collect::<Result<_, Malformed>>()?;
-                Answer::Missing(MissingRanks { named, others: from.rank()? })
-            }
-            2 => Answer::Fetch(socket_address(&from.text()?)?),
-            3 => Answer::Failed(get_error(&mut from)?),
-            _ => return Err(Malformed("an answer of an unknown kind")),
-        };
-        from.end()?;
-        Ok(answer)
-    }
+impl Encoding for Answer {}
 
+impl Answer {
     /// Reads an answer.
     pub(super) async fn read(stream: &mut (impl AsyncRead + Unpin)) -> Result<Answer, Failed> {
         let body = read_frame(stream, LIST_LIMIT).await?;
         Answer::parse(&body).map_err(|malformed| Failed::broken(malformed.to_string()))
     }
-}
-
-/// Parses a socket address from another rank.
-pub(super) fn socket_address(text: &str) -> Result<SocketAddr, Malformed> {
-    text.parse().map_err(|_| Malformed("a socket address cannot be parsed"))
 }
 
 /// An event that ends a server's wait for the outcome.

@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use super::super::address::Address;
 use super::super::book::{Reply, Request};
-use super::super::door::{Answer as DoorAnswer, Asked, DoorMessage};
+use super::super::control::Message;
+use super::super::door::{Answer as DoorAnswer, Asked, COUNT_LIMIT, DoorMessage};
 use super::super::handshake::{Hello, Purpose};
-use super::super::rendezvous::{Content, MissingRanks, Registration, failed_frame, fetch_frame, list_frame};
-use super::super::views::{GoneRank, ViewMessage};
-use super::super::wire::{Message, Reader};
-use super::targets::{TARGETS, body, framed};
+use super::super::rendezvous::{Answer, Content, MissingRanks, Registration};
+use super::super::views::{GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
+use super::super::wire::{Encoding, RANKS_LIMIT, WORLD_LIMIT, framed};
+use super::allocations::peak;
+use super::targets::{AT_LEAST, Any, TARGETS, Target};
 use crate::error::{Error, Progress, Source};
 use crate::transport::Chunk;
 use crate::transport::frame::Header;
@@ -101,7 +103,8 @@ fn control_messages() -> Vec<Message> {
     ];
     let fails = errors.into_iter().map(|cause| Message::Fail { group: 0x0102_0304_0506_0708, cause });
     let plain = [Message::Heartbeat, Message::HostConnected(true), Message::Leave { group: 9 }, Message::LeaveAck];
-    plain.into_iter().chain(fails).collect()
+    let views = view_messages().into_iter().map(Message::View);
+    plain.into_iter().chain(fails).chain(views).collect()
 }
 
 fn view_messages() -> Vec<ViewMessage> {
@@ -199,7 +202,46 @@ fn headers() -> Vec<Vec<u8>> {
     vec![chunk(plain, 100, 60, 40), chunk(reduce, 0, 0, 0), chunk(reduce, 1 << 40, 1 << 39, 256 << 10)]
 }
 
-/// What the encoders write, by kind.
+/// A message of every kind of every type.
+fn messages() -> Vec<Any> {
+    let alone = Address { tcp: None, unix: Vec::new(), ..address(0) };
+    let addresses = || vec![address(0).encode(), address(1).encode(), Vec::new()];
+    let registration = |relay| Registration { address: address(1).encode(), relay };
+    let missing = MissingRanks::new((1..3000).step_by(40).collect());
+    let lost = Error::PeerLost {
+        rank: 3,
+        host: "node-1".to_owned(),
+        reason: "its connection ended".to_owned(),
+        noticed_by: 0,
+        progress: None,
+        source: Source::default(),
+    };
+    let answers = [
+        Answer::Complete(addresses()),
+        Answer::Missing(missing),
+        Answer::Fetch(v4()),
+        Answer::Fetch(v6()),
+        Answer::Failed(lost),
+    ];
+    let (name, entry) = ("rank-3".to_owned(), br#"{"door": "192.168.10.7:40123"}"#.to_vec());
+    let requests = [
+        Request::Read(name.clone()),
+        Request::Write(name, entry.clone()),
+        Request::Claim("token".to_owned(), Vec::new()),
+    ];
+    let replies = [Reply::Nothing, Reply::Entry(entry), Reply::Full];
+    let mut all: Vec<Any> = control_messages().into_iter().map(Any::Control).collect();
+    all.extend(door_messages().into_iter().map(Any::Door));
+    all.extend([None, Some(v4()), Some(v6())].map(|relay| Any::Registration(registration(relay))));
+    all.extend(answers.map(Any::Answer));
+    all.extend(requests.map(Any::Request));
+    all.extend(replies.map(Any::Reply));
+    all.extend([address(0), address(1), alone].map(Any::Address));
+    all.push(Any::File(Content { number: [9; 16], world_size: 3, addresses: addresses() }));
+    all
+}
+
+/// What the encoders write, by kind of input.
 fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let purposes = [
         Purpose::Control,
@@ -214,48 +256,13 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
         let hello = Hello { world_size: 4, from: 2, to: 1, purpose, group: 9, channel: 5, index: 1, job: [3; 8] };
         hello.encode(&[0x5a; 32]).to_vec()
     };
-    let views: Vec<_> = view_messages().iter().map(ViewMessage::encode).collect();
-    let control = control_messages().into_iter().chain(views.iter().cloned().map(Message::View));
-    let frames: Vec<_> = control.map(|message| message.frame()).collect();
-    let alone = Address { tcp: None, unix: Vec::new(), ..address(0) };
-    let addresses = || vec![address(0).encode(), address(1).encode(), Vec::new()];
-    let registrations = [None, Some(v4()), Some(v6())];
-    let registrations = registrations.map(|relay| body(Registration { address: address(1).encode(), relay }.frame()));
-    let missing = MissingRanks::new((1..3000).step_by(40).collect());
-    let lost = Error::PeerLost {
-        rank: 3,
-        host: "node-1".to_owned(),
-        reason: "its connection ended".to_owned(),
-        noticed_by: 0,
-        progress: None,
-        source: Source::default(),
-    };
-    let answers =
-        [list_frame(&addresses()), missing.frame(), fetch_frame(v4()), fetch_frame(v6()), failed_frame(&lost)];
-    let answers = answers.map(body);
-    let file = Content { number: [9; 16], world_size: 3, addresses: addresses() };
-    let (name, entry) = ("rank-3".to_owned(), br#"{"door": "192.168.10.7:40123"}"#.to_vec());
-    let requests = [
-        Request::Read(name.clone()),
-        Request::Write(name, entry.clone()),
-        Request::Claim("token".to_owned(), Vec::new()),
-    ];
-    let replies = [Reply::Nothing, Reply::Entry(entry), Reply::Full];
     vec![
-        ("control", frames.iter().cloned().map(body).collect()),
-        ("frame", frames),
+        ("message", messages().iter().map(Any::encode).collect()),
+        ("frame", control_messages().iter().map(Message::frame).collect()),
         ("hello", purposes.map(hello).to_vec()),
-        ("address", vec![address(0).encode(), address(1).encode(), alone.encode()]),
         ("addresses", vec![address(1).encode()]),
-        ("view", views),
         ("agreement", agreements()),
-        ("door", door_messages().iter().map(DoorMessage::encode).collect()),
         ("header", headers()),
-        ("registration", registrations.to_vec()),
-        ("answer", answers.to_vec()),
-        ("request", requests.iter().map(Request::encode).collect()),
-        ("reply", replies.iter().map(Reply::encode).collect()),
-        ("file", vec![file.encode()]),
     ]
 }
 
@@ -270,7 +277,14 @@ fn the_corpus_has_what_the_encoders_write_and_every_entry_parses() {
         .collect();
     assert!(missing.is_empty(), "corpus.txt lacks these lines, in place of those of an older encoding:\n{missing}");
     for (at, entry) in &corpus {
-        assert!((TARGETS[*at].check)(entry), "{} {}", TARGETS[*at].name, hex(entry));
+        let Target { name, check, has_end } = &TARGETS[*at];
+        assert!(check(entry), "{name} {}", hex(entry));
+        if *has_end {
+            assert!(!check(&[entry, &[0][..]].concat()), "trailing bytes of {name} {}", hex(entry));
+            for end in 0..entry.len() {
+                assert!(!check(&entry[..end]), "{end} bytes of {name} {}", hex(entry));
+            }
+        }
     }
     for (at, target) in TARGETS.iter().enumerate() {
         assert!(corpus.iter().any(|(of, _)| *of == at), "no entry for '{}'", target.name);
@@ -278,15 +292,57 @@ fn the_corpus_has_what_the_encoders_write_and_every_entry_parses() {
 }
 
 #[test]
-fn messages_in_the_corpus_are_of_every_kind() {
-    let kinds = |name: &str| {
-        let of = corpus().into_iter().filter(|(at, _)| TARGETS[*at].name == name);
-        of.filter_map(|(_, bytes)| Reader(&bytes).u8().ok()).collect::<std::collections::BTreeSet<u8>>()
+fn the_corpus_has_a_message_of_every_kind_of_every_type() {
+    let kinds = |head: &[u8]| {
+        let messages =
+            corpus().into_iter().filter(|(at, bytes)| TARGETS[*at].name == "message" && bytes.starts_with(head));
+        messages.filter_map(|(_, bytes)| bytes.get(head.len()).copied()).collect::<std::collections::BTreeSet<u8>>()
     };
-    assert_eq!(kinds("control"), (1..=6).collect());
-    assert_eq!(kinds("view"), (1..=7).collect());
-    assert_eq!(kinds("door"), (0..=7).collect());
-    assert_eq!(kinds("answer"), (0..=3).collect());
-    assert_eq!(kinds("request"), (0..=2).collect());
-    assert_eq!(kinds("reply"), (0..=2).collect());
+    // The types of `Any`; the kinds of each type that is an enum; what a group is told about a failure or a view.
+    assert_eq!(kinds(&[]), (0..=7).collect());
+    for (of, most) in [(0, 5), (1, 7), (3, 3), (4, 2), (5, 2)] {
+        assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");
+    }
+    assert_eq!(kinds(&[0, 5]), (0..=6).collect());
+}
+
+#[test]
+fn a_list_that_is_longer_than_its_limit_takes_no_memory() {
+    let count = |count: usize| postcard::to_allocvec(&count).expect("a number");
+    let heads = [
+        ("the missing ranks of an error", &[0, 2, 1, 1, 0, 0][..], RANKS_LIMIT),
+        ("ranks that are gone", &[0, 5, 0, 2, 0], SHRINK_LIMIT),
+        ("members of a proposal", &[0, 5, 2, 2], SHRINK_LIMIT),
+        ("models", &[1, 1, 0, 0, 1], COUNT_LIMIT),
+        ("members of a membership", &[1, 4, 2, 0], COUNT_LIMIT),
+        ("addresses of a membership", &[1, 6], COUNT_LIMIT),
+        ("all addresses", &[3, 0], WORLD_LIMIT),
+        ("missing ranks", &[3, 1], RANKS_LIMIT),
+        ("all addresses in a file", &[&[7][..], &[0; 17]].concat(), WORLD_LIMIT),
+    ];
+    for (what, head, limit) in heads {
+        let list = |claimed: usize, there: usize| [head, &count(claimed), &vec![0; there]].concat();
+        // Longer than it may be, with all its elements there; and as long as it says with one element less, or with none.
+        let longest = list(limit + 1, limit + 9);
+        for body in [longest, list(limit, limit - 1), list(limit, 0), list(usize::MAX, 100)] {
+            let (parsed, held) = peak(|| Any::parse(&body));
+            assert!(parsed.is_err(), "{what}");
+            assert!(held <= AT_LEAST, "{what}: {held} bytes of memory for {} of a message", body.len());
+        }
+    }
+}
+
+#[test]
+fn bytes_and_texts_beyond_the_end_of_a_message_take_no_memory() {
+    let huge = postcard::to_allocvec(&(u64::MAX >> 1)).expect("a number");
+    for (what, head) in [
+        ("an address", &[1, 5][..]),
+        ("the second address of a list", &[3, 0, 2, 0]),
+        ("a text", &[0, 2, 1, 4]),
+        ("a model", &[1, 1, 0, 0, 1, 1]),
+        ("an entry", &[4, 1, 0]),
+    ] {
+        let (parsed, held) = peak(|| Any::parse(&[head, &huge, &[0; 9]].concat()));
+        assert!(parsed.is_err() && held <= AT_LEAST, "{what}: {held} bytes");
+    }
 }

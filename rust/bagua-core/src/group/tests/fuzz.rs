@@ -53,8 +53,8 @@ fn no_input_makes_a_parser_panic_or_hold_memory_beyond_its_limit() {
     };
     while more(index) {
         let mut choices = Choices::new(seed, index);
-        // Every kind gets as many inputs, and pieces mostly of its own kind.
-        let target = choices.below(TARGETS.len());
+        // Half of the inputs are messages, of which there are many types; each other kind gets as many. Pieces are mostly of the same kind.
+        let target = if choices.below(2) == 0 { 0 } else { choices.below(TARGETS.len()) };
         let own = &of[target];
         input.clone_from(&corpus[own[choices.below(own.len())]].1);
         let other = if choices.below(4) == 0 { choices.below(corpus.len()) } else { own[choices.below(own.len())] };

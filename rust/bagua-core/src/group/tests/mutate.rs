@@ -103,17 +103,30 @@ fn overwrite(input: &mut [u8], at: usize, value: &[u8]) {
     input[at..end].copy_from_slice(&value[..end - at]);
 }
 
-/// Finds bytes after their length (u32) from `at` on, and makes them shorter or longer: their length says so, or lies.
+/// Finds bytes after their length from `at` on, and makes them shorter or longer: their length says so, or lies. A frame's length is a
+/// u32; that of a text or a list in a message is a number of 7 bits to a byte.
 fn resize_field(input: &mut Vec<u8>, at: usize, choices: &mut Choices) {
+    let is_frame = choices.one_in(3);
+    let width = if is_frame { 4 } else { 1 };
     let length_at = |at: &usize| {
-        let (len, rest) = input[*at..].split_first_chunk::<4>()?;
-        let len = u32::from_le_bytes(*len) as usize;
-        (len > 0 && len <= rest.len()).then_some(len)
+        let (len, rest) = input[*at..].split_at_checked(width)?;
+        let len = if is_frame { u32::from_le_bytes(len.try_into().ok()?) } else { len[0].into() } as usize;
+        (len > 0 && len <= rest.len() && (is_frame || len < 0x80)).then_some(len)
     };
     let Some((at, len)) = (at..input.len()).find_map(|at| Some((at, length_at(&at)?))) else { return };
     // Long inputs are slow.
     let most = if choices.one_in(256) { 20 << 10 } else { 2 * len + 8 };
-    let new: Vec<u8> = input[at + 4..at + 4 + len].iter().copied().cycle().take(choices.below(most)).collect();
-    let said = if choices.one_in(4) { choices.boundary(new.len()) as u32 } else { new.len() as u32 };
-    input.splice(at..at + 4 + len, said.to_le_bytes().into_iter().chain(new));
+    let new: Vec<u8> = input[at + width..at + width + len].iter().copied().cycle().take(choices.below(most)).collect();
+    let mut said = if choices.one_in(4) { choices.boundary(new.len()) } else { new.len() as u64 };
+    let mut length = Vec::new();
+    if is_frame {
+        length.extend_from_slice(&(said as u32).to_le_bytes());
+    } else {
+        while said >= 0x80 {
+            length.push(said as u8 | 0x80);
+            said >>= 7;
+        }
+        length.push(said as u8);
+    }
+    input.splice(at..at + width + len, length.into_iter().chain(new));
 }

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use super::super::bootstrap::Bootstrap;
 use super::super::config::Config;
-use super::super::control::{Loss, Plane};
+use super::super::control::{Loss, Message, Plane};
 use super::super::membership::Group;
-use super::super::wire::Message;
+use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
-use super::message::ViewMessage;
+use super::message::{RANKS_LIMIT, ViewMessage};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
@@ -47,7 +47,7 @@ impl Group {
     /// # Errors
     /// `Timeout` names the ranks that live and have not called within `timeout` (`None`: the group's); `System` when there is no quorum, or
     /// a rank cannot build the new group; `PeerLost` with this rank itself when the others go on without it; `InvalidArgument` for a
-    /// sub-group.
+    /// sub-group, and for a group of more than 12,288 ranks.
     pub fn shrink<T: Send>(
         &self,
         timeout: Option<Duration>,
@@ -62,6 +62,7 @@ impl Group {
             )));
         };
         plane.owner.check()?;
+        check_size(plane.config.world_size)?;
         let own = plane.config.rank;
         match self.health().cause() {
             Some(Error::Aborted(why)) if plane.has_left() => return Err(Error::Aborted(why)),
@@ -101,6 +102,16 @@ impl Group {
         self.leave();
         Ok(view)
     }
+}
+
+/// Checks that all messages about a view of so many ranks fit into a frame, before any is sent: a peer ends the connection over a longer one.
+fn check_size(world_size: usize) -> Result<()> {
+    if world_size > RANKS_LIMIT {
+        return Err(Error::InvalidArgument(format!(
+            "a group of {world_size} ranks to shrink: the limit is {RANKS_LIMIT}"
+        )));
+    }
+    Ok(())
 }
 
 /// The agreement of earlier calls, or a new one.
@@ -295,7 +306,7 @@ where
     fn perform(&mut self, action: Action, out: &mut Vec<Action>) -> Option<Outcome> {
         match action {
             Action::Send(to, message) => {
-                let message = Message::View(message.encode());
+                let message = Message::View(message);
                 let (messages, bytes) = &mut self.sent;
                 *messages += to.len() as u64;
                 *bytes += (to.len() * message.frame().len()) as u64;
@@ -364,7 +375,7 @@ where
         let Some((group, opened)) = self.built.take() else { return };
         if let Some(plane) = group.plane() {
             // Before this rank leaves it, which must not be taken for the end of its process.
-            plane.send_all(&Message::View(ViewMessage::Abandoned.encode()));
+            plane.send_all(&Message::View(ViewMessage::Abandoned));
         }
         drop(opened);
         group.leave();
@@ -401,6 +412,34 @@ where
                 let progress = Some(Box::new(Progress { what, ..Progress::default() }));
                 Err(Error::Timeout { after, missing, noticed_by: self.plane.config.rank, progress })
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::wire::FRAME_LIMIT;
+    use super::super::message::GoneRank;
+    use super::*;
+
+    #[test]
+    fn every_message_of_the_largest_group_fits_into_a_frame_and_a_larger_group_is_refused() {
+        assert_eq!(check_size(RANKS_LIMIT), Ok(()));
+        assert!(matches!(check_size(RANKS_LIMIT + 1), Err(Error::InvalidArgument(_))));
+        let gone = (0..RANKS_LIMIT).map(|rank| GoneRank { rank, ended: true }).collect();
+        let members = || (0..RANKS_LIMIT).collect::<Vec<_>>();
+        let view = super::super::super::wire::VIEWS_LIMIT;
+        for message in [
+            ViewMessage::Ready { view, any: true, gone },
+            ViewMessage::Propose { view, members: members() },
+            ViewMessage::Opened { view, members: members() },
+            ViewMessage::Address { view, address: vec![0xff; super::super::super::address::LIMIT] },
+            ViewMessage::Refused { view, text: "é".repeat(FRAME_LIMIT) },
+        ] {
+            let message = Message::View(message);
+            let body = message.encode();
+            assert!(body.len() <= FRAME_LIMIT, "{} bytes", body.len());
+            assert!(Message::parse(&body).is_ok());
         }
     }
 }

@@ -40,8 +40,8 @@ pub use agreement::Quorum;
 pub(crate) use carry::carry_data;
 pub use driver::View;
 pub(super) use inbox::Inbox;
-#[cfg(all(test, not(model)))]
-pub(super) use message::GoneRank;
 pub(super) use message::ViewMessage;
+#[cfg(all(test, not(model)))]
+pub(super) use message::{GoneRank, RANKS_LIMIT};
 #[cfg(all(test, not(model)))]
 pub(super) use tests::replay::replay;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
 use super::message::ViewMessage;
 

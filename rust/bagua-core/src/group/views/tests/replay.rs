@@ -1,5 +1,6 @@
 //! One rank's agreement, driven by bytes: for the fuzzer of the group's parsers.
 
+use super::super::super::wire::Encoding;
 use super::super::agreement::{Action, Agreement, Gone, Quorum};
 use super::super::message::ViewMessage;
 
