@@ -187,13 +187,13 @@ impl Collective for Scripted {
         self.inner.transports()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         self.script.begin(cx.label);
         if self.size() == 1 {
             return self.inner.run(cx, verb, io);
         }
         // The data between the members of a new view is more than a connection holds that no peer reads from.
-        if self.script.part.how != How::Messages || verb == Verb::AllToAll {
+        if self.script.part.how != How::Messages || matches!(verb, Verb::AllToAll) {
             let next = (self.rank() + 1) % self.size();
             self.step(cx, next)?;
             self.inner.run(cx, verb, io)?;

@@ -191,7 +191,7 @@ impl Collective for Hier {
         self.flat.transports()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         if matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier) {
             cx.stats.hierarchical.fetch_add(1, Relaxed);
         }

@@ -16,11 +16,13 @@ pub mod compressed;
 pub mod gossip;
 pub mod hier;
 mod net;
+mod over_exchange;
 pub mod shm;
 mod solo;
 
 pub use hier::Hier;
 pub use net::{Algorithm, Net};
+pub use over_exchange::over_exchange;
 pub use shm::Shm;
 pub use solo::Solo;
 
@@ -136,7 +138,7 @@ pub trait Collective: Send {
     /// # Errors
     /// The first cause of the group's failure, `Timeout`, `PeerLost`, `Mismatch`; `UnsupportedType` for memory that
     /// it does not reach ([`crate::group::Lane`] asks before).
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()>;
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()>;
 
     /// The group's communication thread ends, and no operation follows: what waits for a device may do so here. Not called where
     /// there was no such thread.

@@ -1,6 +1,6 @@
 //! A group of one rank: every operation is a copy, or nothing.
 
-use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
 use crate::error::Result;
 use crate::reduce;
 
@@ -32,7 +32,10 @@ impl Collective for Solo {
         vec!["self"]
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() {
+            return over_exchange(self, cx, verb, io);
+        }
         match (verb.op(), io.into_host()?) {
             // Even one input goes through the kernel: it writes a bool as 0 or 1, as it does for more ranks.
             (Some(op), HostIo::InPlace(data)) => reduce::combine(cx.dtype(), op, &[None], data),

@@ -334,7 +334,7 @@ impl Collective for ProcessBound {
         self.inner().reaches(place)
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         self.checked()?.run(cx, verb, io)
     }
 

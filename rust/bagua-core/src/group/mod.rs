@@ -57,7 +57,7 @@ pub use door::{Answer, Asked, Door};
 pub(crate) use door::{DoorMessage, Visit};
 pub(crate) use fork::OwnerProcess;
 pub use fork::PerProcess;
-pub use lane::{Lane, Options, PartLayout};
+pub use lane::{Lane, Options};
 pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;

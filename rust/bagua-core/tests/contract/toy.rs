@@ -201,7 +201,7 @@ impl Collective for Staged {
         Ok(place.filter(|device| known && device.kind() == KIND).map(here))
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         if io.device()?.is_none() {
             return self.0.run(cx, verb, io);
         }
@@ -359,7 +359,7 @@ impl Collective for OnToy {
         self.staged.transports()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         match io {
             Io::InPlace(mut data) => {
                 let mut memory = ToyMemory::of(&self.device, data.as_buffer().as_host()?);

@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-pub use self::check::PartLayout;
 pub(super) use self::exchanges::{
     options_of, options_of_gossip, options_of_ring, print_of_compressed, print_of_gossip, print_of_ring,
 };
@@ -23,11 +22,11 @@ use crate::collective::Collective;
 use crate::collective::compressed::DeviceCodec;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Buffer, DeviceRef, kind_of};
+use crate::memory::{DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
-use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
+use crate::request::{Io, OpContext, Verb};
 use crate::stats::Stats;
-use crate::types::{DType, Fingerprint, Kind, Shape};
+use crate::types::{DType, Fingerprint, Shape};
 use crate::wait::Deadline;
 
 /// What a caller may say about one operation.
@@ -142,7 +141,7 @@ impl Lane {
     /// # Errors
     /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the group's first
     /// cause.
-    pub fn run(&mut self, options: &Options<'_>, dtype: DType, verb: Verb, io: Io<'_>) -> Result<()> {
+    pub fn run(&mut self, options: &Options<'_>, dtype: DType, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         self.health.check()?;
         let print = self.print_of(options, dtype, verb, &io)?;
         self.check_reach(io.device()?)?;
@@ -155,67 +154,20 @@ impl Lane {
     ///
     /// # Errors
     /// Those of [`Lane::run`] for arguments that do not fit.
-    pub(super) fn print_of(&self, options: &Options<'_>, dtype: DType, verb: Verb, io: &Io<'_>) -> Result<Fingerprint> {
+    pub(super) fn print_of(
+        &self,
+        options: &Options<'_>,
+        dtype: DType,
+        verb: Verb<'_>,
+        io: &Io<'_>,
+    ) -> Result<Fingerprint> {
         let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
         let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
         let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
-        let device = kind_of(io.device()?);
+        // Of what is made of messages some ranks may have the tensor on a device and others on the host.
+        let place = io.device()?;
+        let device = if verb.is_over_exchange() { 0 } else { kind_of(place) };
         Ok(Fingerprint { op: verb.op(), root, shape, device, ..Fingerprint::new(verb.kind(), dtype, count) })
-    }
-
-    /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
-    /// Counts and displacements are in elements; parts of the destination must not overlap. `InPlace` reads a copy of the
-    /// buffer.
-    pub fn all_to_all_v(
-        &mut self,
-        options: &Options<'_>,
-        dtype: DType,
-        io: Io<'_>,
-        send: PartLayout<'_>,
-        recv: PartLayout<'_>,
-    ) -> Result<()> {
-        self.health.check()?;
-        let payload = io.len();
-        self.check_reach(io.device()?)?;
-        let (rank, size, element) = (self.rank(), self.size(), dtype.size());
-        let (src_len, dst_len) = match &io {
-            Io::InPlace(data) => (data.len(), data.len()),
-            Io::Split { src, dst } => (src.len(), dst.len()),
-        };
-        check::parts(&send, check::elements(dtype, src_len, "the source")?, size, "send")?;
-        check::parts(&recv, check::elements(dtype, dst_len, "the destination")?, size, "receive")?;
-        check::apart(&recv)?;
-        if send.counts[rank] != recv.counts[rank] {
-            return Err(Error::InvalidArgument(format!(
-                "rank {rank} sends {} elements to itself and receives {}",
-                send.counts[rank], recv.counts[rank]
-            )));
-        }
-        let copy;
-        let (src, dst) = match io {
-            Io::InPlace(data) => {
-                let mut bytes = vec![0; data.len()];
-                data.as_buffer().copy_to(&mut bytes)?;
-                copy = bytes;
-                (Buffer::from(copy.as_slice()), data)
-            }
-            Io::Split { src, dst } => (src, dst),
-        };
-        let part = |to: usize| src.slice(send.displs[to] * element..(send.displs[to] + send.counts[to]) * element);
-        let mut targets = check::split(dst, &recv, element);
-        targets[rank].copy_from_buffer(part(rank))?;
-
-        // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
-        let says = self.numbered(Fingerprint::new(Kind::AllToAllV, dtype, 0), options);
-        let peers = || (0..size).filter(|peer| *peer != rank);
-        let sends: Vec<_> = peers().map(|peer| Outgoing { peer, fingerprint: says, data: part(peer) }).collect();
-        let mut recvs: Vec<_> = targets
-            .into_iter()
-            .enumerate()
-            .filter(|(peer, _)| *peer != rank)
-            .map(|(peer, data)| Incoming { peer, fingerprint: says, data })
-            .collect();
-        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &sends, &mut recvs))
     }
 
     /// Returns when every rank has called it.

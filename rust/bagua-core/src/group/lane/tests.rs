@@ -4,9 +4,10 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use super::*;
-use crate::collective::Solo;
+use crate::collective::{Solo, over_exchange};
 use crate::memory::{Device, Region};
-use crate::types::ReduceOp;
+use crate::request::{Incoming, Outgoing, PartLayout};
+use crate::types::{Kind, ReduceOp};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -42,8 +43,8 @@ impl Collective for Recorder {
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none_or(|device| device.name() == Closed.name())
     }
-    fn run(&mut self, cx: &OpContext<'_>, _: Verb, _: Io<'_>) -> Result<()> {
-        self.note(cx)
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() { over_exchange(self, cx, verb, io) } else { self.note(cx) }
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
@@ -90,6 +91,10 @@ fn solo() -> Lane {
     Lane::new(Box::new(Solo::new()), GroupHealth::local(0, 1), Arc::default(), 0, 0, SOON)
 }
 
+fn to_all<'a>(send: PartLayout<'a>, recv: PartLayout<'a>) -> Verb<'a> {
+    Verb::AllToAllV { send, recv }
+}
+
 fn split<'a>(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
     Io::split(src, dst)
 }
@@ -119,41 +124,28 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
         ("the destination 2", lane.run(o, f, Verb::AllToAll, split(&[0; 16], &mut b[..8]))),
         (
             "3 send counts",
-            lane.all_to_all_v(o, f, Io::in_place(b), PartLayout { counts: &[1; 3], displs: &[0, 1, 2, 3] }, whole),
+            lane.run(o, f, to_all(PartLayout { counts: &[1; 3], displs: &[0, 1, 2, 3] }, whole), Io::in_place(b)),
         ),
         (
             "5 receive displacements",
-            lane.all_to_all_v(o, f, Io::in_place(b), whole, PartLayout { counts: &[1; 4], displs: &[0; 5] }),
+            lane.run(o, f, to_all(whole, PartLayout { counts: &[1; 4], displs: &[0; 5] }), Io::in_place(b)),
         ),
         (
             "rank 2, 1 elements from 18446744073709551615",
-            lane.all_to_all_v(
+            lane.run(
                 o,
                 f,
+                to_all(PartLayout { counts: &[1; 4], displs: &[0, 1, usize::MAX, 3] }, whole),
                 Io::in_place(b),
-                PartLayout { counts: &[1; 4], displs: &[0, 1, usize::MAX, 3] },
-                whole,
             ),
         ),
         (
             "ranks 3 and 0 overlap",
-            lane.all_to_all_v(
-                o,
-                f,
-                Io::in_place(b),
-                whole,
-                PartLayout { counts: &[1, 1, 1, 2], displs: &[2, 3, 0, 1] },
-            ),
+            lane.run(o, f, to_all(whole, PartLayout { counts: &[1, 1, 1, 2], displs: &[2, 3, 0, 1] }), Io::in_place(b)),
         ),
         (
             "sends 1 elements to itself and receives 2",
-            lane.all_to_all_v(
-                o,
-                f,
-                Io::in_place(b),
-                whole,
-                PartLayout { counts: &[1, 2, 1, 1], displs: &[0, 1, 3, 4] },
-            ),
+            lane.run(o, f, to_all(whole, PartLayout { counts: &[1, 2, 1, 1], displs: &[0, 1, 3, 4] }), Io::in_place(b)),
         ),
     ];
     for (text, refusal) in refusals {
@@ -177,7 +169,7 @@ fn the_parts_of_all_to_all_v_are_checked_before_anything_is_copied() {
     let overlapping = PartLayout { counts: &[1; 4], displs: &[0; 4] };
     let mut run = |recv| {
         let io = Io::InPlace(region.buffer_mut());
-        lane.all_to_all_v(&Options::default(), DType::F32, io, whole, recv).unwrap_err()
+        lane.run(&Options::default(), DType::F32, Verb::AllToAllV { send: whole, recv }, io).unwrap_err()
     };
     assert!(matches!(run(overlapping), Error::InvalidArgument(text) if text.contains("overlap")));
     assert_eq!(run(whole), Error::other("a copy"));
@@ -262,7 +254,7 @@ fn alone_every_verb_works_and_parts_land_where_they_should() {
     lane.run(o, DType::U8, Verb::AllReduce(ReduceOp::Sum), split(&[1, 2, 3, 4], &mut dst)).unwrap();
     assert_eq!(dst, [1, 2, 3, 4]);
     let (send, recv) = (PartLayout { counts: &[2], displs: &[1] }, PartLayout { counts: &[2], displs: &[0] });
-    lane.all_to_all_v(o, DType::U8, Io::in_place(&mut dst), send, recv).unwrap();
+    lane.run(o, DType::U8, Verb::AllToAllV { send, recv }, Io::in_place(&mut dst)).unwrap();
     assert_eq!(dst, [2, 3, 3, 4], "in place reads the old values");
     lane.run(o, DType::F16, Verb::Broadcast { root: 0 }, Io::in_place(&mut [])).unwrap();
     lane.barrier(o).unwrap();

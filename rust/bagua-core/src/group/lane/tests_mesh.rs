@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::collective::Net;
+use crate::request::PartLayout;
 use crate::transport::local_mesh;
 use crate::types::ReduceOp;
 
@@ -108,11 +109,11 @@ fn all_to_all_v_delivers_uneven_parts_split_and_in_place() {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
             let mut dst = vec![0; expected.len()];
-            lane.all_to_all_v(O, DType::I32, Io::split(&src, &mut dst), send, recv).unwrap();
+            lane.run(O, DType::I32, Verb::AllToAllV { send, recv }, Io::split(&src, &mut dst)).unwrap();
             assert_eq!(dst, expected, "rank {rank} of {size}");
             let mut both = src.clone();
             both.resize(src.len().max(expected.len()), 0);
-            lane.all_to_all_v(O, DType::I32, Io::in_place(&mut both), send, recv).unwrap();
+            lane.run(O, DType::I32, Verb::AllToAllV { send, recv }, Io::in_place(&mut both)).unwrap();
             assert_eq!(both[..expected.len()], expected, "rank {rank} of {size}, in place");
         });
     }
@@ -123,7 +124,7 @@ fn counts_that_do_not_meet_are_an_error_on_the_rank_that_sees_it() {
     let errors = world(2, |rank, lane| {
         let send = PartLayout { counts: &[1, 1], displs: &[0, 1] };
         let recv = PartLayout { counts: if rank == 0 { &[1, 2] } else { &[1, 1] }, displs: &[0, 1] };
-        lane.all_to_all_v(O, DType::I32, Io::in_place(&mut [0; 12]), send, recv)
+        lane.run(O, DType::I32, Verb::AllToAllV { send, recv }, Io::in_place(&mut [0; 12]))
     });
     assert!(matches!(errors[0], Err(Error::Mismatch(_))), "{:?}", errors[0]);
 }
