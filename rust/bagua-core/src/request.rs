@@ -1,8 +1,16 @@
 //! One operation as a value: the verb, its buffers, and its context. Every layer passes these three on, as NCCL's `ncclInfo` and
 //! UCC's `ucc_coll_args` do, instead of having a method per verb.
 
+mod extra;
+mod peers;
+
+pub use self::extra::{Compression, Extra, Operands, Replicas, Workspace};
+pub use self::peers::PeerSelection;
+
+use std::cell::RefCell;
 use std::ops::Range;
 
+use crate::codec::Codec;
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Buffer, BufferMut, DeviceRef, name_of, same_place};
@@ -54,6 +62,24 @@ pub enum Verb<'a> {
         send: PartLayout<'a>,
         /// Where each rank's part goes in the destination; parts do not overlap.
         recv: PartLayout<'a>,
+    },
+    /// Every rank gets the combination of all, of which only records of a codec travel. In place. Works with [`Extra::error`], and on a
+    /// device that has the codec encodes there.
+    CompressedAllReduce(Compression<'a>),
+    /// The mean of this rank's N bytes and those of its peers, in rank order, divided once. In place: N. Split: N and N. On the host.
+    NeighborAverage {
+        /// Whose are averaged; not [`PeerSelection::All`], which is an all_reduce.
+        peers: PeerSelection,
+        /// Number of the call, equal on all ranks.
+        round: u64,
+    },
+    /// One round of averaging with both neighbours of the ring of ranks, of which only encoded differences travel; the buffer becomes
+    /// [`Replicas::own`]. In place. Works with [`Extra::replicas`].
+    CompressedRing {
+        /// Encodes the differences.
+        codec: &'a dyn Codec,
+        /// Number of the call, for codecs that draw at random.
+        draw: u64,
     },
     /// Returns when every rank has called it. No bytes.
     Barrier,
@@ -134,6 +160,8 @@ impl<'a> Verb<'a> {
             Verb::ReduceScatter(_) => Kind::ReduceScatter,
             Verb::AllToAll => Kind::AllToAll,
             Verb::AllToAllV { .. } => Kind::AllToAllV,
+            Verb::CompressedAllReduce(_) => Kind::CompressedAllReduce,
+            Verb::NeighborAverage { .. } | Verb::CompressedRing { .. } => Kind::Gossip,
             Verb::Barrier => Kind::Barrier,
         }
     }
@@ -186,7 +214,13 @@ impl<'a> Verb<'a> {
     /// True for the verbs that every collective can run by its messages, see [`crate::collective::over_exchange`].
     #[inline]
     pub const fn is_over_exchange(self) -> bool {
-        matches!(self, Verb::AllToAllV { .. })
+        matches!(
+            self,
+            Verb::AllToAllV { .. }
+                | Verb::CompressedAllReduce(_)
+                | Verb::NeighborAverage { .. }
+                | Verb::CompressedRing { .. }
+        )
     }
 
     /// True when all ranks' tensors must have one shape.
@@ -199,7 +233,13 @@ impl<'a> Verb<'a> {
     #[inline]
     pub const fn layout(self) -> Layout {
         match self {
-            Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier => Layout::Equal,
+            Verb::AllReduce(_)
+            | Verb::Reduce { .. }
+            | Verb::Broadcast { .. }
+            | Verb::CompressedAllReduce(_)
+            | Verb::NeighborAverage { .. }
+            | Verb::CompressedRing { .. }
+            | Verb::Barrier => Layout::Equal,
             Verb::AllGather | Verb::Gather { .. } => Layout::Grows,
             Verb::Scatter { .. } | Verb::ReduceScatter(_) => Layout::Shrinks,
             Verb::AllToAll => Layout::EqualShards,
@@ -373,6 +413,8 @@ pub struct OpContext<'a> {
     pub stats: &'a OpStats,
     /// Bucket or other label for error texts; may be empty.
     pub label: &'a str,
+    /// What it works with beside its buffers.
+    pub extra: &'a RefCell<Extra<'a>>,
 }
 
 impl OpContext<'_> {

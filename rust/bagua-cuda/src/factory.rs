@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use bagua_core::codec::Codec;
-use bagua_core::collective::compressed::DeviceCodec;
-use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
+use bagua_core::collective::{
+    Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
+};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::DeviceRef;
 use bagua_core::types::DType;

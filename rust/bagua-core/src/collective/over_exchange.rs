@@ -1,8 +1,8 @@
-//! The verbs that are made of messages, once for every collective: `run` of a collective that has nothing better comes here with them.
+//! The verbs that are made of messages, once for every collective: the `run` of a collective that has nothing faster calls this.
 
-use super::{Collective, Incoming, Io, OpContext, Outgoing, Verb};
+use super::{Collective, Incoming, Io, OpContext, Outgoing, Verb, compressed, gossip};
 use crate::error::{Error, Result};
-use crate::memory::Buffer;
+use crate::memory::{Buffer, BufferMut};
 use crate::request::PartLayout;
 
 /// Runs a verb by [`Collective::exchange`], on the host or on a device.
@@ -12,7 +12,25 @@ use crate::request::PartLayout;
 pub fn over_exchange(collective: &mut dyn Collective, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
     match verb {
         Verb::AllToAllV { send, recv } => all_to_all_v(collective, cx, io, &send, &recv),
+        Verb::CompressedAllReduce(how) => compressed::all_reduce(collective, cx, in_place(verb, io)?, &how),
+        Verb::NeighborAverage { peers, round } => gossip::average(collective, cx, peers, round, io.into_host()?),
+        Verb::CompressedRing { codec, draw } => {
+            gossip::compressed_ring(collective, cx, codec, draw, in_place(verb, io)?)
+        }
         _ => Err(Error::NotImplemented(format!("{} by messages of {}", verb.kind().name(), collective.name()))),
+    }
+}
+
+/// The buffer of a verb that works in place.
+///
+/// # Errors
+/// `InvalidArgument` for two buffers.
+pub fn in_place<'a>(verb: Verb<'_>, io: Io<'a>) -> Result<BufferMut<'a>> {
+    match io {
+        Io::InPlace(data) => Ok(data),
+        Io::Split { .. } => {
+            Err(Error::InvalidArgument(format!("{} works in place, on one buffer", verb.kind().name())))
+        }
     }
 }
 

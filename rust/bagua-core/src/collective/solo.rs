@@ -55,6 +55,7 @@ impl Collective for Solo {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
     use std::time::Duration;
 
     use super::*;
@@ -68,7 +69,8 @@ mod tests {
         let fingerprint = Fingerprint::new(Kind::AllReduce, DType::I32, 2);
         let (health, stats) = (GroupHealth::local(0, 1), OpStats::default());
         let deadline = Deadline::after(Duration::from_secs(60));
-        let cx = OpContext { fingerprint, deadline, health: &health, stats: &stats, label: "" };
+        let extra = &RefCell::default();
+        let cx = OpContext { fingerprint, deadline, health: &health, stats: &stats, label: "", extra };
         let mut solo = Solo::new();
         for verb in Kind::ALL.into_iter().filter_map(|kind| Verb::of(kind, ReduceOp::Max, 0).ok()) {
             let src = [1, 2, 3, 4, 5, 6, 7, 8];

@@ -58,7 +58,7 @@ pub(crate) use door::{DoorMessage, Visit};
 pub(crate) use fork::OwnerProcess;
 pub use fork::PerProcess;
 pub use lane::{Lane, Options};
-pub use lanes::{CompressedAllReduce, CompressedRing, Lanes};
+pub use lanes::Lanes;
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;
 pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};

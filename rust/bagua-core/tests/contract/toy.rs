@@ -9,8 +9,9 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use bagua_core::codec::{Codec, MinMaxU8, Scratch};
-use bagua_core::collective::compressed::{Chunks, DeviceCodec};
-use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
+use bagua_core::collective::{
+    Chunks, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
+};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
 use bagua_core::request::Uses;
@@ -202,6 +203,9 @@ impl Collective for Staged {
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() {
+            return over_exchange(self, cx, verb, io);
+        }
         if io.device()?.is_none() {
             return self.0.run(cx, verb, io);
         }

@@ -79,7 +79,11 @@ impl Communicator {
             }
             Verb::AllToAll => self.exchange(cx, &parts.from, &parts.to, bytes, 0),
             // `OnDevices` runs the others over its exchange.
-            Verb::AllToAllV { .. } | Verb::Barrier => Ok(()),
+            Verb::AllToAllV { .. }
+            | Verb::CompressedAllReduce(_)
+            | Verb::NeighborAverage { .. }
+            | Verb::CompressedRing { .. }
+            | Verb::Barrier => Ok(()),
         }
     }
 

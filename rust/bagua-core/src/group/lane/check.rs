@@ -1,8 +1,11 @@
 //! What arguments must satisfy before anything is sent.
 
+use crate::codec;
+use crate::collective::gossip;
 use crate::error::{Error, Result};
-use crate::request::{Io, Layout, PartLayout, Uses, Verb};
-use crate::types::DType;
+use crate::memory::{name_of, same_place};
+use crate::request::{Compression, Extra, Io, Layout, PartLayout, Replicas, Uses, Verb};
+use crate::types::{DType, ReduceOp};
 
 /// Elements in a buffer of `bytes` bytes.
 pub(super) fn elements(dtype: DType, bytes: usize, what: &str) -> Result<usize> {
@@ -36,8 +39,10 @@ pub(super) fn verb(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size:
                 Layout::EqualShards | Layout::Grows | Layout::Shrinks => shard(all, size, "the buffer"),
             };
         }
-        Io::Split { .. } if matches!(verb, Verb::Broadcast { .. }) => {
-            return Err(Error::InvalidArgument("broadcast works in place, on one buffer".to_owned()));
+        Io::Split { .. }
+            if matches!(verb, Verb::Broadcast { .. } | Verb::CompressedAllReduce(_) | Verb::CompressedRing { .. }) =>
+        {
+            return Err(Error::InvalidArgument(format!("{} works in place, on one buffer", verb.kind().name())));
         }
         Io::Split { src, dst } => (src.len(), dst.len()),
     };
@@ -67,6 +72,54 @@ pub(super) fn verb(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size:
             times(one, all, size, "destination", "source").map(|()| one)
         }
     }
+}
+
+/// The element type and the number of members suit what the verb does with them.
+pub(super) fn members(verb: Verb<'_>, dtype: DType, members: usize) -> Result<()> {
+    match verb {
+        Verb::CompressedAllReduce(Compression { codec, .. }) | Verb::CompressedRing { codec, .. } => codec.check(dtype),
+        Verb::NeighborAverage { peers, .. } => ReduceOp::Avg.check(dtype).and_then(|()| peers.check(members)),
+        _ => Ok(()),
+    }
+}
+
+/// The replicas of the compressed ring are as long as the weights, and in the same place.
+pub(super) fn extra(verb: Verb<'_>, dtype: DType, io: &Io<'_>, extra: &Extra<'_>) -> Result<()> {
+    let (Verb::CompressedRing { .. }, Io::InPlace(weights)) = (verb, io) else { return Ok(()) };
+    let Replicas { own, left, right } = extra.replicas.as_ref().ok_or_else(gossip::no_replicas)?;
+    for replica in [own, left, right] {
+        if replica.len() != weights.len() {
+            let (count, elements) = (weights.len() / dtype.size(), replica.len() / dtype.size());
+            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+        }
+        if !same_place(replica.device(), weights.device()) {
+            let (one, other) = (name_of(weights.device()), name_of(replica.device()));
+            return Err(Error::InvalidArgument(format!("the weights are on {one}, a replica is on {other}")));
+        }
+    }
+    Ok(())
+}
+
+/// Id of the codec, and a digest of the other choices that ranks must agree on, of a verb that has them.
+pub(super) fn agreed(verb: Verb<'_>, extra: &Extra<'_>) -> Option<(u8, u32)> {
+    match verb {
+        Verb::CompressedAllReduce(Compression { codec, divisor, .. }) => {
+            let feedback = if extra.error.is_some() { ", error feedback" } else { "" };
+            let text = format!("{}, divided by {divisor}{feedback}", codec::describe(codec));
+            Some((codec.id(), digest(&text)))
+        }
+        Verb::NeighborAverage { peers, round } => Some((0, digest(&format!("{} in round {round}", peers.name())))),
+        Verb::CompressedRing { codec, .. } => {
+            Some((codec.id(), digest(&format!("compressed ring, {}", codec::describe(codec)))))
+        }
+        _ => None,
+    }
+}
+
+/// FNV-1a, folded to 16 bits: tells options apart, and protects against nothing.
+fn digest(text: &str) -> u32 {
+    let hash = text.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    (hash >> 16) ^ (hash & 0xffff)
 }
 
 fn shard(all: usize, size: usize, what: &str) -> Result<usize> {

@@ -4,29 +4,25 @@
 //! becomes the group's first cause.
 
 mod check;
-mod exchanges;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod tests_mesh;
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-pub(super) use self::exchanges::{
-    options_of, options_of_gossip, options_of_ring, print_of_compressed, print_of_gossip, print_of_ring,
-};
 use crate::codec::Codec;
-use crate::collective::Collective;
-use crate::collective::compressed::DeviceCodec;
+use crate::collective::{Collective, DeviceCodec};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
-use crate::request::{Io, OpContext, Verb};
+use crate::request::{Extra, Io, OpContext, Operands, Verb};
 use crate::stats::Stats;
-use crate::types::{DType, Fingerprint, Shape};
+use crate::types::{DType, Fingerprint, Shape, flags};
 use crate::wait::Deadline;
 
 /// What a caller may say about one operation.
@@ -38,9 +34,9 @@ pub struct Options<'a> {
     pub label: &'a str,
     /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
     pub shape: Option<Shape>,
-    /// A digest of options that ranks must agree on, of 16 bits.
+    /// A digest of options that ranks must agree on, of 16 bits. A verb over exchange has its own.
     pub tag: u32,
-    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same.
+    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same. A verb over exchange has its own.
     pub codec: u8,
     /// See [`Fingerprint::flags`].
     pub flags: u16,
@@ -49,6 +45,13 @@ pub struct Options<'a> {
 impl Options<'_> {
     /// The group's deadline, no label, no tag, no codec.
     pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
+}
+
+impl<'a> Options<'a> {
+    /// Those of an operation on a bucket; `hierarchical`: inside hosts first.
+    pub fn of_bucket(label: &'a str, hierarchical: bool) -> Options<'a> {
+        Options { label, flags: if hierarchical { flags::HIERARCHICAL } else { 0 }, ..Options::DEFAULT }
+    }
 }
 
 /// See the module.
@@ -141,16 +144,24 @@ impl Lane {
     /// # Errors
     /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the group's first
     /// cause.
-    pub fn run(&mut self, options: &Options<'_>, dtype: DType, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+    pub fn run<'a>(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        verb: Verb<'_>,
+        operands: impl Into<Operands<'a>>,
+    ) -> Result<()> {
         self.health.check()?;
-        let print = self.print_of(options, dtype, verb, &io)?;
+        let operands = operands.into();
+        let print = self.print_of(options, dtype, verb, &operands, self.size())?;
+        let Operands { io, extra } = operands;
         self.check_reach(io.device()?)?;
-        let says = self.numbered(print, options);
+        let says = self.numbered(print);
         let payload = io.len();
-        self.perform(options, says, payload, |collective, cx| collective.run(cx, verb, io))
+        self.perform(options, says, payload, extra, |collective, cx| collective.run(cx, verb, io))
     }
 
-    /// The fingerprint of a verb, before it has a number.
+    /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of them is one member.
     ///
     /// # Errors
     /// Those of [`Lane::run`] for arguments that do not fit.
@@ -159,15 +170,21 @@ impl Lane {
         options: &Options<'_>,
         dtype: DType,
         verb: Verb<'_>,
-        io: &Io<'_>,
+        Operands { io, extra }: &Operands<'_>,
+        members: usize,
     ) -> Result<Fingerprint> {
         let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
+        check::members(verb, dtype, members)?;
+        check::extra(verb, dtype, io, extra)?;
         let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
         let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
-        // Of what is made of messages some ranks may have the tensor on a device and others on the host.
+        // Over exchange, the tensor may be on a device on some ranks and on the host on others.
+        let mixed = verb.is_over_exchange() && options.flags & flags::HIERARCHICAL == 0;
         let place = io.device()?;
-        let device = if verb.is_over_exchange() { 0 } else { kind_of(place) };
-        Ok(Fingerprint { op: verb.op(), root, shape, device, ..Fingerprint::new(verb.kind(), dtype, count) })
+        let device = if mixed { 0 } else { kind_of(place) };
+        let (codec, tag) = check::agreed(verb, extra).unwrap_or((options.codec, options.tag));
+        let (op, flags) = (verb.op(), options.flags);
+        Ok(Fingerprint { op, root, shape, device, codec, tag, flags, ..Fingerprint::new(verb.kind(), dtype, count) })
     }
 
     /// Returns when every rank has called it.
@@ -215,10 +232,9 @@ impl Lane {
     }
 
     /// The fingerprint of the next collective operation. Takes its number, so it comes after all checks.
-    fn numbered(&mut self, print: Fingerprint, options: &Options<'_>) -> Fingerprint {
+    fn numbered(&mut self, print: Fingerprint) -> Fingerprint {
         let seq = next(&mut self.seq);
-        let Options { tag, flags, codec, .. } = *options;
-        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, flags, codec, ..print }
+        Fingerprint { epoch: self.epoch, lane: self.number, seq, ..print }
     }
 
     /// Runs one operation of this lane by other collectives of its ranks: numbered, timed, counted and recorded as this lane's.
@@ -230,11 +246,12 @@ impl Lane {
         options: &Options<'_>,
         print: Fingerprint,
         payload: usize,
+        extra: Extra<'_>,
         body: impl FnOnce(&OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
         self.health.check()?;
-        let says = self.numbered(print, options);
-        self.perform(options, says, payload, |_, cx| body(cx))
+        let says = self.numbered(print);
+        self.perform(options, says, payload, extra, |_, cx| body(cx))
     }
 
     /// Counts and records the call, sets its deadline, and turns its failure into the group's first cause.
@@ -243,13 +260,15 @@ impl Lane {
         options: &Options<'_>,
         fingerprint: Fingerprint,
         payload: usize,
+        extra: Extra<'_>,
         body: impl FnOnce(&mut dyn Collective, &OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
         let stats = self.stats.of(fingerprint.kind);
         stats.calls.fetch_add(1, Relaxed);
         stats.payload_bytes.fetch_add(payload as u64, Relaxed);
         let deadline = Deadline::after(options.timeout.unwrap_or(self.timeout));
-        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label };
+        let extra = RefCell::new(extra);
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label, extra: &extra };
         let queued = self.queued.take();
         let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label));
         let result = body(self.collective.as_mut(), &cx).map_err(|error| {

@@ -4,9 +4,10 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use super::*;
+use crate::codec::MinMaxU8;
 use crate::collective::{Solo, over_exchange};
 use crate::memory::{Device, Region};
-use crate::request::{Incoming, Outgoing, PartLayout};
+use crate::request::{Compression, Extra, Incoming, Outgoing, PartLayout, PeerSelection, Replicas};
 use crate::types::{Kind, ReduceOp};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -105,6 +106,11 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
     let o = &Options::default();
     let (f, b) = (DType::F32, &mut [0u8; 64]);
     let whole = PartLayout { counts: &[1; 4], displs: &[0, 1, 2, 3] };
+    let average = |peers| Verb::NeighborAverage { peers, round: 0 };
+    let ring = Verb::CompressedRing { codec: &MinMaxU8, draw: 0 };
+    let (own, left, right) = (&mut [0; 64][..], &mut [0; 8][..], &mut [0; 64][..]);
+    let replicas = Some(Replicas { own: own.into(), left: left.into(), right: right.into() });
+    let short = Extra { replicas, ..Extra::default() };
     let refusals = [
         ("10 bytes", lane.run(o, f, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut b[..10]))),
         ("the destination 3", lane.run(o, f, Verb::AllReduce(ReduceOp::Sum), split(&[0; 16], &mut b[..12]))),
@@ -148,6 +154,18 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
             lane.run(o, f, to_all(whole, PartLayout { counts: &[1, 2, 1, 1], displs: &[0, 1, 3, 4] }), Io::in_place(b)),
         ),
     ];
+    let how = Compression { codec: &MinMaxU8, divisor: 4, draw: 0, elements: 4 };
+    let refusals = refusals.into_iter().chain([
+        ("minmax_u8", lane.run(o, DType::I32, Verb::CompressedAllReduce(how), Io::in_place(b))),
+        ("in place", lane.run(o, f, Verb::CompressedAllReduce(how), split(&[0; 16], &mut b[..16]))),
+        ("the destination 3", lane.run(o, f, average(PeerSelection::Ring), split(&[0; 16], &mut b[..12]))),
+        ("avg of int32", lane.run(o, DType::I32, average(PeerSelection::Ring), split(&[0; 16], &mut b[..16]))),
+        ("needs the replicas", lane.run(o, f, ring, Io::in_place(b))),
+        (
+            "16 elements of weights, 2 of a replica",
+            lane.run(o, f, ring, Operands { io: Io::in_place(b), extra: short }),
+        ),
+    ]);
     for (text, refusal) in refusals {
         let error = refusal.expect_err(text);
         assert!(error.is_argument() && error.to_string().contains(text), "{text:?} in {error}");
@@ -238,9 +256,11 @@ fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let _reports = health.subscribe_local(move |error| heard.lock().unwrap().push(error.clone()));
     // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
     health.fail_from_peer(first.clone());
-    let says = lane.numbered(Fingerprint::new(Kind::Barrier, DType::U8, 0), &Options::default());
+    let says = lane.numbered(Fingerprint::new(Kind::Barrier, DType::U8, 0));
     let error = lane
-        .perform(&Options::default(), says, 0, |collective, cx| collective.run(cx, Verb::Barrier, Io::none()))
+        .perform(&Options::default(), says, 0, Extra::default(), |collective, cx| {
+            collective.run(cx, Verb::Barrier, Io::none())
+        })
         .unwrap_err();
     assert_eq!(error, first);
     assert!(listened.lock().unwrap().is_empty(), "a peer's cause is not reported back");
