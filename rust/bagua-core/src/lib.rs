@@ -9,9 +9,9 @@
 //! | 7 | [`op`] | the operations on a bucket, one file each |
 //! | 6 | [`group`] | membership: rendezvous, control connections, lanes, sub-groups |
 //! | 5 | [`collective`] | how the ranks of a group combine tensors: solo, shm, net, hier; compressed, gossip |
-//! | 4 | [`transport`], [`reduce`], [`codec`] | byte streams between two ranks; element-wise kernels; compression |
+//! | 4 | [`transport`], [`reduce`] | byte streams between two ranks; element-wise kernels |
 //! | 3 | [`request`] | one operation as a value: verb, buffers, deadline, counters |
-//! | 2 | [`memory`], [`stats`], [`recorder`], [`health`], [`schedule`] | tensor memory; counters; the last operations; a group's failure state; which bucket is next |
+//! | 2 | [`memory`], [`codec`], [`stats`], [`recorder`], [`health`], [`schedule`] | tensor memory; compression; counters; the last operations; a group's failure state; which bucket is next |
 //! | 1 | [`types`], [`wait`] | element types, reduce operations, fingerprints; deadlines, futexes, doorbells |
 //! | 0 | [`error`], `sync` | what can fail; atomics, locks and futexes, which a model checker may replace |
 

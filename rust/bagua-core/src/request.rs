@@ -1,8 +1,16 @@
 //! One operation as a value: the verb, its buffers, and its context. Every layer passes these three on, as NCCL's `ncclInfo` and
 //! UCC's `ucc_coll_args` do, instead of having a method per verb.
 
+mod extra;
+mod peers;
+
+pub use self::extra::{Compression, Extra, Operands, Replicas, Workspace};
+pub use self::peers::PeerSelection;
+
+use std::cell::RefCell;
 use std::ops::Range;
 
+use crate::codec::Codec;
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Buffer, BufferMut, DeviceRef, name_of, same_place};
@@ -12,8 +20,8 @@ use crate::wait::Deadline;
 
 /// A collective operation with its reduce operation and root. n is the number of ranks, N the bytes of a tensor, c those of one
 /// rank's shard; r is a rank. [`Io`] says where the buffers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verb {
+#[derive(Clone, Copy, Debug)]
+pub enum Verb<'a> {
     /// Every rank gets the combination of all. In place: N bytes. Split: N and N.
     AllReduce(ReduceOp),
     /// `root` gets the combination of all. In place: N bytes, unchanged on the others. Split: N and N (`dst` is not used on the
@@ -48,8 +56,70 @@ pub enum Verb {
     ReduceScatter(ReduceOp),
     /// Rank r gets shard r of every rank, in rank order. In place: n * c. Split: n * c and n * c.
     AllToAll,
+    /// Rank r gets part r of every rank's source. In place the source is a copy of the buffer. Ranks may differ in the layouts.
+    AllToAllV {
+        /// Where the parts for each rank lie in the source.
+        send: PartLayout<'a>,
+        /// Where each rank's part goes in the destination; parts do not overlap.
+        recv: PartLayout<'a>,
+    },
+    /// Every rank gets the combination of all, of which only records of a codec travel. In place. Works with [`Extra::error`], and on a
+    /// device that has the codec encodes there.
+    CompressedAllReduce(Compression<'a>),
+    /// The mean of this rank's N bytes and those of its peers, in rank order, divided once. In place: N. Split: N and N. On the host.
+    NeighborAverage {
+        /// Whose are averaged; not [`PeerSelection::All`], which is an all_reduce.
+        peers: PeerSelection,
+        /// Number of the call, equal on all ranks.
+        round: u64,
+    },
+    /// One round of averaging with both neighbours of the ring of ranks, of which only encoded differences travel; the buffer becomes
+    /// [`Replicas::own`]. In place. Works with [`Extra::replicas`].
+    CompressedRing {
+        /// Encodes the differences.
+        codec: &'a dyn Codec,
+        /// Number of the call, for codecs that draw at random.
+        draw: u64,
+    },
     /// Returns when every rank has called it. No bytes.
     Barrier,
+}
+
+/// Where each rank's part of a buffer lies, in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct PartLayout<'a> {
+    /// Elements per rank.
+    pub counts: &'a [usize],
+    /// First element per rank.
+    pub displs: &'a [usize],
+}
+
+impl PartLayout<'_> {
+    /// The bytes of a rank's part, of elements of so many bytes.
+    pub(crate) fn range(&self, rank: usize, element: usize) -> Range<usize> {
+        self.displs[rank] * element..(self.displs[rank] + self.counts[rank]) * element
+    }
+
+    /// The ranks with a part that is not empty, by where it begins.
+    pub(crate) fn in_order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.counts.len()).filter(|rank| self.counts[*rank] > 0).collect();
+        order.sort_by_key(|rank| self.displs[*rank]);
+        order
+    }
+
+    /// The part of each rank, to write. The parts lie within `data` and do not overlap.
+    pub(crate) fn split<'b>(&self, mut data: BufferMut<'b>, element: usize) -> Vec<BufferMut<'b>> {
+        let mut slices: Vec<BufferMut<'b>> = self.counts.iter().map(|_| BufferMut::from(&mut [][..])).collect();
+        let mut done = 0;
+        for rank in self.in_order() {
+            let Range { start, end } = self.range(rank, element);
+            let (part, rest) = data.split_at(start - done).1.split_at(end - start);
+            slices[rank] = part;
+            data = rest;
+            done = end;
+        }
+        slices
+    }
 }
 
 /// How the two buffers of a verb relate. n is the number of ranks.
@@ -63,6 +133,8 @@ pub enum Layout {
     Grows,
     /// The source has n shards of the destination's size.
     Shrinks,
+    /// The verb says where the parts of each side lie.
+    Parts,
 }
 
 /// Which of two separate buffers a rank uses.
@@ -74,7 +146,7 @@ pub enum Uses {
     DestinationOnly,
 }
 
-impl Verb {
+impl<'a> Verb<'a> {
     /// Its kind, for headers and counters.
     #[inline]
     pub const fn kind(self) -> Kind {
@@ -87,6 +159,9 @@ impl Verb {
             Verb::Scatter { .. } => Kind::Scatter,
             Verb::ReduceScatter(_) => Kind::ReduceScatter,
             Verb::AllToAll => Kind::AllToAll,
+            Verb::AllToAllV { .. } => Kind::AllToAllV,
+            Verb::CompressedAllReduce(_) => Kind::CompressedAllReduce,
+            Verb::NeighborAverage { .. } | Verb::CompressedRing { .. } => Kind::Gossip,
             Verb::Barrier => Kind::Barrier,
         }
     }
@@ -94,9 +169,9 @@ impl Verb {
     /// The verb of a kind; a kind that has no reduce operation or no root ignores it.
     ///
     /// # Errors
-    /// `InvalidArgument` for a kind that is made of messages.
+    /// `InvalidArgument` for a kind that needs more than these, or that is no verb.
     #[inline]
-    pub fn of(kind: Kind, op: ReduceOp, root: usize) -> Result<Verb> {
+    pub fn of(kind: Kind, op: ReduceOp, root: usize) -> Result<Verb<'a>> {
         Ok(match kind {
             Kind::AllReduce => Verb::AllReduce(op),
             Kind::Reduce => Verb::Reduce { op, root },
@@ -108,7 +183,10 @@ impl Verb {
             Kind::AllToAll => Verb::AllToAll,
             Kind::Barrier => Verb::Barrier,
             Kind::AllToAllV | Kind::Send | Kind::Exchange | Kind::CompressedAllReduce | Kind::Gossip => {
-                return Err(Error::InvalidArgument(format!("{} is made of messages, and no verb", kind.name())));
+                return Err(Error::InvalidArgument(format!(
+                    "{} is made of messages, and not defined by its kind alone",
+                    kind.name()
+                )));
             }
         })
     }
@@ -133,6 +211,18 @@ impl Verb {
         }
     }
 
+    /// True for the verbs that every collective can run by its messages, see [`crate::collective::over_exchange`].
+    #[inline]
+    pub const fn is_over_exchange(self) -> bool {
+        matches!(
+            self,
+            Verb::AllToAllV { .. }
+                | Verb::CompressedAllReduce(_)
+                | Verb::NeighborAverage { .. }
+                | Verb::CompressedRing { .. }
+        )
+    }
+
     /// True when all ranks' tensors must have one shape.
     #[inline]
     pub const fn compares_shapes(self) -> bool {
@@ -143,10 +233,17 @@ impl Verb {
     #[inline]
     pub const fn layout(self) -> Layout {
         match self {
-            Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier => Layout::Equal,
+            Verb::AllReduce(_)
+            | Verb::Reduce { .. }
+            | Verb::Broadcast { .. }
+            | Verb::CompressedAllReduce(_)
+            | Verb::NeighborAverage { .. }
+            | Verb::CompressedRing { .. }
+            | Verb::Barrier => Layout::Equal,
             Verb::AllGather | Verb::Gather { .. } => Layout::Grows,
             Verb::Scatter { .. } | Verb::ReduceScatter(_) => Layout::Shrinks,
             Verb::AllToAll => Layout::EqualShards,
+            Verb::AllToAllV { .. } => Layout::Parts,
         }
     }
 
@@ -164,7 +261,7 @@ impl Verb {
     /// (`split` false) only the destination counts.
     pub fn parts(self, rank: usize, ranks: usize, split: bool) -> (usize, usize) {
         let (src, dst) = match self.layout() {
-            Layout::Equal => (1, 1),
+            Layout::Equal | Layout::Parts => (1, 1),
             Layout::EqualShards => (ranks, ranks),
             Layout::Grows => (1, ranks),
             Layout::Shrinks => (ranks, 1),
@@ -316,6 +413,8 @@ pub struct OpContext<'a> {
     pub stats: &'a OpStats,
     /// Bucket or other label for error texts; may be empty.
     pub label: &'a str,
+    /// What it works with beside its buffers.
+    pub extra: &'a RefCell<Extra<'a>>,
 }
 
 impl OpContext<'_> {

@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
 use bagua_core::average::{Averager, Elastic, Model, Settings};
-use bagua_core::collective::{Collective, CollectiveFactory, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
+use bagua_core::collective::{
+    Collective, CollectiveFactory, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
+};
 use bagua_core::error::Result;
 use bagua_core::group::{Bootstrap, Config, Door, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
@@ -187,13 +189,16 @@ impl Collective for Scripted {
         self.inner.transports()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() {
+            return over_exchange(self, cx, verb, io);
+        }
         self.script.begin(cx.label);
         if self.size() == 1 {
             return self.inner.run(cx, verb, io);
         }
         // The data between the members of a new view is more than a connection holds that no peer reads from.
-        if self.script.part.how != How::Messages || verb == Verb::AllToAll {
+        if self.script.part.how != How::Messages || matches!(verb, Verb::AllToAll) {
             let next = (self.rank() + 1) % self.size();
             self.step(cx, next)?;
             self.inner.run(cx, verb, io)?;

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use bagua_core::collective::{Io, Verb};
 use bagua_core::error::Error;
-use bagua_core::group::{Config, Group, Lane, Options, PartLayout, TransportChoice};
+use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_core::request::PartLayout;
 use bagua_core::types::{DType, ReduceOp};
 use group_world::{cause, until, world, world_with};
 
@@ -32,9 +33,9 @@ fn exercise(lanes: &mut [Lane]) {
                 let own = vec![u8::try_from(rank).unwrap(); size];
                 let mut got = vec![255; size];
                 let (counts, displs): (Vec<_>, Vec<_>) = (0..size).map(|other| (1, other)).unzip();
-                let parts = || PartLayout { counts: &counts, displs: &displs };
+                let parts = PartLayout { counts: &counts, displs: &displs };
                 let io = Io::split(&own, &mut got);
-                lane.all_to_all_v(&Options::default(), DType::U8, io, parts(), parts()).unwrap();
+                lane.run(&Options::default(), DType::U8, Verb::AllToAllV { send: parts, recv: parts }, io).unwrap();
                 assert!((0..size).all(|other| usize::from(got[other]) == other));
                 lane.barrier(&Options::default()).unwrap();
             });

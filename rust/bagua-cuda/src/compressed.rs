@@ -9,8 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use bagua_core::codec::Codec;
-use bagua_core::collective::OpContext;
-use bagua_core::collective::compressed::{Chunks, DeviceCodec};
+use bagua_core::collective::{Chunks, DeviceCodec, OpContext};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device};
 use bagua_core::types::DType;

@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use bagua_core::codec::Codec;
-use bagua_core::collective::compressed::DeviceCodec;
-use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
+use bagua_core::collective::{
+    Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
+};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::DeviceRef;
 use bagua_core::types::DType;
@@ -86,7 +87,10 @@ impl Collective for OnDevices {
         }
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() {
+            return over_exchange(self, cx, verb, io);
+        }
         let Some(place) = place_of(io.device()?) else { return self.inner.run(cx, verb, io) };
         self.agree(cx, place)?;
         let parts = Parts::new(verb, &io, self.rank(), self.size());

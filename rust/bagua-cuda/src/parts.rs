@@ -27,7 +27,7 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    pub(crate) fn new(verb: Verb, io: &Io<'_>, rank: usize, ranks: usize) -> Parts {
+    pub(crate) fn new(verb: Verb<'_>, io: &Io<'_>, rank: usize, ranks: usize) -> Parts {
         let layout = verb.layout();
         let most = if layout == Layout::Equal { 1 } else { ranks };
         let uses = match verb {
@@ -37,7 +37,7 @@ impl Parts {
         };
         // How many shards each side has.
         let (given, taken) = match layout {
-            Layout::Equal => (1, 1),
+            Layout::Equal | Layout::Parts => (1, 1),
             Layout::EqualShards => (ranks, ranks),
             Layout::Grows => (1, ranks),
             Layout::Shrinks => (ranks, 1),

@@ -25,7 +25,7 @@ const ALIGNMENT: usize = 64;
 pub(crate) fn run(
     inner: &mut dyn Collective,
     cx: &OpContext<'_>,
-    verb: Verb,
+    verb: Verb<'_>,
     parts: &Parts,
     place: &Place,
 ) -> Result<()> {
@@ -66,7 +66,7 @@ pub(crate) fn exchange(
 fn pieces(
     inner: &mut dyn Collective,
     cx: &OpContext<'_>,
-    verb: Verb,
+    verb: Verb<'_>,
     parts: &Parts,
     place: &Place,
     copier: &mut Copier,

@@ -5,7 +5,6 @@
 use std::sync::Arc;
 
 use bagua_core::bucket;
-use bagua_core::collective::gossip::PeerSelection;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::Device;
@@ -13,6 +12,7 @@ use bagua_core::op::{
     AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
     LowPrecisionDecentralizedOp, Op,
 };
+use bagua_core::request::PeerSelection;
 use bagua_cuda::{Place, Wish};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;

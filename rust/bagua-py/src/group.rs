@@ -12,8 +12,9 @@ use std::sync::{Arc, Mutex};
 use bagua_core::average as core_average;
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Group, Lane, Options, PartLayout, Quorum};
+use bagua_core::group::{Group, Lane, Options, Quorum};
 use bagua_core::recorder::Announced;
+use bagua_core::request::{PartLayout, Verb};
 use bagua_core::types::Kind;
 use bagua_core::wait as sync;
 use bagua_cuda::{Place, Stage, Wish};
@@ -332,7 +333,7 @@ impl Communicator {
         let verb = move |lane: &mut Lane, options: &Options<'_>| {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
-            lane.all_to_all_v(options, kind, operands.io(), send, recv)
+            lane.run(options, kind, Verb::AllToAllV { send, recv }, operands.io())
         };
         match place {
             Some(place) => self.go_on_device(py, call, place.core(), &op, verb),

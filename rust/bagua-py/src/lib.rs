@@ -97,8 +97,8 @@ mod _bagua {
     use crate::tls::Tls;
 
     use bagua_core::collective::Algorithm;
-    use bagua_core::collective::gossip::PeerSelection;
     use bagua_core::group::MAX_STREAMS;
+    use bagua_core::request::PeerSelection;
     use bagua_core::types::{DType, Kind, ReduceOp};
     use bagua_cuda::compile::ARCHITECTURES;
     use bagua_cuda::kernels::PROGRAMS;

@@ -49,7 +49,7 @@ pub fn messages(kind: Kind, dtype: DType, count: usize) -> Announced<'static> {
 
 /// A verb with its operands.
 pub struct Request {
-    verb: Verb,
+    verb: Verb<'static>,
     dtype: DType,
     /// Elements, as the verb counts them.
     count: usize,
@@ -110,7 +110,7 @@ impl Request {
     pub fn announced(&self) -> Announced<'static> {
         Announced {
             what: What::Kind(self.verb.kind(), self.verb.op()),
-            dtype: (self.verb != Verb::Barrier).then_some(self.dtype),
+            dtype: (!matches!(self.verb, Verb::Barrier)).then_some(self.dtype),
             count: self.count,
             bytes: self.bytes(),
             root: self.verb.root(),

@@ -1,10 +1,10 @@
 //! The weights of one dtype, and what a round needs beside them on the host. On a device they are copied and updated there; the host has
 //! copies of the snapshot and of the average.
 
-use crate::collective::compressed::Workspace;
 use crate::error::Result;
 use crate::memory::{ArenaBuffer, Locked, WeightGuard, WeightStep, Weights};
 use crate::reduce;
+use crate::request::Workspace;
 
 /// What ends a wait for a device, by its error.
 pub(super) type GoOn<'a> = &'a dyn Fn() -> Result<()>;

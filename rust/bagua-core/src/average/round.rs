@@ -10,11 +10,11 @@ use super::peers::{Peers, Status};
 use super::shared::{Control, Shared};
 use super::{Elastic, Model, Settings, State};
 use crate::error::{Error, Result, Source};
-use crate::group::{Asked, CompressedAllReduce, Door, Group, Options};
+use crate::group::{Asked, Door, Group, Options};
 use crate::health::LEFT;
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
 use crate::reduce;
-use crate::request::{Io, Verb};
+use crate::request::{Compression, Extra, Io, Operands, Verb};
 use crate::types::{DType, ReduceOp};
 
 /// The longest time between two exchanges of statuses: a rank that synchronizes, aborts, resumes, leaves or comes in is noticed within it,
@@ -497,15 +497,10 @@ impl Rounds {
                 Some(codec) => {
                     reduce::subtract(dtype, average, &part.snapshot, &part.last);
                     let draw = *exchanges << 16 | number as u64;
-                    let how = CompressedAllReduce {
-                        codec: &**codec,
-                        average: true,
-                        hierarchical: false,
-                        draw,
-                        elements: part.weights.count(),
-                        error: None,
-                    };
-                    lanes.compressed_all_reduce(&options, dtype, average.into(), how, &mut part.work)?;
+                    let (divisor, elements) = (lanes.global.size(), part.weights.count());
+                    let verb = Verb::CompressedAllReduce(Compression { codec: &**codec, divisor, draw, elements });
+                    let extra = Extra { work: Some(&mut part.work), ..Extra::default() };
+                    lanes.global.run(&options, dtype, verb, Operands { io: Io::in_place(average), extra })?;
                     reduce::combine(dtype, ReduceOp::Sum, &[Some(&part.last), None], average);
                 }
             }

@@ -16,50 +16,17 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-pub use super::{Chunks, DeviceCodec};
-use super::{Collective, Incoming, OpContext, Outgoing};
+use super::{Chunks, Collective, DeviceCodec, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
-use crate::codec::{Codec, Encoded, Exchange, PART, Scratch};
+use crate::codec::{Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
 use crate::memory::BufferMut;
 use crate::reduce::sum_over;
+use crate::request::{Compression, Extra, Workspace};
 use crate::types::DType;
 
 /// Bytes of an element of error memory, a float32.
 const ERROR: usize = 4;
-
-/// How a tensor is combined.
-pub struct Compression<'a> {
-    /// Encodes it.
-    pub codec: &'a dyn Codec,
-    /// What the sum is divided by: the ranks of the group for an average, 1 for a sum.
-    pub divisor: usize,
-    /// Number of the call, for codecs that draw at random; equal on all members.
-    pub draw: u64,
-    /// Elements in front that carry values. The others are padding: taken as zeros, and zeros afterwards.
-    pub elements: usize,
-    /// Error feedback: one float32 in memory for each element that carries a value.
-    pub error: Option<&'a mut [u8]>,
-}
-
-/// Memory that is kept between calls, because fresh pages cost more than the copies.
-#[derive(Debug, Default)]
-pub struct Workspace {
-    /// The tensor and the zeros behind it, where its elements do not divide by the members.
-    padded: Vec<u8>,
-    /// Records of this member.
-    sent: Vec<u8>,
-    /// Records of the other members.
-    received: Vec<u8>,
-    /// Elements of all members' records of one chunk.
-    decoded: Vec<u8>,
-    /// The mean of one chunk before its second encoding.
-    mean: Vec<u8>,
-    /// The error after this call, until it is known that the result is finite.
-    error: Vec<u8>,
-    /// The encoder's.
-    scratch: Scratch,
-}
 
 /// Combines `data`, of the type that the fingerprint says, in place. Alone it changes nothing but the padding. On a device where the
 /// collective has the codec, and without error feedback, it is encoded there; on others a copy on the host is.
@@ -67,16 +34,19 @@ pub struct Workspace {
 /// # Errors
 /// `InvalidArgument` for error memory of another length or options of the codec that do not fit the count; otherwise as
 /// [`Collective::codec_on`] and [`Collective::run`].
-pub fn all_reduce(
+pub(super) fn all_reduce(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     mut data: BufferMut<'_>,
-    how: &mut Compression<'_>,
-    work: &mut Workspace,
+    how: &Compression<'_>,
 ) -> Result<()> {
+    let Extra { error, work, .. } = &mut *cx.extra.borrow_mut();
+    let error = error.as_deref_mut();
+    let mut fresh = Workspace::default();
+    let work = work.as_deref_mut().unwrap_or(&mut fresh);
     let place = data.device();
     if place.is_none() {
-        return on_host(collective, cx, data.into_host()?, how, work);
+        return on_host(collective, cx, data.into_host()?, how, error, work);
     }
     if data.is_empty() {
         return Ok(());
@@ -87,7 +57,7 @@ pub fn all_reduce(
         let zeros = vec![0; padding.len()];
         return if zeros.is_empty() { Ok(()) } else { padding.copy_from(&zeros) };
     }
-    if how.error.is_none()
+    if error.is_none()
         && how.codec.exchange() == Exchange::TwoShot
         && let Some(mut codec) = collective.codec_on(place, how.codec, cx.dtype())?
     {
@@ -95,7 +65,7 @@ pub fn all_reduce(
     }
     let mut host = vec![0; data.len()];
     data.as_buffer().copy_to(&mut host)?;
-    on_host(collective, cx, &mut host, how, work)?;
+    on_host(collective, cx, &mut host, how, error, work)?;
     data.copy_from(&host)
 }
 
@@ -103,7 +73,8 @@ fn on_host(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     data: &mut [u8],
-    how: &mut Compression<'_>,
+    how: &Compression<'_>,
+    error: Option<&mut [u8]>,
     work: &mut Workspace,
 ) -> Result<()> {
     let (dtype, members) = (cx.dtype(), collective.size());
@@ -114,7 +85,7 @@ fn on_host(
     if members == 1 || data.is_empty() {
         return Ok(());
     }
-    if let Some(error) = how.error.as_deref()
+    if let Some(error) = error.as_deref()
         && error.len() != how.elements * ERROR
     {
         return Err(Error::InvalidArgument(format!(
@@ -123,26 +94,27 @@ fn on_host(
             how.elements
         )));
     }
-    if let Some(error) = how.error.as_deref() {
+    if let Some(error) = error.as_deref() {
         work.error.resize(error.len(), 0);
         for_dtype(dtype, Compensate { data: &mut data[..carried], error, after: &mut work.error });
     }
+    let feedback = error.is_some();
     match how.codec.exchange() {
-        Exchange::OneShot => one_shot(collective, cx, data, how, work)?,
-        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(collective, cx, data, how, work)?,
+        Exchange::OneShot => one_shot(collective, cx, data, how, feedback, work)?,
+        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(collective, cx, data, how, feedback, work)?,
         Exchange::TwoShot => {
             let mut padded = std::mem::take(&mut work.padded);
             padded.clear();
             padded.extend_from_slice(data);
             padded.resize(total.next_multiple_of(members) * size, 0);
-            let outcome = two_shot(collective, cx, &mut padded, how, work);
+            let outcome = two_shot(collective, cx, &mut padded, how, feedback, work);
             data.copy_from_slice(&padded[..data.len()]);
             work.padded = padded;
             outcome?;
         }
     }
     data[carried..].fill(0);
-    if let Some(error) = how.error.as_deref_mut()
+    if let Some(error) = error
         && for_dtype(dtype, IsFinite(&data[..carried]))
     {
         error.copy_from_slice(&work.error);
@@ -155,6 +127,7 @@ fn two_shot(
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
+    feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
     let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
@@ -162,9 +135,8 @@ fn two_shot(
     let count = chunk / dtype.size();
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
-    work.resize(members * record, members * chunk, chunk);
+    resize(work, members * record, members * chunk, chunk);
     let Workspace { sent, received, decoded, mean, error, scratch, .. } = work;
-    let feedback = how.error.is_some();
     let errors = |chunk: usize| {
         let end = how.elements * ERROR;
         (chunk * count * ERROR).min(end)..((chunk + 1) * count * ERROR).min(end)
@@ -220,7 +192,7 @@ fn two_shot_on(
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
     let chunks = Chunks { dtype, chunks: members, count, elements: how.elements.min(total), record };
-    work.resize(members * record, 0, 0);
+    resize(work, members * record, 0, 0);
     let Workspace { sent, received, .. } = work;
 
     let start = Instant::now();
@@ -250,17 +222,18 @@ fn one_shot(
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
+    feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
     let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
     let count = data.len() / dtype.size();
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
-    work.resize(members * record, members * data.len(), 0);
+    resize(work, members * record, members * data.len(), 0);
     let Workspace { sent, received, decoded, error, scratch, .. } = work;
     let start = Instant::now();
     encode(cx, how, data, &mut sent[..record], scratch);
-    if how.error.is_some() {
+    if feedback {
         let decoded = &mut decoded[..data.len()];
         how.codec.decode(dtype, &sent[..record], decoded)?;
         for_dtype(dtype, Lose { error, decoded });
@@ -274,14 +247,12 @@ fn one_shot(
     Ok(())
 }
 
-impl Workspace {
-    /// Room for these bytes of records, of their elements, and of the elements' mean.
-    fn resize(&mut self, records: usize, elements: usize, mean: usize) {
-        self.sent.resize(records, 0);
-        self.received.resize(records, 0);
-        self.decoded.resize(elements, 0);
-        self.mean.resize(mean, 0);
-    }
+/// Room for these bytes of records, of their elements, and of the elements' mean.
+fn resize(work: &mut Workspace, records: usize, elements: usize, mean: usize) {
+    work.sent.resize(records, 0);
+    work.received.resize(records, 0);
+    work.decoded.resize(elements, 0);
+    work.mean.resize(mean, 0);
 }
 
 fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &mut [u8], scratch: &mut Scratch) {

@@ -14,8 +14,10 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
-use crate::error::Result;
+use super::over_exchange::in_place;
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, gossip};
+use crate::error::{Error, Result};
+use crate::memory::BufferMut;
 use crate::reduce::divide;
 use crate::types::ReduceOp;
 
@@ -134,11 +136,58 @@ impl Hier {
     }
 }
 
+/// Runs a verb over the ranks of this host and, on its leader, over the leaders of all hosts, on which `size` ranks are. In the verbs over
+/// exchange each host is one member, with the sum or the mean of its ranks, which is made in full precision.
+///
+/// # Errors
+/// As [`Collective::run`]; `NotImplemented` for verbs that are not hierarchical.
+pub fn run(
+    intra: &mut dyn Collective,
+    inter: Option<&mut (dyn Collective + '_)>,
+    size: usize,
+    cx: &OpContext<'_>,
+    verb: Verb<'_>,
+    io: Io<'_>,
+) -> Result<()> {
+    match verb {
+        Verb::AllReduce(op) => all_reduce(intra, inter, size, cx, io.into_host()?, op),
+        Verb::CompressedAllReduce(_) => by_leaders(intra, inter, cx, verb, ReduceOp::Sum, &mut in_place(verb, io)?),
+        Verb::NeighborAverage { .. } => {
+            let mut io = io.into_host()?;
+            io.keep_own(0..io.input().len(), 0);
+            by_leaders(intra, inter, cx, verb, ReduceOp::Avg, &mut io.output().into())
+        }
+        Verb::CompressedRing { .. } => {
+            let mut weights = in_place(verb, io)?;
+            by_leaders(intra, inter, cx, verb, ReduceOp::Avg, &mut weights)?;
+            let replicas = &mut cx.extra.borrow_mut().replicas;
+            replicas.as_mut().ok_or_else(gossip::no_replicas)?.own.copy_in_place(weights.as_buffer())
+        }
+        _ => Err(Error::NotImplemented(format!("{} inside hosts first", verb.kind().name()))),
+    }
+}
+
+/// Each leader gets the combination of its host's ranks, the leaders run the verb, and each host gets the result.
+fn by_leaders(
+    intra: &mut dyn Collective,
+    inter: Option<&mut (dyn Collective + '_)>,
+    cx: &OpContext<'_>,
+    verb: Verb<'_>,
+    op: ReduceOp,
+    data: &mut BufferMut<'_>,
+) -> Result<()> {
+    intra.run(cx, Verb::Reduce { op, root: LEADER }, Io::InPlace(data.reborrow()))?;
+    if let Some(inter) = inter {
+        inter.run(cx, verb, Io::InPlace(data.reborrow()))?;
+    }
+    intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(data.reborrow()))
+}
+
 /// All_reduce over the ranks of this host and, on its leader, over the leaders of all hosts, on which `size` ranks are.
 ///
 /// # Errors
 /// As [`Collective::run`].
-pub fn all_reduce(
+fn all_reduce(
     intra: &mut dyn Collective,
     mut inter: Option<&mut (dyn Collective + '_)>,
     size: usize,
@@ -191,7 +240,7 @@ impl Collective for Hier {
         self.flat.transports()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         if matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier) {
             cx.stats.hierarchical.fetch_add(1, Relaxed);
         }
@@ -215,6 +264,7 @@ impl Collective for Hier {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
     use std::sync::Arc;
     use std::time::Duration;
 
@@ -284,7 +334,8 @@ mod tests {
         run: impl FnOnce(&OpContext<'_>) -> T,
     ) -> T {
         let deadline = Deadline::after(Duration::from_millis(millis));
-        run(&OpContext { fingerprint, deadline, health, stats: &OpStats::default(), label: "" })
+        let extra = &RefCell::default();
+        run(&OpContext { fingerprint, deadline, health, stats: &OpStats::default(), label: "", extra })
     }
 
     /// Whole numbers, so that every order of adding gives the same.

@@ -1,8 +1,9 @@
 //! How ranks combine tensors: one trait, one file per implementation.
 //!
 //! `solo` is the one to read first (a group of one rank). `shm` works in memory that all ranks of one host map, `net` over any
-//! mesh of transports, `hier` adds inside hosts first and between hosts then. `compressed` and `gossip` are written over the
-//! `exchange` of any of them.
+//! mesh of transports, `hier` adds inside hosts first and between hosts then. The verbs that are made of messages (`compressed`, `gossip`,
+//! all_to_all_v) are written once, over the `exchange` of any of them: the `run` of a collective that has nothing faster passes them to
+//! [`over_exchange()`].
 //!
 //! Invariants, quoted by the contract test:
 //!
@@ -12,15 +13,17 @@
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
 //! 4. **Every wait ends**: done, first cause of failure, or deadline.
 
-pub mod compressed;
-pub mod gossip;
+mod compressed;
+pub(crate) mod gossip;
 pub mod hier;
 mod net;
+mod over_exchange;
 pub mod shm;
 mod solo;
 
 pub use hier::Hier;
 pub use net::{Algorithm, Net};
+pub use over_exchange::over_exchange;
 pub use shm::Shm;
 pub use solo::Solo;
 
@@ -76,7 +79,7 @@ pub trait DeviceCodec {
     /// As [`DeviceCodec::encode`].
     fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: &[u8], data: BufferMut<'_>) -> Result<()>;
 
-    /// Encodes what the compressed ring sends, see [`gossip::compressed_ring`], as the only chunk: of the weights, and of the replicas of the left
+    /// Encodes what the compressed ring sends, see [`Verb::CompressedRing`], as the only chunk: of the weights, and of the replicas of the left
     /// neighbour, of the right one, and of this member.
     ///
     /// # Errors
@@ -136,14 +139,14 @@ pub trait Collective: Send {
     /// # Errors
     /// The first cause of the group's failure, `Timeout`, `PeerLost`, `Mismatch`; `UnsupportedType` for memory that
     /// it does not reach ([`crate::group::Lane`] asks before).
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()>;
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()>;
 
     /// The group's communication thread ends, and no operation follows: what waits for a device may do so here. Not called where
     /// there was no such thread.
     fn end(&mut self) {}
 
-    /// All messages at once, in both directions; several to one peer arrive in the order given. Send, recv and all_to_all_v are
-    /// made of it.
+    /// All messages at once, in both directions; several to one peer arrive in the order given. [`over_exchange()`]
+    /// is made of it.
     ///
     /// # Errors
     /// As [`Collective::run`].

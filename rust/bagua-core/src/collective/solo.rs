@@ -1,6 +1,6 @@
 //! A group of one rank: every operation is a copy, or nothing.
 
-use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
 use crate::error::Result;
 use crate::reduce;
 
@@ -32,7 +32,10 @@ impl Collective for Solo {
         vec!["self"]
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() {
+            return over_exchange(self, cx, verb, io);
+        }
         match (verb.op(), io.into_host()?) {
             // Even one input goes through the kernel: it writes a bool as 0 or 1, as it does for more ranks.
             (Some(op), HostIo::InPlace(data)) => reduce::combine(cx.dtype(), op, &[None], data),
@@ -52,6 +55,7 @@ impl Collective for Solo {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
     use std::time::Duration;
 
     use super::*;
@@ -65,7 +69,8 @@ mod tests {
         let fingerprint = Fingerprint::new(Kind::AllReduce, DType::I32, 2);
         let (health, stats) = (GroupHealth::local(0, 1), OpStats::default());
         let deadline = Deadline::after(Duration::from_secs(60));
-        let cx = OpContext { fingerprint, deadline, health: &health, stats: &stats, label: "" };
+        let extra = &RefCell::default();
+        let cx = OpContext { fingerprint, deadline, health: &health, stats: &stats, label: "", extra };
         let mut solo = Solo::new();
         for verb in Kind::ALL.into_iter().filter_map(|kind| Verb::of(kind, ReduceOp::Max, 0).ok()) {
             let src = [1, 2, 3, 4, 5, 6, 7, 8];

@@ -14,9 +14,8 @@ use super::descriptors::{self, Need};
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::Purpose;
 use crate::codec::Codec;
-use crate::collective::compressed::DeviceCodec;
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{Collective, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
+use crate::collective::{Collective, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Arena, DeviceRef, Registry};
@@ -334,7 +333,7 @@ impl Collective for ProcessBound {
         self.inner().reaches(place)
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         self.checked()?.run(cx, verb, io)
     }
 

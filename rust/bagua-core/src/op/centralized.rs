@@ -7,7 +7,7 @@ use super::{BucketCx, Op};
 use crate::error::Result;
 use crate::group::Options;
 use crate::memory::{BufferMut, Region};
-use crate::request::Io;
+use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
@@ -56,17 +56,15 @@ impl Op for CentralizedOp {
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
-        let options = Options { label: cx.bucket, ..Options::DEFAULT };
-        let (op, hierarchical) = (self.reduce_op(), self.hierarchical);
+        let options = Options::of_bucket(cx.bucket, self.hierarchical);
+        let verb = Verb::AllReduce(self.reduce_op());
         let BucketCx { tensors, lanes, .. } = cx;
-        if lanes.reaches(tensors.first().and_then(Region::device), hierarchical) {
-            let work = |whole: BufferMut<'_>| lanes.all_reduce(&options, dtype, Io::InPlace(whole), op, hierarchical);
+        if lanes.reaches(tensors.first().and_then(Region::device), self.hierarchical) {
+            let work = |whole: BufferMut<'_>| lanes.run(&options, dtype, verb, Io::InPlace(whole));
             if Region::whole_on_device(tensors, work)?.is_some() {
                 return Ok(());
             }
         }
-        with_whole(tensors, &mut lock(&self.scratch), |data| {
-            lanes.all_reduce(&options, dtype, Io::in_place(data), op, hierarchical)
-        })
+        with_whole(tensors, &mut lock(&self.scratch), |data| lanes.run(&options, dtype, verb, Io::in_place(data)))
     }
 }

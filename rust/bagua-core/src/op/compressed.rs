@@ -6,17 +6,17 @@ use super::whole::{OnHost, with_whole};
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};
-use crate::collective::compressed::Workspace;
 use crate::error::Result;
-use crate::group::{CompressedAllReduce, Options};
+use crate::group::Options;
 use crate::memory::{BufferMut, Region};
+use crate::request::{Compression, Extra, Io, Operands, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
 
 /// Name of the extra tensor of error feedback: a float32 for each element of the bucket, padding left out.
 pub const ERROR: &str = "error";
 
-/// Compressed all-reduce of a bucket, see [`crate::collective::compressed`]. `hierarchical` adds inside hosts in full precision, and
+/// Compressed all-reduce of a bucket, see [`Verb::CompressedAllReduce`]. `hierarchical` adds inside hosts in full precision, and
 /// compresses between the hosts' first ranks.
 ///
 /// On a device that has the codec the tensors stay there, back to back or gathered; with error feedback, and without the codec, copies on
@@ -70,7 +70,7 @@ impl Op for CompressedOp {
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
-        let options = Options { label: cx.bucket, ..Options::DEFAULT };
+        let options = Options::of_bucket(cx.bucket, self.hierarchical);
         let BucketCx { bucket, step, tensors, extra, lanes, padding } = cx;
         let Memory { tensors: scratch, error, work } = &mut *lock(&self.memory);
         let mut error = match self.error_feedback {
@@ -79,17 +79,22 @@ impl Op for CompressedOp {
         };
         let elements = tensors.iter().map(Region::count).sum::<usize>() - *padding;
         let bytes = error.as_mut().map(OnHost::bytes).transpose()?;
-        let (codec, average, hierarchical) = (&*self.codec, self.average, self.hierarchical);
-        let how = |error| CompressedAllReduce { codec, average, hierarchical, draw: draw(*step, 0), elements, error };
+        let codec = &*self.codec;
+        let divisor = if self.average { lanes.global.size() } else { 1 };
+        let verb = Verb::CompressedAllReduce(Compression { codec, divisor, draw: draw(*step, 0), elements });
         let place = tensors.first().and_then(Region::device);
-        if bytes.is_none() && lanes.encodes_on(place, codec, dtype, hierarchical)? {
-            let run = |data: BufferMut<'_>| lanes.compressed_all_reduce(&options, dtype, data, how(None), work);
+        if bytes.is_none() && lanes.encodes_on(place, codec, dtype, self.hierarchical)? {
+            let run = |data: BufferMut<'_>| {
+                let extra = Extra { work: Some(work), ..Extra::default() };
+                lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(data), extra })
+            };
             if Region::whole_on_device(tensors, run)?.is_some() {
                 return Ok(());
             }
         }
         with_whole(tensors, scratch, |data| {
-            lanes.compressed_all_reduce(&options, dtype, data.into(), how(bytes), work)
+            let extra = Extra { error: bytes, work: Some(work), ..Extra::default() };
+            lanes.run(&options, dtype, verb, Operands { io: Io::in_place(data), extra })
         })?;
         error.map_or(Ok(()), OnHost::write_back)
     }

@@ -4,17 +4,17 @@ use std::sync::Mutex;
 
 use super::whole::{OnHost, read_whole};
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
-use crate::collective::gossip::PeerSelection;
 use crate::error::Result;
 use crate::group::Options;
 use crate::memory::Region;
+use crate::request::{Extra, Io, Operands, PeerSelection, Verb, Workspace};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
 /// Name of the extra tensor that gets the result, as long as the bucket.
 pub const PEER_WEIGHT: &str = "peer_weight";
 
-/// See the module and [`crate::collective::gossip`]. The round is the bucket's step. `hierarchical`: members are the hosts, with the
+/// See the module and [`Verb::NeighborAverage`]. The round is the bucket's step. `hierarchical`: members are the hosts, with the
 /// means of their ranks.
 pub struct DecentralizedOp {
     selection: PeerSelection,
@@ -29,8 +29,7 @@ struct Memory {
     tensors: Vec<u8>,
     /// The result, where it goes to a device.
     mean: Vec<u8>,
-    /// The peers' weights.
-    received: Vec<u8>,
+    work: Workspace,
 }
 
 impl DecentralizedOp {
@@ -55,14 +54,18 @@ impl Op for DecentralizedOp {
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
-        let options = Options { label: cx.bucket, ..Options::DEFAULT };
+        let options = Options::of_bucket(cx.bucket, self.hierarchical);
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
-        let Memory { tensors: scratch, mean, received } = &mut *lock(&self.memory);
+        let Memory { tensors: scratch, mean, work } = &mut *lock(&self.memory);
         let mut mean = OnHost::to_fill(extra_of(extra, bucket, PEER_WEIGHT)?, mean);
         let bytes = mean.bytes()?;
-        let peers = (self.selection, *step);
+        let verb = match self.selection {
+            PeerSelection::All => Verb::AllReduce(ReduceOp::Avg),
+            peers => Verb::NeighborAverage { peers, round: *step },
+        };
         read_whole(tensors, scratch, |weights| {
-            lanes.gossip(&options, dtype, peers, self.hierarchical, weights, bytes, received)
+            let extra = Extra { work: Some(work), ..Extra::default() };
+            lanes.run(&options, dtype, verb, Operands { io: Io::split(weights, bytes), extra })
         })?;
         mean.write_back()
     }

@@ -6,10 +6,10 @@ use super::whole::{OnHost, with_whole};
 use super::{BucketCx, ExtraTensor, Op, require};
 use crate::codec::Codec;
 use crate::codec::chunks::draw;
-use crate::collective::gossip::{Replicas, Workspace};
 use crate::error::{Error, Result};
-use crate::group::{CompressedRing, Options};
+use crate::group::Options;
 use crate::memory::{BufferMut, Region, same_place};
+use crate::request::{Extra, Io, Operands, Replicas, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
 
@@ -17,8 +17,7 @@ use crate::wait::lock;
 /// the bucket, and begins with the initial weights of the member that it stands for.
 pub const REPLICAS: [&str; 3] = ["weight", "left_peer_weight", "right_peer_weight"];
 
-/// See the module and [`crate::collective::gossip::compressed_ring`]. `hierarchical`: members are the hosts, with the means of their
-/// ranks.
+/// See the module and [`Verb::CompressedRing`]. `hierarchical`: members are the hosts, with the means of their ranks.
 ///
 /// On a device that has the codec the tensors and the replicas stay there; without the codec, copies on the host are averaged.
 pub struct LowPrecisionDecentralizedOp {
@@ -42,11 +41,6 @@ impl LowPrecisionDecentralizedOp {
     pub fn new(codec: Arc<dyn Codec>, hierarchical: bool) -> LowPrecisionDecentralizedOp {
         LowPrecisionDecentralizedOp { codec, hierarchical, memory: Mutex::default() }
     }
-
-    /// The round of a step.
-    fn ring<'a>(&'a self, step: u64, replicas: Replicas<'a>) -> CompressedRing<'a> {
-        CompressedRing { codec: &*self.codec, hierarchical: self.hierarchical, draw: draw(step, 0), replicas }
-    }
 }
 
 impl Op for LowPrecisionDecentralizedOp {
@@ -65,8 +59,9 @@ impl Op for LowPrecisionDecentralizedOp {
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
-        let options = Options { label: cx.bucket, ..Options::DEFAULT };
-        let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
+        let options = Options::of_bucket(cx.bucket, self.hierarchical);
+        let verb = Verb::CompressedRing { codec: &*self.codec, draw: draw(cx.step, 0) };
+        let BucketCx { bucket, tensors, extra, lanes, .. } = cx;
         let Memory { tensors: scratch, replicas: copies, work } = &mut *lock(&self.memory);
         let [own, left, right] = replicas_of(extra, bucket)?;
         let place = tensors.first().and_then(Region::device);
@@ -74,7 +69,8 @@ impl Op for LowPrecisionDecentralizedOp {
         if together && lanes.encodes_on(place, &*self.codec, dtype, self.hierarchical)? {
             let replicas = Replicas { own: own.buffer_mut(), left: left.buffer_mut(), right: right.buffer_mut() };
             let run = |weights: BufferMut<'_>| {
-                lanes.compressed_ring(&options, dtype, weights, self.ring(*step, replicas), work)
+                let extra = Extra { replicas: Some(replicas), work: Some(work), ..Extra::default() };
+                lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(weights), extra })
             };
             if Region::whole_on_device(tensors, run)?.is_some() {
                 return Ok(());
@@ -86,7 +82,8 @@ impl Op for LowPrecisionDecentralizedOp {
         let mut right = OnHost::read(right, right_copy)?;
         let replicas = Replicas { own: own.bytes()?.into(), left: left.bytes()?.into(), right: right.bytes()?.into() };
         with_whole(tensors, scratch, |weights| {
-            lanes.compressed_ring(&options, dtype, weights.into(), self.ring(*step, replicas), work)
+            let extra = Extra { replicas: Some(replicas), work: Some(work), ..Extra::default() };
+            lanes.run(&options, dtype, verb, Operands { io: Io::in_place(weights), extra })
         })?;
         [own, left, right].into_iter().try_for_each(OnHost::write_back)
     }

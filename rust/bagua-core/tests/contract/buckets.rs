@@ -7,7 +7,6 @@ use std::time::Duration;
 use bagua_core::bucket::{Bucket, Tensor};
 use bagua_core::codec;
 use bagua_core::collective::CollectiveFactory;
-use bagua_core::collective::gossip::PeerSelection;
 use bagua_core::engine::{Engine, SharedBucket};
 use bagua_core::error::{Error, Result};
 use bagua_core::group::Lane;
@@ -17,6 +16,7 @@ use bagua_core::op::{
     AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
     LowPrecisionDecentralizedOp, Op,
 };
+use bagua_core::request::PeerSelection;
 use bagua_core::stats::Stats;
 use bagua_core::types::{DType, Kind};
 

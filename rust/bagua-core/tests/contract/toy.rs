@@ -9,8 +9,9 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use bagua_core::codec::{Codec, MinMaxU8, Scratch};
-use bagua_core::collective::compressed::{Chunks, DeviceCodec};
-use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
+use bagua_core::collective::{
+    Chunks, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
+};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
 use bagua_core::request::Uses;
@@ -201,7 +202,10 @@ impl Collective for Staged {
         Ok(place.filter(|device| known && device.kind() == KIND).map(here))
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() {
+            return over_exchange(self, cx, verb, io);
+        }
         if io.device()?.is_none() {
             return self.0.run(cx, verb, io);
         }
@@ -359,7 +363,7 @@ impl Collective for OnToy {
         self.staged.transports()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         match io {
             Io::InPlace(mut data) => {
                 let mut memory = ToyMemory::of(&self.device, data.as_buffer().as_host()?);

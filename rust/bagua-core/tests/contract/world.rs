@@ -1,5 +1,6 @@
 //! Ranks as threads, and the factories that connect them.
 
+use std::cell::RefCell;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,7 +66,8 @@ impl Rank {
         self.seq += 1;
         let stats = self.stats.of(say.kind);
         let deadline = Deadline::after(say.limit);
-        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: "" };
+        let extra = &RefCell::default();
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: "", extra };
         run(self.collective.as_mut(), &cx)
     }
 }

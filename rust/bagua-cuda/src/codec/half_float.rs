@@ -3,7 +3,7 @@
 //! Elements of the record's own type are converted too, not copied: as on the host, a signalling NaN becomes quiet.
 
 use bagua_core::codec::{Bf16, Codec, F16};
-use bagua_core::collective::compressed::Chunks;
+use bagua_core::collective::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 

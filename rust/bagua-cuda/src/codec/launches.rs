@@ -1,6 +1,6 @@
 //! What the kernels of every codec do.
 
-use bagua_core::collective::compressed::Chunks;
+use bagua_core::collective::Chunks;
 use bagua_core::error::Result;
 use bagua_core::types::DType;
 
@@ -77,7 +77,7 @@ pub(crate) trait Kernels: Send + Sync {
         chunks: usize,
     ) -> Result<u64>;
 
-    /// The records of all members become one, as [`bagua_core::collective::compressed::DeviceCodec::combine`] says.
+    /// The records of all members become one, as [`bagua_core::collective::DeviceCodec::combine`] says.
     ///
     /// # Safety
     /// There are a record of each member from `from` on, and room for one at `to`, in memory of the context's device, which lives and is used

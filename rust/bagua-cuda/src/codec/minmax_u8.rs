@@ -1,7 +1,7 @@
 //! `minmax_u8`: encoding takes two launches for as many chunks as fit a cache, combining three, decoding one.
 
 use bagua_core::codec::{Codec, MinMaxU8};
-use bagua_core::collective::compressed::Chunks;
+use bagua_core::collective::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 

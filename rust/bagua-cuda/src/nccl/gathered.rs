@@ -28,7 +28,7 @@ impl Communicator {
     pub(crate) fn run_gathered(
         &self,
         cx: &OpContext<'_>,
-        verb: Verb,
+        verb: Verb<'_>,
         op: ReduceOp,
         parts: &Parts,
         place: &Place,
@@ -44,7 +44,7 @@ impl Communicator {
     fn put_gathered(
         &self,
         cx: &OpContext<'_>,
-        verb: Verb,
+        verb: Verb<'_>,
         parts: &Parts,
         stage: &Stage,
         kernel: &Reduction,

@@ -79,7 +79,7 @@ impl InHosts {
         &self,
         inner: &mut dyn Collective,
         cx: &OpContext<'_>,
-        verb: Verb,
+        verb: Verb<'_>,
         parts: &Parts,
         place: &Place,
     ) -> Result<()> {

@@ -29,7 +29,7 @@ pub(super) fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Redu
 }
 
 /// Whether NCCL can do a verb on elements of a type.
-fn serves(verb: Verb, dtype: DType) -> bool {
+fn serves(verb: Verb<'_>, dtype: DType) -> bool {
     verb.op().is_none_or(|op| reduction(op, dtype, 0).is_some())
 }
 
@@ -38,7 +38,7 @@ impl Communicator {
     ///
     /// # Errors
     /// `Unavailable` that names NVRTC where a kernel is needed and cannot be compiled; as [`Communicator::operate`].
-    pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb, parts: &Parts, place: &Place) -> Result<()> {
+    pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &Place) -> Result<()> {
         if let Some(op) = verb.op().filter(|_| !serves(verb, cx.dtype())) {
             return self.run_gathered(cx, verb, op, parts, place);
         }
@@ -46,7 +46,7 @@ impl Communicator {
     }
 
     /// Puts the work of a verb on the stream. In place, source and target are where NCCL takes them for in place.
-    fn put(&self, cx: &OpContext<'_>, verb: Verb, parts: &Parts) -> Result<()> {
+    fn put(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts) -> Result<()> {
         let bytes = parts.shard;
         let (from, to) = (parts.from.first().copied(), parts.to.first().copied());
         let how = |op| reduction(op, cx.dtype(), bytes).expect("`serves` was true");
@@ -78,7 +78,12 @@ impl Communicator {
                 scratch.free()
             }
             Verb::AllToAll => self.exchange(cx, &parts.from, &parts.to, bytes, 0),
-            Verb::Barrier => Ok(()),
+            // `OnDevices` runs the others over its exchange.
+            Verb::AllToAllV { .. }
+            | Verb::CompressedAllReduce(_)
+            | Verb::NeighborAverage { .. }
+            | Verb::CompressedRing { .. }
+            | Verb::Barrier => Ok(()),
         }
     }
 

@@ -159,7 +159,7 @@ impl Collective for OnCuda {
         self.staged.reaches(place)
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         let place = self.place()?;
         match io {
             Io::InPlace(mut data) => {

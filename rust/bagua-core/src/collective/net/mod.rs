@@ -26,7 +26,7 @@ mod ring;
 
 pub use algorithm::Algorithm;
 
-use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
 use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
@@ -295,7 +295,7 @@ impl Collective for Net {
         self.mesh.names()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         let mut io = io.into_host()?;
         match verb {
             Verb::AllReduce(op) => self.all_reduce(cx, io, op),
@@ -306,6 +306,10 @@ impl Collective for Net {
             Verb::Scatter { root } => self.scatter(cx, io, root),
             Verb::ReduceScatter(op) => self.reduce_chunks(cx, io, op),
             Verb::AllToAll => self.all_to_all(cx, io),
+            Verb::AllToAllV { .. }
+            | Verb::CompressedAllReduce(_)
+            | Verb::NeighborAverage { .. }
+            | Verb::CompressedRing { .. } => over_exchange(self, cx, verb, io.into()),
             Verb::Barrier => self.barrier(cx),
         }
     }

@@ -120,13 +120,13 @@ pub(super) fn fill_for_each(
 }
 
 /// Adds the time of a kernel to the statistics, unless it is too short ([`TIMED`]).
-pub(super) struct Timer<'a> {
-    cx: &'a OpContext<'a>,
+pub(super) struct Timer<'a, 'c> {
+    cx: &'a OpContext<'c>,
     begun: Option<Instant>,
 }
 
-impl<'a> Timer<'a> {
-    pub(super) fn start(cx: &'a OpContext<'a>, bytes: usize) -> Timer<'a> {
+impl<'a, 'c> Timer<'a, 'c> {
+    pub(super) fn start(cx: &'a OpContext<'c>, bytes: usize) -> Timer<'a, 'c> {
         Timer { cx, begun: (bytes >= TIMED).then(Instant::now) }
     }
 

@@ -26,8 +26,8 @@ use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;
 
 /// One operation.
-pub(super) struct Reduction<'a> {
-    pub(super) cx: &'a OpContext<'a>,
+pub(super) struct Reduction<'a, 'c> {
+    pub(super) cx: &'a OpContext<'c>,
     pub(super) op: ReduceOp,
     /// The rank that gets the result of reduce; `None` for all_reduce.
     pub(super) root: Option<usize>,
@@ -42,7 +42,7 @@ struct Beside<'a> {
     into: &'a [u8],
 }
 
-impl Reduction<'_> {
+impl Reduction<'_, '_> {
     /// The range that a rank reduces, in a chunk or window of `len` bytes. It begins at the same offset in all chunks.
     fn share(&self, segment: &Segment, rank: usize, len: usize) -> Range<usize> {
         let each = self.each(segment);

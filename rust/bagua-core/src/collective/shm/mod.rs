@@ -35,7 +35,7 @@ mod zero_copy;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb};
+use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Registry};
 use crate::sync::buffer_len;
@@ -436,7 +436,7 @@ impl Collective for Shm {
         (0..self.ranks()).map(|rank| if rank == self.index() { "self" } else { "shm" }).collect()
     }
 
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb, io: Io<'_>) -> Result<()> {
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         let mut io = io.into_host()?;
         match verb {
             Verb::AllReduce(op) => self.reduce_to(cx, verb.kind(), io, op, None),
@@ -447,6 +447,10 @@ impl Collective for Shm {
             Verb::Scatter { root } => self.scatter(cx, io, root),
             Verb::ReduceScatter(op) => self.reduce_scatter(cx, io, op),
             Verb::AllToAll => self.all_to_all(cx, io),
+            Verb::AllToAllV { .. }
+            | Verb::CompressedAllReduce(_)
+            | Verb::NeighborAverage { .. }
+            | Verb::CompressedRing { .. } => over_exchange(self, cx, verb, io.into()),
             Verb::Barrier => self.execute(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {}),
         }
     }

@@ -1,5 +1,6 @@
 //! Ranks are threads here, each with a mapping of its own, as processes have.
 
+use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,7 +42,8 @@ impl Rank {
 
     fn with<T>(&mut self, fingerprint: Fingerprint, run: impl FnOnce(&mut Shm, &OpContext<'_>) -> T) -> T {
         let deadline = Deadline::after(self.limit);
-        let cx = OpContext { fingerprint, deadline, health: &self.health, stats: &self.stats, label: "" };
+        let extra = &RefCell::default();
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats: &self.stats, label: "", extra };
         run(&mut self.shm, &cx)
     }
 

@@ -4,30 +4,25 @@
 //! becomes the group's first cause.
 
 mod check;
-mod exchanges;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod tests_mesh;
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-pub use self::check::PartLayout;
-pub(super) use self::exchanges::{
-    options_of, options_of_gossip, options_of_ring, print_of_compressed, print_of_gossip, print_of_ring,
-};
 use crate::codec::Codec;
-use crate::collective::Collective;
-use crate::collective::compressed::DeviceCodec;
+use crate::collective::{Collective, DeviceCodec};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Buffer, DeviceRef, kind_of};
+use crate::memory::{DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
-use crate::request::{Incoming, Io, OpContext, Outgoing, Verb};
+use crate::request::{Extra, Io, OpContext, Operands, Verb};
 use crate::stats::Stats;
-use crate::types::{DType, Fingerprint, Kind, Shape};
+use crate::types::{DType, Fingerprint, Shape, flags};
 use crate::wait::Deadline;
 
 /// What a caller may say about one operation.
@@ -39,9 +34,9 @@ pub struct Options<'a> {
     pub label: &'a str,
     /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
     pub shape: Option<Shape>,
-    /// A digest of options that ranks must agree on, of 16 bits.
+    /// A digest of options that ranks must agree on, of 16 bits. A verb over exchange has its own.
     pub tag: u32,
-    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same.
+    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same. A verb over exchange has its own.
     pub codec: u8,
     /// See [`Fingerprint::flags`].
     pub flags: u16,
@@ -50,6 +45,13 @@ pub struct Options<'a> {
 impl Options<'_> {
     /// The group's deadline, no label, no tag, no codec.
     pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
+}
+
+impl<'a> Options<'a> {
+    /// Those of an operation on a bucket; `hierarchical`: inside hosts first.
+    pub fn of_bucket(label: &'a str, hierarchical: bool) -> Options<'a> {
+        Options { label, flags: if hierarchical { flags::HIERARCHICAL } else { 0 }, ..Options::DEFAULT }
+    }
 }
 
 /// See the module.
@@ -142,80 +144,47 @@ impl Lane {
     /// # Errors
     /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the group's first
     /// cause.
-    pub fn run(&mut self, options: &Options<'_>, dtype: DType, verb: Verb, io: Io<'_>) -> Result<()> {
-        self.health.check()?;
-        let print = self.print_of(options, dtype, verb, &io)?;
-        self.check_reach(io.device()?)?;
-        let says = self.numbered(print, options);
-        let payload = io.len();
-        self.perform(options, says, payload, |collective, cx| collective.run(cx, verb, io))
-    }
-
-    /// The fingerprint of a verb, before it has a number.
-    ///
-    /// # Errors
-    /// Those of [`Lane::run`] for arguments that do not fit.
-    pub(super) fn print_of(&self, options: &Options<'_>, dtype: DType, verb: Verb, io: &Io<'_>) -> Result<Fingerprint> {
-        let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
-        let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
-        let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
-        let device = kind_of(io.device()?);
-        Ok(Fingerprint { op: verb.op(), root, shape, device, ..Fingerprint::new(verb.kind(), dtype, count) })
-    }
-
-    /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
-    /// Counts and displacements are in elements; parts of the destination must not overlap. `InPlace` reads a copy of the
-    /// buffer.
-    pub fn all_to_all_v(
+    pub fn run<'a>(
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        io: Io<'_>,
-        send: PartLayout<'_>,
-        recv: PartLayout<'_>,
+        verb: Verb<'_>,
+        operands: impl Into<Operands<'a>>,
     ) -> Result<()> {
         self.health.check()?;
-        let payload = io.len();
+        let operands = operands.into();
+        let print = self.print_of(options, dtype, verb, &operands, self.size())?;
+        let Operands { io, extra } = operands;
         self.check_reach(io.device()?)?;
-        let (rank, size, element) = (self.rank(), self.size(), dtype.size());
-        let (src_len, dst_len) = match &io {
-            Io::InPlace(data) => (data.len(), data.len()),
-            Io::Split { src, dst } => (src.len(), dst.len()),
-        };
-        check::parts(&send, check::elements(dtype, src_len, "the source")?, size, "send")?;
-        check::parts(&recv, check::elements(dtype, dst_len, "the destination")?, size, "receive")?;
-        check::apart(&recv)?;
-        if send.counts[rank] != recv.counts[rank] {
-            return Err(Error::InvalidArgument(format!(
-                "rank {rank} sends {} elements to itself and receives {}",
-                send.counts[rank], recv.counts[rank]
-            )));
-        }
-        let copy;
-        let (src, dst) = match io {
-            Io::InPlace(data) => {
-                let mut bytes = vec![0; data.len()];
-                data.as_buffer().copy_to(&mut bytes)?;
-                copy = bytes;
-                (Buffer::from(copy.as_slice()), data)
-            }
-            Io::Split { src, dst } => (src, dst),
-        };
-        let part = |to: usize| src.slice(send.displs[to] * element..(send.displs[to] + send.counts[to]) * element);
-        let mut targets = check::split(dst, &recv, element);
-        targets[rank].copy_from_buffer(part(rank))?;
+        let says = self.numbered(print);
+        let payload = io.len();
+        self.perform(options, says, payload, extra, |collective, cx| collective.run(cx, verb, io))
+    }
 
-        // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
-        let says = self.numbered(Fingerprint::new(Kind::AllToAllV, dtype, 0), options);
-        let peers = || (0..size).filter(|peer| *peer != rank);
-        let sends: Vec<_> = peers().map(|peer| Outgoing { peer, fingerprint: says, data: part(peer) }).collect();
-        let mut recvs: Vec<_> = targets
-            .into_iter()
-            .enumerate()
-            .filter(|(peer, _)| *peer != rank)
-            .map(|(peer, data)| Incoming { peer, fingerprint: says, data })
-            .collect();
-        self.perform(options, says, payload, |collective, cx| collective.exchange(cx, &sends, &mut recvs))
+    /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of them is one member.
+    ///
+    /// # Errors
+    /// Those of [`Lane::run`] for arguments that do not fit.
+    pub(super) fn print_of(
+        &self,
+        options: &Options<'_>,
+        dtype: DType,
+        verb: Verb<'_>,
+        Operands { io, extra }: &Operands<'_>,
+        members: usize,
+    ) -> Result<Fingerprint> {
+        let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
+        check::members(verb, dtype, members)?;
+        check::extra(verb, dtype, io, extra)?;
+        let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
+        let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
+        // Over exchange, the tensor may be on a device on some ranks and on the host on others.
+        let mixed = verb.is_over_exchange() && options.flags & flags::HIERARCHICAL == 0;
+        let place = io.device()?;
+        let device = if mixed { 0 } else { kind_of(place) };
+        let (codec, tag) = check::agreed(verb, extra).unwrap_or((options.codec, options.tag));
+        let (op, flags) = (verb.op(), options.flags);
+        Ok(Fingerprint { op, root, shape, device, codec, tag, flags, ..Fingerprint::new(verb.kind(), dtype, count) })
     }
 
     /// Returns when every rank has called it.
@@ -263,10 +232,9 @@ impl Lane {
     }
 
     /// The fingerprint of the next collective operation. Takes its number, so it comes after all checks.
-    fn numbered(&mut self, print: Fingerprint, options: &Options<'_>) -> Fingerprint {
+    fn numbered(&mut self, print: Fingerprint) -> Fingerprint {
         let seq = next(&mut self.seq);
-        let Options { tag, flags, codec, .. } = *options;
-        Fingerprint { epoch: self.epoch, lane: self.number, seq, tag, flags, codec, ..print }
+        Fingerprint { epoch: self.epoch, lane: self.number, seq, ..print }
     }
 
     /// Runs one operation of this lane by other collectives of its ranks: numbered, timed, counted and recorded as this lane's.
@@ -278,11 +246,12 @@ impl Lane {
         options: &Options<'_>,
         print: Fingerprint,
         payload: usize,
+        extra: Extra<'_>,
         body: impl FnOnce(&OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
         self.health.check()?;
-        let says = self.numbered(print, options);
-        self.perform(options, says, payload, |_, cx| body(cx))
+        let says = self.numbered(print);
+        self.perform(options, says, payload, extra, |_, cx| body(cx))
     }
 
     /// Counts and records the call, sets its deadline, and turns its failure into the group's first cause.
@@ -291,13 +260,15 @@ impl Lane {
         options: &Options<'_>,
         fingerprint: Fingerprint,
         payload: usize,
+        extra: Extra<'_>,
         body: impl FnOnce(&mut dyn Collective, &OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
         let stats = self.stats.of(fingerprint.kind);
         stats.calls.fetch_add(1, Relaxed);
         stats.payload_bytes.fetch_add(payload as u64, Relaxed);
         let deadline = Deadline::after(options.timeout.unwrap_or(self.timeout));
-        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label };
+        let extra = RefCell::new(extra);
+        let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label, extra: &extra };
         let queued = self.queued.take();
         let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label));
         let result = body(self.collective.as_mut(), &cx).map_err(|error| {

@@ -4,9 +4,11 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use super::*;
-use crate::collective::Solo;
+use crate::codec::MinMaxU8;
+use crate::collective::{Solo, over_exchange};
 use crate::memory::{Device, Region};
-use crate::types::ReduceOp;
+use crate::request::{Compression, Extra, Incoming, Outgoing, PartLayout, PeerSelection, Replicas};
+use crate::types::{Kind, ReduceOp};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -42,8 +44,8 @@ impl Collective for Recorder {
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none_or(|device| device.name() == Closed.name())
     }
-    fn run(&mut self, cx: &OpContext<'_>, _: Verb, _: Io<'_>) -> Result<()> {
-        self.note(cx)
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        if verb.is_over_exchange() { over_exchange(self, cx, verb, io) } else { self.note(cx) }
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
@@ -90,6 +92,10 @@ fn solo() -> Lane {
     Lane::new(Box::new(Solo::new()), GroupHealth::local(0, 1), Arc::default(), 0, 0, SOON)
 }
 
+fn to_all<'a>(send: PartLayout<'a>, recv: PartLayout<'a>) -> Verb<'a> {
+    Verb::AllToAllV { send, recv }
+}
+
 fn split<'a>(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
     Io::split(src, dst)
 }
@@ -100,6 +106,11 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
     let o = &Options::default();
     let (f, b) = (DType::F32, &mut [0u8; 64]);
     let whole = PartLayout { counts: &[1; 4], displs: &[0, 1, 2, 3] };
+    let average = |peers| Verb::NeighborAverage { peers, round: 0 };
+    let ring = Verb::CompressedRing { codec: &MinMaxU8, draw: 0 };
+    let (own, left, right) = (&mut [0; 64][..], &mut [0; 8][..], &mut [0; 64][..]);
+    let replicas = Some(Replicas { own: own.into(), left: left.into(), right: right.into() });
+    let short = Extra { replicas, ..Extra::default() };
     let refusals = [
         ("10 bytes", lane.run(o, f, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut b[..10]))),
         ("the destination 3", lane.run(o, f, Verb::AllReduce(ReduceOp::Sum), split(&[0; 16], &mut b[..12]))),
@@ -119,43 +130,42 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
         ("the destination 2", lane.run(o, f, Verb::AllToAll, split(&[0; 16], &mut b[..8]))),
         (
             "3 send counts",
-            lane.all_to_all_v(o, f, Io::in_place(b), PartLayout { counts: &[1; 3], displs: &[0, 1, 2, 3] }, whole),
+            lane.run(o, f, to_all(PartLayout { counts: &[1; 3], displs: &[0, 1, 2, 3] }, whole), Io::in_place(b)),
         ),
         (
             "5 receive displacements",
-            lane.all_to_all_v(o, f, Io::in_place(b), whole, PartLayout { counts: &[1; 4], displs: &[0; 5] }),
+            lane.run(o, f, to_all(whole, PartLayout { counts: &[1; 4], displs: &[0; 5] }), Io::in_place(b)),
         ),
         (
             "rank 2, 1 elements from 18446744073709551615",
-            lane.all_to_all_v(
+            lane.run(
                 o,
                 f,
+                to_all(PartLayout { counts: &[1; 4], displs: &[0, 1, usize::MAX, 3] }, whole),
                 Io::in_place(b),
-                PartLayout { counts: &[1; 4], displs: &[0, 1, usize::MAX, 3] },
-                whole,
             ),
         ),
         (
             "ranks 3 and 0 overlap",
-            lane.all_to_all_v(
-                o,
-                f,
-                Io::in_place(b),
-                whole,
-                PartLayout { counts: &[1, 1, 1, 2], displs: &[2, 3, 0, 1] },
-            ),
+            lane.run(o, f, to_all(whole, PartLayout { counts: &[1, 1, 1, 2], displs: &[2, 3, 0, 1] }), Io::in_place(b)),
         ),
         (
             "sends 1 elements to itself and receives 2",
-            lane.all_to_all_v(
-                o,
-                f,
-                Io::in_place(b),
-                whole,
-                PartLayout { counts: &[1, 2, 1, 1], displs: &[0, 1, 3, 4] },
-            ),
+            lane.run(o, f, to_all(whole, PartLayout { counts: &[1, 2, 1, 1], displs: &[0, 1, 3, 4] }), Io::in_place(b)),
         ),
     ];
+    let how = Compression { codec: &MinMaxU8, divisor: 4, draw: 0, elements: 4 };
+    let refusals = refusals.into_iter().chain([
+        ("minmax_u8", lane.run(o, DType::I32, Verb::CompressedAllReduce(how), Io::in_place(b))),
+        ("in place", lane.run(o, f, Verb::CompressedAllReduce(how), split(&[0; 16], &mut b[..16]))),
+        ("the destination 3", lane.run(o, f, average(PeerSelection::Ring), split(&[0; 16], &mut b[..12]))),
+        ("avg of int32", lane.run(o, DType::I32, average(PeerSelection::Ring), split(&[0; 16], &mut b[..16]))),
+        ("needs the replicas", lane.run(o, f, ring, Io::in_place(b))),
+        (
+            "16 elements of weights, 2 of a replica",
+            lane.run(o, f, ring, Operands { io: Io::in_place(b), extra: short }),
+        ),
+    ]);
     for (text, refusal) in refusals {
         let error = refusal.expect_err(text);
         assert!(error.is_argument() && error.to_string().contains(text), "{text:?} in {error}");
@@ -177,7 +187,7 @@ fn the_parts_of_all_to_all_v_are_checked_before_anything_is_copied() {
     let overlapping = PartLayout { counts: &[1; 4], displs: &[0; 4] };
     let mut run = |recv| {
         let io = Io::InPlace(region.buffer_mut());
-        lane.all_to_all_v(&Options::default(), DType::F32, io, whole, recv).unwrap_err()
+        lane.run(&Options::default(), DType::F32, Verb::AllToAllV { send: whole, recv }, io).unwrap_err()
     };
     assert!(matches!(run(overlapping), Error::InvalidArgument(text) if text.contains("overlap")));
     assert_eq!(run(whole), Error::other("a copy"));
@@ -246,9 +256,11 @@ fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let _reports = health.subscribe_local(move |error| heard.lock().unwrap().push(error.clone()));
     // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
     health.fail_from_peer(first.clone());
-    let says = lane.numbered(Fingerprint::new(Kind::Barrier, DType::U8, 0), &Options::default());
+    let says = lane.numbered(Fingerprint::new(Kind::Barrier, DType::U8, 0));
     let error = lane
-        .perform(&Options::default(), says, 0, |collective, cx| collective.run(cx, Verb::Barrier, Io::none()))
+        .perform(&Options::default(), says, 0, Extra::default(), |collective, cx| {
+            collective.run(cx, Verb::Barrier, Io::none())
+        })
         .unwrap_err();
     assert_eq!(error, first);
     assert!(listened.lock().unwrap().is_empty(), "a peer's cause is not reported back");
@@ -262,7 +274,7 @@ fn alone_every_verb_works_and_parts_land_where_they_should() {
     lane.run(o, DType::U8, Verb::AllReduce(ReduceOp::Sum), split(&[1, 2, 3, 4], &mut dst)).unwrap();
     assert_eq!(dst, [1, 2, 3, 4]);
     let (send, recv) = (PartLayout { counts: &[2], displs: &[1] }, PartLayout { counts: &[2], displs: &[0] });
-    lane.all_to_all_v(o, DType::U8, Io::in_place(&mut dst), send, recv).unwrap();
+    lane.run(o, DType::U8, Verb::AllToAllV { send, recv }, Io::in_place(&mut dst)).unwrap();
     assert_eq!(dst, [2, 3, 3, 4], "in place reads the old values");
     lane.run(o, DType::F16, Verb::Broadcast { root: 0 }, Io::in_place(&mut [])).unwrap();
     lane.barrier(o).unwrap();

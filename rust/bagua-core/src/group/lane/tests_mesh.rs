@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::collective::Net;
+use crate::request::{PartLayout, PeerSelection};
 use crate::transport::local_mesh;
 use crate::types::ReduceOp;
 
@@ -108,11 +109,11 @@ fn all_to_all_v_delivers_uneven_parts_split_and_in_place() {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
             let mut dst = vec![0; expected.len()];
-            lane.all_to_all_v(O, DType::I32, Io::split(&src, &mut dst), send, recv).unwrap();
+            lane.run(O, DType::I32, Verb::AllToAllV { send, recv }, Io::split(&src, &mut dst)).unwrap();
             assert_eq!(dst, expected, "rank {rank} of {size}");
             let mut both = src.clone();
             both.resize(src.len().max(expected.len()), 0);
-            lane.all_to_all_v(O, DType::I32, Io::in_place(&mut both), send, recv).unwrap();
+            lane.run(O, DType::I32, Verb::AllToAllV { send, recv }, Io::in_place(&mut both)).unwrap();
             assert_eq!(both[..expected.len()], expected, "rank {rank} of {size}, in place");
         });
     }
@@ -123,9 +124,29 @@ fn counts_that_do_not_meet_are_an_error_on_the_rank_that_sees_it() {
     let errors = world(2, |rank, lane| {
         let send = PartLayout { counts: &[1, 1], displs: &[0, 1] };
         let recv = PartLayout { counts: if rank == 0 { &[1, 2] } else { &[1, 1] }, displs: &[0, 1] };
-        lane.all_to_all_v(O, DType::I32, Io::in_place(&mut [0; 12]), send, recv)
+        lane.run(O, DType::I32, Verb::AllToAllV { send, recv }, Io::in_place(&mut [0; 12]))
     });
     assert!(matches!(errors[0], Err(Error::Mismatch(_))), "{:?}", errors[0]);
+}
+
+#[test]
+fn the_mean_of_peers_is_the_same_in_place_and_in_two_buffers() {
+    for size in [1, 2, 3, 5] {
+        world(size, |rank, lane| {
+            let value = |rank: usize| 0.1 + 0.7 * rank as f32;
+            let mut peers = vec![rank, (rank + 1) % size, (rank + size - 1) % size];
+            peers.sort_unstable();
+            peers.dedup();
+            let mean = peers.iter().map(|rank| value(*rank)).sum::<f32>() / peers.len() as f32;
+            let verb = Verb::NeighborAverage { peers: PeerSelection::Ring, round: 0 };
+            let (src, mut dst) = (value(rank).to_ne_bytes(), [0; 4]);
+            lane.run(O, DType::F32, verb, Io::split(&src, &mut dst)).unwrap();
+            assert_eq!(f32::from_ne_bytes(dst), mean, "rank {rank} of {size}");
+            let mut both = src;
+            lane.run(O, DType::F32, verb, Io::in_place(&mut both)).unwrap();
+            assert_eq!(both, dst, "rank {rank} of {size}, in place");
+        });
+    }
 }
 
 #[test]

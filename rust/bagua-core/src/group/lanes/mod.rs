@@ -1,24 +1,18 @@
 //! The lanes of one engine: all ranks of the group, the ranks of this host, and the hosts' first ranks.
 
-mod exchanges;
-
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-
-pub use exchanges::{CompressedAllReduce, CompressedRing};
 
 use super::builder::HostCollectives;
 use super::lane::{Lane, Options};
 use super::membership::Group;
+use crate::codec::{Codec, Exchange};
 use crate::collective::{Collective, hier};
 use crate::error::{Error, Result};
 use crate::memory::{Device, DeviceRef};
 use crate::recorder::Ticket;
-use crate::request::{Io, OpContext, Verb};
+use crate::request::{Extra, OpContext, Operands, Verb};
 use crate::types::{DType, Fingerprint, ReduceOp, flags};
-
-/// Rank of a host's first rank in the lane of that host.
-const LEADER: usize = 0;
 
 /// The lanes of one engine. The collectives by host are connected by the first operation that needs them.
 pub struct Lanes {
@@ -62,6 +56,7 @@ impl Lanes {
         options: &Options<'_>,
         print: Fingerprint,
         payload: usize,
+        extra: Extra<'_>,
         body: impl FnOnce(&mut HostCollectives, &OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
         let hosts = match &mut self.hosts {
@@ -80,7 +75,7 @@ impl Lanes {
                 none.insert(group.host_collectives()?)
             }
         };
-        self.global.run_by(options, print, payload, |cx| {
+        self.global.run_by(options, print, payload, extra, |cx| {
             cx.stats.hierarchical.fetch_add(1, Relaxed);
             body(hosts, cx)
         })
@@ -108,7 +103,7 @@ impl Lanes {
         }
     }
 
-    /// Whether [`Lanes::all_reduce`] works on memory of this device, as `hierarchical` says.
+    /// Whether an all_reduce works on memory of this device, as `hierarchical` says.
     pub fn reaches(&self, place: DeviceRef<'_>, hierarchical: bool) -> bool {
         self.global.reaches(place) && (place.is_none() || !hierarchical || self.route_is_hierarchical())
     }
@@ -119,32 +114,65 @@ impl Lanes {
         self.global.collective() != "net" || group.machines().iter().all(|machine| machine.len() == 1)
     }
 
-    /// All_reduce on all ranks. `hierarchical` reduces inside hosts first, also where the collective of the global lane is flat; the result
-    /// then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. Equal on all ranks.
+    /// How many hosts the ranks are on; 1 for a lane that belongs to no group.
+    fn host_count(&self) -> usize {
+        self.group.as_ref().map_or(1, |group| group.machines().len())
+    }
+
+    /// Whether a compressed all_reduce without error feedback, and the compressed ring, leave the tensor on this device, and encode it there.
+    ///
+    /// # Errors
+    /// As [`Collective::codec_on`].
+    pub fn encodes_on(
+        &self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+        hierarchical: bool,
+    ) -> Result<bool> {
+        let one_host = hierarchical && self.host_count() == 1;
+        if place.is_none() || codec.exchange() != Exchange::TwoShot || !self.reaches(place, one_host) {
+            return Ok(false);
+        }
+        self.global.codec_on(place, codec, dtype).map(|found| found.is_some())
+    }
+
+    /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the collective of the global lane is
+    /// flat: the result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. In the
+    /// verbs over exchange each host is one member then, see [`hier::run`]; a compressed all_reduce on one host is the plain one, bitwise. The
+    /// result is equal on all ranks.
     ///
     /// # Errors
     /// As [`Lane::run`].
-    pub fn all_reduce(
+    pub fn run<'a>(
         &mut self,
         options: &Options<'_>,
         dtype: DType,
-        io: Io<'_>,
-        op: ReduceOp,
-        hierarchical: bool,
+        verb: Verb<'_>,
+        operands: impl Into<Operands<'a>>,
     ) -> Result<()> {
-        if !hierarchical {
-            return self.global.run(options, dtype, Verb::AllReduce(op), io);
+        let (mut options, mut verb, mut operands) = (*options, verb, operands.into());
+        if options.flags & flags::HIERARCHICAL == 0 {
+            return self.global.run(&options, dtype, verb, operands);
         }
-        let options = Options { flags: options.flags | flags::HIERARCHICAL, ..*options };
-        if self.route_is_hierarchical() {
-            return self.global.run(&options, dtype, Verb::AllReduce(op), io);
+        if let Verb::CompressedAllReduce(how) = verb
+            && self.host_count() == 1
+        {
+            let print = self.global.print_of(&options, dtype, verb, &operands, 1)?;
+            (options.tag, options.codec) = (print.tag, print.codec);
+            verb = Verb::AllReduce(if how.divisor == 1 { ReduceOp::Sum } else { ReduceOp::Avg });
         }
-        let print = self.global.print_of(&options, dtype, Verb::AllReduce(op), &io)?;
+        match verb {
+            Verb::AllReduce(_) if !self.route_is_hierarchical() => operands.io = operands.io.into_host()?.into(),
+            Verb::CompressedAllReduce(_) | Verb::NeighborAverage { .. } | Verb::CompressedRing { .. } => {}
+            _ => return self.global.run(&options, dtype, verb, operands),
+        }
+        let print = self.global.print_of(&options, dtype, verb, &operands, self.host_count())?;
+        let Operands { io, extra } = operands;
         let (size, payload) = (self.global.size(), io.len());
-        let io = io.into_host()?;
-        self.by_host(&options, print, payload, |HostCollectives { intra, inter }, cx| {
+        self.by_host(&options, print, payload, extra, |HostCollectives { intra, inter }, cx| {
             let inter = inter.as_mut().map(|inter| &mut **inter as &mut dyn Collective);
-            hier::all_reduce(&mut **intra, inter, size, cx, io, op)
+            hier::run(&mut **intra, inter, size, cx, verb, io)
         })
     }
 }
