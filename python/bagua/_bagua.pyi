@@ -8,7 +8,7 @@ then.
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 from bagua.config import CudaPlaces
 
@@ -250,7 +250,9 @@ class Communicator:
     @property
     def transports(self) -> list[str]: ...
     # Any: checked there, and False when it is not what it should be.
-    def try_run(self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
+    def try_run(
+        self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any, async_op: bool
+    ) -> Handle | Literal[False] | None: ...
     def run(
         self,
         verb: int,

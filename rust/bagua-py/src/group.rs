@@ -28,6 +28,7 @@ use crate::cuda_call::{self, CudaCall, CudaDevice, LaneJob, Stages};
 use crate::door::Door;
 use crate::engine::Engine;
 use crate::errors::{self, Origin, seconds};
+use crate::fast_path::Outcome;
 use crate::gil::{self, DropWithoutGil};
 use crate::handle::Handle;
 use crate::interrupt;
@@ -87,7 +88,7 @@ impl Communicator {
     }
 
     /// Runs a verb on so many bytes here, or hands it to the communication thread; `op` describes it while it is queued.
-    fn go(
+    pub fn go(
         &self,
         py: Python<'_>,
         call: Call,
@@ -245,9 +246,9 @@ impl Communicator {
         self.core.transports().1
     }
 
-    /// A blocking verb (by its code in `VERBS`) on plain tensors: from `src`, which may be None, to `dst`, which then has changed.
-    /// `root` is the root of the verbs that have one. Returns False, and does nothing, where the tensors are not plain or do not fit
-    /// the verb; `run` then says what is wrong.
+    /// A verb (by its code in `VERBS`) on plain tensors: from `src`, which may be None, to `dst`, which then has changed. `root` is the
+    /// root of the verbs that have one. Returns None, or the handle of an asynchronous verb, which holds the tensors; False, and does
+    /// nothing, where the tensors are not plain or do not fit the verb: `run` then says what is wrong.
     fn try_run(
         &self,
         verb: u8,
@@ -256,8 +257,9 @@ impl Communicator {
         dst: &Bound<'_, PyAny>,
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
-    ) -> PyResult<bool> {
-        self.run_on_plain_tensors(verb, reader, src, dst, op, root)
+        async_op: bool,
+    ) -> PyResult<Outcome> {
+        self.run_on_plain_tensors(verb, reader, src, dst, op, root, async_op)
     }
 
     /// A verb, by its code in `VERBS`, on host memory. n is the number of ranks, r a rank.

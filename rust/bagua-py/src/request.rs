@@ -70,6 +70,15 @@ impl Request {
         unsafe { Request::checked(group, codes, place) }.map_err(|e| errors::raise(py, e))
     }
 
+    /// A verb of this rank of the group on these operands.
+    ///
+    /// # Errors
+    /// As [`Lane::run`] for operands that do not fit the verb.
+    pub fn of(group: &Group, verb: Verb<'static>, dtype: DType, mut operands: Operands) -> Result<Request> {
+        let count = Lane::check(verb, dtype, &operands.io(), group.rank(), group.size())?;
+        Ok(Request { verb, dtype, count, operands })
+    }
+
     /// # Safety
     /// As [`Request::new`].
     #[inline]

@@ -161,6 +161,14 @@ impl Lane {
         self.perform(options, says, payload, extra, |collective, cx| collective.run(cx, verb, io))
     }
 
+    /// The elements of a verb of this rank, as the fingerprint counts them, without running it.
+    ///
+    /// # Errors
+    /// Those of [`Lane::run`] for buffers that do not fit the verb.
+    pub fn check(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size: usize) -> Result<usize> {
+        check::verb(verb, dtype, io, rank, size)
+    }
+
     /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of them is one member.
     ///
     /// # Errors
