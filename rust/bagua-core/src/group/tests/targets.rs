@@ -23,9 +23,9 @@ use super::examples::hex;
 use crate::transport::frame::{self, Header};
 use crate::transport::{CHUNK_LEN, Chunk};
 
-/// Bytes that a parser may hold for each byte of its input: the worst is a list of empty addresses, each of which takes 1 byte of the
-/// input and 24 of memory.
-const PER_BYTE: usize = 24;
+/// Bytes that a parser may hold for each byte of its input: the worst is a list that has room for as many addresses as its length says,
+/// of which each may be 1 byte of the input and is 24 of memory, and that holds the bytes of the addresses which follow.
+const PER_BYTE: usize = 24 + 1;
 
 /// Bytes that a parser may hold for a short input: the first elements of a list, the progress in an error, the text of an error.
 pub(super) const AT_LEAST: usize = 2 << 10;
