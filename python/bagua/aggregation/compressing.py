@@ -13,15 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from bagua.linalg import wide
+
 from .aggregation import Aggregation, Closure, Denominator, gradient_of, put_gradient
 from .peers import Group, Peers, find
 
 Gradients = Sequence[torch.Tensor | None]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed and remembered in: float64 for float64, else float32."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 class CompressingAggregation(Aggregation):

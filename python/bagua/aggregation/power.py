@@ -18,8 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from bagua.linalg import is_finite, orthonormal, wide
+
 from .aggregation import Denominator
-from .compressing import CompressingAggregation, Gradients, wide
+from .compressing import CompressingAggregation, Gradients
 from .packing import flatten
 from .peers import Group, Peers, find
 
@@ -171,7 +173,7 @@ class PowerAggregation(CompressingAggregation):
             exact = basis @ query.T
             result = exact.to(parameter.dtype)
             gradients[i] = result.view(parameter.shape)
-            if not bool(exact.isfinite().all()):
+            if not is_finite(exact):
                 # An overflow is everybody's, and memory and warm start must survive the step that is skipped for it.
                 self.queries[i] = None
                 continue
@@ -225,12 +227,10 @@ class PowerAggregation(CompressingAggregation):
 
 
 def _orthonormal(matrix: torch.Tensor | None) -> torch.Tensor:
-    """Orthonormal columns that span (at least) those of the matrix. All NaN where it is not finite."""
+    """As `orthonormal`, but all NaN where an element is not finite."""
     assert matrix is not None
-    if not bool(matrix.isfinite().all()):
-        return torch.full_like(matrix, math.nan)
-    basis: torch.Tensor = torch.linalg.qr(matrix).Q
-    return basis
+    basis = orthonormal(matrix)
+    return torch.full_like(matrix, math.nan) if basis is None else basis
 
 
 def _degenerate(query: torch.Tensor | None) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from bagua.linalg import is_finite
+
 from .aggregation import Denominator, divisor
 from .compressing import CompressingAggregation, Gradients
 from .peers import Group
@@ -102,7 +104,7 @@ class SparsifiedAggregation(CompressingAggregation):
             whole = self._with_memory(index, gradients[index]).reshape(-1)
             place = self._choose(whole, self.count(index))
             value = whole[self._positions(place, self.count(index)).to(whole.device)]
-            if not bool(whole.isfinite().all()):
+            if not is_finite(whole):
                 # Everybody must see it, whichever elements were chosen.
                 value = torch.full_like(value, math.nan)
             sums.append(whole)
@@ -131,7 +133,7 @@ class SparsifiedAggregation(CompressingAggregation):
                 continue
             gradients[index] = (result / denominator).to(parameter.device, parameter.dtype).view(parameter.shape)
             # An overflow is everybody's, and the memory must survive the step that is skipped for it.
-            if self.error_feedback and bool(result.isfinite().all()):
+            if self.error_feedback and is_finite(result):
                 positions = self._positions(places[number], k).to(whole.device)
                 sent = values[number].to(whole.device, whole.dtype)
                 # What half precision rounds away stays as well.

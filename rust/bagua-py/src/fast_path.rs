@@ -12,22 +12,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::group::Communicator;
-use crate::handle::Handle;
+use crate::handle::Outcome;
 use crate::interrupt;
 use crate::request::{Call, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
-
-/// What a verb on plain tensors came to.
-#[derive(IntoPyObject)]
-pub enum Outcome {
-    /// `False`: nothing was done, because the tensors are not plain or do not fit the verb.
-    #[pyo3(transparent)]
-    Refused(bool),
-    /// The handle of an asynchronous verb, or `None`: it has returned.
-    #[pyo3(transparent)]
-    Begun(Option<Handle>),
-}
 
 const REFUSED: Outcome = Outcome::Refused(false);
 

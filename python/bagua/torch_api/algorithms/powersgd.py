@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bagua.linalg import is_finite, orthonormal, wide
+
 from ..bucket import BaguaBucket
 from ..model_engine.backend import Backend
 from ..model_engine.exchange import Exchange
@@ -34,30 +36,18 @@ from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import forget, registration
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
-# Matrices are multiplied and errors kept in these.
-_COMPUTED_IN = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-}
+_APPROXIMATED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def rank_of(param: torch.Tensor, rank: int, min_compression: float) -> int | None:
     """The rank r = min(n, m, ``rank``) of a gradient's approximation, as an n x m matrix with n = shape[0]; None if it
     is averaged as it is: r (n + m) numbers must be at least ``min_compression`` times fewer than n m.
     """
-    if param.dim() == 0 or param.numel() == 0 or param.dtype not in _COMPUTED_IN:
+    if param.dim() == 0 or param.numel() == 0 or param.dtype not in _APPROXIMATED:
         return None
     n, m = param.shape[0], param.numel() // param.shape[0]
     r = min(n, m, rank)
     return r if n * m >= min_compression * r * (n + m) else None
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are. The sum is not finite unless they are; a sum may overflow, and is looked into then."""
-    accumulated = tensor.sum(dtype=_COMPUTED_IN.get(tensor.dtype))
-    return bool(torch.isfinite(accumulated)) or bool(torch.isfinite(tensor).all())
 
 
 class _Matrix:
@@ -69,7 +59,7 @@ class _Matrix:
         # Place in the model's order, for the drawing of q.
         self.number = number
         self.n, self.m, self.r = param.shape[0], param.numel() // param.shape[0], r
-        self.dtype = _COMPUTED_IN[param.dtype]
+        self.dtype = wide(param.dtype)
         # What earlier rounds lost of this rank's gradient, in the parameter's shape; None without error feedback.
         self.error = torch.zeros(param.shape, dtype=self.dtype, device=param.device) if feedback else None
         # m x r, the same on all ranks.
@@ -152,7 +142,7 @@ class PowerSGDExchange(GradientExchange):
         bases = self._bases(matrices, given)
         factors = self._factors(matrices, given, bases)
         finite = all(
-            _is_finite(slot.param.grad)
+            is_finite(slot.param.grad)
             for slot in self._slots.values()
             if slot.name not in self.matrices and slot.param.grad is not None
         )
@@ -162,7 +152,7 @@ class PowerSGDExchange(GradientExchange):
                 grad.fill_(math.nan)
             else:
                 grad.copy_((basis @ factors[matrix.name].T).view(grad.shape))
-            finite = _is_finite(grad) and finite
+            finite = is_finite(grad) and finite
         # The same on all ranks. A step that a GradScaler skips has used nothing of the errors and learned nothing.
         if finite:
             self._take_over(matrices, given, factors)
@@ -172,14 +162,15 @@ class PowerSGDExchange(GradientExchange):
         shapes = {matrix.name: (matrix.n, matrix.r, matrix.dtype) for matrix in matrices}
         sums = _Flat(shapes, matrices[0].param.device)
         for matrix in matrices:
-            if _is_finite(given[matrix.name]):
+            if is_finite(given[matrix.name]):
                 torch.mm(given[matrix.name], matrix.scaled_q(), out=sums.parts[matrix.name])
             else:
                 sums.parts[matrix.name].fill_(math.nan)
         sums.all_reduce(self._backend, ReduceOp.SUM)
         bases: dict[str, torch.Tensor | None] = {}
         for name, total in sums.parts.items():
-            bases[name] = torch.linalg.qr(total).Q.contiguous() if _is_finite(total) else None
+            basis = orthonormal(total)
+            bases[name] = None if basis is None else basis.contiguous()
         return bases
 
     def _factors(

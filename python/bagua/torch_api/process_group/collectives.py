@@ -177,7 +177,9 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``."""
-        if (begun := self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0, async_op)) is not False:
+        if (
+            begun := self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0, async_op)
+        ) is not False:
             return begun
         return self._run(verbs.ALL_REDUCE, send_tensor, recv_tensor, async_op, op)
 
@@ -207,7 +209,9 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank r gets the reduction of every rank's r-th shard."""
-        if (begun := self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0, async_op)) is not False:
+        if (
+            begun := self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0, async_op)
+        ) is not False:
             return begun
         return self._run(verbs.REDUCE_SCATTER, send_tensor, recv_tensor, async_op, op)
 
@@ -225,7 +229,9 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Every rank gets every rank's tensor, concatenated in ``recv_tensor``."""
-        if (begun := self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0, async_op)) is not False:
+        if (
+            begun := self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0, async_op)
+        ) is not False:
             return begun
         return self._run(verbs.ALL_GATHER, send_tensor, recv_tensor, async_op)
 
@@ -283,7 +289,9 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order."""
-        if (begun := self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0, async_op)) is not False:
+        if (
+            begun := self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0, async_op)
+        ) is not False:
             return begun
         return self._run(verbs.ALL_TO_ALL, send_tensor, recv_tensor, async_op)
 
