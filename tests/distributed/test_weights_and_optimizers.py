@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -291,7 +292,24 @@ def buckets_of_weights_begin_with_the_last_parameter(rank: int) -> None:
         assert torch.equal(bucket._right_peer_weight, everybody.chunk(size)[(rank + 1) % size])
 
 
+def copies_of_weights_stay_until_they_are_communicated(rank: int) -> None:
+    model = net()
+    model.with_bagua(whole(model), LowPrecisionDecentralizedAlgorithm(False))
+    backward(model, rank, 0)
+    exchange, backend = model.bagua_algorithm._exchange, model.bagua_ddp.backend
+    exchange.communicate_due()
+    exchange._start(waits=False)
+    copies = [weakref.ref(copy) for _, copy in exchange._sent]
+    exchange._sent.clear()
+    gc.collect()
+    # The communication thread may be reading and writing them.
+    assert all(copy() is not None for copy in copies)
+    backend.wait_pending_comm_ops()
+    assert all(copy() is None for copy in copies)
+
+
 CASES: list[Case] = [
+    copies_of_weights_stay_until_they_are_communicated,
     buckets_of_weights_begin_with_the_last_parameter,
     an_optimizer_that_was_not_given_is_followed,
     an_optimizer_of_another_model_is_not_awaited,

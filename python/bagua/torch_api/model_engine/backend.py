@@ -81,6 +81,8 @@ class Backend:
         # CUDA devices of the buckets, and that of each registered tensor by number.
         self._devices: list[torch.device] = []
         self._places: list[torch.device | None] = []
+        # By number: memory in place of a registered tensor's, which the engine may read and write until the wait.
+        self._kept: dict[int, torch.Tensor] = {}
         _models.all_backends.add(self)
 
     @property
@@ -117,7 +119,7 @@ class Backend:
         self.mark_ready(self.number(name), values)
 
     def mark_ready(self, number: int, values: torch.Tensor | None = None) -> None:
-        """The same by :meth:`number`. ``values`` has them, if their address changed, and must live until the wait.
+        """The same by :meth:`number`. ``values`` has them, if their address changed, and is kept until the wait.
 
         On a CUDA device they are final when torch's current stream there has come so far, and the engine keeps
         ``values`` until the device is done with them.
@@ -127,6 +129,8 @@ class Backend:
         device = self._places[number] if self._devices and 0 <= number < len(self._places) else None
         if device is None:
             self._engine.mark_ready(number, *where)
+            if values is not None:
+                self._kept[number] = values
             return
         keep = None if values is None else values.detach()
         self._engine.mark_ready(number, *where, keep=keep, **devices.stream_options(device))
@@ -138,7 +142,11 @@ class Backend:
         not the devices have come so far.
         """
         if not self._devices:
-            return self._engine.wait()
+            done = self._engine.wait()
+            if done == len(self._buckets):
+                # Otherwise a bucket may be waiting for others of its tensors.
+                self._kept.clear()
+            return done
         first, *others = self._devices
         done = self._engine.wait(**devices.stream_options(first))
         for device in others:
@@ -228,6 +236,7 @@ class Backend:
         self._averagers = []
         self._engine.shutdown()
         self._buckets = []
+        self._kept = {}
 
 
 def find(model_name: str) -> Backend | None:

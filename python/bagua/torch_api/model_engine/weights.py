@@ -302,6 +302,6 @@ class WeightUpdate(WeightTensors):
     def drop(self) -> bool:
         """The model was collected: waits for what was sent, and sends nothing. Whether an exchange was due."""
         if self._sent:
-            self._sent = []
             self._backend.wait_pending_comm_ops()
+            self._sent = []
         return self._due
