@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from bagua import config, engine, group
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
 from bagua.lifecycle import process
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 
 __all__ = ["join"]
 

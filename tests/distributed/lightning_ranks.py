@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bagua.lightning.world import fail, leave
+from bagua.lightning.process_group import fail, leave
 from tests.distributed.lightning_kit import SAMPLES, Kit, loader, weights
 
 #: Trained by strategy="ddp" on gloo and by ours: options of the model, and of the Trainer.

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua
 import bagua.c10d  # registers the backend
 import bagua.torch_api
-from bagua.c10d.torch_c10d import BACKEND_HAS_CONSTRUCTOR
+from bagua.c10d.torch_bindings import BACKEND_HAS_CONSTRUCTOR
 from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
 from tests.world import ROOT, World, make_world
 
@@ -364,7 +364,7 @@ import bagua.c10d
 dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.group.WORLD
 halves = [group]
-if bagua.c10d.torch_c10d.BACKEND_HAS_CONSTRUCTOR:
+if bagua.c10d.torch_bindings.BACKEND_HAS_CONSTRUCTOR:
     halves.append(group._get_backend(torch.device("cpu")))
 sys.setrecursionlimit(300)
 for half in halves:

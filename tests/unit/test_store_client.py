@@ -18,7 +18,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 from bagua.torch_api.membership.store_client import connect
 
 HOST = "127.0.0.1"
@@ -143,7 +143,7 @@ def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
 GIVES_UP = """
 import sys
 from functools import partial
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 from bagua.torch_api.membership.store_client import _open
 port = int(sys.argv[1])
 try:

@@ -17,9 +17,9 @@ require("bagua.aggregation")
 from .aggregation import Aggregation
 from .centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, AllReduceAggregationHVD
 from .decentralized import DecentralizedAggregation
-from .packing import global_average, pack_tensors, unpack_tensors
 from .power import PowerAggregation, orthogonalize
 from .sparsified import SparsifiedAggregation
+from .tensor_packing import global_average, pack_tensors, unpack_tensors
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",

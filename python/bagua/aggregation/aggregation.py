@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .packing import flatten
+from .tensor_packing import flatten
 
 Denominator = torch.Tensor | float | None
 Closure = Callable[..., None]

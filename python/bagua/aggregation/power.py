@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from .aggregation import Denominator
-from .compressing import CompressingAggregation, Gradients, wide
-from .packing import flatten
+from .error_feedback import CompressingAggregation, Gradients, wide
 from .peers import Group, Peers, find
+from .tensor_packing import flatten
 
 _OPS = ("avg_world", "avg")
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from .aggregation import Denominator, divisor
-from .compressing import CompressingAggregation, Gradients
+from .error_feedback import CompressingAggregation, Gradients
 from .peers import Group
 
 Method = Literal["top_k", "random_k", "block"]

@@ -23,11 +23,11 @@ from bagua.lifecycle import at_exit
 from bagua.torch_operand import reader
 
 from . import operations, sparse
+from .compiler_disable import uncompiled
 from .operations import Operation
 from .profiling import event, profiled
 from .reductions import CODES
-from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
-from .uncompiled import uncompiled
+from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d
 from .work import DoneWork, Work, seconds
 
 __all__ = ["BaguaProcessGroup", "Life"]

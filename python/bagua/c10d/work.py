@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.futures
 
+from .compiler_disable import uncompiled
 from .profiling import event
-from .torch_c10d import c10d
-from .uncompiled import uncompiled
+from .torch_bindings import c10d
 
 if TYPE_CHECKING:
     from torch.futures import Future

@@ -137,7 +137,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from bagua.torch_api.membership import torch_end
+    from bagua.torch_api.membership import torch_destroy
 
     torch.set_num_threads(1)
     # Kept until the end: on rank 0 it serves.
@@ -158,7 +158,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
             )
         joined.barrier()
     finally:
-        torch_end.destroy()
+        torch_destroy.destroy()
     return {"ranks": joined.size, "collective": joined.collective, "all_reduce": rows}
 
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from bagua import config, cuda, engine, group, launcher, torch_needed
-from bagua.commands import machine, tables, trial
+from bagua.commands import all_reduce_check, machine, tables
 from bagua.commands.variables import SECRET, VARIABLES
 from bagua.errors import BaguaError
 
@@ -67,7 +67,7 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     found["cuda"] = _cuda()
     found["trial"] = None
     if with_trial:
-        found["trial"], why = trial.run()
+        found["trial"], why = all_reduce_check.run()
         if why:
             problems.add("trial of two processes", why, "mend the problems above, or run it by hand: bagua bench")
     found["problems"] = problems.found

@@ -14,7 +14,7 @@ from bagua.torch_api import env
 from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 
-from .moves import allgather_async, broadcast_, digest, everybody
+from .data_movement import allgather_async, broadcast_, digest, everybody
 from .process_sets import ProcessSet, global_process_set
 
 

@@ -24,8 +24,8 @@ from bagua.errors import BaguaError, DeviceError
 from .. import devices
 from ..bucket import BaguaBucket
 from ..membership import elastic
-from ..model_engine.backend import AveragedMemory
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import AveragedMemory
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.weights import WeightTensors, check_floating
 from ..places import FlatMemory, Place
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp

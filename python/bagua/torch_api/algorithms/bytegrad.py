@@ -12,7 +12,7 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.exchange import Exchange
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange
 from ..process_group import Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from ..bucket import BaguaBucket
-from ..model_engine.backend import Backend
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import BucketEngine
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import SparseExchange
 from ..process_group import ProcessGroup, ReduceOp
@@ -101,7 +101,7 @@ class PowerSGDExchange(GradientExchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
@@ -242,7 +242,7 @@ class _Flat:
                 self.parts[name] = flat[start:end].view(rows, columns)
             self._flats.append(flat)
 
-    def all_reduce(self, backend: Backend, op: ReduceOp) -> None:
+    def all_reduce(self, backend: BucketEngine, op: ReduceOp) -> None:
         """In place."""
         for handle in [backend.all_reduce(flat, op) for flat in self._flats]:
             handle.wait()

@@ -29,8 +29,8 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
-from ..model_engine.backend import Backend
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import BucketEngine
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import SparseExchange
 from ..process_group import DTYPES, ProcessGroup, ReduceOp
@@ -242,7 +242,7 @@ class MomentExchange(GradientExchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,

@@ -18,14 +18,14 @@ from bagua.lifecycle import forget_groups
 
 from .. import communication
 from ..algorithms.base import Algorithm
-from ..model_engine import backend
+from ..model_engine import bucket_engine
+from ..model_engine.bagua_ddp import end_with_group
 from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
 from ..model_engine.engine import ModelEngine, Progress
-from ..model_engine.patched import end_with_group
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
 from ..process_group.state import group_state
-from . import restart, torch_group
+from . import torch_init, torch_reinit
 from .state import membership_state
 
 __all__ = ["Rebuilt", "rebuild"]
@@ -82,7 +82,7 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
         try:
             return plan.carry_out(world)
         except Exception:
-            if torch_group.cause_of_failure(world) is None:
+            if torch_init.cause_of_failure(world) is None:
                 raise
 
 
@@ -191,7 +191,7 @@ class _Plan:
         self._ranks = [self._ranks[rank] for rank in former]
         for model in self.models:
             model.end()
-        backend.shut_down_all()
+        bucket_engine.shut_down_all()
         forget_groups()
         communication.set_world(world)
         config.announce(
@@ -208,7 +208,7 @@ class _Plan:
         assert group is not None
         self._take_state(communicator, self._source(communicator))
         if group_state.initialised_torch_distributed:
-            restart.restart(world, communicator)
+            torch_reinit.restart(world, communicator)
         refusal: Exception | None = None
         for model in self.models:
             try:

@@ -12,7 +12,7 @@ from functools import partial
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 
 __all__ = ["StoreClient", "connect"]
 

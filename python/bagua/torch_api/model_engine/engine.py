@@ -21,7 +21,7 @@ from ..bucket import BaguaBucket
 from ..membership import elastic
 from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
-from . import backend as backends
+from . import bucket_engine as backends
 from . import bucketing
 from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
@@ -184,7 +184,7 @@ class ModelEngine:
         self._tracked_ids = {id(param) for _, param in self._tracked}
         self._agree(module, algorithm)
         self._unchanged = Tracked(name, self._tracked)
-        self.backend = backends.Backend(name, process_group)
+        self.backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
             if broadcast_state:

@@ -22,8 +22,8 @@ from ..bucket import BaguaBucket
 from ..places import Place, over
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration
-from .backend import Backend
-from .exchange import Exchange
+from .bucket_engine import BucketEngine
+from .exchange_interface import Exchange
 from .sparse import SparseExchange
 
 
@@ -98,7 +98,7 @@ class GradientExchange(Exchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,

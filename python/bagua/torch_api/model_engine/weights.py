@@ -34,8 +34,8 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..places import Place
 from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
-from .backend import Backend
-from .exchange import Exchange
+from .bucket_engine import BucketEngine
+from .exchange_interface import Exchange
 from .steps import AwaitedSteps
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -84,7 +84,7 @@ class _Slot:
 class WeightTensors(Exchange):
     """The parameters of one model as the tensors of its buckets."""
 
-    def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
+    def __init__(self, backend: BucketEngine, module_name: str, parameters: Parameters) -> None:
         self._backend = backend
         self._module_name = module_name
         self._parameters = list(parameters)
@@ -140,7 +140,7 @@ class WeightAverage(WeightTensors):
     See the module for what the core reads, and for weights that change meanwhile.
     """
 
-    def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
+    def __init__(self, backend: BucketEngine, module_name: str, parameters: Parameters) -> None:
         super().__init__(backend, module_name, parameters)
         self._averaged: list[_Averaged] = []
         # Communicated since the step's first forward, and not taken over yet.
@@ -225,7 +225,7 @@ class WeightUpdate(WeightTensors):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Parameters,
         optimizers: Sequence[torch.optim.Optimizer],

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...env import get_node_rank
-from .redis_job import job_servers, stop_job_servers
+from .redis_job_servers import job_servers, stop_job_servers
 from .redis_server import start_redis_server_cli
 from .store import ClusterStore, LossyStore, Shared
 

@@ -19,7 +19,7 @@ from bagua.torch_api.process_group import check_on_cpu
 from .reductions import Reduction, reduce_all
 
 
-class Exchange:
+class GradientReducer:
     """The gradients of one DistributedOptimizer.
 
     The parameters are divided into units: messages, in the reverse of the optimizer's order, which is about the order
@@ -174,13 +174,13 @@ class Exchange:
 class _Arrived:
     """The hook of a parameter. Holds no reference that would keep the optimizer alive."""
 
-    def __init__(self, exchange: weakref.ref[Exchange]) -> None:
-        self._exchange = exchange
+    def __init__(self, reducer: weakref.ref[GradientReducer]) -> None:
+        self._reducer = reducer
 
     def __call__(self, param: torch.Tensor) -> None:
-        exchange = self._exchange()
-        if exchange is not None:
-            exchange.arrived(param)
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.arrived(param)
 
 
 def _check_groups(groups: Any) -> None:

@@ -62,7 +62,7 @@ class AveragedMemory:
         return options["device"], options["stream"], keep
 
 
-class Backend:
+class BucketEngine:
     """One strictly ordered queue of buckets with a communication thread of its own."""
 
     def __init__(self, name: str, group: ProcessGroup) -> None:
@@ -230,18 +230,18 @@ class Backend:
         self._buckets = []
 
 
-def find(model_name: str) -> Backend | None:
+def find(model_name: str) -> BucketEngine | None:
     """The backend of a model by its name."""
-    found: Backend | None = _models.backends.get(model_name)
+    found: BucketEngine | None = _models.backends.get(model_name)
     return found
 
 
-def adopt(backend: Backend) -> None:
+def adopt(backend: BucketEngine) -> None:
     """Makes a backend that of the model of its name."""
     _models.backends[backend.name] = backend
 
 
-def release(backend: Backend) -> None:
+def release(backend: BucketEngine) -> None:
     """Shuts a model's backend down."""
     if _models.backends.get(backend.name) is backend:
         del _models.backends[backend.name]

@@ -16,7 +16,7 @@ from ..process_group import Communicator
 T = TypeVar("T")
 
 
-class Team:
+class Coordinator:
     """All ranks of the job; one rank where there is no job."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
-from bagua.store_requests import StoreRequests
+from bagua.tcp_store_requests import StoreRequests
 
 from .state import membership_state
 from .store_client import StoreClient

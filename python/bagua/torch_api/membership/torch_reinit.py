@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 from bagua import group as neutral
 
 from ..process_group import Communicator
-from . import torch_end, torch_group
+from . import torch_destroy, torch_init
 from .state import membership_state
 from .store_client import StoreClient, connect
 
@@ -23,7 +23,7 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
     The server of the old store may have been a rank that is gone. An error of any kind when a rank is lost meanwhile.
     """
     if dist.is_initialized():
-        torch_end.destroy()
+        torch_destroy.destroy()
     limit = timedelta(seconds=world.timeout)
     own, host = None, world.communicator.listen_host
     if world.rank == 0:
@@ -35,4 +35,4 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
         client = connect(host, port, world.size, world.timeout, lambda: world.communicator.cause())
     # For as long as the process lives, as that of init_process_group.
     membership_state.stores[host, port] = client
-    torch_group.begin(client, world)
+    torch_init.begin(client, world)

@@ -1,4 +1,7 @@
-"""Two processes that all_reduce, as `bagua doctor` starts them: `python -m bagua.commands.trial RANK RANKS FILE`."""
+"""Two processes that all_reduce, started by `bagua doctor`.
+
+python -m bagua.commands.all_reduce_check RANK RANKS FILE
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def run(ranks: int = 2) -> tuple[dict[str, Any], str]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bagua-doctor-") as folder:
         wrapper = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
-        command = [*wrapper, sys.executable, "-m", "bagua.commands.trial"]
+        command = [*wrapper, sys.executable, "-m", "bagua.commands.all_reduce_check"]
         # A running job's metrics are none of the trial's, nor is the trial's failure one of the job's.
         variables = config.environment({"BAGUA_METRICS_PORT": "", "BAGUA_TRACE_DIR": "", "OMP_NUM_THREADS": "1"})
         processes: list[subprocess.Popen[str]] = []

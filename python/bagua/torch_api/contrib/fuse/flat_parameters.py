@@ -10,7 +10,7 @@ import torch
 
 from bagua.errors import BaguaError
 
-from . import layout
+from . import memory_layout
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -45,7 +45,7 @@ def signature(param: torch.Tensor, entry: dict[str, Any]) -> tuple[Any, ...] | N
     return tuple(parts)
 
 
-class Run:
+class FlatParameters:
     """Two or more parameters and the one that stands for them, over the same memory.
 
     Between two steps each parameter's state is a view of the flat one, so a plain ``step`` finds and leaves everything
@@ -54,13 +54,13 @@ class Run:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], state: State) -> None:
         self.params = list(params)
-        flat = layout.whole([param.detach() for param in params])
+        flat = memory_layout.whole([param.detach() for param in params])
         assert flat is not None
         # The parameter that stands for all; never seen by autograd.
         self.flat = torch.nn.Parameter(flat)
         self._pointers = [param.data_ptr() for param in params]
-        self._grad = layout.room_for(params)
-        self._grad_views = layout.cut(self._grad, params)
+        self._grad = memory_layout.room_for(params)
+        self._grad_views = memory_layout.cut(self._grad, params)
         self._vectors_only = all(param.dim() == 1 for param in params)
         # The parameter whose gradient is watched for being kept from step to step: the smallest, as that one is kept
         # alive for it.
@@ -88,10 +88,10 @@ class Run:
         models = self.params if kind == "elements" else values
         flat = None
         if all(value.stride() == model.stride() for value, model in zip(values, models, strict=True)):
-            flat = layout.whole(values)
+            flat = memory_layout.whole(values)
         if flat is None:
-            flat = layout.room_for(values)
-            views = layout.cut(flat, models)
+            flat = memory_layout.room_for(values)
+            views = memory_layout.cut(flat, models)
             for view, value, entry in zip(views, values, self._entries, strict=True):
                 view.copy_(value)
                 entry[key] = view
@@ -196,7 +196,7 @@ class Run:
             views = list(flat.unbind())
         else:
             flat = value.contiguous()
-            views = layout.cut(flat, self.params)
+            views = memory_layout.cut(flat, self.params)
         for entry, view in zip(self._entries, views, strict=True):
             entry[key] = view
         self._keep(key, kind, flat, views)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import choice, world, wrapping
+from . import algorithm_options, ddp_wrapper, process_group
 from .environment import is_detected
 
 __all__ = ["CommonMethods"]
@@ -42,16 +42,16 @@ class CommonMethods(_Base):  # type: ignore[misc]
         """Remembers what to train with. MisconfigurationException names what is wrong with it."""
         self._algorithm, self._bagua_kwargs, self._wrapping = algorithm, dict(options), wrapping_options
         with self._refusing():
-            choice.check(algorithm, options)
+            algorithm_options.check(algorithm, options)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
         """Turns what a user has to change into Lightning's exception for it."""
         try:
             yield
-        except choice.Refused as wrong:
+        except algorithm_options.Refused as wrong:
             # The text about qadam is that of Lightning 1.9.
-            text = str(wrong) if str(wrong) == choice.QADAM else f"{type(self).__name__}: {wrong}"
+            text = str(wrong) if str(wrong) == algorithm_options.QADAM else f"{type(self).__name__}: {wrong}"
             raise self._misconfigured(text) from wrong
 
     def _prepare_to_join(self, device: torch.device) -> None:
@@ -60,16 +60,16 @@ class CommonMethods(_Base):  # type: ignore[misc]
         import bagua.c10d  # noqa: F401
 
         with self._refusing():
-            choice.check_device(device)
+            algorithm_options.check_device(device)
 
     def _wrapped(self, module: Any, optimizers: Sequence[torch.optim.Optimizer], schedulers: int = 0) -> Any:
         """The module in the wrapper that communicates for it. Collective."""
         with self._refusing():
-            algorithm = choice.make(self._algorithm, self._bagua_kwargs, optimizers, schedulers)
-        return wrapping.wrap(module, optimizers, algorithm, **self._wrapping)
+            algorithm = algorithm_options.make(self._algorithm, self._bagua_kwargs, optimizers, schedulers)
+        return ddp_wrapper.wrap(module, optimizers, algorithm, **self._wrapping)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        return world.reduce(type(self).__name__, tensor, group, reduce_op)
+        return process_group.reduce(type(self).__name__, tensor, group, reduce_op)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
