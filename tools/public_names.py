@@ -47,7 +47,7 @@ PUBLIC = {
         "bagua.torch_api.contrib.utils.serialization",
         "bagua.torch_api.contrib.utils.store",
     ],
-    "Other front doors": [
+    "Other front ends": [
         "bagua.aggregation",
         "bagua.aggregation.optim",
         "bagua.c10d",

@@ -1,6 +1,6 @@
 """The Rust core, by address: the only file that imports the extension.
 
-What is here speaks in addresses, element counts and codes, and trusts its caller to keep memory alive and in place;
+Its functions take addresses, element counts and codes, and rely on their caller to keep memory alive and in place;
 `bagua.group` and `bagua.torch_api` are the callers that do.
 """
 

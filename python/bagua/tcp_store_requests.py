@@ -1,4 +1,4 @@
-"""Requests to a store of torch.distributed that are given up when nobody answers.
+"""Requests to a store of torch.distributed that time out when its server does not answer.
 
 A client of torch's TCPStore waits for an answer without a limit: when the process that serves the store is frozen, or
 the line to it is cut, the call never returns. So each request is made by a thread of its own, and the caller waits for
@@ -49,11 +49,11 @@ class Connection:
         self.ended = False
 
     def opened(self) -> None:
-        """All sockets are open: later ones are somebody else's."""
+        """All sockets are open: later ones belong to other code."""
         self._own = {number for number, _ in self._towards_port()}
 
     def shut(self) -> None:
-        """Ends both directions of every socket: whoever reads from it gets an error."""
+        """Ends both directions of every socket: a thread that reads from it gets an error."""
         self.ended = True
         for _, stream in self._towards_port():
             with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class StoreRequests:
         self._cause = None
 
     def abandon(self) -> None:
-        """Nobody will ask any more: a request that is still open ends with its connection."""
+        """The last call: a request that is still open ends with its connection."""
         if self._open is not None and self._connection is not None:
             self._connection.shut()
 
@@ -96,7 +96,7 @@ class StoreRequests:
         if self._open is not None:
             self._await(self._open, until, limit)
         self._open = queue.SimpleQueue()
-        # A daemon: the process may end although nobody ever answers.
+        # A daemon: the process may end although the server never answers.
         thread = threading.Thread(target=_make, args=(request, self._open), name="bagua-store", daemon=True)
         thread.start()
         try:
@@ -145,7 +145,7 @@ def _end(thread: threading.Thread, connection: Connection | None) -> None:
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
     """The Internet sockets of this process, each with its inode's number, and open for as long as it is looked at."""
     for name in os.listdir("/proc/self/fd"):
-        # Whoever owns it may close it at any moment.
+        # Its owner may close it at any moment.
         try:
             descriptor = os.dup(int(name))
         except OSError:

@@ -67,7 +67,7 @@ class Cuda:
         return stream
 
     def array(self, values: Any, *, dlpack: bool = False, stream: int = LEGACY, **interface: Any) -> DeviceArray:
-        """An array of these values, which `stream` writes late: when somebody waits for it."""
+        """An array of these values, which `stream` writes late: when a call waits for it."""
         values = np.ascontiguousarray(values)
         made = DeviceArray(self, values.shape, values.dtype, dlpack, stream, interface)
         made.write(values, stream)
@@ -79,7 +79,7 @@ class Cuda:
         return DeviceArray(self, shape, np.dtype(dtype), dlpack, LEGACY, interface)
 
     def pinned(self, size: int) -> Any:
-        """Pinned bytes, which live until `close`."""
+        """Pinned bytes, which are valid until `close`."""
         found = self.driver.pinned(max(size, 1))
         self._pinned.append(found)
         return found
@@ -94,7 +94,7 @@ class Cuda:
     def late(self, stream: int) -> Gate:
         """What the stream gets from now on does not begin before the gate is opened.
 
-        On the simulated driver it begins when somebody needs it, gate or not.
+        On the simulated driver it begins when a call waits for it, gate or not.
         """
         gate = Gate(self, stream)
         self._gates.append(gate)

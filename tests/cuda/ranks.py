@@ -111,7 +111,7 @@ class OnDevice(Ranks):
             self.output = world.output
 
     def __call__(self, size: int, function: Function, *arguments: Any, clean: bool = True, **options: Any) -> list[Any]:
-        """Whether a rank left something behind is not known: the driver does not tell."""
+        """Whether a rank left something behind is not known: the driver does not report it."""
         with self.world(size, **options) as world:
             return world.run(function, *arguments)
 

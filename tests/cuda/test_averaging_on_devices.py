@@ -33,7 +33,7 @@ from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_
 from tests.cuda.test_staged_failures import UNKNOWN, only, run, told
 from tests.cuda.torch_on_sim import install, joined
 
-#: Seconds: no round that nobody asks for; and many in a short test.
+#: Seconds: no round without a request; and many in a short test.
 NEVER, OFTEN = 3600.0, 0.002
 COUNT = 5003
 LIMIT = 30.0
@@ -153,7 +153,7 @@ def runs_as_an_operation_of_a_bucket(rank: int, cuda: Cuda) -> None:
     queue.raw.shutdown()
 
 
-def stands_still_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
+def averages_nothing_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
     size, stream = groups.default(required=True).size, cuda.stream()
     averaged = Averaged(cuda, "abort", np.full(COUNT, float(rank), np.float32), OFTEN, stream)
     averaged.wait_until("a round", lambda: averaged.raw.stats()["rounds"] > 0)
@@ -199,7 +199,7 @@ def refuses_a_stream_that_is_being_captured(rank: int, cuda: Cuda) -> None:
     averaged.raw.stop(LIMIT)
 
 
-def lives_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
+def is_kept_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
     averaged = Averaged(cuda, "freed", np.full(COUNT, float(rank), np.float32), OFTEN)
     averaged.wait_until("rounds", lambda: averaged.raw.stats()["rounds"] > 1)
     averaged.raw.stop(LIMIT)
@@ -210,9 +210,9 @@ def lives_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
 CASES: tuple[Callable[[int, Cuda], None], ...] = (
     has_the_bits_of_the_host,
     runs_as_an_operation_of_a_bucket,
-    stands_still_between_abort_and_resume,
+    averages_nothing_between_abort_and_resume,
     refuses_a_stream_that_is_being_captured,
-    lives_as_long_as_it_is_used,
+    is_kept_as_long_as_it_is_used,
 )
 
 
@@ -411,7 +411,7 @@ def fails_on_rank_1(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", ["cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel", "cuEventQuery"])
-def test_a_call_that_fails_is_raised_on_its_rank_and_ends_nobody_else(ranks: Ranks, api: str) -> None:
+def test_a_call_that_fails_is_raised_on_its_rank_and_ends_no_other(ranks: Ranks, api: str) -> None:
     fail = f"{api}:3:{UNKNOWN}"
     there, here = run(ranks, 2, fails_on_rank_1, each=only(1, BAGUA_SIM_FAIL=fail))
     assert (here["class"], here["api"], here["code"]) == ("DeviceError", api, UNKNOWN)
@@ -465,7 +465,7 @@ def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: P
 
 
 def waits_for_a_producer(rank: int, folder: str) -> str:
-    """A rank's device is busy, and the averaging ends: nobody waits for it."""
+    """A rank's device is busy, and the averaging ends: no rank waits for it."""
     cuda = Cuda()
     bagua.init()
     stream, busy = cuda.stream(), Path(folder, "busy")

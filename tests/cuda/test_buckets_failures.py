@@ -31,7 +31,7 @@ def fails_on_rank_1(rank: int, compressed: bool) -> list[dict[str, Any]]:
         bucket.raw.append_centralized(True, False, True)
     found: list[dict[str, Any]] = []
     queue = Queue("engine")
-    # A rank that has the others' data before one of them fails hears of it at its next call.
+    # A rank that has the others' data before one of them fails gets the error at its next call.
     while len(found) < 2:
         try:
             if not queue.buckets:

@@ -335,7 +335,7 @@ def trains_by_nccl_inside_hosts(rank: int) -> None:
     assert chosen["why"].endswith("; nccl inside the 2 hosts, staged between")
 
 
-# Each closes its models. An engine that nobody closes ends when Python collects it, at another time on each rank; the
+# Each closes its models. An engine that is not closed ends when Python collects it, at another time on each rank; the
 # first to end waits 5 s for the others to close its memory, and leaves that behind then.
 TOGETHER = (accumulates_under_no_sync, trains_by_the_wrapper, works_on_other_streams, resumes, refuses_by_name)
 

@@ -59,7 +59,7 @@ def fails(rank: int, timeout: float) -> list[dict[str, Any]]:
         ({"BAGUA_SIM_NCCL": "soon:ncclAllReduce:2:3"}, "ncclAllReduce", INTERNAL),
         ({"BAGUA_SIM_NCCL": "soon:ncclCommInitRankConfig:1:6"}, "ncclCommInitRankConfig", REMOTE),
         ({"BAGUA_SIM_NCCL": "later:ncclAllReduce:2:3"}, "ncclCommGetAsyncError", INTERNAL),
-        # The next operation or the thread that watches hears of it first.
+        # The next operation or the thread that watches gets it first.
         ({"BAGUA_SIM_NCCL": "later:ncclGroupEnd:1:6"}, "ncclCommGetAsyncError or ncclAllReduce", REMOTE),
     ],
     ids=str,
@@ -81,7 +81,7 @@ def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_the
         assert here[0]["api"] in error["text"]
 
 
-def test_a_unique_id_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks) -> None:
+def test_a_unique_id_that_cannot_be_made_is_raised_on_all_ranks(ranks: Ranks) -> None:
     here, there = fail(ranks, fails, 20.0, each=only(0, BAGUA_SIM_FAIL="ncclGetUniqueId:1:2"))
     assert [error["api"] for error in here] == ["ncclGetUniqueId"] * 2
     assert [error["class"] for error in there] == ["PeerRaisedError"] * 2
@@ -154,7 +154,7 @@ def waits_for_the_other(rank: int) -> Any:
     group.all_reduce(x)
     x.read()
     if rank == 0:
-        # The deadline passes on the device, when nobody waits any more.
+        # The deadline passes on the device, when no call waits any more.
         group.all_reduce(x, timeout=0.5)
     with pytest.raises(bagua.BaguaTimeoutError) as raised:
         group.recv(np.empty_like(ONES), 1 - rank)
@@ -164,7 +164,7 @@ def waits_for_the_other(rank: int) -> Any:
     return found
 
 
-def test_a_deadline_that_passes_on_the_device_is_told_on_all_ranks(ranks: Ranks) -> None:
+def test_a_deadline_that_passes_on_the_device_is_raised_on_all_ranks(ranks: Ranks) -> None:
     for text in run(ranks, 2, waits_for_the_other):
         assert "all_reduce" in text, text
 

@@ -136,7 +136,7 @@ def in_order(rank: int) -> Any:
     cuda, group = begin()
     first, second, third = cuda.stream(), cuda.stream(), cuda.stream()
     total = sum(range(4))
-    # Late producers, and streams that nobody has ordered but the call and its handle.
+    # Late producers, and streams that only the call and its handle have ordered.
     x, out = cuda.array(ONES * rank, stream=first), cuda.array(7 * ONES, stream=second)
     group.all_reduce(x, out=out, stream=third)
     assert out.read(third).tolist() == [float(total)] * 1000

@@ -36,7 +36,7 @@ def fails_on_rank_1(rank: int) -> list[dict[str, Any]]:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(ONES)
     found: list[dict[str, Any]] = []
-    # A rank that has the others' data before one of them fails hears of it at its next call.
+    # A rank that has the others' data before one of them fails gets the error at its next call.
     while len(found) < 2:
         try:
             group.all_reduce(x, timeout=20.0)

@@ -15,7 +15,7 @@ in this process. Ranks call it first, as `joined` does:
 A tensor on "cuda" is a `CudaTensor`: to torch's C++ it is a tensor of the CPU whose storage is the simulated device's
 memory, which the host cannot address; views, `.data`, `set_` and lifetimes are therefore torch's own. Python sees
 `device`, `is_cuda` and `data_ptr()` as they are on a GPU. An operation reads its operands in the order of the current
-stream, computes on the CPU, and enqueues the copy of its results on that stream, where it happens late: when somebody
+stream, computes on the CPU, and enqueues the copy of its results on that stream, where it happens late: when a call
 waits for it. A copy inside a device is enqueued as a whole. What forgets to order a stream after another one reads NaNs
 or old values, or is a fault. So is what writes to an operand before the stream has come to the operation that reads it:
 the stream reads it a second time, late, and finds something else.
@@ -579,5 +579,5 @@ def joined(device: int = 0) -> Iterator[Runtime]:
     torch.cuda.set_device(device)
     torch_api.init_process_group()
     yield runtime
-    # Not after an exception: the others hear of that when the process ends.
+    # Not after an exception: it is reported to the others when the process ends.
     torch_api.destroy_process_group()

@@ -365,7 +365,7 @@ def not_called(rank: int) -> Any:
     return *finish(model, steps), missing
 
 
-def test_ranks_that_live_and_have_not_called_are_named_and_all_go_on_afterwards(world: World) -> None:
+def test_ranks_that_run_and_have_not_called_are_named_and_all_go_on_afterwards(world: World) -> None:
     results = world(2).run(not_called)
     check_against_plain(results, [0, 1], "momentum", [2, 2])
     assert [result[2] for result in results] == [(1,), ()]

@@ -108,7 +108,7 @@ def work_and_leave(groups: list[group.Group]) -> None:
 
 def announced(store: Any, host: str, port: int) -> None:
     """What a rank 0 leaves in the store."""
-    torch_store._Board(store, "init", PATIENCE).announce(torch_store._Place(host, port, f"token of {port}"))
+    torch_store._Entries(store, "init", PATIENCE).announce(torch_store._Server(host, port, f"token of {port}"))
 
 
 def abandoned(store: Any) -> None:
@@ -141,7 +141,7 @@ def test_what_the_store_serves_grows_with_the_number_of_ranks_and_not_with_its_s
         assert 0 < served[16][what] / 15 <= 1.1 * served[4][what] / 3, served
 
 
-def test_a_place_that_an_earlier_group_left_in_the_store_is_passed_over() -> None:
+def test_an_entry_that_an_earlier_group_left_in_the_store_is_passed_over() -> None:
     store = HashStore()
     abandoned(store)
     abandoned(store)
@@ -157,7 +157,7 @@ def test_a_first_rank_that_does_not_come_is_named(before: int) -> None:
     store = HashStore()
     for _ in range(before):
         abandoned(store)
-    with pytest.raises(BaguaTimeoutError, match=r"init: no word from rank\(s\) 0 after 0\.3 s") as caught:
+    with pytest.raises(BaguaTimeoutError, match=r"init: timed out after 0\.3 s waiting for rank\(s\) 0") as caught:
         join(store, 1, 2, limit=0.3)
     assert (caught.value.missing, caught.value.noticed_by) == ((0,), 1)
     assert ("the rendezvous at 127.0.0.1:" in str(caught.value)) == bool(before)

@@ -69,7 +69,7 @@ def test_the_classes_of_the_package_are_those_of_lightning() -> None:
         ({"algorithm": 3}, "algorithm is the name of one or an Algorithm, not 3"),
         ({"find_unused": True}, "'gradient_allreduce' has no option 'find_unused'; it has hierarchical, average"),
         ({"algorithm": "bytegrad", "compression": "zip"}, "zip"),
-        ({"algorithm": "decentralized", "peer_selection_mode": "nobody"}, "nobody"),
+        ({"algorithm": "decentralized", "peer_selection_mode": "unknown"}, "unknown"),
         ({"algorithm": "async", "sync_interval_ms": "often"}, "async"),
         ({"algorithm": "qadam", "q_adam_optimizer": None}, "'qadam' has no option 'q_adam_optimizer'"),
         ({"algorithm": "qadam", "compression": "zip"}, "zip"),

@@ -72,7 +72,7 @@ def test_a_store_that_never_answers_is_given_up_and_nothing_is_left() -> None:
         await_that(lambda: connections(port) == 0, "a connection is left")
 
 
-def test_nobody_who_listens_is_a_plain_error() -> None:
+def test_a_port_without_a_listener_is_a_plain_error() -> None:
     with pytest.raises((OSError, DistError)):
         connect(HOST, free_port(), 2, 0.3)
     await_that(lambda: not threads(), "the request goes on")

@@ -1,4 +1,4 @@
-"""Groups of old versions of torch live until their threads have let go of their tensors."""
+"""Groups of old versions of torch are kept until their threads have released their tensors."""
 
 from __future__ import annotations
 

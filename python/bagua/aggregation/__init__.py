@@ -7,7 +7,7 @@
     aggregate(model, "avg_world")
     optimizer.step()
 
-The optimizers that do this by themselves live in :mod:`bagua.aggregation.optim`.
+The optimizers that do this by themselves are in :mod:`bagua.aggregation.optim`.
 """
 
 from bagua.torch_needed import require

@@ -1,4 +1,4 @@
-"""What the compressing aggregations share: a model's gradients go in, with an error memory for each parameter.
+"""The base of the compressing aggregations: gradients of a model, with an error memory for each parameter.
 
 What a step does not send stays in the memory and is added to the next gradient ("error feedback"): Stich, Cordonnier
 and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et al., "Error Feedback Fixes SignSGD and other

@@ -139,7 +139,7 @@ class SparsifiedAggregation(CompressingAggregation):
                 self.memories[index].copy_(whole.view(parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories, and where the random choice stands."""
+        """Memories, and the state of the random generator."""
         generator = None if self._generator is None else self._generator.get_state()
         return super().state_dict() | {"generator": generator}
 

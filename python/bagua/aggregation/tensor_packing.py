@@ -1,4 +1,4 @@
-"""Many tensors in one: what goes over the wire in one message, and back."""
+"""Packs many tensors into one message, and unpacks them."""
 
 from __future__ import annotations
 

@@ -70,13 +70,13 @@ def _failure(processes: Sequence[subprocess.Popen[str]], until: float) -> str:
         except subprocess.TimeoutExpired:
             return f"rank {rank} was still running after {_LIMIT:.0f} s"
         if process.returncode != 0:
-            last = (errors.strip().splitlines() or ["no word"])[-1]
+            last = (errors.strip().splitlines() or ["no message"])[-1]
             return f"rank {rank} ended with exit code {process.returncode}: {last}"
     return ""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One rank of the trial."""
+    """One rank of the check."""
     rank, ranks, path = int(arguments[0]), int(arguments[1]), arguments[2]
     bagua.init(rank, ranks, f"file://{path}", local_rank=rank, local_world_size=ranks, timeout=_TIMEOUT)
     x = np.arange(_ELEMENTS, dtype=np.float32) % 1000 + rank

@@ -23,7 +23,7 @@ from .process_sets import ProcessSet, global_process_set
 
 
 def _check(tensor: Any, what: str, process_set: Any) -> Communicator:
-    """Whom to communicate a tensor with, if it can be."""
+    """The communicator for a tensor, if it can be communicated."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} takes a torch.Tensor, not {type(tensor).__name__}")
     if not isinstance(process_set, ProcessSet):

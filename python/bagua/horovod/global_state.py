@@ -1,4 +1,4 @@
-"""The job that ``hvd.init`` joined: kept with the state of the torch layer, and forgotten with its groups."""
+"""The state from ``hvd.init`` to ``hvd.shutdown``: kept with that of the torch layer, and dropped with its groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bagua.torch_api.process_group.state import group_state
 
 
 class Job:
-    """What ``hvd.init`` made."""
+    """What ``hvd.init`` joined."""
 
     def __init__(self, joined: bool) -> None:
         #: Whether init joined the default process group, so that shutdown leaves it.
@@ -22,7 +22,7 @@ class Job:
         self.next_id = 1
 
 
-class _State(Record):
+class _HorovodState(Record):
     """Between ``hvd.init`` and ``hvd.shutdown``."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _State(Record):
         self.job = None
 
 
-_state = record(_State)
+_state = record(_HorovodState)
 
 
 def begin(joined: bool) -> None:

@@ -1,4 +1,4 @@
-"""How the gradients of an optimizer travel: in an order that is equal on all ranks, each message as early as can be."""
+"""Reduces the gradients of an optimizer: in an order that is equal on all ranks, each message as early as possible."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GradientReducer:
         self.set_passes(passes)
 
     def set_passes(self, passes: int) -> None:
-        """Sets the number of backward passes per step. AssertionError while gradients are on their way."""
+        """Sets the number of backward passes per step. AssertionError while gradients are being reduced."""
         passes = operator.index(passes)
         if passes < 1:
             raise ValueError(f"backward_passes_per_step is {passes}, which is not positive")
@@ -157,7 +157,7 @@ class GradientReducer:
         self.synchronized = True
 
     def forget(self) -> None:
-        """Begins a step anew. AssertionError when gradients of this one are on their way, or ready to be sent."""
+        """Begins a step anew. AssertionError when gradients of this one are being reduced, or ready for it."""
         if any(count >= self._passes for count in self._arrived.values()):
             raise AssertionError(
                 "gradients are being reduced: call optimizer.step() or optimizer.synchronize() after backward first"

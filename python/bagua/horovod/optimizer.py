@@ -72,7 +72,7 @@ class _Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's. AssertionError between a backward and its step, where gradients are on their way."""
+        """As torch's. AssertionError between a backward and its step, where gradients are being reduced."""
         self._bagua_reducer.forget()
         super().zero_grad(*args, **kwargs)
 

@@ -58,7 +58,7 @@ class ProcessSet:
         return self.communicator().rank()
 
     def communicator(self) -> Communicator:
-        """Whom its operations go to. ValueError on a process outside it."""
+        """The communicator of its ranks. ValueError on a process outside it."""
         found = self.group().get_global_communicator()
         if not isinstance(found, Communicator):
             raise ValueError(

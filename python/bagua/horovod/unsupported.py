@@ -1,4 +1,4 @@
-"""What Horovod has and this package has not: each raises NotImplementedError that says what to use instead."""
+"""Horovod's functions that this package lacks: each raises NotImplementedError that names what to use instead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class _Elastic:
-    """Stands for the module ``hvd.elastic``."""
+    """The module ``hvd.elastic``."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

@@ -50,7 +50,7 @@ def check(algorithm: Any, options: Mapping[str, Any]) -> None:
         raise Refused(f"{algorithm!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
     try:
         # The values: each constructor checks its own.
-        Algorithm.init(algorithm, **_first(algorithm, _stand_in), **options)
+        Algorithm.init(algorithm, **_first(algorithm, _placeholder_optimizer), **options)
     except (TypeError, ValueError) as wrong:
         raise Refused(f"algorithm {algorithm!r}: {wrong}") from wrong
 
@@ -77,7 +77,7 @@ def _first(algorithm: str, optimizer: Any) -> dict[str, Any]:
     return {"q_adam_optimizer": optimizer()} if algorithm == "qadam" else {}
 
 
-def _stand_in() -> optim.Optimizer:
+def _placeholder_optimizer() -> optim.Optimizer:
     from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
     nothing: Tensor = zeros(1)

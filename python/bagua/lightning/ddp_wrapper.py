@@ -1,4 +1,4 @@
-"""A module inside the wrapper that communicates for it, and out of it again."""
+"""Wraps a module for communication, and unwraps it."""
 
 from __future__ import annotations
 

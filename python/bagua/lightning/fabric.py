@@ -17,7 +17,7 @@ __all__ = ["FabricStrategyMethods"]
 
 
 class _SyncControl:
-    """Fabric's way to ask for a backward that communicates nothing."""
+    """Fabric's interface for a backward that communicates nothing."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
         """Inside, gradients only accumulate, if ``enabled``. TypeError for a module that was not set up."""
@@ -117,7 +117,7 @@ class FabricStrategyMethods(CommonMethods):
     def paused(self, module: torch.nn.Module) -> Iterator[None]:
         """Inside, this rank takes no part in the rounds of ``async``; nothing with other algorithms.
 
-        Fabric tells nobody when a training ends or evaluates: ``with fabric.strategy.paused(model)``.
+        Fabric has no hook for the end of a training or an evaluation: ``with fabric.strategy.paused(model)``.
         """
         wrapped: Any = getattr(module, "_forward_module", module)
         algorithm: Any = wrapped.bagua_algorithm if ddp_wrapper.is_wrapped(wrapped) else None

@@ -1,4 +1,4 @@
-"""The group of ranks that a strategy trains in, and what it does to single tensors."""
+"""Joins and leaves the group of ranks that a strategy trains in, and reduces single tensors over it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bagua.lifecycle import Record, process, record, report
 
 __all__ = ["fail", "join", "leave", "reduce", "restart"]
 
-_WORDS = {
+_OPS = {
     None: dist.ReduceOp.AVG,
     "mean": dist.ReduceOp.AVG,
     "avg": dist.ReduceOp.AVG,
@@ -25,8 +25,8 @@ _WORDS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# By these a process says that it has been launched, and that is not so after a world of one.
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# With these in the environment Lightning takes a process for a launched one, which it is not after a world of one.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class _Restart(Record):
@@ -52,12 +52,12 @@ def join() -> None:
     if dist.get_world_size() > 1:
         bagua.init_process_group()
         return
-    with config.keeping(*_PLACE):
+    with config.keeping(*_RANK_VARIABLES):
         bagua.init_process_group()
 
 
 def fail(exception: BaseException) -> None:
-    """Tells the other ranks that this one raised: their calls end with PeerRaisedError instead of waiting for it."""
+    """Reports to the other ranks that this one raised: their calls end with PeerRaisedError instead of a timeout."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         report(type(exception), exception)
 
@@ -102,15 +102,15 @@ def reduce(who: str, tensor: Any, group: Any, reduce_op: Any) -> Any:
     if group is not None:
         raise ValueError(f"{who} reduces over all ranks: group must be None, not {group!r}")
     if isinstance(reduce_op, str) or reduce_op is None:
-        word = reduce_op if reduce_op is None else reduce_op.lower()
-        if word not in _WORDS:
-            words = ", ".join(repr(known) for known in _WORDS if known)
-            raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes {words}, None or a ReduceOp")
-        op: Any = _WORDS[word]
+        name = reduce_op if reduce_op is None else reduce_op.lower()
+        if name not in _OPS:
+            names = ", ".join(repr(known) for known in _OPS if known)
+            raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes {names}, None or a ReduceOp")
+        op: Any = _OPS[name]
     elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         op = reduce_op
     else:
-        raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes a word, None or a ReduceOp")
+        raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes a name, None or a ReduceOp")
     if not dist.is_initialized():
         return tensor
     # gloo has no average.

@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric have in common."""
+"""The base of the strategies of the Trainer and of Fabric."""
 
 from __future__ import annotations
 

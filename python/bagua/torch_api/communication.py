@@ -491,8 +491,8 @@ def init_process_group(
     if local_world_size >= 0:
         local_rank, local_size = rank % max(local_world_size, 1), local_world_size
     else:
-        told = launcher.found()
-        local_rank, local_size = told.local_rank, told.local_world_size
+        found = launcher.found()
+        local_rank, local_size = found.local_rank, found.local_world_size
     if local_size is not None and not 0 <= (local_rank or 0) < local_size:
         raise ValueError(f"local rank {local_rank or 0} is not one of {local_size} ranks on this host")
     metrics.check()

@@ -131,7 +131,7 @@ class AlgorithmImpl:
         """Called before each step of an optimizer that holds parameters of the model, given to it or not."""
 
     def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called after each such step, also when it raised: then when nobody keeps the exception any more."""
+        """Called after each such step, also when it raised: then when the exception is freed."""
 
     def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
         """Called last before each forward, evaluation too. ``with_grad``: in training, with gradients enabled."""

@@ -71,7 +71,7 @@ class OuterExchange(Exchange):
             for name, anchor in self.anchors.items()
             if outer_momentum
         }
-        #: anchor - x on the way out, D on the way in.
+        #: anchor - x before the exchange, D after it.
         self._differences: dict[str, torch.Tensor] = {}
 
     def register(self) -> list[torch.Tensor]:

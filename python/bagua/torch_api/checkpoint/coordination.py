@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what one of them finds wrong, all of them hear."""
+"""The ranks that save or load a checkpoint together: when one of them fails, all raise an error."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class GradBucket:
         return self
 
     def index(self) -> int:
-        """Place of the bucket in the order of communication, from 0."""
+        """Index of the bucket in the order of communication, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:

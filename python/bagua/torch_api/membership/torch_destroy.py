@@ -1,8 +1,8 @@
 """Destroying groups of torch.distributed on every torch that is supported.
 
 Before 2.6 torch joins the threads of a gloo group with Python's lock held. A thread that has just completed an
-operation may still need that lock, to let go of a tensor that only it holds: then both wait for ever. So the groups
-are held a little longer there, and in that time nobody holds the lock.
+operation may still need that lock, to release a tensor that only it holds: then both wait for ever. So the groups
+are kept a little longer there, and in that time this thread does not hold the lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["destroy"]
 #: The first torch that joins them without Python's lock.
 _JOINS_WITHOUT_LOCK = "2.6"
 
-#: Seconds for a thread that was interrupted between the end of an operation and letting go of its tensors.
+#: Seconds for a thread that was interrupted between the end of an operation and the release of its tensors.
 _MOMENT = 0.2
 
 

@@ -1,4 +1,4 @@
-"""Initialising torch.distributed beside a group of ours, which says so when a rank is lost meanwhile."""
+"""Initialises torch.distributed beside a group of ours, whose failure ends the initialisation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CAUSE_GRACE = 0.5
 
 
 class _Watched(Store):
-    """A store whose requests end with the error of a group that has failed: who is waited for may be gone."""
+    """A store whose requests end with the error of a group that has failed: the rank waited for may be lost."""
 
     def __init__(self, client: StoreClient, world: neutral.Group, limit: timedelta) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Watched(Store):
         """Waits until all keys are set."""
         limit = (self._limit if timeout is None else timeout).total_seconds()
         until = time.monotonic() + limit
-        # By short requests: who gives up leaves none behind that is not answered.
+        # By short requests: a rank that gives up leaves none behind that is not answered.
         while not self.check(keys):
             if time.monotonic() > until:
                 raise TimeoutError(f"no value for {list(keys)} after {limit:.1f} s")
@@ -113,7 +113,7 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
         raise
     finally:
         watched.let_go()
-    # A rank that leaves as soon as its own connections stand would break those that others are still making.
+    # A rank that leaves as soon as its own connections are open would break those that others are still making.
     world.barrier()
     # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
     default: Any = core._get_default_group()

@@ -1,4 +1,4 @@
-"""torch.distributed begins anew, on the ranks that are left of its group."""
+"""Initialises torch.distributed again, on the ranks that are left of its group."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def restart(world: neutral.Group, communicator: Communicator) -> None:
         client = StoreClient(own)
     else:
         client = connect(host, port, world.size, world.timeout, lambda: world.communicator.cause())
-    # For as long as the process lives, as that of init_process_group.
+    # Until the process ends, as that of init_process_group.
     membership_state.stores[host, port] = client
     torch_init.begin(client, world)

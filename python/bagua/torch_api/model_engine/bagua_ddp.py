@@ -1,4 +1,4 @@
-"""A model that ``with_bagua`` has changed in place: its engine hears of each forward by hooks on the model."""
+"""A model that ``with_bagua`` has changed in place: hooks on the model call its engine around each forward."""
 
 from __future__ import annotations
 

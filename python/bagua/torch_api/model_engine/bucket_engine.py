@@ -28,11 +28,11 @@ class AveragedMemory:
 
     #: Contiguous weights, one tensor per dtype.
     weights: list[torch.Tensor]
-    #: Contiguous; who comes into the job gets them.
+    #: Contiguous; a joining rank gets them.
     buffers: list[torch.Tensor]
     lock: engine.WeightLock
-    #: This rank's, in an elastic job.
-    door: engine.Door | None
+    #: This rank's join server, in an elastic job.
+    join_server: engine.Door | None
     #: Of what must be equal on all ranks.
     digest: bytes
 
@@ -53,7 +53,7 @@ class AveragedMemory:
         ]
 
     def on_device(self) -> tuple[engine.CudaDevice, int, object] | None:
-        """The device, torch's current stream there, and who has the memory; None for the host."""
+        """The device, torch's current stream there, and the tensors that own the memory; None for the host."""
         device = self.device
         if device is None:
             return None
@@ -117,7 +117,7 @@ class BucketEngine:
         self.mark_ready(self.number(name), values)
 
     def mark_ready(self, number: int, values: torch.Tensor | None = None) -> None:
-        """The same by :meth:`number`. ``values`` has them, if their address changed, and must live until the wait.
+        """The same by :meth:`number`. ``values`` has them, if their address changed, and stays valid until the wait.
 
         On a CUDA device they are final when torch's current stream there has come so far, and the engine keeps
         ``values`` until the device is done with them.
@@ -180,8 +180,8 @@ class BucketEngine:
     def start_averager(
         self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, takes_part: bool
     ) -> engine.Averager:
-        """Averages weights every ``interval`` seconds on a thread of its own, until it is stopped. The memory must live
-        until then. Without ``takes_part`` this rank does from ``resume()`` on. Collective."""
+        """Averages weights every ``interval`` seconds on a thread of its own, until it is stopped. The memory must stay
+        valid until then. Without ``takes_part`` this rank takes part from ``resume()`` on. Collective."""
         averager = self.communicator.raw.averager(
             self.name,
             memory.described_weights(),
@@ -189,7 +189,7 @@ class BucketEngine:
             interval,
             codec,
             buffers=memory.described_buffers(),
-            door=memory.door,
+            door=memory.join_server,
             digest=memory.digest,
             takes_part=takes_part,
             device=memory.on_device(),
@@ -200,9 +200,9 @@ class BucketEngine:
     def join_averager(
         self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, timeout: float
     ) -> engine.Averager:
-        """The same in a process that comes into a running job. BaguaTimeoutError after ``timeout`` seconds."""
-        assert memory.door is not None
-        averager = memory.door.join(
+        """The same in a process that joins a running job. BaguaTimeoutError after ``timeout`` seconds."""
+        assert memory.join_server is not None
+        averager = memory.join_server.join(
             self.name,
             memory.described_weights(),
             memory.described_buffers(),
@@ -217,7 +217,7 @@ class BucketEngine:
         return averager
 
     def reported(self, error: Exception) -> Exception:
-        """``error``, after the other ranks were told that this rank raises it: they would wait for it otherwise."""
+        """``error``, after it was reported to the other ranks, which would wait for this one otherwise."""
         self.communicator.raw.raise_(type(error).__name__, str(error))
         return error
 

@@ -1,4 +1,4 @@
-"""What of a model travels between its ranks, and when: the calls that a wrapped model makes to it."""
+"""Which tensors of a model are communicated, and when: the interface between a wrapped model and its algorithm."""
 
 from __future__ import annotations
 

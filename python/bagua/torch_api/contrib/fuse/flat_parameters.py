@@ -46,7 +46,7 @@ def signature(param: torch.Tensor, entry: dict[str, Any]) -> tuple[Any, ...] | N
 
 
 class FlatParameters:
-    """Two or more parameters and the one that stands for them, over the same memory.
+    """Two or more parameters and the flat one over the same memory that replaces them in a step.
 
     Between two steps each parameter's state is a view of the flat one, so a plain ``step`` finds and leaves everything
     in its place.
@@ -56,7 +56,7 @@ class FlatParameters:
         self.params = list(params)
         flat = memory_layout.whole([param.detach() for param in params])
         assert flat is not None
-        # The parameter that stands for all; never seen by autograd.
+        # The flat parameter; never seen by autograd.
         self.flat = torch.nn.Parameter(flat)
         self._pointers = [param.data_ptr() for param in params]
         self._grad = memory_layout.room_for(params)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from ...places import flat_under, window
+from ...bucket_memory import flat_under, window
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -71,7 +71,7 @@ class FusedOptimizer:
         self._check_flatten = check_flatten
         self._inner = twin(optimizer)
         self._groups: list[_Group] | None = None
-        # The states as they were after the last step here, to notice when somebody else changed them.
+        # The states as they were after the last step here, to notice when the program changed them.
         self._entries: list[dict[str, Any]] = []
         # Keys of states that belong to no parameter.
         self._common: list[Any] = []

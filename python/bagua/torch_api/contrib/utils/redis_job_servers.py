@@ -1,4 +1,4 @@
-"""The servers of one job: each host starts one, and all ranks learn of all of them through torch's store."""
+"""The servers of one job: each host starts one, and all ranks get the addresses of all of them from torch's store."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _described(server: RedisServer) -> Server:
 
 
 def _together(capacity: int) -> tuple[list[Server], int]:
-    board = _Board()
-    hosts = board.everybody("host", _host_identity())
+    board = _StoreExchange()
+    hosts = board.all_gather("host", _host_identity())
     # The lowest rank of each host starts its server.
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     mine = leaders.index(hosts.index(hosts[board.rank]))
@@ -70,7 +70,7 @@ def _together(capacity: int) -> tuple[list[Server], int]:
         except Exception as failure:
             # The others wait for a word, not for a deadline.
             said = {"error": f"rank {board.rank}: {failure}"}
-        board.say("server", json.dumps(said))
+        board.write("server", json.dumps(said))
     servers: list[Server] = [json.loads(text) for text in board.read("server", leaders)]
     if wrong := [str(server["error"]) for server in servers if "error" in server]:
         if _state.own_server is not None:
@@ -80,8 +80,8 @@ def _together(capacity: int) -> tuple[list[Server], int]:
     return servers, mine
 
 
-class _Board:
-    """What ranks tell each other through torch's default store, once per call of :func:`job_servers`."""
+class _StoreExchange:
+    """Texts that ranks exchange through torch's default store, once per call of :func:`job_servers`."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -90,7 +90,7 @@ class _Board:
         count = store.add(f"bagua/cache/rank{self.rank}/calls", 1)
         self._store: Any = PrefixStore(f"bagua/cache/{count}", store)
 
-    def say(self, what: str, text: str) -> None:
+    def write(self, what: str, text: str) -> None:
         self._store.set(f"{what}{self.rank}", text)
 
     def read(self, what: str, ranks: list[int]) -> list[str]:
@@ -100,12 +100,13 @@ class _Board:
             self._store.wait(keys, timedelta(seconds=limit))
         except Exception as failure:
             missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key]))
-            text = f"starting cache servers: no word from rank(s) {', '.join(map(str, missing))} after {limit:.1f} s"
+            ranks_missing = ", ".join(map(str, missing))
+            text = f"starting cache servers: timed out after {limit:.1f} s waiting for rank(s) {ranks_missing}"
             raise BaguaTimeoutError(text, missing=missing, after=limit, noticed_by=self.rank) from failure
         return [self._store.get(key).decode() for key in keys]
 
-    def everybody(self, what: str, text: str) -> list[str]:
-        self.say(what, text)
+    def all_gather(self, what: str, text: str) -> list[str]:
+        self.write(what, text)
         return self.read(what, list(range(self.size)))
 
 
@@ -120,7 +121,7 @@ def _host_identity() -> str:
         return f"node {env.get_node_rank()}"
 
 
-def _own_address(board: _Board, leaders: list[int]) -> str:
+def _own_address(board: _StoreExchange, leaders: list[int]) -> str:
     """Where the other hosts reach this one: loopback if there are none."""
     if len(leaders) == 1:
         return "127.0.0.1"
@@ -129,10 +130,10 @@ def _own_address(board: _Board, leaders: list[int]) -> str:
     except OSError:
         # The master's name means nothing here; another host's address may.
         found = "127.0.0.1"
-    board.say("address", found)
+    board.write("address", found)
     others = board.read("address", leaders)
     if ipaddress.ip_address(found).is_loopback:
-        # The master's own name may lead to its loopback: then the way to another host says who it is to them.
+        # The master's own name may resolve to its loopback: then the route to another host has this host's address.
         for other in others:
             if not ipaddress.ip_address(other).is_loopback:
                 return address_towards(other)

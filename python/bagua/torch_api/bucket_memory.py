@@ -4,7 +4,7 @@ torch can replace the memory under every tensor that a user reaches. ``tensor.da
 tensor; ``share_memory_()``, and a queue of torch.multiprocessing on a thread of its own, for all tensors of a storage,
 whose old memory they free. So a tensor with which we keep memory alive, or by which we find it, is never given to a
 user, nor is another tensor of its storage: a user gets tensors over the same memory, each in a storage of its own.
-Whatever becomes of that storage, the memory stays, and comparing addresses shows that a tensor has left its place.
+Whatever becomes of that storage, the memory stays, and comparing addresses shows that a tensor has other memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _from_dlpack: Any = torch._C._from_dlpack
 
 def over(memory: torch.Tensor) -> torch.Tensor:
     """A tensor over the same host memory in a storage of its own, which begins at the first element, and which keeps
-    ``memory`` alive and not the other way round. On a device, where no storage is moved, in the same storage.
+    ``memory`` alive; the reverse does not hold. On a device, where no storage is moved, in the same storage.
     """
     if memory.device.type != "cpu" or memory.numel() == 0:
         return memory.detach()
@@ -68,8 +68,8 @@ class FlatMemory:
         return self._shown
 
 
-class Place:
-    """The part of a bucket's memory that belongs to one tensor of the bucket."""
+class BucketSlice:
+    """The slice of a bucket's memory that belongs to one tensor of the bucket."""
 
     __slots__ = ("_flat", "_offset", "_shown", "address", "dtype", "own", "shape", "strides")
 
@@ -86,7 +86,7 @@ class Place:
         return window(self._flat.own, self.shape, self.strides, self._offset)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's values are those of the place, element by element."""
+        """True if the tensor's values are those of the slice, element by element."""
         return (
             tensor.data_ptr() == self.address
             and tensor.stride() == self.strides
@@ -96,21 +96,21 @@ class Place:
         )
 
     def tensor(self) -> torch.Tensor:
-        """A new tensor over the place, for users."""
+        """A new tensor over the slice, for users."""
         if self._shown.data_ptr() != self.address:
             self._shown = self._window()
         return self._shown.data
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        """Brings a tensor that was given other memory back into its place, with the values it has now. Not one of
-        another type or shape, which was changed on purpose.
+        """Gives a tensor that got other memory its slice again, with the values it has now. Not one of another type
+        or shape, which was changed on purpose.
         """
         if tensor.dtype is self.dtype and tensor.shape == self.shape:
             self.take(tensor)
             tensor.data = self.tensor()
 
     def take(self, values: torch.Tensor) -> None:
-        """Copies values into the place."""
+        """Copies values into the slice."""
         if values.requires_grad:
             values = values.detach()
         # Other strides over the same memory: torch does not see that the two overlap, as their storages differ.
