@@ -220,10 +220,15 @@ $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.t
 
 # --- work -----------------------------------------------------------------------------------------------------------
 
+# Without tests/cuda, which still has some of the words.
+PROSE := python docs examples tools README.md CONTRIBUTING.md CHANGELOG.md \
+	$(filter-out tests/cuda,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/*.py)
+
 .PHONY: lint
-lint: setup ## Layers, formatting, clippy, ruff, mypy, and the extension's stub against the extension
+lint: setup ## Layers, words, formatting, clippy, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_lengths.py
+	$(BIN)/python tools/check_words.py $(PROSE)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	$(BIN)/ruff check .
