@@ -56,7 +56,7 @@ impl BookServer {
 
 /// A connection to the server of an address book: entries, which are bytes, by name.
 ///
-/// Raises BaguaTimeoutError when nobody serves it within `timeout` seconds, BaguaError when the server has another secret or only one of
+/// Raises BaguaTimeoutError when it is not served within `timeout` seconds, BaguaError when the server has another secret or only one of
 /// the two uses TLS; the methods raise BaguaError when the server does not answer.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Book {

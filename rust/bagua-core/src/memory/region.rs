@@ -191,7 +191,7 @@ impl Region {
             return work(whole).map(Some);
         }
         if parts.iter().any(|part| !same_place(part.device(), Some(&device))) {
-            return Err(Error::other("tensors of several places are no whole"));
+            return Err(Error::other("the tensors of a bucket are on different devices"));
         }
         let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
         // SAFETY: memory of that device, by the promise of `on`; the exclusive borrow of all parts keeps the core away from it.
