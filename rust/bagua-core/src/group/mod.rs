@@ -12,6 +12,7 @@
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `serve` | servers: accepting connections, their authentication, the thread |
 //! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
@@ -44,6 +45,7 @@ mod membership;
 mod messages;
 mod rendezvous;
 mod segment;
+mod serve;
 #[cfg(all(test, not(model)))]
 mod tests;
 mod tls;

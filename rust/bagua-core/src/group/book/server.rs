@@ -7,18 +7,15 @@ use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use socket2::{Domain, Socket, Type};
 use tokio::io::AsyncWriteExt;
-use tokio::sync::mpsc;
 
-use super::super::admission::{Admission, Candidate};
-use super::super::connection::ControlConn;
-use super::super::fork::{ForkFd, OwnerProcess};
-use super::super::handshake::{self, Key, Purpose, Refusal};
-use super::super::listen::{BACKLOG, raise_backlog};
-use super::super::tls::{Access, Ends};
+use super::super::connection::{AsyncSocket, ControlConn};
+use super::super::handshake::{self, Key, Purpose, ReceivedHello, Refusal};
+use super::super::listen::{BACKLOG, Listener};
+use super::super::serve::{Server, Service};
+use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{Encoding, VERSION, read_frame};
 use super::message::{Reply, Request};
 use super::{FRAME_LIMIT, key};
@@ -40,10 +37,7 @@ const MAGIC: [u8; 4] = *b"BGbk";
 /// The server of an address book. Ends when it is dropped.
 pub struct BookServer {
     address: SocketAddr,
-    owner: OwnerProcess,
-    stop: mpsc::UnboundedSender<()>,
-    /// `None` only while it is dropped.
-    thread: Option<std::thread::JoinHandle<()>>,
+    _server: Server,
 }
 
 /// What the connections share.
@@ -52,8 +46,6 @@ struct Shared {
     /// The ends of its TLS connections; `None` without TLS.
     tls: Option<Ends>,
     entries: Mutex<Entries>,
-    /// The connections that are not authenticated.
-    admission: Arc<Admission>,
 }
 
 #[derive(Default)]
@@ -144,51 +136,17 @@ impl BookServer {
         let tls = Ends::of(access)?;
         let failed = |e| Error::system(&format!("listening on {host}:{port}"), e);
         let listener = listen(host, port).map_err(failed)?;
-        raise_backlog(&listener).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let owner = OwnerProcess::install()?;
         let unreadable = |path: &Path, e| Error::system(&format!("keeping the address book in {}", path.display()), e);
         let entries = kept_in.map(|path| Entries::kept_in(path).map_err(|e| unreadable(path, e))).transpose()?;
-        let (entries, admission) = (Mutex::new(entries.unwrap_or_default()), Admission::new(PLACES));
-        let shared = Arc::new(Shared { key: key(access.secret), tls, entries, admission });
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|e| Error::system("starting the book's thread", e))?;
-        let (stop, mut stopped) = mpsc::unbounded_channel();
-        let thread = std::thread::Builder::new()
-            .name("bagua-book".to_owned())
-            .spawn(move || {
-                let fork_fd = ForkFd::new(&listener);
-                runtime.block_on(async {
-                    tokio::spawn(accept(shared, listener));
-                    stopped.recv().await;
-                });
-                drop((runtime, fork_fd));
-            })
-            .map_err(|e| Error::system("starting the book's thread", e))?;
-        Ok(BookServer { address, owner, stop, thread: Some(thread) })
+        let shared = Shared { key: key(access.secret), tls, entries: Mutex::new(entries.unwrap_or_default()) };
+        let server = Server::start("bagua-book", Arc::new(shared), Listener::new(listener, None), PLACES)?;
+        Ok(BookServer { address, _server: server })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
-    }
-}
-
-impl Drop for BookServer {
-    fn drop(&mut self) {
-        let thread = self.thread.take();
-        if !self.owner.is_current() {
-            // The thread is the parent's.
-            std::mem::forget(thread);
-            return;
-        }
-        let _ = self.stop.send(());
-        if let Some(thread) = thread {
-            let _ = thread.join();
-        }
     }
 }
 
@@ -202,6 +160,7 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
         }
         socket.bind(&at.into())?;
         socket.listen(BACKLOG)?;
+        socket.set_nonblocking(true)?;
         Ok(TcpListener::from(socket))
     };
     if !host.is_empty() {
@@ -218,61 +177,45 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
-/// Accepts clients until the thread ends.
-async fn accept(shared: Arc<Shared>, listener: TcpListener) {
-    // Fails only while the runtime shuts down.
-    let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
-    loop {
-        let accepted = shared.admission.accept(&listener).await;
-        match accepted.and_then(|(stream, candidate)| Ok((ControlConn::tcp(stream)?, candidate))) {
-            Ok((conn, candidate)) => _ = tokio::spawn(serve(Arc::clone(&shared), conn, candidate)),
-            // The client has gone already, or the process has no free descriptor: retry.
-            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
-        }
-    }
-}
+impl Service for Shared {
+    type Client = ();
 
-/// Authenticates a client and answers its requests until it ends.
-async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
-    let Some(Ok(mut conn)) = candidate.prove(authenticate(&shared, conn, &candidate)).await else { return };
-    drop(candidate);
-    if handshake::accept(&mut conn.socket).await.is_err() {
-        return;
+    fn tls(&self) -> Option<&Ends> {
+        self.tls.as_ref()
     }
-    while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
-        && let Ok(request) = Request::parse(&body)
-    {
-        let reply = lock(&shared.entries).answer(request).frame();
-        if conn.socket.write_all(&reply).await.is_err() {
-            return;
-        }
-    }
-}
 
-async fn authenticate(
-    shared: &Shared,
-    conn: ControlConn,
-    candidate: &Candidate,
-) -> std::result::Result<ControlConn, Refusal> {
-    let mut conn = conn.accept(shared.tls.as_ref()).await.map_err(|refused| refused.why)?;
-    let outcome = async {
-        let received = candidate.read_hello(&mut conn.socket).await?;
+    async fn authenticate(
+        &self,
+        received: ReceivedHello,
+        socket: &mut AsyncSocket,
+    ) -> std::result::Result<(), Refusal> {
         if received.hello.purpose != Purpose::Book {
             return Err(Refusal::Purpose);
         }
-        handshake::authenticate(&mut conn.socket, &received, &shared.key).await
-    };
-    match outcome.await {
-        Ok(()) => Ok(conn),
-        Err(why) => {
-            handshake::refuse(&mut conn.socket, why).await;
-            Err(why)
-        }
+        handshake::authenticate(socket, &received, &self.key).await
     }
+
+    /// Answers a client's requests until it ends.
+    async fn serve(self: Arc<Self>, (): (), mut conn: ControlConn) -> std::result::Result<(), Refusal> {
+        handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
+        while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
+            && let Ok(request) = Request::parse(&body)
+        {
+            let reply = lock(&self.entries).answer(request).frame();
+            if conn.socket.write_all(&reply).await.is_err() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn refused(&self, _: &Refused) {}
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::Book;
     use super::*;
 

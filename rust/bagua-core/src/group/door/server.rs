@@ -7,18 +7,16 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
-use tokio::net::TcpListener;
-use tokio::sync::mpsc;
 
 use super::super::address;
-use super::super::admission::{Admission, Candidate};
 use super::super::bootstrap::Bootstrap;
 use super::super::config::Config;
-use super::super::connection::ControlConn;
-use super::super::fork::{ForkFd, OwnerProcess};
-use super::super::handshake::{self, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
-use super::super::listen::raise_backlog;
-use super::super::tls::Ends;
+use super::super::connection::{AsyncSocket, ControlConn};
+use super::super::fork::OwnerProcess;
+use super::super::handshake::{self, Hello, Key, Purpose, ReceivedHello, Refusal, STEP_TIMEOUT};
+use super::super::listen::{Listener, listen};
+use super::super::serve::{Server, Service};
+use super::super::tls::{Ends, Refused};
 use super::super::wire::{Encoding, read_frame};
 use super::message::{Answer, Asked, DoorMessage};
 use super::visit::Visit;
@@ -40,10 +38,10 @@ const FIRST_LIMIT: usize = 64 * 1024;
 
 /// The door of one rank. Closed when it is dropped.
 pub struct Door {
+    // Dropped first: it serves what is shared.
+    _server: Server,
     shared: Arc<Shared>,
     address: SocketAddr,
-    stop: mpsc::UnboundedSender<()>,
-    thread: Mutex<Option<std::thread::JoinHandle<()>>>,
 }
 
 struct Shared {
@@ -58,8 +56,6 @@ struct Shared {
     incarnation: u64,
     /// Connections that were not authenticated, or whose first message was none.
     refused: AtomicU64,
-    /// The connections that are not authenticated.
-    admission: Arc<Admission>,
     state: Mutex<State>,
 }
 
@@ -95,9 +91,7 @@ impl Door {
         let tls = Ends::of(&config.access())?;
         let owner = OwnerProcess::install()?;
         let failed = |e| Error::system(&format!("listening on {} for newcomers", config.listen), e);
-        let listener = std::net::TcpListener::bind(config.listen).map_err(failed)?;
-        raise_backlog(&listener).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = listen(config.listen).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         config.listen.set_port(0);
         let key = Key::new(&config.secret, &handshake::digest(&[b"bagua door", token]));
@@ -111,27 +105,11 @@ impl Door {
             job,
             incarnation,
             refused: AtomicU64::new(0),
-            admission: Admission::new(PLACES),
             state: Mutex::default(),
         });
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|e| Error::system("starting the door's thread", e))?;
-        let (stop, mut stopped) = mpsc::unbounded_channel();
-        let serving = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("bagua-door".to_owned())
-            .spawn(move || {
-                let fork_fd = ForkFd::new(&listener);
-                runtime.block_on(async {
-                    tokio::spawn(accept(serving, listener));
-                    stopped.recv().await;
-                });
-                drop((runtime, fork_fd));
-            })
-            .map_err(|e| Error::system("starting the door's thread", e))?;
-        Ok(Door { shared, address, stop, thread: Mutex::new(Some(thread)) })
+        let listener = Listener::new(listener, None);
+        let server = Server::start("bagua-door", Arc::clone(&shared), listener, PLACES)?;
+        Ok(Door { _server: server, shared, address })
     }
 
     /// Where it listens.
@@ -229,62 +207,44 @@ impl Door {
     }
 }
 
-impl Drop for Door {
-    fn drop(&mut self) {
-        if !self.shared.owner.is_current() {
-            // The thread is the parent's.
-            std::mem::forget(lock(&self.thread).take());
-            return;
-        }
-        let _ = self.stop.send(());
-        if let Some(thread) = lock(&self.thread).take() {
-            let _ = thread.join();
-        }
-        lock(&self.shared.state).models.clear();
-    }
-}
+impl Service for Shared {
+    /// The rank of a process of the job.
+    type Client = usize;
 
-/// Accepts visitors until the thread ends.
-async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener) {
-    // Fails only while the runtime shuts down.
-    let Ok(listener) = TcpListener::from_std(listener) else { return };
-    loop {
-        let accepted = shared.admission.accept(&listener).await;
-        match accepted.and_then(|(stream, candidate)| Ok((ControlConn::tcp(stream)?, candidate))) {
-            Ok((conn, candidate)) => _ = tokio::spawn(serve(Arc::clone(&shared), conn, candidate)),
-            // The visitor has gone already, or the process has no free descriptor: retry.
-            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
-        }
+    fn tls(&self) -> Option<&Ends> {
+        self.tls.as_ref()
     }
-}
 
-/// Authenticates a visitor and hears what it wants.
-async fn serve(shared: Arc<Shared>, conn: ControlConn, candidate: Candidate) {
-    let proved = candidate.prove(prove(&shared, conn, &candidate)).await;
-    drop(candidate);
-    let received = match proved {
-        Some(Ok((from, conn))) => receive(&shared, from, conn).await,
-        Some(Err(why)) => Err(why),
-        None => Err(Refusal::Busy),
-    };
-    if received.is_err() {
-        shared.refused.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// The rank and the connection of a process of the job; any other one is refused.
-async fn prove(
-    shared: &Shared,
-    conn: ControlConn,
-    candidate: &Candidate,
-) -> std::result::Result<(usize, ControlConn), Refusal> {
-    let mut conn = conn.accept(shared.tls.as_ref()).await.map_err(|refused| refused.why)?;
-    match authenticate(shared, &mut conn, candidate).await {
-        Ok(from) => Ok((from, conn)),
-        Err(why) => {
-            handshake::refuse(&mut conn.socket, why).await;
-            Err(why)
+    async fn authenticate(
+        &self,
+        received: ReceivedHello,
+        socket: &mut AsyncSocket,
+    ) -> std::result::Result<usize, Refusal> {
+        let Hello { world_size, from, to, purpose, job, .. } = received.hello;
+        let Config { rank, world_size: size, .. } = self.config;
+        if world_size != size {
+            return Err(Refusal::WorldSize);
         }
+        // A process may ask at the door of its own rank whether another one has it.
+        if to != rank || from >= size {
+            return Err(Refusal::Rank);
+        }
+        if purpose != Purpose::Door {
+            return Err(Refusal::Purpose);
+        }
+        if job != self.job {
+            return Err(Refusal::Job);
+        }
+        handshake::authenticate(socket, &received, &self.key).await?;
+        Ok(from)
+    }
+
+    async fn serve(self: Arc<Self>, from: usize, conn: ControlConn) -> std::result::Result<(), Refusal> {
+        receive(&self, from, conn).await
+    }
+
+    fn refused(&self, _: &Refused) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -349,30 +309,4 @@ async fn say(conn: &mut ControlConn, message: &DoorMessage) {
         conn.socket.shutdown().await
     })
     .await;
-}
-
-/// The rank of a visitor that passes all checks.
-async fn authenticate(
-    shared: &Shared,
-    conn: &mut ControlConn,
-    candidate: &Candidate,
-) -> std::result::Result<usize, Refusal> {
-    let received = candidate.read_hello(&mut conn.socket).await?;
-    let Hello { world_size, from, to, purpose, job, .. } = received.hello;
-    let Config { rank, world_size: size, .. } = shared.config;
-    if world_size != size {
-        return Err(Refusal::WorldSize);
-    }
-    // A process may ask at the door of its own rank whether another one has it.
-    if to != rank || from >= size {
-        return Err(Refusal::Rank);
-    }
-    if purpose != Purpose::Door {
-        return Err(Refusal::Purpose);
-    }
-    if job != shared.job {
-        return Err(Refusal::Job);
-    }
-    handshake::authenticate(&mut conn.socket, &received, &shared.key).await?;
-    Ok(from)
 }
