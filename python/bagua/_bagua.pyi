@@ -33,10 +33,10 @@ __all__ = [
     "CudaCall",
     "CudaDevice",
     "CudaLibraries",
-    "Door",
     "Engine",
     "GroupConfig",
     "Handle",
+    "JoinServer",
     "RendezvousServer",
     "TensorReader",
     "Tls",
@@ -116,8 +116,8 @@ class Bootstrap:
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
 
 @final
-class Door:
-    def __new__(cls, config: GroupConfig, token: bytes) -> Door: ...
+class JoinServer:
+    def __new__(cls, config: GroupConfig, token: bytes) -> JoinServer: ...
     @property
     def address(self) -> str: ...
     @property
@@ -125,8 +125,8 @@ class Door:
     @property
     def refused(self) -> int: ...
     def enter_job(self) -> None: ...
-    def note_door(self, rank: int, at: str) -> None: ...
-    def ask(self, rank: int, at: str, timeout: float) -> dict[str, Any]: ...
+    def note_server(self, rank: int, at: str) -> None: ...
+    def status(self, rank: int, at: str, timeout: float) -> dict[str, Any]: ...
     def join(
         self,
         name: str,
@@ -339,7 +339,7 @@ class Communicator:
         codec: Codec | None,
         *,
         buffers: Sequence[tuple[int, int, int, bool]],
-        door: Door | None,
+        join_server: JoinServer | None,
         digest: bytes,
         takes_part: bool,
         device: tuple[CudaDevice, int, object] | None = None,

@@ -77,10 +77,10 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         if fault.harmless:
             at = fault.strike(stage)
             if stage.await_all("wrapped", [cell.victim]):
-                row.wrong.append("the newcomer was not let in")
+                row.wrong.append("the joining rank was not admitted")
         else:
             if stage.await_all("entered", [cell.victim]):
-                row.wrong.append("the newcomer did not find the job")
+                row.wrong.append("the joining rank did not find the job")
                 return
             at = fault.strike(stage)
     else:
@@ -91,7 +91,7 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         _goes_on(stage, fault, row, at)
     fault.end(stage)
     again = others if fault.kills else everybody
-    # A newcomer that finds nobody any more looks for the others until BAGUA_TIMEOUT.
+    # A joining rank that finds no other rank any more looks for the others until BAGUA_TIMEOUT.
     ended = others if cell.action == "join" else again
     if fault.errors and not stage.await_all("left", ended, 3.0):
         if hung := stage.await_all("left", again):
@@ -148,7 +148,7 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
         return next((words for words in later if len(words["ranks"]) < cell.ranks), None)
 
     if cell.action == "join":
-        # Whether the newcomer was in already when it was hit is not said; the others go on in either case.
+        # Whether the joining rank was in already when it was hit is not said; the others go on in either case.
         before = stage.steps()
         stage.until(
             lambda: all(stage.steps()[rank] >= before[rank] + ROUNDS or stage.said(rank, "ended") for rank in others)
@@ -167,7 +167,7 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
             continue
         row.latency[rank] = words["at"] - at
         row.named[rank] = words["lost"]
-        # The first process of a newcomer was killed.
+        # The first process of a joining rank was killed.
         allowed = fault.may_be_named(cell, rank) | ({cell.victim} if cell.action == "join" else set())
         # A rank that the others leave behind loses all of them.
         if not set(words["lost"]) <= allowed and rank not in allowed:

@@ -146,7 +146,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
     row = Row(cell)
     env = {
         "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
-        # A newcomer that finds nobody any more has to give up before the cell does.
+        # A joining rank that finds no other rank any more has to give up before the cell does.
         "BAGUA_TIMEOUT": str(ACTIONS[cell.action].timeout if cell.action in ACTIONS else LIMIT / 2),
         # The name of this machine means nothing in a namespace, and gloo would look it up.
         "GLOO_SOCKET_IFNAME": "lo" if network is None else "line",

@@ -67,7 +67,7 @@ class Averaged:
         device = None if cuda is None else (device_of(cuda.device), stream, self.memory)
         communicator = groups.default(required=True).communicator
         self.raw = communicator.averager(
-            name, described, self.lock, interval, codec, buffers=[], door=None, digest=bytes(32), takes_part=True,
+            name, described, self.lock, interval, codec, buffers=[], join_server=None, digest=bytes(32), takes_part=True,
             device=device,
         )  # fmt: skip
 

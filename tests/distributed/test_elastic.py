@@ -221,7 +221,7 @@ def test_a_frozen_rank_is_left_behind_and_comes_back_by_itself(job: Any, victim:
     assert ranks[victim].ask("train 0") == "trained"
 
 
-def test_what_does_not_fit_a_running_job_is_refused_on_the_newcomer_alone(job: Any) -> None:
+def test_what_does_not_fit_a_running_job_is_refused_on_the_joining_rank_alone(job: Any) -> None:
     made = job(2)
     ranks = made.form()
     twin = made.start(1)
@@ -245,7 +245,7 @@ def test_what_does_not_fit_a_running_job_is_refused_on_the_newcomer_alone(job: A
     assert ranks[0].ask("train 0") == "trained"
 
 
-def test_a_model_that_does_not_fit_is_a_mismatch_on_the_newcomer_alone(job: Any) -> None:
+def test_a_model_that_does_not_fit_is_a_mismatch_on_the_joining_rank_alone(job: Any) -> None:
     made = job(2)
     ranks = made.form()
     ranks[1].kill()

@@ -53,7 +53,7 @@ def verbs(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
 
 
 def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
-    """An elastic job whose rank 1 is killed and comes back: book, doors, averaging."""
+    """An elastic job whose rank 1 is killed and comes back: book, join servers, averaging."""
     book = f"tcp://{hosts.addresses[0]}:{BOOK_PORT}"
     listen = [sys.executable, "-m", "bagua.distributed.store", "--listen", book.removeprefix("tcp://")]
     server = subprocess.Popen(
@@ -96,7 +96,7 @@ def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
         # The payload, a hello, an address.
         (verbs, [PAYLOAD.encode() * 10, b"BGhello\n", b"BGad"]),
         # A hello of each kind, an entry of the book.
-        (elastic, [b"BGhello\n", b'"door":', b'"incarnation":']),
+        (elastic, [b"BGhello\n", b'"server":', b'"incarnation":']),
     ],
 )
 def test_a_listener_finds_nothing_but_tls(

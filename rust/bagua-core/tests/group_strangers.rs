@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bagua_core::group::{
-    Access, Book, BookServer, Bootstrap, Config, Door, RendezvousServer, TransportChoice, rendezvous_at,
+    Access, Book, BookServer, Bootstrap, Config, JoinServer, RendezvousServer, TransportChoice, rendezvous_at,
 };
 use group_world::{config, connect_all, port, until};
 use rustix::process::{Resource, getrlimit, setrlimit};
@@ -112,7 +112,7 @@ fn an_address_book_is_read_and_written() {
 
 #[test]
 fn a_rank_of_an_elastic_job_answers() {
-    let doors = [0, 1].map(|rank| Door::open(config(rank, 2), b"token").unwrap());
-    let _stranger = Stranger::at(doors[0].address().port());
-    assert_eq!(doors[1].ask(0, doors[0].address(), LIMIT).unwrap().incarnation, doors[0].incarnation());
+    let servers = [0, 1].map(|rank| JoinServer::open(config(rank, 2), b"token").unwrap());
+    let _stranger = Stranger::at(servers[0].address().port());
+    assert_eq!(servers[1].status(0, servers[0].address(), LIMIT).unwrap().incarnation, servers[0].incarnation());
 }

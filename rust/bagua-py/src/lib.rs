@@ -15,7 +15,7 @@
 //! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | [`cuda_call`] | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
 //! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
-//! | [`door`] | `Door`: where a running elastic job lets processes in |
+//! | [`joining`] | `JoinServer`: the server by which processes join a running elastic job |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; the version of this build |
@@ -39,7 +39,6 @@ mod codec;
 mod config;
 mod cuda;
 mod cuda_call;
-mod door;
 mod engine;
 mod errors;
 mod fast_path;
@@ -47,6 +46,7 @@ mod gil;
 mod group;
 mod handle;
 mod interrupt;
+mod joining;
 mod recorder;
 mod rendezvous;
 mod request;
@@ -76,8 +76,6 @@ mod _bagua {
     #[pymodule_export]
     use crate::cuda_call::{CudaCall, CudaDevice};
     #[pymodule_export]
-    use crate::door::Door;
-    #[pymodule_export]
     use crate::engine::Engine;
     #[pymodule_export]
     use crate::group::Communicator;
@@ -85,6 +83,8 @@ mod _bagua {
     use crate::handle::{Handle, wait_for_callbacks};
     #[pymodule_export]
     use crate::interrupt::listen_for_interrupts;
+    #[pymodule_export]
+    use crate::joining::JoinServer;
     #[pymodule_export]
     use crate::recorder::{flight_recorder, set_recording};
     #[pymodule_export]

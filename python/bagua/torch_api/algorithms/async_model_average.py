@@ -230,7 +230,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._buffers = None if job is None else _Buffers(ddp)
         buffers = [] if self._buffers is None else self._buffers.memory()
         self._memory = weights + buffers
-        described = AveragedMemory(weights, buffers, self._lock, job.door if job else None, ddp.digest)
+        described = AveragedMemory(weights, buffers, self._lock, job.join_server if job else None, ddp.digest)
         self._device = described.device
         interval, codec, limit = self.sync_interval_ms / 1000, raw_codec(self.compression), self._communicator().timeout
         if job is None or not job.rejoined:

@@ -1,9 +1,9 @@
 """Elastic jobs: how the processes find each other at a first start, and how one comes back into a running job.
 
-Each rank listens at a door (``rust/bagua-core/src/group/door``) and writes into an address book where that is. The book
-only helps to find: who answers at an address proves by a handshake that it belongs to the job. When the doors of all
-ranks answer and none is in a job, rank 0 writes where the first group is built; a process that finds a door in a job
-comes in by the averaging of its models instead (:mod:`..algorithms.async_model_average`).
+Each rank has a join server (``rust/bagua-core/src/group/joining``) and writes its address into an address book. The book
+only helps to find it: who answers there proves by a handshake that it belongs to the job. When the servers of all ranks
+answer and none is in a job, rank 0 writes where the first group is built; a process that finds a rank in a job joins
+the averaging of its models instead (:mod:`..algorithms.async_model_average`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..process_group import Communicator
 from ..process_group.collectives import Collectives
 from .state import membership_state
 
-# Seconds: for an answer at a door, and between two looks at the book.
+# Seconds: for the answer of a join server, and between two looks at the book.
 _ANSWER, _PAUSE = 2.0, 0.1
 
 
@@ -140,7 +140,7 @@ def _open_book(url: str) -> _Book:
 class Job:
     """The elastic job that this process is in."""
 
-    door: engine.Door
+    join_server: engine.JoinServer
     #: Whether it found the job running.
     rejoined: bool
     rank: int
@@ -173,11 +173,11 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     towards = book.towards if local_world_size < world_size else None
     host = neutral.listen_host(towards, world_size, local_world_size)
     entering = neutral.parameters(chosen, rank, world_size, name="elastic", listen_host=host, secret=secret)
-    door = engine.Door(entering, token)
-    other = _ask(door, rank, book.read(f"rank-{rank}"))
+    own = engine.JoinServer(entering, token)
+    other = _status(own, rank, book.read(f"rank-{rank}"))
     if other is not None:
         raise BaguaError(f"rank {rank} is alive: another process of this job has it")
-    book.write(f"rank-{rank}", {"door": door.address, "incarnation": door.incarnation})
+    book.write(f"rank-{rank}", {"server": own.address, "incarnation": own.incarnation})
 
     def alone() -> neutral.Group:
         def spread(address: bytes) -> list[bytes]:
@@ -186,9 +186,9 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         return neutral.join(0, 1, spread, local_rank=0, local_world_size=1, secret=secret, timeout=chosen.timeout)
 
     while True:
-        answers = _look(book, door, rank, world_size)
+        answers = _look(book, own, rank, world_size)
         left = max(until - time.monotonic(), 0.001)
-        start = _start(book, rank, door, answers, world_size, host)
+        start = _start(book, rank, own, answers, world_size, host)
         if start is not None:
             server, place = start
 
@@ -222,7 +222,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                 )
             )
             # The others may have come later than the last look.
-            _look(book, door, rank, world_size)
+            _look(book, own, rank, world_size)
             break
         if any(answer["in_job"] for answer in answers.values()):
             group = alone()
@@ -234,41 +234,41 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
             )
             raise BaguaTimeoutError(text, missing=missing, after=chosen.timeout, noticed_by=rank)
         time.sleep(_PAUSE)
-    membership_state.elastic = Job(door, start is None, rank, world_size)
+    membership_state.elastic = Job(own, start is None, rank, world_size)
     process.elastic_stats = stats
-    door.enter_job()
+    own.enter_job()
     return group
 
 
-def _ask(door: engine.Door, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a rank answers at the door in an entry; None when nobody of the job answers there."""
+def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The state of a rank, from the server in an entry; None when no process of the job answers there."""
     if entry is None:
         return None
     try:
-        return door.ask(rank, str(entry.get("door", "")), _ANSWER)
+        return own.status(rank, str(entry.get("server", "")), _ANSWER)
     except (BaguaError, ValueError):
         return None
 
 
-def _look(book: _Book, door: engine.Door, own: int, world_size: int) -> dict[int, dict[str, Any]]:
-    """The answers of the other ranks, by rank; their doors are noted."""
+def _look(book: _Book, own: engine.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
+    """The answers of the other ranks, by rank; the own server gets their addresses."""
     answers = {}
     for rank in range(world_size):
-        if rank == own:
+        if rank == own_rank:
             continue
         try:
             entry = book.read(f"rank-{rank}")
         except (OSError, BaguaError):
             continue
-        answer = _ask(door, rank, entry)
+        answer = _status(own, rank, entry)
         if answer is not None and entry is not None:
-            door.note_door(rank, str(entry["door"]))
+            own.note_server(rank, str(entry["server"]))
             answers[rank] = answer
     return answers
 
 
 def _start(
-    book: _Book, rank: int, door: engine.Door, answers: dict[int, dict[str, Any]], world_size: int, host: str
+    book: _Book, rank: int, own: engine.JoinServer, answers: dict[int, dict[str, Any]], world_size: int, host: str
 ) -> tuple[engine.RendezvousServer | None, tuple[str, int]] | None:
     """Where the first group is built, with rank 0's server; None while it is not."""
     if rank == 0:
@@ -281,7 +281,7 @@ def _start(
         return server, place
     start = book.read("start")
     # An entry of an earlier start names earlier processes.
-    if start is None or start.get("incarnations", {}).get(str(rank)) != door.incarnation:
+    if start is None or start.get("incarnations", {}).get(str(rank)) != own.incarnation:
         return None
     return None, (str(start["host"]), int(start["port"]))
 
@@ -317,4 +317,4 @@ def stats() -> dict[str, Any] | None:
             numbers = algorithm.stats()
             membership = {"view": numbers["view"], "ranks": numbers["ranks"]}
             break
-    return {**membership, "door": found.door.address, "connections_refused": found.door.refused}
+    return {**membership, "door": found.join_server.address, "connections_refused": found.join_server.refused}

@@ -28,11 +28,11 @@ class AveragedMemory:
 
     #: Contiguous weights, one tensor per dtype.
     weights: list[torch.Tensor]
-    #: Contiguous; who comes into the job gets them.
+    #: Contiguous; a rank that joins the job gets them.
     buffers: list[torch.Tensor]
     lock: engine.WeightLock
     #: This rank's, in an elastic job.
-    door: engine.Door | None
+    join_server: engine.JoinServer | None
     #: Of what must be equal on all ranks.
     digest: bytes
 
@@ -189,7 +189,7 @@ class Backend:
             interval,
             codec,
             buffers=memory.described_buffers(),
-            door=memory.door,
+            join_server=memory.join_server,
             digest=memory.digest,
             takes_part=takes_part,
             device=memory.on_device(),
@@ -200,9 +200,9 @@ class Backend:
     def join_averager(
         self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, timeout: float
     ) -> engine.Averager:
-        """The same in a process that comes into a running job. BaguaTimeoutError after ``timeout`` seconds."""
-        assert memory.door is not None
-        averager = memory.door.join(
+        """The same in a process that joins a running job. BaguaTimeoutError after ``timeout`` seconds."""
+        assert memory.join_server is not None
+        averager = memory.join_server.join(
             self.name,
             memory.described_weights(),
             memory.described_buffers(),

@@ -116,8 +116,8 @@ pub(super) enum Purpose {
     Segment = 3,
     /// Exchange of addresses before the group exists.
     Rendezvous = 4,
-    /// A visit at the door of an elastic job.
-    Door = 5,
+    /// Joining an elastic job.
+    Join = 5,
     /// Requests to the server of an address book.
     Book = 6,
     /// Messages of one direction.
@@ -173,7 +173,7 @@ impl Hello {
             2 => Purpose::Stream,
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
-            5 => Purpose::Door,
+            5 => Purpose::Join,
             6 => Purpose::Book,
             7 => Purpose::Messages,
             8 => Purpose::Probe,

@@ -6,9 +6,9 @@
 //! | `address` | a rank's address blob, which the caller exchanges between the ranks |
 //! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
 //! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
-//! | `door` | where a running elastic job lets processes in |
+//! | `joining` | joining a running elastic job |
 //! | `book` | the address book by which the processes of an elastic job find each other |
-//! | `frames` | frames over one connection, for threads that wait: doors, address books |
+//! | `frames` | frames over one connection, for threads that wait: joining, address books |
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
@@ -33,11 +33,11 @@ mod config;
 mod connection;
 mod control;
 mod descriptors;
-mod door;
 mod duplicate;
 mod fork;
 mod frames;
 mod handshake;
+mod joining;
 mod lane;
 mod lanes;
 mod listen;
@@ -55,10 +55,10 @@ mod wire;
 pub use book::{Book, BookServer};
 pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
-pub use door::{Answer, Asked, Door};
-pub(crate) use door::{DoorMessage, Visit};
 pub(crate) use fork::OwnerProcess;
 pub use fork::PerProcess;
+pub use joining::{JobStatus, JoinRequest, JoinServer};
+pub(crate) use joining::{JoinConnection, JoinMessage};
 pub use lane::{Lane, Options};
 pub use lanes::Lanes;
 pub use membership::{Group, flight_recorder};

@@ -145,12 +145,7 @@ pub(super) struct Server {
 
 impl Server {
     /// Starts it; `places`: the most unauthenticated connections at a time.
-    pub(super) fn start(
-        name: &str,
-        service: Arc<impl Service>,
-        listener: Listener,
-        places: usize,
-    ) -> Result<Server> {
+    pub(super) fn start(name: &str, service: Arc<impl Service>, listener: Listener, places: usize) -> Result<Server> {
         let failed = |e| Error::system(&format!("starting the thread {name}"), e);
         let owner = OwnerProcess::install()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;

@@ -86,7 +86,7 @@ impl Service for Plane {
         handshake::authenticate(socket, &received, &world.key).await?;
         match purpose {
             Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.pending.has_room() => Err(Refusal::Busy),
-            Purpose::Rendezvous | Purpose::Door | Purpose::Book | Purpose::Probe => Err(Refusal::Purpose),
+            Purpose::Rendezvous | Purpose::Join | Purpose::Book | Purpose::Probe => Err(Refusal::Purpose),
             Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
         }
     }
@@ -98,7 +98,11 @@ impl Service for Plane {
             // It has its answer.
             Purpose::Probe => Ok(()),
             Purpose::Control => {
-                if session::start(&self, hello.from, conn) { Ok(()) } else { Err(Refusal::Duplicate) }
+                if session::start(&self, hello.from, conn) {
+                    Ok(())
+                } else {
+                    Err(Refusal::Duplicate)
+                }
             }
             _ => {
                 let data_conn = conn.into_data().map_err(|_| Refusal::Protocol)?;

@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::super::address::Address;
 use super::super::book::{Reply, Request};
 use super::super::control::Message;
-use super::super::door::{Answer as DoorAnswer, Asked, COUNT_LIMIT, DoorMessage};
 use super::super::handshake::{Hello, Purpose};
+use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
 use super::super::rendezvous::{Answer, Content, MissingRanks, Registration};
 use super::super::views::{GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
 use super::super::wire::{Encoding, RANKS_LIMIT, WORLD_LIMIT, framed};
@@ -164,19 +164,19 @@ fn agreements() -> Vec<Vec<u8>> {
     vec![whole.concat(), without_zero.concat(), ends.concat()]
 }
 
-fn door_messages() -> Vec<DoorMessage> {
+fn join_messages() -> Vec<JoinMessage> {
     let models = vec!["net".to_owned(), String::new()];
-    let asked = |door| Asked { model: "net".to_owned(), digest: [7; 32], door, returns: true };
+    let request = |server| JoinRequest { model: "net".to_owned(), digest: [7; 32], server, returns: true };
     vec![
-        DoorMessage::Ask,
-        DoorMessage::Answer(DoorAnswer { rank: 3, incarnation: u64::MAX, in_job: true, models }),
-        DoorMessage::Join(asked(v4())),
-        DoorMessage::Join(asked(v6())),
-        DoorMessage::Refused { for_ever: true, text: "rank 1 is alive".to_owned() },
-        DoorMessage::Bind { view: 4, place: 1, ranks: vec![0, 2, 3] },
-        DoorMessage::Address(address(1).encode()),
-        DoorMessage::Addresses(vec![address(0).encode(), Vec::new(), address(1).encode()]),
-        DoorMessage::Welcome,
+        JoinMessage::GetStatus,
+        JoinMessage::Status(JobStatus { rank: 3, incarnation: u64::MAX, in_job: true, models }),
+        JoinMessage::Join(request(v4())),
+        JoinMessage::Join(request(v6())),
+        JoinMessage::Refused { for_ever: true, text: "rank 1 is alive".to_owned() },
+        JoinMessage::Bind { view: 4, place: 1, ranks: vec![0, 2, 3] },
+        JoinMessage::Address(address(1).encode()),
+        JoinMessage::Addresses(vec![address(0).encode(), Vec::new(), address(1).encode()]),
+        JoinMessage::Joined,
     ]
 }
 
@@ -231,7 +231,7 @@ fn messages() -> Vec<Any> {
     ];
     let replies = [Reply::Nothing, Reply::Entry(entry), Reply::Full];
     let mut all: Vec<Any> = control_messages().into_iter().map(Any::Control).collect();
-    all.extend(door_messages().into_iter().map(Any::Door));
+    all.extend(join_messages().into_iter().map(Any::Join));
     all.extend([None, Some(v4()), Some(v6())].map(|relay| Any::Registration(registration(relay))));
     all.extend(answers.map(Any::Answer));
     all.extend(requests.map(Any::Request));
@@ -248,7 +248,7 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
         Purpose::Stream,
         Purpose::Segment,
         Purpose::Rendezvous,
-        Purpose::Door,
+        Purpose::Join,
         Purpose::Book,
         Purpose::Probe,
     ];

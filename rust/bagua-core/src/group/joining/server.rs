@@ -1,4 +1,4 @@
-//! The listening side: one thread per process, off everybody's path.
+//! The server of a rank: one thread per process, which only joining ranks and status requests use.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -18,8 +18,8 @@ use super::super::listen::{Listener, listen};
 use super::super::serve::{Server, Service};
 use super::super::tls::{Ends, Refused};
 use super::super::wire::{Encoding, read_frame};
-use super::message::{Answer, Asked, DoorMessage};
-use super::visit::Visit;
+use super::connection::JoinConnection;
+use super::message::{JobStatus, JoinMessage, JoinRequest};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -30,14 +30,14 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// The most connections at a time that are not authenticated.
 const PLACES: usize = 128;
 
-/// The most visitors that wait for one model.
+/// The most ranks that wait to join one model.
 const QUEUE: usize = 8;
 
-/// The longest first message of a visitor.
+/// The longest first message of a client.
 const FIRST_LIMIT: usize = 64 * 1024;
 
-/// The door of one rank. Closed when it is dropped.
-pub struct Door {
+/// The server by which one rank lets others join. Ends when it is dropped.
+pub struct JoinServer {
     // Dropped first: it serves what is shared.
     _server: Server,
     shared: Arc<Shared>,
@@ -45,7 +45,7 @@ pub struct Door {
 }
 
 struct Shared {
-    /// Of groups that this process enters through doors; rank and size are those of the job.
+    /// Of groups that this process joins later; rank and size are those of the job.
     config: Config,
     owner: OwnerProcess,
     key: Key,
@@ -62,25 +62,26 @@ struct Shared {
 #[derive(Default)]
 struct State {
     in_job: bool,
-    /// Visitors by model.
+    /// By name.
     models: HashMap<String, Model>,
-    /// Doors of other ranks, as far as this one has heard of them.
-    doors: HashMap<usize, SocketAddr>,
+    /// Where the servers of other ranks listen, as far as this one knows.
+    servers: HashMap<usize, SocketAddr>,
 }
 
 struct Model {
-    /// See [`Asked::digest`].
+    /// See [`JoinRequest::digest`].
     digest: [u8; 32],
-    visitors: VecDeque<(usize, Asked, Visit)>,
+    /// Ranks that wait to join, first come first.
+    joiners: VecDeque<(usize, JoinRequest, JoinConnection)>,
 }
 
-impl Door {
-    /// Opens the door of a rank: listens at the configuration's address. `token`: a random number of the job, which stands in for a
+impl JoinServer {
+    /// Listens at the configuration's address. `token`: a random number of the job, which stands in for a
     /// secret where there is none.
     ///
     /// # Errors
     /// `System` when the socket or the thread cannot be made.
-    pub fn open(config: Config, token: &[u8]) -> Result<Door> {
+    pub fn open(config: Config, token: &[u8]) -> Result<JoinServer> {
         let mut config = config;
         if config.host_id.is_empty() {
             config.host_id = address::host_id()?;
@@ -90,11 +91,11 @@ impl Door {
         }
         let tls = Ends::of(&config.access())?;
         let owner = OwnerProcess::install()?;
-        let failed = |e| Error::system(&format!("listening on {} for newcomers", config.listen), e);
+        let failed = |e| Error::system(&format!("listening on {} for joining ranks", config.listen), e);
         let listener = listen(config.listen).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         config.listen.set_port(0);
-        let key = Key::new(&config.secret, &handshake::digest(&[b"bagua door", token]));
+        let key = Key::new(&config.secret, &handshake::digest(&[b"bagua joining", token]));
         let job = key.number(b"job").to_le_bytes();
         let incarnation = u64::from_le_bytes(handshake::random()?);
         let shared = Arc::new(Shared {
@@ -108,8 +109,8 @@ impl Door {
             state: Mutex::default(),
         });
         let listener = Listener::new(listener, None);
-        let server = Server::start("bagua-door", Arc::clone(&shared), listener, PLACES)?;
-        Ok(Door { _server: server, shared, address })
+        let server = Server::start("bagua-join", Arc::clone(&shared), listener, PLACES)?;
+        Ok(JoinServer { _server: server, shared, address })
     }
 
     /// Where it listens.
@@ -122,7 +123,7 @@ impl Door {
         self.shared.config.rank
     }
 
-    /// See [`Answer::incarnation`].
+    /// See [`JobStatus::incarnation`].
     pub fn incarnation(&self) -> u64 {
         self.shared.incarnation
     }
@@ -137,46 +138,46 @@ impl Door {
         lock(&self.shared.state).in_job = true;
     }
 
-    /// Where the door of another rank is.
-    pub fn note_door(&self, rank: usize, at: SocketAddr) {
-        lock(&self.shared.state).doors.insert(rank, at);
+    /// Notes where the server of another rank listens.
+    pub fn note_server(&self, rank: usize, at: SocketAddr) {
+        lock(&self.shared.state).servers.insert(rank, at);
     }
 
-    /// The doors of other ranks that this one has heard of, by rank.
-    pub(crate) fn doors(&self) -> Vec<(usize, SocketAddr)> {
-        let mut doors: Vec<_> = lock(&self.shared.state).doors.iter().map(|(rank, at)| (*rank, *at)).collect();
-        doors.sort_unstable();
-        doors
+    /// Where the servers of other ranks listen, as far as this one knows, by rank.
+    pub(crate) fn servers(&self) -> Vec<(usize, SocketAddr)> {
+        let mut servers: Vec<_> = lock(&self.shared.state).servers.iter().map(|(rank, at)| (*rank, *at)).collect();
+        servers.sort_unstable();
+        servers
     }
 
-    /// Asks at the door of another rank, within `limit`.
+    /// Requests the state of another rank from its server, within `limit`.
     ///
     /// # Errors
-    /// `System` when nobody answers there, or the door refuses.
-    pub fn ask(&self, rank: usize, at: SocketAddr, limit: Duration) -> Result<Answer> {
-        let mut visit = self.visit(rank, at, limit)?;
-        visit.send(&DoorMessage::Ask)?;
-        match visit.receive(limit)? {
-            DoorMessage::Answer(answer) if answer.rank == rank => Ok(answer),
-            other => Err(Error::other(format!("the door at {at} answers {other:?}"))),
+    /// `System` when no server answers there, or the server refuses.
+    pub fn status(&self, rank: usize, at: SocketAddr, limit: Duration) -> Result<JobStatus> {
+        let mut conn = self.connect(rank, at, limit)?;
+        conn.send(&JoinMessage::GetStatus)?;
+        match conn.receive(limit)? {
+            JoinMessage::Status(status) if status.rank == rank => Ok(status),
+            other => Err(Error::other(format!("the join server at {at} answers {other:?}"))),
         }
     }
 
-    /// Connects to the door of another rank.
-    pub(crate) fn visit(&self, rank: usize, at: SocketAddr, limit: Duration) -> Result<Visit> {
+    /// Connects to the server of another rank.
+    pub(crate) fn connect(&self, rank: usize, at: SocketAddr, limit: Duration) -> Result<JoinConnection> {
         self.shared.owner.check()?;
         let Shared { config, job, key, tls, .. } = &*self.shared;
         let hello = Hello {
             world_size: config.world_size,
             from: config.rank,
             to: rank,
-            purpose: Purpose::Door,
+            purpose: Purpose::Join,
             group: 0,
             channel: 0,
             index: 0,
             job: *job,
         };
-        Visit::to(at, &hello, (key, tls.as_ref()), limit)
+        JoinConnection::to(at, &hello, (key, tls.as_ref()), limit)
     }
 
     /// Binds as rank `place` of a group of these ranks of the job.
@@ -186,24 +187,24 @@ impl Door {
         Bootstrap::bind(Config { rank: place, world_size: size, view, name: name.to_owned(), connect_timeout, ..base })
     }
 
-    /// Keeps visitors of a model from here on.
-    pub(crate) fn welcome(&self, model: &str, digest: [u8; 32]) {
-        lock(&self.shared.state).models.insert(model.to_owned(), Model { digest, visitors: VecDeque::new() });
+    /// Keeps ranks that ask to join a model's averaging from here on.
+    pub(crate) fn accept_joins(&self, model: &str, digest: [u8; 32]) {
+        lock(&self.shared.state).models.insert(model.to_owned(), Model { digest, joiners: VecDeque::new() });
     }
 
-    /// Sends the visitors of a model away, and keeps no more.
-    pub(crate) fn close_to(&self, model: &str) {
+    /// Closes the connections of ranks that wait to join a model, and keeps no more.
+    pub(crate) fn refuse_joins(&self, model: &str) {
         lock(&self.shared.state).models.remove(model);
     }
 
-    /// The rank of the first visitor that waits for a model.
-    pub(crate) fn first_visitor(&self, model: &str) -> Option<usize> {
-        lock(&self.shared.state).models.get(model)?.visitors.front().map(|(rank, ..)| *rank)
+    /// The first rank that waits to join a model.
+    pub(crate) fn first_joiner(&self, model: &str) -> Option<usize> {
+        lock(&self.shared.state).models.get(model)?.joiners.front().map(|(rank, ..)| *rank)
     }
 
-    /// Takes the first visitor that waits for a model.
-    pub(crate) fn take_visitor(&self, model: &str) -> Option<(usize, Asked, Visit)> {
-        lock(&self.shared.state).models.get_mut(model)?.visitors.pop_front()
+    /// Takes the first rank that waits to join a model.
+    pub(crate) fn take_joiner(&self, model: &str) -> Option<(usize, JoinRequest, JoinConnection)> {
+        lock(&self.shared.state).models.get_mut(model)?.joiners.pop_front()
     }
 }
 
@@ -225,11 +226,11 @@ impl Service for Shared {
         if world_size != size {
             return Err(Refusal::WorldSize);
         }
-        // A process may ask at the door of its own rank whether another one has it.
+        // A process may ask whether another one has its own rank.
         if to != rank || from >= size {
             return Err(Refusal::Rank);
         }
-        if purpose != Purpose::Door {
+        if purpose != Purpose::Join {
             return Err(Refusal::Purpose);
         }
         if job != self.job {
@@ -253,20 +254,20 @@ async fn receive(shared: &Shared, from: usize, mut conn: ControlConn) -> std::re
     handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
     let frame = tokio::time::timeout(STEP_TIMEOUT, read_frame(&mut conn.socket, FIRST_LIMIT)).await;
     let frame = frame.map_err(|_| Refusal::Protocol)?.map_err(|_| Refusal::Protocol)?;
-    match DoorMessage::parse(&frame).map_err(|_| Refusal::Protocol)? {
-        DoorMessage::Ask => {
-            let answer = {
+    match JoinMessage::parse(&frame).map_err(|_| Refusal::Protocol)? {
+        JoinMessage::GetStatus => {
+            let status = {
                 let state = lock(&shared.state);
                 let models = state.models.keys().cloned().collect();
                 let (rank, incarnation) = (shared.config.rank, shared.incarnation);
-                Answer { rank, incarnation, in_job: state.in_job, models }
+                JobStatus { rank, incarnation, in_job: state.in_job, models }
             };
-            say(&mut conn, &DoorMessage::Answer(answer)).await;
+            send(&mut conn, &JoinMessage::Status(status)).await;
             Ok(())
         }
-        DoorMessage::Join(asked) => {
-            if let Some((why, mut conn)) = keep(shared, from, asked, conn) {
-                say(&mut conn, &why).await;
+        JoinMessage::Join(request) => {
+            if let Some((why, mut conn)) = keep(shared, from, request, conn) {
+                send(&mut conn, &why).await;
             }
             Ok(())
         }
@@ -274,36 +275,39 @@ async fn receive(shared: &Shared, from: usize, mut conn: ControlConn) -> std::re
     }
 }
 
-/// Keeps a visitor for its model, or returns why not.
-fn keep(shared: &Shared, from: usize, asked: Asked, conn: ControlConn) -> Option<(DoorMessage, ControlConn)> {
-    let no = |for_ever, text: &str| Some(DoorMessage::Refused { for_ever, text: text.to_owned() });
+/// Keeps a rank that asks to join, or returns why not.
+fn keep(shared: &Shared, from: usize, request: JoinRequest, conn: ControlConn) -> Option<(JoinMessage, ControlConn)> {
+    let no = |for_ever, text: &str| Some(JoinMessage::Refused { for_ever, text: text.to_owned() });
     let mut state = lock(&shared.state);
     let (in_job, rank) = (state.in_job, shared.config.rank);
-    let why = match state.models.get(&asked.model) {
+    let why = match state.models.get(&request.model) {
         _ if !in_job => no(false, "the job is not formed yet"),
-        None => no(false, &format!("rank {rank} averages no model {:?}", asked.model)),
-        Some(model) if model.digest != asked.digest => no(
+        None => no(false, &format!("rank {rank} averages no model {:?}", request.model)),
+        Some(model) if model.digest != request.digest => no(
             true,
-            &format!("model {:?} differs from that of rank {rank} in its parameters, buffers or options", asked.model),
+            &format!(
+                "model {:?} differs from that of rank {rank} in its parameters, buffers or options",
+                request.model
+            ),
         ),
-        Some(model) if model.visitors.len() >= QUEUE => no(false, "too many newcomers at a time"),
+        Some(model) if model.joiners.len() >= QUEUE => no(false, "too many ranks join at a time"),
         Some(_) => None,
     };
     if let Some(why) = why {
         return Some((why, conn));
     }
-    let visit = conn.into_data().map(|conn| Visit::over(conn, format!("rank {from}, which asks to be let in,")));
-    if let (Ok(visit), Some(model)) = (visit, state.models.get_mut(&asked.model)) {
-        // A second visit of a rank replaces the first, which it has abandoned.
-        model.visitors.retain(|(rank, ..)| *rank != from);
-        model.visitors.push_back((from, asked, visit));
+    let conn = conn.into_data().map(|conn| JoinConnection::over(conn, format!("rank {from}, which asks to join,")));
+    if let (Ok(conn), Some(model)) = (conn, state.models.get_mut(&request.model)) {
+        // A second connection of a rank replaces the first, which it has abandoned.
+        model.joiners.retain(|(rank, ..)| *rank != from);
+        model.joiners.push_back((from, request, conn));
     }
     None
 }
 
-async fn say(conn: &mut ControlConn, message: &DoorMessage) {
+async fn send(conn: &mut ControlConn, message: &JoinMessage) {
     let frame = message.frame();
-    // Best effort: a visitor that does not read is its own trouble.
+    // Best effort: the client may have ended.
     let _ = tokio::time::timeout(STEP_TIMEOUT, async {
         conn.socket.write_all(&frame).await?;
         conn.socket.shutdown().await
