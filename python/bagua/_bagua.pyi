@@ -7,6 +7,7 @@ then.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from os import PathLike
 from typing import Any, TypeAlias, final
 
@@ -24,8 +25,6 @@ __all__ = [
     "Arena",
     "AsyncModelAverage",
     "Averager",
-    "Book",
-    "BookServer",
     "Bootstrap",
     "Bucket",
     "Codec",
@@ -38,6 +37,8 @@ __all__ = [
     "Handle",
     "JoinServer",
     "RendezvousServer",
+    "Store",
+    "StoreServer",
     "TensorReader",
     "Tls",
     "WeightLock",
@@ -141,7 +142,7 @@ class JoinServer:
     ) -> Averager: ...
 
 @final
-class BookServer:
+class StoreServer:
     def __new__(
         cls,
         host: str,
@@ -149,17 +150,22 @@ class BookServer:
         secret: bytes,
         tls: Tls | None = None,
         kept_in: str | PathLike[str] | None = None,
-    ) -> BookServer: ...
+    ) -> StoreServer: ...
     @property
     def port(self) -> int: ...
     def stop(self) -> None: ...
 
 @final
-class Book:
-    def __new__(cls, host: str, port: int, secret: bytes, timeout: float, tls: Tls | None = None) -> Book: ...
-    def read(self, name: str) -> bytes | None: ...
-    def write(self, name: str, entry: bytes) -> None: ...
-    def claim(self, name: str, entry: bytes) -> bytes: ...
+class Store:
+    @staticmethod
+    def tcp(host: str, port: int, secret: bytes, timeout: float, tls: Tls | None = None) -> Store: ...
+    @staticmethod
+    def files(directory: str | PathLike[str]) -> Store: ...
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes | None: ...
+    def set_new(self, key: str, value: bytes) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None: ...
 
 @final
 class RendezvousServer:

@@ -1,4 +1,4 @@
-"""Joining by way of a store of torch.distributed, which says where rank 0 listens and nothing else.
+"""Joining by way of a store, of torch.distributed or our own, which says where rank 0 listens and nothing else.
 
 Everybody takes the addresses from rank 0, down a tree (rust/bagua-core/src/group/rendezvous/tree.rs). If they lay in
 the store, its server, which may be a rank, would hand out n lists of n addresses. Nothing is lost: every rank has to
@@ -155,7 +155,7 @@ class _Board:
         """Makes a place the newest, and returns its number."""
         number = self.count(0) + 1
         # Counted afterwards: whoever hears of the number finds the place.
-        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(place))))
+        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(place)).encode()))
         return self.count(1)
 
     def places(self, spent: str | None) -> Iterator[tuple[int, _Place]]:

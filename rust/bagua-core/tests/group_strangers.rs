@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bagua_core::group::{
-    Access, Book, BookServer, Bootstrap, Config, JoinServer, RendezvousServer, TransportChoice, rendezvous_at,
+    Access, Bootstrap, Config, JoinServer, RendezvousServer, Store, StoreServer, TcpStore, TransportChoice,
+    rendezvous_at,
 };
 use group_world::{config, connect_all, port, until};
 use rustix::process::{Resource, getrlimit, setrlimit};
@@ -102,12 +103,12 @@ fn the_ranks_of_a_rendezvous_exchange_their_addresses() {
 }
 
 #[test]
-fn an_address_book_is_read_and_written() {
-    let server = BookServer::start("127.0.0.1", 0, &access(), None).unwrap();
+fn a_store_is_read_and_written() {
+    let server = StoreServer::start("127.0.0.1", 0, &access(), None).unwrap();
     let _stranger = Stranger::at(server.address().port());
-    let book = Book::connect("127.0.0.1", server.address().port(), &access(), LIMIT).unwrap();
-    book.write("rank-0", b"here").unwrap();
-    assert_eq!(book.read("rank-0").unwrap(), Some(b"here".to_vec()));
+    let store = TcpStore::connect("127.0.0.1", server.address().port(), &access(), LIMIT).unwrap();
+    store.set("rank-0", b"here").unwrap();
+    assert_eq!(store.get("rank-0").unwrap(), Some(b"here".to_vec()));
 }
 
 #[test]

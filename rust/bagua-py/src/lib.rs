@@ -14,11 +14,11 @@
 //! | [`codec`] | `Codec`: compression |
 //! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | [`cuda_call`] | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
-//! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
 //! | [`joining`] | `JoinServer`: the server by which processes join a running elastic job |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; the version of this build |
+//! | [`store`] | `StoreServer`, `Store`: a key-value store for the processes of a job |
 //! | [`tls`] | `Tls`: encrypted connections |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
@@ -31,7 +31,6 @@
 
 mod arena;
 mod average;
-mod book;
 mod bootstrap;
 mod bucket;
 mod call_user;
@@ -50,6 +49,7 @@ mod joining;
 mod recorder;
 mod rendezvous;
 mod request;
+mod store;
 mod tensor;
 mod tensor_reader;
 mod tls;
@@ -61,8 +61,6 @@ mod _bagua {
     use crate::arena::Arena;
     #[pymodule_export]
     use crate::average::{Averager, WeightLock};
-    #[pymodule_export]
-    use crate::book::{Book, BookServer};
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
@@ -91,6 +89,8 @@ mod _bagua {
     use crate::rendezvous::{
         RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
     };
+    #[pymodule_export]
+    use crate::store::{Store, StoreServer};
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
     #[pymodule_export]

@@ -8,15 +8,12 @@ the averaging of its models instead (:mod:`..algorithms.async_model_average`).
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bagua import config, engine
 from bagua import group as neutral
@@ -32,86 +29,41 @@ from .state import membership_state
 _ANSWER, _PAUSE = 2.0, 0.1
 
 
-class _Book(Protocol):
-    """An address book: named entries. Errors are OSError or BaguaError."""
+class _Book:
+    """The address book: JSON objects in a store, which are files or what ``python -m bagua.distributed.store`` or a
+    runner serves (``rust/bagua-core/src/group/store``)."""
 
-    @property
-    def towards(self) -> tuple[str, int] | None:
-        """A host and a port in whose direction the others are; None where it does not say."""
+    def __init__(self, url: str) -> None:
+        """ValueError for what is no URL of a book, BaguaTimeoutError when no server answers there."""
+        place = config.book_place(url)
+        if isinstance(place, Path):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            #: A host and a port in whose direction the other ranks are; None where the book does not say.
+            self.towards: tuple[str, int] | None = None
+            self._store = engine.Store.files(place)
+            return
+        self.towards = place
+        chosen = config.settings()
+        try:
+            self._store = engine.Store.tcp(*place, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
+        except BaguaTimeoutError as failure:
+            text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
+            raise BaguaTimeoutError(text, missing=(), after=chosen.timeout, noticed_by=-1) from failure
 
     def read(self, name: str) -> dict[str, Any] | None:
         """An entry; None when there is none."""
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        """Replaces an entry."""
-
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """Writes an entry that does not exist yet, and returns what is there then."""
-
-
-class _FileBook:
-    """A directory that all ranks see; an entry is a file, readable by its owner only."""
-
-    towards: tuple[str, int] | None = None
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """See :class:`_Book`."""
-        try:
-            return _entry((self._directory / name).read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        """See :class:`_Book`."""
-        os.replace(self._written(entry), self._directory / name)
-
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`_Book`."""
-        written = self._written(entry)
-        try:
-            with contextlib.suppress(FileExistsError):
-                # Whole or not at all, and only if nobody was first.
-                os.link(written, self._directory / name)
-        finally:
-            os.unlink(written)
-        found = self.read(name)
-        if found is None:
-            raise BaguaError(f"{self._directory / name} is no entry of an address book")
-        return found
-
-    def _written(self, entry: dict[str, Any]) -> str:
-        handle, path = tempfile.mkstemp(dir=self._directory, prefix=".new-")
-        with os.fdopen(handle, "w") as file:
-            json.dump(entry, file)
-        return path
-
-
-class _ServedBook:
-    """What ``python -m bagua.distributed.store`` or a runner serves (``rust/bagua-core/src/group/book``)."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.towards: tuple[str, int] | None = (host, port)
-        chosen = config.settings()
-        self._book = engine.Book(host, port, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """See :class:`_Book`."""
-        found = self._book.read(name)
+        found = self._store.get(name)
         return None if found is None else _entry(found)
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
-        """See :class:`_Book`."""
-        self._book.write(name, json.dumps(entry).encode())
+        """Replaces an entry."""
+        self._store.set(name, json.dumps(entry).encode())
 
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`_Book`."""
-        found = _entry(self._book.claim(name, json.dumps(entry).encode()))
+    def write_new(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """Writes an entry that does not exist yet, and returns what is there then."""
+        found = _entry(self._store.set_new(name, json.dumps(entry).encode()))
         if found is None:
-            raise BaguaError(f"the address book at {self.towards} has garbage as {name!r}")
+            raise BaguaError(f"{name!r} in the address book is no entry")
         return found
 
 
@@ -121,19 +73,6 @@ def _entry(text: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _open_book(url: str) -> _Book:
-    """The book at a URL. ValueError for what is none, BaguaTimeoutError when nobody serves it."""
-    place = config.book_place(url)
-    if isinstance(place, Path):
-        return _FileBook(place)
-    try:
-        return _ServedBook(*place)
-    except BaguaTimeoutError as failure:
-        limit = config.settings().timeout
-        text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
-        raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
 
 
 @dataclass
@@ -165,9 +104,9 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     BaguaError when a living process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
     """
     chosen = config.settings()
-    book = _open_book(url)
+    book = _Book(url)
     until = time.monotonic() + chosen.timeout
-    token = str(book.claim("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
+    token = str(book.write_new("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
     # The token keeps strangers out where the user has no secret.
     secret = chosen.secret + token
     towards = book.towards if local_world_size < world_size else None
@@ -258,7 +197,7 @@ def _look(book: _Book, own: engine.JoinServer, own_rank: int, world_size: int) -
             continue
         try:
             entry = book.read(f"rank-{rank}")
-        except (OSError, BaguaError):
+        except BaguaError:
             continue
         answer = _status(own, rank, entry)
         if answer is not None and entry is not None:

@@ -118,8 +118,8 @@ pub(super) enum Purpose {
     Rendezvous = 4,
     /// Joining an elastic job.
     Join = 5,
-    /// Requests to the server of an address book.
-    Book = 6,
+    /// Requests to the server of a store.
+    Store = 6,
     /// Messages of one direction.
     Messages = 7,
     /// Asks whether the rank runs; needs no proof.
@@ -174,7 +174,7 @@ impl Hello {
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
             5 => Purpose::Join,
-            6 => Purpose::Book,
+            6 => Purpose::Store,
             7 => Purpose::Messages,
             8 => Purpose::Probe,
             _ => return Err(Malformed("an unknown purpose")),

@@ -1,6 +1,6 @@
 //! The server: accepts connections, authenticates each, and gives it to a [`Service`].
 //!
-//! The control plane, the rendezvous, the address book and joining are a service each. What holds for all of them is here: how many
+//! The control plane, the rendezvous, the store and joining are a service each. What holds for all of them is here: how many
 //! connections may be unauthenticated (`admission`), the order of the steps of TLS and of the handshake, and that a refused client gets
 //! the reason.
 

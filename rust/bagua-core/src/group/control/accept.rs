@@ -86,7 +86,7 @@ impl Service for Plane {
         handshake::authenticate(socket, &received, &world.key).await?;
         match purpose {
             Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.pending.has_room() => Err(Refusal::Busy),
-            Purpose::Rendezvous | Purpose::Join | Purpose::Book | Purpose::Probe => Err(Refusal::Purpose),
+            Purpose::Rendezvous | Purpose::Join | Purpose::Store | Purpose::Probe => Err(Refusal::Purpose),
             Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
         }
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::super::connection::DataConn;
 use super::super::frames::Frames;
-use super::super::handshake::{Hello, Key};
+use super::super::handshake::{Failed, Hello, Key};
 use super::super::tls::Ends;
 use super::super::wire::Encoding;
 use super::message::JoinMessage;
@@ -36,7 +36,7 @@ impl JoinConnection {
     ) -> Result<JoinConnection> {
         let whom = format!("the join server at {at}");
         let failed = |why| Error::other(format!("the join server at {at}: {why}"));
-        Frames::connect(at, hello, proofs, whom, limit)?.map(|frames| JoinConnection { frames }).map_err(failed)
+        Frames::connect(at, hello, proofs, whom, limit, Failed::ended_by_server)?.map(|frames| JoinConnection { frames }).map_err(failed)
     }
 
     /// Sends a message.

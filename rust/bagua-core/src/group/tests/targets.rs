@@ -10,12 +10,12 @@ use std::task::{Context, Poll, Waker};
 use serde::{Deserialize, Serialize};
 
 use super::super::address::{Address, LIMIT};
-use super::super::book::{Reply, Request};
 use super::super::config::Config;
 use super::super::control::Message;
 use super::super::handshake::{HELLO_LEN, Hello};
 use super::super::joining::JoinMessage;
 use super::super::rendezvous::{Answer, Content, Registration};
+use super::super::store::{Reply, Request};
 use super::super::views::replay;
 use super::super::wire::{Encoding, FRAME_LIMIT, Malformed, read_frame};
 use super::allocations::peak;

@@ -1,4 +1,4 @@
-//! The server of a book.
+//! The server of a store.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,24 +18,24 @@ use super::super::serve::{Server, Service};
 use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{Encoding, VERSION, read_frame};
 use super::message::{Reply, Request};
-use super::{FRAME_LIMIT, key};
+use super::{FRAME_LIMIT, key, sum};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
 /// The most connections at a time that are not authenticated.
 const PLACES: usize = 256;
 
-/// The most bytes of all entries.
-const BOOK_LIMIT: usize = 64 << 20;
+/// The most bytes of all keys and values.
+const STORE_LIMIT: usize = 64 << 20;
 
-/// The longest file of entries: each write makes it longer.
-const KEPT_LIMIT: u64 = 4 * BOOK_LIMIT as u64;
+/// The longest file of values: each `set` makes it longer.
+const KEPT_LIMIT: u64 = 4 * STORE_LIMIT as u64;
 
-/// First bytes of a file of entries, before the version of the protocol that encodes them.
+/// First bytes of a file of values, before the version of the protocol that encodes them.
 const MAGIC: [u8; 4] = *b"BGbk";
 
-/// The server of an address book. Ends when it is dropped.
-pub struct BookServer {
+/// The server of a store. Ends when it is dropped.
+pub struct StoreServer {
     address: SocketAddr,
     _server: Server,
 }
@@ -45,21 +45,21 @@ struct Shared {
     key: Key,
     /// The ends of its TLS connections; `None` without TLS.
     tls: Option<Ends>,
-    entries: Mutex<Entries>,
+    values: Mutex<Values>,
 }
 
 #[derive(Default)]
-struct Entries {
-    by_name: HashMap<String, Vec<u8>>,
-    /// Bytes of all names and entries.
+struct Values {
+    by_key: HashMap<String, Vec<u8>>,
+    /// Bytes of all keys and values.
     bytes: usize,
-    /// The file with each write as a frame, if the entries outlive the server, and its length.
+    /// The file with each `set` as a frame, if the values outlive the server, and its length.
     kept: Option<(File, u64)>,
 }
 
-impl Entries {
-    /// The entries of a file of an earlier server, which gets those that are written from now on; the file may be missing.
-    fn kept_in(path: &Path) -> std::io::Result<Entries> {
+impl Values {
+    /// The values in a file of an earlier server, which gets those that are set from now on; the file may be missing.
+    fn kept_in(path: &Path) -> std::io::Result<Values> {
         let mut options = File::options();
         let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
         let mut all = Vec::new();
@@ -76,72 +76,76 @@ impl Entries {
             let theirs = all.strip_prefix(&MAGIC).and_then(|rest| rest.first_chunk()).map(|it| u16::from_le_bytes(*it));
             let of = theirs.map_or_else(|| "version 6 or older".to_owned(), |theirs| format!("version {theirs}"));
             let why =
-                format!("it is no address book, or one of {of} of the protocol; this server runs version {VERSION}");
+                format!("it is no file of a store, or one of {of} of the protocol; this server runs version {VERSION}");
             return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
         };
-        let mut entries = Entries::default();
+        let mut values = Values::default();
         while let Some((len, from)) = rest.split_first_chunk()
             && let Some((body, from)) = from.split_at_checked(u32::from_le_bytes(*len) as usize)
-            && let Ok(Request::Write(name, entry)) = Request::parse(body)
+            && let Ok(Request::Set(key, value)) = Request::parse(body)
         {
-            entries.write(name, entry);
+            values.set(key, value);
             rest = from;
         }
         // The server may have ended within a write.
         let whole = (all.len() - rest.len()) as u64;
         file.set_len(whole)?;
         file.seek(SeekFrom::End(0))?;
-        entries.kept = Some((file, whole));
-        Ok(entries)
+        values.kept = Some((file, whole));
+        Ok(values)
     }
 
     /// Handles a request.
     fn answer(&mut self, request: Request) -> Reply {
         match request {
-            Request::Read(name) => self.by_name.get(&name).map_or(Reply::Nothing, |entry| Reply::Entry(entry.clone())),
-            Request::Write(name, entry) => self.write(name, entry),
-            Request::Claim(name, entry) => match self.by_name.get(&name) {
-                Some(found) => Reply::Entry(found.clone()),
-                None => self.write(name, entry),
+            Request::Get(key) => self.by_key.get(&key).map_or(Reply::Nothing, |value| Reply::Value(value.clone())),
+            Request::Set(key, value) => self.set(key, value),
+            Request::SetNew(key, value) => match self.by_key.get(&key) {
+                Some(found) => Reply::Value(found.clone()),
+                None => self.set(key, value),
+            },
+            Request::Add(key, amount) => match sum(self.by_key.get(&key).map(Vec::as_slice), amount) {
+                Some(sum) => self.set(key, sum.to_string().into_bytes()),
+                None => Reply::NoNumber,
             },
         }
     }
 
-    fn write(&mut self, name: String, entry: Vec<u8>) -> Reply {
-        let before = self.by_name.get(&name).map_or(0, |before| name.len() + before.len());
-        let bytes = self.bytes - before + name.len() + entry.len();
-        if bytes > BOOK_LIMIT {
+    fn set(&mut self, key: String, value: Vec<u8>) -> Reply {
+        let before = self.by_key.get(&key).map_or(0, |before| key.len() + before.len());
+        let bytes = self.bytes - before + key.len() + value.len();
+        if bytes > STORE_LIMIT {
             return Reply::Full;
         }
         if let Some((file, len)) = &mut self.kept {
-            let frame = Request::Write(name.clone(), entry.clone()).frame();
+            let frame = Request::Set(key.clone(), value.clone()).frame();
             *len += frame.len() as u64;
             if *len > KEPT_LIMIT || file.write_all(&frame).is_err() {
                 return Reply::Full;
             }
         }
         self.bytes = bytes;
-        self.by_name.insert(name, entry.clone());
-        Reply::Entry(entry)
+        self.by_key.insert(key, value.clone());
+        Reply::Value(value)
     }
 }
 
-impl BookServer {
-    /// Listens on a host and a port, 0 for any free one, and serves; without a host on every address. With a file, the entries are kept in
+impl StoreServer {
+    /// Listens on a host and a port, 0 for any free one, and serves; without a host on every address. With a file, the values are kept in
     /// it for a later server.
     ///
     /// # Errors
     /// `System` when it cannot listen there, or the file cannot be read or written; `InvalidArgument` for TLS without a secret or certificates.
-    pub fn start(host: &str, port: u16, access: &Access<'_>, kept_in: Option<&Path>) -> Result<BookServer> {
+    pub fn start(host: &str, port: u16, access: &Access<'_>, kept_in: Option<&Path>) -> Result<StoreServer> {
         let tls = Ends::of(access)?;
         let failed = |e| Error::system(&format!("listening on {host}:{port}"), e);
         let listener = listen(host, port).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let unreadable = |path: &Path, e| Error::system(&format!("keeping the address book in {}", path.display()), e);
-        let entries = kept_in.map(|path| Entries::kept_in(path).map_err(|e| unreadable(path, e))).transpose()?;
-        let shared = Shared { key: key(access.secret), tls, entries: Mutex::new(entries.unwrap_or_default()) };
-        let server = Server::start("bagua-book", Arc::new(shared), Listener::new(listener, None), PLACES)?;
-        Ok(BookServer { address, _server: server })
+        let unreadable = |path: &Path, e| Error::system(&format!("keeping the store in {}", path.display()), e);
+        let values = kept_in.map(|path| Values::kept_in(path).map_err(|e| unreadable(path, e))).transpose()?;
+        let shared = Shared { key: key(access.secret), tls, values: Mutex::new(values.unwrap_or_default()) };
+        let server = Server::start("bagua-store", Arc::new(shared), Listener::new(listener, None), PLACES)?;
+        Ok(StoreServer { address, _server: server })
     }
 
     /// Where it listens.
@@ -189,7 +193,7 @@ impl Service for Shared {
         received: ReceivedHello,
         socket: &mut AsyncSocket,
     ) -> std::result::Result<(), Refusal> {
-        if received.hello.purpose != Purpose::Book {
+        if received.hello.purpose != Purpose::Store {
             return Err(Refusal::Purpose);
         }
         handshake::authenticate(socket, &received, &self.key).await
@@ -201,7 +205,7 @@ impl Service for Shared {
         while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
             && let Ok(request) = Request::parse(&body)
         {
-            let reply = lock(&self.entries).answer(request).frame();
+            let reply = lock(&self.values).answer(request).frame();
             if conn.socket.write_all(&reply).await.is_err() {
                 break;
             }
@@ -216,41 +220,41 @@ impl Service for Shared {
 mod tests {
     use std::time::Duration;
 
-    use super::super::Book;
+    use super::super::{Store, TcpStore};
     use super::*;
 
     #[test]
-    fn entries_outlive_a_server_that_ended_within_a_write_and_a_client_asks_the_next_one() {
-        let path = std::env::temp_dir().join(format!("bagua-book-{}", std::process::id()));
+    fn values_outlive_a_server_that_ended_within_a_set_and_a_client_asks_the_next_one() {
+        let path = std::env::temp_dir().join(format!("bagua-store-{}", std::process::id()));
         let access = Access::from(b"secret");
-        let start = |port| BookServer::start("127.0.0.1", port, &access, Some(&path)).unwrap();
+        let start = |port| StoreServer::start("127.0.0.1", port, &access, Some(&path)).unwrap();
         let server = start(0);
         let port = server.address().port();
-        let book = Book::connect("127.0.0.1", port, &access, Duration::from_secs(30)).unwrap();
-        for entry in [b"first", b"other"] {
-            book.write("rank-0", entry).unwrap();
+        let store = TcpStore::connect("127.0.0.1", port, &access, Duration::from_secs(30)).unwrap();
+        for value in [b"first", b"other"] {
+            store.set("rank-0", value).unwrap();
         }
-        book.claim("token", b"t").unwrap();
+        store.set_new("token", b"t").unwrap();
         drop(server);
         // A frame without its end.
         let mut torn = File::options().append(true).open(&path).unwrap();
         torn.write_all(&[200, 0, 0, 0, 1]).unwrap();
         for again in [b"third", b"forth"] {
             let _server = start(port);
-            assert_eq!(book.claim("token", b"another").unwrap(), b"t");
-            assert_eq!(book.read("rank-0").unwrap().unwrap(), b"other");
-            book.write(&String::from_utf8_lossy(again), again).unwrap();
+            assert_eq!(store.set_new("token", b"another").unwrap(), b"t");
+            assert_eq!(store.get("rank-0").unwrap().unwrap(), b"other");
+            store.set(&String::from_utf8_lossy(again), again).unwrap();
         }
         let _server = start(port);
-        assert_eq!(book.read("third").unwrap().unwrap(), b"third", "written after the frame without an end");
+        assert_eq!(store.get("third").unwrap().unwrap(), b"third", "set after the frame without an end");
         std::fs::remove_file(path).unwrap();
     }
 
     #[test]
     fn a_file_of_another_version_is_refused_and_kept_and_one_that_was_just_begun_is_taken() {
-        let path = std::env::temp_dir().join(format!("bagua-book-versions-{}", std::process::id()));
+        let path = std::env::temp_dir().join(format!("bagua-store-versions-{}", std::process::id()));
         let access = Access::from(b"secret");
-        let start = || BookServer::start("127.0.0.1", 0, &access, Some(&path)).map(drop);
+        let start = || StoreServer::start("127.0.0.1", 0, &access, Some(&path)).map(drop);
         // As version 6 wrote it: a length, a kind, and a text after its length.
         let unnamed = [&[20, 0, 0, 0, 1, 6, 0, 0, 0][..], b"rank-0", &[5, 0, 0, 0], b"first"].concat();
         let later = [&MAGIC[..], &(VERSION + 1).to_le_bytes(), b"anything"].concat();
