@@ -5,7 +5,7 @@
 
 Four ranks learn the digits by asynchronous averaging, under `python -m bagua.distributed.run --keep-going`: once
 undisturbed, and once while a rank chosen at random is killed by SIGKILL every `--every` seconds; the runner starts it
-again, and it joins again through the server of another rank. Both trainings take as long. In the end the ranks rest until
+again, and it joins through the server of another rank. Both trainings take as long. In the end the ranks rest until
 all are there, make one round together, and say what they have learnt. It fails when a rank fails by itself,
 when the ranks' weights differ in the end, or when the accuracy is more than `--points` below that of the other run.
 """

@@ -1,6 +1,6 @@
 """Elastic jobs: how the processes find each other at a first start, and how one comes back into a running job.
 
-Each rank has a join server (``rust/bagua-core/src/group/joining``) and writes its address into an address book. The book
+Each rank has a join server (``rust/bagua-core/src/group/joining``) and puts its address into an address book. The book
 only helps to find it: who answers there proves by a handshake that it belongs to the job. When the servers of all ranks
 answer and none is in a job, rank 0 writes where the first group is built; a process that finds a rank in a job joins
 the averaging of its models instead (:mod:`..algorithms.async_model_average`).
