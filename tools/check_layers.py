@@ -63,7 +63,7 @@ UNSAFE = (
     # Their methods get addresses from Python: each call of an unsafe function of tensor.rs names its promise.
     *(
         f"rust/bagua-py/src/{file}.rs"
-        for file in ("average", "bucket", "codec", "cuda_call", "door", "engine", "fast_path", "group", "request")
+        for file in ("average", "bucket", "codec", "cuda_call", "engine", "fast_path", "group", "joining", "request")
     ),
 )
 

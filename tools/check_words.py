@@ -39,7 +39,7 @@ WORDS = (
     Word("wish(?:es|ed)?", "the value, option or argument", r"""["']wish["']|\bwish(?:: str|=)"""),
     Word("tells?|told|telling", "report, send, name, distinguish", r"\.tell\("),
     Word("hears?|heard|hearing", "get, raise, be reported to, detect", "hears_forward_and_backward"),
-    Word("doors?", "join server; front end", r"""\bDoor\b|["'`{/]door\b|\bdoor(?:[:=]| \{)|note_door"""),
+    Word("doors?", "join server; front end", r"""["'`]door\b"""),
     Word("guests?|visit(?:s|ed|ors?)?|welcomed?", "joining rank, connection, reply", r"\bvisit_[A-Z]\w+|NodeVisitor"),
     Word("lends?|lent|lending", "export memory, register a buffer"),
     Word("stands?|stood|standing", "is, exists, is open, means", r"\bstand-ins?\b"),
@@ -55,8 +55,8 @@ WORDS = (
         r"""\b(?:either|both|each|all the|half) ways?\b|\bthe way (?:that|in which)\b|\byour way in\b|"""
         r"""\b(?:no|one|two|three|four|only|other|many|several|a) ways? (?:to|of)\b""",
     ),
-    # As the name of a type. The extension's address book is a Book.
-    Word("(?<=class ) ?(?:Book|Place|Part|Stage|Shared|State)(?=[(:])", "say what it holds", "class Book:"),
+    # As the name of a type.
+    Word("(?<=class ) ?(?:Book|Place|Part|Stage|Shared|State)(?=[(:])", "say what it holds"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Joins through a store of torch.distributed, which holds the address of rank 0's server and nothing else.
+"""Joins through a store, of torch.distributed or our own, which has rank 0's address and nothing else.
 
 All ranks get the addresses from rank 0, down a tree (rust/bagua-core/src/group/rendezvous/tree.rs). If the addresses
 were in the store, its server, which may be a rank, would send n lists of n addresses. Nothing is lost: every rank has
@@ -153,7 +153,7 @@ class _Entries:
         """Writes the newest entry, and returns its number."""
         number = self.count(0) + 1
         # Counted afterwards: a rank that reads the number finds the entry.
-        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(server))))
+        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(server)).encode()))
         return self.count(1)
 
     def servers(self, spent: str | None) -> Iterator[tuple[int, _Server]]:

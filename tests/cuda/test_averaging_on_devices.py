@@ -67,8 +67,8 @@ class Averaged:
         device = None if cuda is None else (device_of(cuda.device), stream, self.memory)
         communicator = groups.default(required=True).communicator
         self.raw = communicator.averager(
-            name, described, self.lock, interval, codec, buffers=[], door=None, digest=bytes(32), takes_part=True,
-            device=device,
+            name, described, self.lock, interval, codec, buffers=[], join_server=None, digest=bytes(32),
+            takes_part=True, device=device,
         )  # fmt: skip
 
     def write(self, values: Any, stream: int = LEGACY) -> None:

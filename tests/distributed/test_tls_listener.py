@@ -101,7 +101,7 @@ def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
         # The payload, a hello, an address.
         (verbs, [PAYLOAD.encode() * 10, b"BGhello\n", b"BGad"]),
         # A hello of each kind, an entry of the book.
-        (elastic, [b"BGhello\n", b'"door":', b'"incarnation":']),
+        (elastic, [b"BGhello\n", b'"server":', b'"incarnation":']),
     ],
 )
 def test_a_listener_finds_nothing_but_tls(

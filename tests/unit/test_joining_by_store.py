@@ -38,11 +38,28 @@ def clients(ranks: int) -> list[Store]:
     return [server, *(client(server) for _ in range(ranks - 1))]
 
 
+def our_clients(ranks: int) -> list[Any]:
+    """The same for a server of our own, which ends with the last client."""
+
+    class Client:
+        server = engine.StoreServer("127.0.0.1", 0, b"")
+
+        def __init__(self) -> None:
+            self._store = engine.Store.tcp("127.0.0.1", self.server.port, b"", PATIENCE)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+    return [Client() for _ in range(ranks)]
+
+
 #: The store of each rank.
-KINDS: dict[str, Callable[[Path, int], list[Store]]] = {
+KINDS: dict[str, Callable[[Path, int], list[Any]]] = {
     "tcp": lambda _, ranks: clients(ranks),
     "file": lambda folder, ranks: [FileStore(str(folder / "store"), 1)] * ranks,
     "hash": lambda _, ranks: [HashStore()] * ranks,
+    "our server": lambda _, ranks: our_clients(ranks),
+    "our files": lambda folder, ranks: [engine.Store.files(folder)] * ranks,
 }
 
 
@@ -118,7 +135,9 @@ def abandoned(store: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_join_by_any_store_and_again_and_again(kind: str, tmp_path: Path) -> None:
-    stores = [PrefixStore("job", PrefixStore("try", store)) for store in KINDS[kind](tmp_path, 3)]
+    stores = KINDS[kind](tmp_path, 3)
+    if isinstance(stores[0], Store):
+        stores = [PrefixStore("job", PrefixStore("try", store)) for store in stores]
     numbers = []
     for _ in range(3):
         found = joined(stores)

@@ -269,18 +269,18 @@ def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> N
 KEEPS = """
 from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = engine.Book(host, int(port), os.environ.get("BAGUA_JOB_SECRET", "").encode(), 60.0)
+book = engine.Store.tcp(host, int(port), os.environ.get("BAGUA_JOB_SECRET", "").encode(), 60.0)
 if start == 0:
-    book.write(f"rank {rank}", f"entry of {rank}".encode())
+    book.set(f"rank {rank}", f"entry of {rank}".encode())
     say(f"{rank}.0")
 if rank == 1 and start == 0:
     signal.pause()
 if rank == 1:
-    print(", ".join(book.read(f"rank {each}").decode() for each in (0, 1)), flush=True)
-    book.write("again", b"entry again")
+    print(", ".join(book.get(f"rank {each}").decode() for each in (0, 1)), flush=True)
+    book.set("again", b"entry again")
     sys.exit()
 import time
-while (found := book.read("again")) is None:
+while (found := book.get("again")) is None:
     time.sleep(0.02)
 print(found.decode())
 """
@@ -303,10 +303,10 @@ BOOK = """
 import os, time
 from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = engine.Book(host, int(port), os.environ["BAGUA_JOB_SECRET"].encode(), 60.0)
+book = engine.Store.tcp(host, int(port), os.environ["BAGUA_JOB_SECRET"].encode(), 60.0)
 rank = int(os.environ["RANK"])
-book.write(f"door {rank}", f"of {rank}".encode())
-while (found := book.read(f"door {1 - rank}")) is None:
+book.set(f"address {rank}", f"of {rank}".encode())
+while (found := book.get(f"address {1 - rank}")) is None:
     time.sleep(0.01)
 print(found.decode())
 """
@@ -382,9 +382,9 @@ def test_the_store_prints_where_it_serves_until_a_signal(
         line = process.stdout.readline().strip()
         prefix, _, port = line.rpartition(":")
         assert prefix == f"tcp://{host}"
-        one, other = (engine.Book("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
-        one.write("key", b"value")
-        assert other.read("key") == b"value"
+        one, other = (engine.Store.tcp("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
+        one.set("key", b"value")
+        assert other.get("key") == b"value"
         process.send_signal(number)
         assert finish(process)[:2] == (code, "")
 
@@ -395,10 +395,10 @@ def test_a_store_with_a_secret_refuses_who_has_another() -> None:
         assert process.stdout is not None
         port = int(process.stdout.readline().rpartition(":")[2])
         with pytest.raises(BaguaError, match="secret"):
-            engine.Book("127.0.0.1", port, b"another", DEADLINE_S, engine.Tls())
+            engine.Store.tcp("127.0.0.1", port, b"another", DEADLINE_S, engine.Tls())
         with pytest.raises(BaguaError, match="TLS"):
-            engine.Book("127.0.0.1", port, b"one", DEADLINE_S)
-        assert engine.Book("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).read("key") is None
+            engine.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S)
+        assert engine.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).get("key") is None
 
 
 WRITES_SECRET = """
@@ -436,8 +436,8 @@ def test_on_one_node_the_ranks_have_a_secret_that_the_runner_drew_and_others_can
             port = int(url.rpartition(":")[2])
             for wrong in (b"", b"guessed"):
                 with pytest.raises(BaguaError, match="secret"):
-                    engine.Book("127.0.0.1", port, wrong, DEADLINE_S)
-            assert engine.Book("127.0.0.1", port, secret.encode(), DEADLINE_S).read("no key") is None
+                    engine.Store.tcp("127.0.0.1", port, wrong, DEADLINE_S)
+            assert engine.Store.tcp("127.0.0.1", port, secret.encode(), DEADLINE_S).get("no key") is None
             process.send_signal(signal.SIGTERM)
             assert finish(process)[0] == 128 + signal.SIGTERM
         found.add(secret)

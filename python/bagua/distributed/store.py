@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     with Signals(signal.SIGINT, signal.SIGTERM) as signals:
         try:
-            server = engine.BookServer(host, port, chosen.secret, chosen.tls, given.keep)
+            server = engine.StoreServer(host, port, chosen.secret, chosen.tls, given.keep)
         except BaguaError as error:
             cause = error.__cause__
             why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error

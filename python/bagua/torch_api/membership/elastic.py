@@ -1,23 +1,20 @@
 """Elastic jobs: the first start of all processes, and the return of one into a running job.
 
-Each rank opens a join server (``rust/bagua-core/src/group/door``) and writes its address into an address book. The
-book only distributes addresses: the process that answers at one proves by a handshake that it belongs to the job. When
-the listeners of all ranks answer and none is in a job, rank 0 writes the address of the rendezvous of the first group;
-a process that reaches a rank in a job joins by the averaging of its models instead
+Each rank has a join server (``rust/bagua-core/src/group/joining``) and puts its address into an address book. The book
+only distributes addresses: the process that answers at one proves by a handshake that it belongs to the job. When the
+servers of all ranks answer and none is in a job, rank 0 writes the address of the rendezvous of the first group; a
+process that reaches a rank in a job joins the averaging of its models instead
 (:mod:`..algorithms.async_model_average`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bagua import config, engine
 from bagua import group as neutral
@@ -29,90 +26,45 @@ from ..process_group import Communicator
 from ..process_group.collectives import Collectives
 from .state import membership_state
 
-# Seconds: for an answer of a join server, and between two reads of the book.
+# Seconds: for the answer of a join server, and between two reads of the book.
 _ANSWER, _PAUSE = 2.0, 0.1
 
 
-class _AddressBook(Protocol):
-    """An address book: named entries. Errors are OSError or BaguaError."""
+class _AddressBook:
+    """The address book: JSON objects in a store, which are files or what ``python -m bagua.distributed.store`` or a
+    runner serves (``rust/bagua-core/src/group/store``)."""
 
-    @property
-    def towards(self) -> tuple[str, int] | None:
-        """A host and a port in whose direction the others are; None where it is not known."""
+    def __init__(self, url: str) -> None:
+        """ValueError for what is no URL of a book, BaguaTimeoutError when no server answers there."""
+        place = config.book_place(url)
+        if isinstance(place, Path):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            #: A host and a port in whose direction the other ranks are; None where it is not known.
+            self.towards: tuple[str, int] | None = None
+            self._store = engine.Store.files(place)
+            return
+        self.towards = place
+        chosen = config.settings()
+        try:
+            self._store = engine.Store.tcp(*place, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
+        except BaguaTimeoutError as failure:
+            text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
+            raise BaguaTimeoutError(text, missing=(), after=chosen.timeout, noticed_by=-1) from failure
 
     def read(self, name: str) -> dict[str, Any] | None:
         """An entry; None when there is none."""
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        """Replaces an entry."""
-
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """Writes an entry that does not exist yet, and returns what is there then."""
-
-
-class _FileBook:
-    """A directory that all ranks see; an entry is a file, readable by its owner only."""
-
-    towards: tuple[str, int] | None = None
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """See :class:`_AddressBook`."""
-        try:
-            return _entry((self._directory / name).read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        """See :class:`_AddressBook`."""
-        os.replace(self._written(entry), self._directory / name)
-
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`_AddressBook`."""
-        written = self._written(entry)
-        try:
-            with contextlib.suppress(FileExistsError):
-                # Whole or not at all, and only if no other process has written it.
-                os.link(written, self._directory / name)
-        finally:
-            os.unlink(written)
-        found = self.read(name)
-        if found is None:
-            raise BaguaError(f"{self._directory / name} is no entry of an address book")
-        return found
-
-    def _written(self, entry: dict[str, Any]) -> str:
-        handle, path = tempfile.mkstemp(dir=self._directory, prefix=".new-")
-        with os.fdopen(handle, "w") as file:
-            json.dump(entry, file)
-        return path
-
-
-class _ServedBook:
-    """What ``python -m bagua.distributed.store`` or a runner serves (``rust/bagua-core/src/group/book``)."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.towards: tuple[str, int] | None = (host, port)
-        chosen = config.settings()
-        self._book = engine.Book(host, port, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """See :class:`_AddressBook`."""
-        found = self._book.read(name)
+        found = self._store.get(name)
         return None if found is None else _entry(found)
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
-        """See :class:`_AddressBook`."""
-        self._book.write(name, json.dumps(entry).encode())
+        """Replaces an entry."""
+        self._store.set(name, json.dumps(entry).encode())
 
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`_AddressBook`."""
-        found = _entry(self._book.claim(name, json.dumps(entry).encode()))
+    def write_new(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """Writes an entry that does not exist yet, and returns what is there then."""
+        found = _entry(self._store.set_new(name, json.dumps(entry).encode()))
         if found is None:
-            raise BaguaError(f"the address book at {self.towards} has garbage as {name!r}")
+            raise BaguaError(f"{name!r} in the address book is no entry")
         return found
 
 
@@ -124,25 +76,11 @@ def _entry(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _open_book(url: str) -> _AddressBook:
-    """The book at a URL. ValueError for what is none, BaguaTimeoutError when it is not served."""
-    at = config.book_place(url)
-    if isinstance(at, Path):
-        return _FileBook(at)
-    try:
-        return _ServedBook(*at)
-    except BaguaTimeoutError as failure:
-        limit = config.settings().timeout
-        text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
-        raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
-
-
 @dataclass
 class Job:
     """The elastic job that this process is in."""
 
-    #: Of this rank.
-    join_server: engine.Door
+    join_server: engine.JoinServer
     #: Whether it found the job running.
     rejoined: bool
     rank: int
@@ -167,19 +105,19 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     BaguaError when a running process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
     """
     chosen = config.settings()
-    book = _open_book(url)
+    book = _AddressBook(url)
     until = time.monotonic() + chosen.timeout
-    token = str(book.claim("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
+    token = str(book.write_new("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
     # The token excludes other processes where the user has no secret.
     secret = chosen.secret + token
     towards = book.towards if local_world_size < world_size else None
     host = neutral.listen_host(towards, world_size, local_world_size)
     entering = neutral.parameters(chosen, rank, world_size, name="elastic", listen_host=host, secret=secret)
-    own = engine.Door(entering, token)
-    other = _ask(own, rank, book.read(f"rank-{rank}"))
+    own = engine.JoinServer(entering, token)
+    other = _status(own, rank, book.read(f"rank-{rank}"))
     if other is not None:
         raise BaguaError(f"rank {rank} is alive: another process of this job has it")
-    book.write(f"rank-{rank}", {"door": own.address, "incarnation": own.incarnation})
+    book.write(f"rank-{rank}", {"server": own.address, "incarnation": own.incarnation})
 
     def alone() -> neutral.Group:
         def spread(address: bytes) -> list[bytes]:
@@ -188,7 +126,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         return neutral.join(0, 1, spread, local_rank=0, local_world_size=1, secret=secret, timeout=chosen.timeout)
 
     while True:
-        answers = _ask_all(book, own, rank, world_size)
+        answers = _look(book, own, rank, world_size)
         left = max(until - time.monotonic(), 0.001)
         start = _start(book, rank, own, answers, world_size, host)
         if start is not None:
@@ -224,7 +162,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                 )
             )
             # The others may have written their entries since.
-            _ask_all(book, own, rank, world_size)
+            _look(book, own, rank, world_size)
             break
         if any(answer["in_job"] for answer in answers.values()):
             group = alone()
@@ -241,35 +179,40 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     return group
 
 
-def _ask(own: engine.Door, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The answer of a rank at the address in its entry; None when no process of the job answers there."""
+def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The state of a rank, from the server in an entry; None when no process of the job answers there."""
     if entry is None:
         return None
     try:
-        return own.ask(rank, str(entry.get("door", "")), _ANSWER)
+        return own.status(rank, str(entry.get("server", "")), _ANSWER)
     except (BaguaError, ValueError):
         return None
 
 
-def _ask_all(book: _AddressBook, own: engine.Door, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
-    """The answers of the other ranks, by rank; the own keeps their addresses."""
+def _look(book: _AddressBook, own: engine.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
+    """The answers of the other ranks, by rank; the own server gets their addresses."""
     answers = {}
     for rank in range(world_size):
         if rank == own_rank:
             continue
         try:
             entry = book.read(f"rank-{rank}")
-        except (OSError, BaguaError):
+        except BaguaError:
             continue
-        answer = _ask(own, rank, entry)
+        answer = _status(own, rank, entry)
         if answer is not None and entry is not None:
-            own.note_door(rank, str(entry["door"]))
+            own.note_server(rank, str(entry["server"]))
             answers[rank] = answer
     return answers
 
 
 def _start(
-    book: _AddressBook, rank: int, own: engine.Door, answers: dict[int, dict[str, Any]], world_size: int, host: str
+    book: _AddressBook,
+    rank: int,
+    own: engine.JoinServer,
+    answers: dict[int, dict[str, Any]],
+    world_size: int,
+    host: str,
 ) -> tuple[engine.RendezvousServer | None, tuple[str, int]] | None:
     """The address of the first group's rendezvous, with rank 0's server; None while there is none."""
     if rank == 0:

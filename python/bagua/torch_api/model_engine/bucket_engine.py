@@ -28,11 +28,11 @@ class AveragedMemory:
 
     #: Contiguous weights, one tensor per dtype.
     weights: list[torch.Tensor]
-    #: Contiguous; a joining rank gets them.
+    #: Contiguous; a rank that joins the job gets them.
     buffers: list[torch.Tensor]
     lock: engine.WeightLock
-    #: This rank's join server, in an elastic job.
-    join_server: engine.Door | None
+    #: This rank's, in an elastic job.
+    join_server: engine.JoinServer | None
     #: Of what must be equal on all ranks.
     digest: bytes
 
@@ -189,7 +189,7 @@ class BucketEngine:
             interval,
             codec,
             buffers=memory.described_buffers(),
-            door=memory.join_server,
+            join_server=memory.join_server,
             digest=memory.digest,
             takes_part=takes_part,
             device=memory.on_device(),

@@ -1,4 +1,4 @@
-//! `Door`: where a running elastic job lets processes in.
+//! `JoinServer`: the server by which processes join a running elastic job.
 
 #![allow(unsafe_code)]
 
@@ -21,33 +21,33 @@ use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
 
-/// The door of one rank of an elastic job: it listens, lets in who knows the secret and the token, and visits other doors.
+/// The server of one rank of an elastic job: it accepts who knows the secret and the token, and connects to the servers of other ranks.
 ///
-/// `config` is that of the groups that this process enters through doors; `token` is a random number of the job.
+/// `config` is that of the groups that this process joins; `token` is a random number of the job.
 /// Addresses are "host:port". Raises BaguaError when the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]
-pub struct Door {
-    core: DropWithoutGil<Arc<group::Door>>,
+pub struct JoinServer {
+    core: DropWithoutGil<Arc<group::JoinServer>>,
 }
 
-impl Door {
-    pub fn core(&self) -> Arc<group::Door> {
+impl JoinServer {
+    pub fn core(&self) -> Arc<group::JoinServer> {
         Arc::clone(&self.core)
     }
 }
 
 fn address(py: Python<'_>, text: &str) -> PyResult<SocketAddr> {
     text.parse()
-        .map_err(|e| errors::raise(py, Error::InvalidArgument(format!("'{text}' is not the address of a door: {e}"))))
+        .map_err(|e| errors::raise(py, Error::InvalidArgument(format!("'{text}' is not the address of a server: {e}"))))
 }
 
 #[pymethods]
-impl Door {
+impl JoinServer {
     #[new]
-    fn new(py: Python<'_>, config: &GroupConfig, token: Vec<u8>) -> PyResult<Door> {
+    fn new(py: Python<'_>, config: &GroupConfig, token: Vec<u8>) -> PyResult<JoinServer> {
         let config = config.core();
-        let core = py.detach(|| group::Door::open(config, &token)).map_err(|e| errors::raise(py, e))?;
-        Ok(Door { core: DropWithoutGil::new(Arc::new(core)) })
+        let core = py.detach(|| group::JoinServer::open(config, &token)).map_err(|e| errors::raise(py, e))?;
+        Ok(JoinServer { core: DropWithoutGil::new(Arc::new(core)) })
     }
 
     /// Where it listens.
@@ -73,26 +73,26 @@ impl Door {
         self.core.enter_job();
     }
 
-    /// Where the door of another rank is.
-    fn note_door(&self, py: Python<'_>, rank: usize, at: &str) -> PyResult<()> {
-        self.core.note_door(rank, address(py, at)?);
+    /// Notes where the server of another rank listens.
+    fn note_server(&self, py: Python<'_>, rank: usize, at: &str) -> PyResult<()> {
+        self.core.note_server(rank, address(py, at)?);
         Ok(())
     }
 
-    /// Asks at the door of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError when nobody answers there within
-    /// `timeout` seconds, or the door refuses.
-    fn ask<'py>(&self, py: Python<'py>, rank: usize, at: &str, timeout: f64) -> PyResult<Bound<'py, PyDict>> {
+    /// Requests the state of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError when its server does not answer within
+    /// `timeout` seconds, or refuses.
+    fn status<'py>(&self, py: Python<'py>, rank: usize, at: &str, timeout: f64) -> PyResult<Bound<'py, PyDict>> {
         let (at, limit) = (address(py, at)?, seconds("timeout", timeout)?);
-        let answer = py.detach(|| self.core.ask(rank, at, limit)).map_err(|e| errors::raise(py, e))?;
+        let status = py.detach(|| self.core.status(rank, at, limit)).map_err(|e| errors::raise(py, e))?;
         let dict = PyDict::new(py);
-        dict.set_item("rank", answer.rank)?;
-        dict.set_item("incarnation", answer.incarnation)?;
-        dict.set_item("in_job", answer.in_job)?;
-        dict.set_item("models", answer.models)?;
+        dict.set_item("rank", status.rank)?;
+        dict.set_item("incarnation", status.incarnation)?;
+        dict.set_item("in_job", status.in_job)?;
+        dict.set_item("models", status.models)?;
         Ok(dict)
     }
 
-    /// Comes into the averaging of a model in the running job: as `Communicator.averager`, but not collective, and alone where the other
+    /// Joins the averaging of a model in the running job: as `Communicator.averager`, but not collective, and alone where the other
     /// ranks run. The weights are the job's after `Averager.wait_joined`. The caller promises the same of the addresses.
     ///
     /// Raises MismatchError for a model that does not fit, BaguaTimeoutError after `timeout` seconds.
