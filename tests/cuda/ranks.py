@@ -86,6 +86,11 @@ class Ranks:
             assert report["leaked"] == 0
             assert {wait for wait in report["host_waits"] if not wait.startswith(FREES)} <= OWN_WAITS
 
+    def check_no_copies(self) -> None:
+        """In the last run only the tests' own arrays were copied between host and device, on the thread "main"."""
+        for report in self.reports:
+            assert {copy for copy in report["copies"] if not copy.endswith("@main")} == set()
+
 
 class OnDevice(Ranks):
     """The same on the machine's own driver, which begins work at once and reports nothing. All ranks have device 0."""
