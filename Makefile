@@ -220,9 +220,7 @@ $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.t
 
 # --- work -----------------------------------------------------------------------------------------------------------
 
-# Without tests/cuda, which still has some of the words.
-PROSE := python docs examples tools README.md CONTRIBUTING.md CHANGELOG.md \
-	$(filter-out tests/cuda,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/*.py)
+PROSE := python docs examples tests tools README.md CONTRIBUTING.md CHANGELOG.md
 
 .PHONY: lint
 lint: setup ## Layers, words, formatting, clippy, ruff, mypy, and the extension's stub against the extension

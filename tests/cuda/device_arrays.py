@@ -152,11 +152,11 @@ class DeviceArray:
         self.nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         self.address = cuda.driver.memory(max(self.nbytes, 1))
         self._interface = interface
-        self._lent: list[Any] = []
+        self._exported: list[Any] = []
         #: What `__dlpack__` was asked to order.
         self.asked: list[int | None] = []
         if dlpack:
-            self.__class__ = _Lending
+            self.__class__ = _Exporting
         cuda.arrays.append(self)
 
     @property
@@ -198,7 +198,7 @@ class DeviceArray:
             self.address = 0
 
 
-class _Lending(DeviceArray):
+class _Exporting(DeviceArray):
     """The same by DLPack."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -213,5 +213,5 @@ class _Lending(DeviceArray):
         if self._interface.get("bfloat16"):
             code = 4
         tensor = _Tensor(self.address, 2, self.cuda.device, len(self.shape), code, bits, 1, shape, None, 0, None, None)
-        self._lent.append((shape, tensor))
+        self._exported.append((shape, tensor))
         return _new_capsule(ctypes.addressof(tensor), b"dltensor", None)

@@ -27,7 +27,7 @@ class Ended(NamedTuple):
     """A scenario that has ended."""
 
     value: Any
-    """What it returned, by way of JSON."""
+    """What it returned, as JSON."""
     report: dict[str, Any]
     """The simulated driver's report of its process."""
 

@@ -30,7 +30,7 @@ from tests.cuda.failing_calls import is_lost_within_a_second
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
-from tests.cuda.test_staged_failures import UNKNOWN, only, run, told
+from tests.cuda.test_staged_failures import UNKNOWN, fields_of, only, run
 from tests.cuda.torch_on_sim import install, joined
 
 #: Seconds: no round without a request; and many in a short test.
@@ -171,7 +171,7 @@ def averages_nothing_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
     if rank == 0:
         averaged.lock.mark(stream=stream)
         averaged.raw.resume()
-    # A status from before the call of `resume` may be under way.
+    # A status from before the call of `resume` may be in flight.
     rounds = averaged.raw.stats()["rounds"]
     averaged.wait_until("rounds of all", lambda: averaged.raw.stats()["rounds"] > rounds + 1)
     bagua.barrier()
@@ -269,7 +269,7 @@ def ends_with_the_weights_of_the_cpu(rank: int) -> None:
 
 
 class Slopes(nn.Module):
-    """Its output is linear in the weights: every step goes the same way, wherever the weights are."""
+    """Its output is linear in the weights: every step has the same direction, wherever the weights are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def keeps_progress_beside_rounds(rank: int) -> None:
     model.one.data.fill_(rank + 7.0)
     api.barrier()
     impl.resume(model)
-    # A status from before the call of `resume` may be under way.
+    # A status from before the call of `resume` may be in flight.
     rounds = impl.stats()["rounds"]
     until("rounds of all", lambda: impl.stats()["rounds"] > rounds + 1)
     api.barrier()
@@ -405,7 +405,7 @@ def fails_on_rank_1(rank: int) -> dict[str, Any]:
         # Rank 0 goes on alone.
         averaged.wait_until("a failure", lambda: averaged.raw.stats()["ranks"] == [0])
     except bagua.BaguaError as error:
-        found = told(error)
+        found = fields_of(error)
     bagua.shutdown()
     return found
 
@@ -429,7 +429,7 @@ def trains_until_it_fails(rank: int) -> dict[str, Any]:
                 model(1.0).backward()
                 optimizer.step()
             except bagua.BaguaError as error:
-                found = told(error)
+                found = fields_of(error)
         return found
 
 

@@ -109,7 +109,7 @@ def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ra
 def ring(rank: int) -> list[dict[str, Any]]:
     """The compressed ring of every codec that has kernels, and what the group said before and after each."""
     cuda, group = Cuda(), bagua.init()
-    stream, told = cuda.stream(), []
+    stream, reports = cuda.stream(), []
     random = np.random.default_rng(rank)
     for by in (*ON_DEVICES, "onebit"):
         sides = []
@@ -139,20 +139,20 @@ def ring(rank: int) -> list[dict[str, Any]]:
                     assert host.extra[name].read().tobytes() == found.tobytes(), (by, host.name, name)
         stats = group.stats()["cuda"]
         assert isinstance(stats, dict)
-        told.append(stats)
+        reports.append(stats)
         for _, queue in sides:
             queue.raw.shutdown()
     bagua.shutdown()
     cuda.close()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_of_the_compressed_ring_only_records_come_to_the_host(ranks: Ranks, size: int) -> None:
     steps, elements, neighbours = 3, 1080, min(2, size - 1)
-    for told in ranks(size, ring):
+    for reports in ranks(size, ring):
         before = {"to_host_bytes": 0, "to_device_bytes": 0, "launches": 0}
-        for by, stats in zip(ON_DEVICES, told, strict=False):
+        for by, stats in zip(ON_DEVICES, reports, strict=False):
             # Of float32, float16 and bfloat16, two buckets each: their own record, and those of the neighbours.
             records = 2 * sum(
                 bagua.Codec(by).encoded_bytes(elements, dtype) for dtype in ("float32", "float16", "bfloat16")
@@ -163,8 +163,8 @@ def test_of_the_compressed_ring_only_records_come_to_the_host(ranks: Ranks, size
             assert stats["launches"] - before["launches"] == steps * 6 * (1 + encoding + 3 * 2)
             before = stats
         # A codec without kernels: weights and replicas are copied.
-        assert told[-1]["launches"] == before["launches"]
-        assert told[-1]["to_host_bytes"] - before["to_host_bytes"] == steps * 2 * elements * 4 * (4 + 2 + 2)
+        assert reports[-1]["launches"] == before["launches"]
+        assert reports[-1]["to_host_bytes"] - before["to_host_bytes"] == steps * 2 * elements * 4 * (4 + 2 + 2)
 
 
 @pytest.mark.parametrize(("size", "hierarchical"), [(1, False), (2, True)])

@@ -157,7 +157,7 @@ def million(rank: int) -> list[dict[str, Any]]:
     cuda, _ = Cuda(), bagua.init()
     values = np.random.default_rng(rank).normal(size=1_000_000).astype(np.float32)
     values[rank] = np.inf
-    sizes, told = (500_001, 499_999), []
+    sizes, reports = (500_001, 499_999), []
     for by in ("minmax_u8", "f16"):
         found, records = [], []
         for on in (None, cuda):
@@ -168,10 +168,10 @@ def million(rank: int) -> list[dict[str, Any]]:
         assert records[0] == records[1]
         # f16 keeps what is not finite, and counts nothing.
         assert (records[0] > 0) == (by == "minmax_u8")
-        told.append(on_the_device())
+        reports.append(on_the_device())
     bagua.shutdown()
     cuda.close()
-    return told
+    return reports
 
 
 def test_what_comes_to_the_host_are_records_only(ranks: Ranks) -> None:
@@ -361,7 +361,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
 
 
 def any_call_fails(rank: int, communicate: bool) -> str:
-    """What the rank was told of two communications of tensors that lie apart: compressed with padding, a ring, a mean."""
+    """How the rank ended two communications of tensors that lie apart: compressed with padding, a ring, a mean."""
     cuda = Cuda()
     if not communicate:
         return ""
@@ -416,7 +416,7 @@ DRIVER = (
 )
 COPIES = ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync")
 MESSAGES = ("ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd", "ncclCommGetAsyncError")
-HEARD = ("cuLaunchKernel", "cuMemsetD8Async", "cuModuleLoadData", *MESSAGES)
+RAISED = ("cuLaunchKernel", "cuMemsetD8Async", "cuModuleLoadData", *MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -429,4 +429,4 @@ def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_
 ) -> None:
     variables = {"BAGUA_CUDA_COLLECTIVE": collective}
     code = INTERNAL if function in MESSAGES else UNKNOWN
-    check_each(ranks, any_call_fails, calls[collective], function, heard=HEARD, code=code, **variables)
+    check_each(ranks, any_call_fails, calls[collective], function, raised_for=RAISED, code=code, **variables)

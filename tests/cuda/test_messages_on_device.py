@@ -1,4 +1,4 @@
-"""Messages between arrays on devices: values, the order of streams, several under way, and what fails."""
+"""Messages between arrays on devices: values, the order of streams, several at once, and what fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, is_lost_within_a_second, only, run, told
+from tests.cuda.failing_calls import UNKNOWN, fields_of, is_lost_within_a_second, only, run
 from tests.cuda.ranks import Ranks
 
 #: Elements: none, one that is sent at once, more than is, and more than one piece of pinned memory.
@@ -214,7 +214,7 @@ def fails(rank: int) -> dict[str, Any]:
         while True:
             group.recv(np.empty(1000, np.float32), 1 - rank)
     except bagua.BaguaError as error:
-        found = told(error)
+        found = fields_of(error)
     bagua.shutdown()
     return found
 

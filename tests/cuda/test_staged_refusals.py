@@ -110,7 +110,7 @@ def test_without_cuda_the_error_says_why_not_and_the_group_goes_on(ranks: Ranks)
         assert "/nowhere/libcuda.so.1" in text
 
 
-def wishes(rank: int, wanted: list[str]) -> tuple[str, Any, str]:
+def collectives_of(rank: int, wanted: list[str]) -> tuple[str, Any, str]:
     import os
 
     os.environ["BAGUA_CUDA_COLLECTIVE"] = wanted[rank]
@@ -131,17 +131,17 @@ def wishes(rank: int, wanted: list[str]) -> tuple[str, Any, str]:
 
 
 def test_different_values_of_the_variable_are_an_error_on_all_ranks(ranks: Ranks) -> None:
-    for text, _, _ in ranks(2, wishes, ["auto", "staged"]):
+    for text, _, _ in ranks(2, collectives_of, ["auto", "staged"]):
         assert text.startswith("BaguaError: BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 1")
 
 
 def test_an_unknown_collective_is_refused_before_anything_is_sent(ranks: Ranks) -> None:
-    for text, _, _ in ranks(2, wishes, ["fastest", "fastest"]):
+    for text, _, _ in ranks(2, collectives_of, ["fastest", "fastest"]):
         assert text.startswith("ValueError: BAGUA_CUDA_COLLECTIVE='fastest' is none of auto, nccl, staged")
 
 
 def test_the_stats_say_what_auto_took_and_why(ranks: Ranks) -> None:
-    for text, stats, _ in ranks(2, wishes, ["auto", "auto"]):
+    for text, stats, _ in ranks(2, collectives_of, ["auto", "auto"]):
         assert text == ""
         assert (stats["collective"], stats["why"].split(":")[0]) == ("staged", "auto")
         assert set(stats) == {

@@ -130,12 +130,12 @@ class CudaTensor(torch.Tensor):
             torch_streams.external_stream(stream, self.device).wait_stream(current)
         shape, strides = ((ctypes.c_int64 * self.dim())(*each) for each in (self.shape, self.stride()))
         code, bits = _DLPACK[self.dtype]
-        lent = device_arrays._Tensor(
+        exported = device_arrays._Tensor(
             self.data_ptr(), 2, _place(self), self.dim(), code, bits, 1, shape, strides, 0, None, None
         )
         # As long as the tensor, which the borrower keeps.
-        self.__dict__.setdefault("_lent", []).append((lent, shape, strides))
-        return device_arrays._new_capsule(ctypes.addressof(lent), b"dltensor", None)
+        self.__dict__.setdefault("_exported", []).append((exported, shape, strides))
+        return device_arrays._new_capsule(ctypes.addressof(exported), b"dltensor", None)
 
 
 def _place(tensor: CudaTensor) -> int:
@@ -552,7 +552,7 @@ def install() -> Runtime:
         atexit.register(_runtime.close)
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            # That something is replaced, where torch is too old to be told that it is meant.
+            # That something is replaced, where torch is too old for the argument that allows it.
             warnings.simplefilter("ignore")
             options = {"allow_override": True} if "allow_override" in signature(library.impl).parameters else {}
             library.impl("empty.memory_format", _empty, "CUDA", **options)
