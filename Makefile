@@ -59,7 +59,7 @@ $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 	MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
 	touch $@
 
-# --- the two commands of a newcomer ---------------------------------------------------------------------------------
+# --- the two commands to begin with ---------------------------------------------------------------------------------
 
 .PHONY: train
 train: setup ## Trains a small CNN on handwritten digits with two ranks
@@ -156,7 +156,7 @@ $(KERNELS_HOST): $(HOST) $(KERNELS) $(wildcard rust/bagua-cuda/kernels/*.cuh tes
 	$(CXX_KERNELS) $(FLAGS) -o $@.$$$$ $(HOST) -x c++ $(KERNELS) && mv $@.$$$$ $@
 
 ARM := aarch64-unknown-linux-gnu
-# They ask the kernel which pages are there; the emulator drops the advice to get them, and tells smaps of its own.
+# They ask the kernel which pages are there; the emulator drops the advice to get them, and shows smaps of its own.
 NOT_EMULATED := --skip every_page_is_there_before_it_is_touched --skip memory_is_all_there_at_once_and_given_back
 
 .PHONY: test-arm
@@ -175,7 +175,7 @@ CUDA_NCCL := $(patsubst tests/cuda/nccl/%.cpp,target/cuda-sim/objects/nccl/%.o,$
 cuda-sim: target/cuda-sim/libcuda.so.1 target/cuda-sim/libnccl.so.2 ## Builds the simulated CUDA driver and a strict NCCL for tests without a GPU (needs g++ only)
 
 .PHONY: cuda-breaks
-cuda-breaks: setup cuda-sim ## For each way in which the simulated CUDA driver can be wrong, prints a test that notices
+cuda-breaks: setup cuda-sim ## For each fault that the simulated CUDA driver can have, prints a test that notices
 	$(BIN)/python -m tests.cuda.breaks
 
 # With another Python that has torch, numpy and pytest, and with the extension built: PYTHONPATH=python python3 -m tests.gpu
@@ -220,10 +220,13 @@ $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.t
 
 # --- work -----------------------------------------------------------------------------------------------------------
 
+PROSE := python docs examples tests tools README.md CONTRIBUTING.md CHANGELOG.md
+
 .PHONY: lint
-lint: setup ## Layers, formatting, clippy, ruff, mypy, and the extension's stub against the extension
+lint: setup ## Layers, words, formatting, clippy, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_lengths.py
+	$(BIN)/python tools/check_words.py $(PROSE)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	$(BIN)/ruff check .

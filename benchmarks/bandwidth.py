@@ -34,7 +34,7 @@ PORT = 29703
 RATES = ("50mbit", "200mbit", "1gbit", "10gbit", UNLIMITED)
 #: Steps of a block, for algorithms that do not communicate in every step.
 INTERVALS = {"local_sgd": 8, "diloco": 20}
-#: Steps before the measurement; "auto" tries both ways in the first ten communications.
+#: Steps before the measurement; "auto" tries both in the first ten communications.
 WARM = {"bytegrad-auto": 12, "qadam": 3}
 CONTENDERS = (
     "ddp",

@@ -1,6 +1,6 @@
 """Compares reading samples from the cache with redis-py used directly and with computing the samples again.
 
-Every way reads the same values from the same server in the same process; the ways alternate, and the fastest part
+Every method reads the same values from the same server in the same process; the methods alternate, and the fastest part
 counts. A single value is compared with redis-py's ``get``, a batch with its ``mget``. redis-py is measured twice: with
 raw bytes as its result, and with the least work that makes a writable sample of them, its type and shape known
 beforehand. The cache's samples are checked, and have the type with which they were stored. Needs ``redis-server`` and
@@ -26,7 +26,7 @@ from bagua.torch_api.contrib.utils.redis_server import RedisServer, new_password
 
 BYTES = 4096
 FILLING, AGAIN = "filling the cache", "computing again"
-#: The peers of each of our ways: redis-py with raw bytes, and with samples.
+#: The peers of each of our methods: redis-py with raw bytes, and with samples.
 PEERS = {
     "CacheLoader.get, array": ("redis-py get, bytes", "redis-py get, array"),
     "CacheLoader.get_many, arrays": ("redis-py mget, bytes", "redis-py mget, arrays"),
@@ -41,7 +41,7 @@ def compute(key: int) -> np.ndarray[Any, Any]:
 
 
 def measure(samples: int, batch: int, repeats: int) -> dict[str, float]:
-    """Samples per second of each way to get a sample."""
+    """Samples per second of each method."""
     server = RedisServer("127.0.0.1", 4 << 30, password=new_password())
     host: dict[str, Any] = {"host": server.host, "port": server.port, "password": server.password}
     loader = CacheLoader("redis", "benchmark", batch, hosts=[host])
@@ -150,7 +150,7 @@ def fastest(work: Callable[[range], None], samples: int, repeats: int, batch: in
 
 
 def plot(rates: dict[str, float], path: Path, title: str) -> None:
-    """A bar per way."""
+    """A bar per method."""
     if (plt := pyplot("svg")) is None:
         return
 

@@ -6,7 +6,7 @@
     python benchmarks/collectives.py --placement         # batch by batch: the processors of the ranks, slow batches
 
 Every contender runs as users start it: torchrun starts the ranks of ours and gloo, which have imported torch, and each
-MPI's `mpiexec` starts its own (rank_set.py: three MPIs cannot live in one process). No contender pins its ranks; with
+MPI's `mpiexec` starts its own (rank_set.py: one process cannot load three MPIs). No contender pins its ranks; with
 --pin, rank r of every contender is pinned to the r-th processor. Every contender has one turn per round, and the order
 changes from round to round; the ranks of the other sets sleep during a turn. A turn is up to ten timed batches, after
 two untimed ones where a batch is so short that cold caches would count. A batch is one call, or up to 200 calls on
@@ -15,7 +15,7 @@ seconds, so the kernel chooses their processors. A batch lasts from the moment w
 last rank ends it; the figure is the median over batches. A ratio above 1 says that ours is that many times faster.
 
 With --barrier the ranks do not sleep: they meet at a barrier that spins and belongs to none of the contenders. A kernel
-parts ranks that spin on one processor, so this is the time of ranks that somebody has placed.
+parts ranks that spin on one processor, so this is the time of ranks that are bound to processors.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 python benchmarks/fused_optimizer.py [--parameters 1000] [--elements 64] [--rounds 15]
 
 Half of the parameters are vectors and half are matrices, alternately, in one group. Ratios are taken within one run:
-the ways alternate, each step has new gradient tensors as after ``zero_grad()``, and the figure is the median of the
-rounds. At the end the parameters of each way are compared with those of the loop. A cell is empty where torch lacks the
-way for an optimizer or a device.
+the methods alternate, each step has new gradient tensors as after ``zero_grad()``, and the figure is the median of the
+rounds. At the end the parameters of each method are compared with those of the loop. A cell is empty where torch lacks
+the method for an optimizer or a device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[[], Any]
 
 
 class Run:
-    """One way to step, with its own parameters."""
+    """One method of stepping, with its own parameters."""
 
     def __init__(self, start: list[torch.Tensor], make: Callable[[list[torch.nn.Parameter]], Step]) -> None:
         self.params = [torch.nn.Parameter(values.clone()) for values in start]
@@ -73,7 +73,7 @@ def fused(optimizer: optim.Optimizer) -> Step:
 
 
 def ways(kind: type[optim.Optimizer], options: dict[str, Any]) -> dict[str, Callable[[Any], Step]]:
-    """The ways, by name."""
+    """The methods, by name."""
     return {
         "plain": lambda params: kind(params, foreach=False, **options).step,  # type: ignore[call-arg]
         "foreach": lambda params: kind(params, foreach=True, **options).step,  # type: ignore[call-arg]
@@ -84,7 +84,7 @@ def ways(kind: type[optim.Optimizer], options: dict[str, Any]) -> dict[str, Call
 
 
 def measure(name: str, start: list[torch.Tensor], rounds: int) -> dict[str, float]:
-    """Median seconds per step by way."""
+    """Median seconds per step by method."""
     runs = {}
     for way, make in ways(*OPTIMIZERS[name]).items():
         try:

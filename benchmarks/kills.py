@@ -5,9 +5,9 @@
 
 Four ranks learn the digits by asynchronous averaging, under `python -m bagua.distributed.run --keep-going`: once
 undisturbed, and once while a rank chosen at random is killed by SIGKILL every `--every` seconds; the runner starts it
-again, and it comes back through the door of another rank. Both trainings take as long. In the end the ranks rest until
-all are there, make one round together, and say what they have learnt. It fails when a rank fails by itself,
-when the ranks' weights differ in the end, or when the accuracy is more than `--points` below that of the other run.
+again, and it joins again through the server of another rank. Both trainings take as long. In the end the ranks rest
+until all are there, make one round together, and say what they have learnt. It fails when a rank fails by itself, when
+the ranks' weights differ in the end, or when the accuracy is more than `--points` below that of the other run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def child(options: dict[str, Any]) -> None:
             (folder / f"steps-{rank}-{os.getpid()}").write_text(str(step))
         if (folder / "over").exists():
             break
-    # Nobody is killed any more: ranks that are there stay.
+    # No rank is killed any more: ranks that are there stay.
     while len(algorithm.stats()["ranks"]) < ranks:
         time.sleep(0.05)
     algorithm.synchronize(model, timeout=60.0)

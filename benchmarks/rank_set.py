@@ -1,8 +1,8 @@
 """Sets of rank processes that answer requests: one set for each library, or for each build of it.
 
-Libraries that cannot live in one process (three MPIs, two builds of Bagua) run in sets of their own, which take part in
-one measurement: the benchmark sends a request to one set at a time, while the ranks of every other set sleep in a read
-from their socket. The ranks of a set meet at a barrier of their own (`common.Barrier`).
+Libraries that exclude each other in one process (three MPIs, two builds of Bagua) run in sets of their own, which take
+part in one measurement: the benchmark sends a request to one set at a time, while the ranks of every other set sleep in
+a read from their socket. The ranks of a set meet at a barrier of their own (`common.Barrier`).
 
 The benchmark is the client (:class:`RankSet`); `rank.py` is the process of a rank and serves the requests.
 """

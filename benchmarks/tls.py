@@ -3,7 +3,7 @@
     python benchmarks/tls.py
     python benchmarks/tls.py --sizes 1KiB 1MiB 16MiB
 
-Both groups live in the same two processes. Batches on one and on the other alternate, and begin with either in turn;
+Both groups are in the same two processes. Batches on one and on the other alternate, and begin with either in turn;
 the figure is the median over pairs of neighbouring batches of the ratio of their times. Loopback is faster than any
 network, and both ends share the processors of one machine: between machines TLS costs less than this.
 """

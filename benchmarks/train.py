@@ -8,7 +8,7 @@ Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 com
 same parameters and train on the same samples. The copies train in alternation, one block of steps at a time, in another
 order each round. A block's time is that of its slowest rank; figures are medians over blocks.
 
-The time blocked in communication is measured in one way for all: a step's time less that of the same step in
+The time blocked in communication is measured equally for all: a step's time less that of the same step in
 `no_sync()`, which communicates nothing and runs with a learning rate of 0 here, so that the parameters stay as they
 are. `wait_s` of bagua.stats() is the time per step that our communication thread waited for peers, hidden behind the
 backward pass or not. CPU seconds are those of all threads.

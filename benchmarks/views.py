@@ -3,7 +3,7 @@
     python benchmarks/views.py --csv out
 
 Runs `cargo bench --bench view`, which says what is measured, and keeps its figures: medians over `--runs`
-deaths. `heard` is when the last of the others knew of the death, `first` and `last` when they had a lane of the new
+deaths. `heard` is when the last of the others noticed the death, `first` and `last` when they had a lane of the new
 group; messages and bytes are those about the agreement, of all ranks; CPU is the processor time of all ranks.
 """
 

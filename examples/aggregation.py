@@ -1,8 +1,8 @@
-"""Trains one small model in five ways of aggregating, and shows what each costs on the wire.
+"""Trains one small model by five methods of aggregation, and shows what each costs on the wire.
 
     torchrun --nproc-per-node 2 examples/aggregation.py
 
-Every rank has its own data. The last line says that all replicas of the centralised ways ended bitwise equal.
+Every rank has its own data. The last line says that all replicas of the centralised methods ended bitwise equal.
 """
 
 import sys
@@ -42,17 +42,17 @@ def main() -> None:
     rank, size = bagua.torch_api.get_rank(), bagua.torch_api.get_world_size()
     neighbors = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
     equal = True
-    for way in ("all-reduce", "low rank", "sparsified", "CentralizedSGD", "DecentralizedSGD"):
+    for method in ("all-reduce", "low rank", "sparsified", "CentralizedSGD", "DecentralizedSGD"):
         model = make_model()
         optimizer: torch.optim.Optimizer | CentralizedSGD = torch.optim.SGD(model.parameters(), lr=0.5)
         aggregate = None
-        if way == "all-reduce":
+        if method == "all-reduce":
             aggregate = AllReduceAggregation(size).agg_grad()
-        elif way == "low rank":
+        elif method == "low rank":
             aggregate = PowerAggregation(model, reuse_query=True, rank=2).agg_grad()
-        elif way == "sparsified":
+        elif method == "sparsified":
             aggregate = SparsifiedAggregation(model, k=0.05).agg_grad()
-        elif way == "CentralizedSGD":
+        elif method == "CentralizedSGD":
             optimizer = CentralizedSGD(size, model, lr=0.5)
         else:
             optimizer = DecentralizedSGD(rank, neighbors, model, lr=0.5)
@@ -66,13 +66,13 @@ def main() -> None:
         cost = (sent() - before) / STEPS
         with torch.no_grad():
             loss = float(loss_of(model, STEPS, 0))
-        if way != "DecentralizedSGD":
+        if method != "DecentralizedSGD":
             mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
             first = mine.clone()
             bagua.torch_api.broadcast(first, 0)
             equal = equal and torch.equal(mine, first)
         if rank == 0:
-            print(f"{way:17} {cost:8.0f} bytes a step, loss {loss:.4f}")
+            print(f"{method:17} {cost:8.0f} bytes a step, loss {loss:.4f}")
     if not equal:
         sys.exit(f"rank {rank}: replicas differ")
     if rank == 0:

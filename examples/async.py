@@ -54,7 +54,7 @@ def main() -> int:
         print(f"rounds           {stats['rounds']} of ranks {stats['ranks']}, {stats['round_s'] * 1e3:.1f} ms the last")
         print(f"waited for them  {stats['lock_wait_s'] * 1e3:.1f} ms in all")
         print(f"farthest weight  {off:.1e} off")
-    # Nobody leaves while others still average with it.
+    # No rank leaves while others still average with it.
     bagua.barrier()
     bagua.destroy_process_group()
     return 0 if off < 0.01 else 1

@@ -43,7 +43,7 @@ class _Request(NamedTuple):
     #: A module, a function of it, and the arguments.
     function: tuple[str, str, tuple[Any, ...]]
     environment: dict[str, str]
-    #: The path of the network namespace that it lives in, if not in ours.
+    #: The path of its network namespace, if that is not ours.
     namespace: str | None
 
 

@@ -7,9 +7,9 @@
     def test_ranks_greet(world):
         assert world(3).run(work, "hello") == ["hello from 0", "hello from 1", "hello from 2"]
 
-The function must live at the top of a module, because each rank imports it anew; its arguments and results are
-pickled. A rank that raises tells its peers as an uncaught exception of a program would. The failure of a run shows
-every rank's output.
+The function must be at the top of a module, because each rank imports it anew; its arguments and results are
+pickled. A rank that raises reports it to its peers as an uncaught exception of a program would. The failure of a run
+shows every rank's output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class World:
     killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
     Ranks are forks of a process that has imported torch if the function's module has (`tests.forks`), or new processes
     where `env` has a variable that libraries read while they are loaded. `namespaces` gives each rank, which must be a
-    fork then, the path of a network namespace to live in; `hosts` are not pretended then.
+    fork then, the path of its network namespace; `hosts` are not pretended then.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class World:
                 wrong.append(f"rank {number} was still running after {self._timeout} s")
             elif code != expected:
                 wrong.append(f"rank {number} ended with {code} instead of {expected}")
-            if left := _living(rank.pid):
+            if left := _running(rank.pid):
                 wrong.append(f"rank {number} left processes behind: {left}")
         if wrong:
             shown = [f"--- rank {rank} ---\n{text}" for rank, text in enumerate(output())]
@@ -225,7 +225,7 @@ def make_world(size: int, **options: Any) -> World:
 
 @contextlib.contextmanager
 def free_port(ports: range = _PORTS) -> Iterator[int]:
-    """A port that nobody listens on, and that no other run gets as long as this one holds it."""
+    """A port without a listener, that no other run gets as long as this one holds it."""
     locks = Path(tempfile.gettempdir(), f"bagua-test-ports-{os.getuid()}")
     locks.mkdir(exist_ok=True)
     start = int.from_bytes(os.urandom(2), "little") % len(ports)
@@ -246,9 +246,9 @@ def free_port(ports: range = _PORTS) -> Iterator[int]:
     raise RuntimeError("every port is taken")
 
 
-def _living(group: int) -> list[str]:
-    """Processes of this process group that run; the dead that nobody has collected yet do not count."""
-    living = []
+def _running(group: int) -> list[str]:
+    """Processes of this process group that run; zombies do not count."""
+    running = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -256,8 +256,8 @@ def _living(group: int) -> list[str]:
             name, _, rest = entry.joinpath("stat").read_text().rpartition(")")
             state, _, process_group = rest.split()[:3]
             if int(process_group) == group and state not in "ZX":
-                living.append(name.replace("(", "", 1))
-    return living
+                running.append(name.replace("(", "", 1))
+    return running
 
 
 def _kill(rank: Rank) -> None:
@@ -275,7 +275,7 @@ def _result(path: Path) -> Any:
 
 
 def _load(path: str, name: str) -> ModuleType:
-    """The module that the function lives in, under its own name, so that what it defines can be pickled."""
+    """The module of the function, under its own name, so that what it defines can be pickled."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -292,9 +292,9 @@ def _end_torch_without_deadlock() -> None:
     """Tests end their gloo groups by torch's own name, which may hang before torch 2.6: see `torch_end`."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.6":
-        from bagua.torch_api.membership import torch_end
+        from bagua.torch_api.membership import torch_destroy
 
-        torch.distributed.destroy_process_group = torch_end.destroy
+        torch.distributed.destroy_process_group = torch_destroy.destroy
 
 
 def rank_main(call: str, rank: int) -> None:

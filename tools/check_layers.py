@@ -63,7 +63,7 @@ UNSAFE = (
     # Their methods get addresses from Python: each call of an unsafe function of tensor.rs names its promise.
     *(
         f"rust/bagua-py/src/{file}.rs"
-        for file in ("average", "bucket", "codec", "cuda_call", "door", "engine", "fast_path", "group", "request")
+        for file in ("average", "bucket", "codec", "cuda_call", "engine", "fast_path", "group", "joining", "request")
     ),
 )
 
@@ -204,7 +204,9 @@ def check_core_file(relative: Path, path: str, source: str) -> Iterator[Violatio
         never[r"\b(?:Mutex|RwLock|Condvar|Once(?:Lock|Cell)?|Atomic\w+)\b"] = f"no lock in '{room}'"
         never[r"\b(?:Instant|SystemTime|Deadline)\b"] = f"no clock in '{room}'"
     if not allowed(path, THREADS):
-        never[r"\bthread\s*::\s*(?:spawn|scope|Builder)\b|\bspawn_blocking\b"] = "threads live in engine and group"
+        never[r"\bthread\s*::\s*(?:spawn|scope|Builder)\b|\bspawn_blocking\b"] = (
+            "threads are started in engine and group only"
+        )
     for pattern, rule in never.items():
         for found in re.finditer(pattern, source):
             yield Violation(path, line_of(source, found.start()), rule)
@@ -453,7 +455,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 class Import(NamedTuple):
-    """One import of a module of the package by another, wherever in the file it stands."""
+    """One import of a module of the package by another, wherever in the file it is."""
 
     line: int
     module: str
@@ -475,7 +477,7 @@ def resolved(name: str, importer: str, is_package: bool) -> str:
 
 
 def imported_modules(node: ast.AST, importer: str, is_package: bool, known: set[str]) -> set[str]:
-    """The modules of the package that a node imports, with the packages that Python initialises on the way.
+    """The modules of the package that a node imports, with the packages that Python initialises before.
 
     ``from package import name`` is an import of the module ``package.name`` where there is one, else of ``package``.
     """
@@ -496,8 +498,8 @@ def imported_modules(node: ast.AST, importer: str, is_package: bool, known: set[
     return found - {importer}
 
 
-def shortest_way(imports: dict[str, list[Import]], start: str, goal: str) -> list[str]:
-    """Modules from ``start`` to ``goal``, each importing the next; empty if there is no way."""
+def shortest_path(imports: dict[str, list[Import]], start: str, goal: str) -> list[str]:
+    """Modules from ``start`` to ``goal``, each importing the next; empty if there is none."""
     before: dict[str, str] = {}
     waiting = [start]
     for module in waiting:
@@ -507,22 +509,22 @@ def shortest_way(imports: dict[str, list[Import]], start: str, goal: str) -> lis
                 waiting.append(found.module)
     if goal not in before:
         return []
-    way = [goal]
-    while way[-1] != start:
-        way.append(before[way[-1]])
-    return way[::-1]
+    path = [goal]
+    while path[-1] != start:
+        path.append(before[path[-1]])
+    return path[::-1]
 
 
 def check_circles(files: dict[str, str], imports: dict[str, list[Import]]) -> Iterator[Violation]:
     """Every circle of imports, named once, with the imports inside functions and for type checkers."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for module in sorted(imports):
         for found in sorted(imports[module]):
-            if module in told or found.module in told:
+            if module in reported or found.module in reported:
                 continue
-            back = [module] if found.module == module else shortest_way(imports, found.module, module)
+            back = [module] if found.module == module else shortest_path(imports, found.module, module)
             if back:
-                told.update(back)
+                reported.update(back)
                 circle = " -> ".join([module, *back])
                 yield Violation(files[module], found.line, f"circle of imports: {circle}")
 

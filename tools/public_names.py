@@ -47,7 +47,7 @@ PUBLIC = {
         "bagua.torch_api.contrib.utils.serialization",
         "bagua.torch_api.contrib.utils.store",
     ],
-    "Other front doors": [
+    "Other front ends": [
         "bagua.aggregation",
         "bagua.aggregation.optim",
         "bagua.c10d",
@@ -83,7 +83,7 @@ INTERNAL = (
     "bagua.distributed.supervise",
     "bagua.dlpack",
     "bagua.engine",
-    "bagua.functions",
+    "bagua.default_group",
     "bagua.handle",
     "bagua.init",
     "bagua.launcher",
@@ -92,7 +92,7 @@ INTERNAL = (
     "bagua.messages",
     "bagua.operand",
     "bagua.records",
-    "bagua.store_requests",
+    "bagua.tcp_store_requests",
     "bagua.torch_api.contrib.utils.cache_state",
     "bagua.torch_api.contrib.utils.counters",
     "bagua.torch_api.contrib.utils.redis_*",

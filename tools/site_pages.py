@@ -24,7 +24,7 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)")
 _FENCE = re.compile(r"^(```\w+) .*$", re.MULTILINE)
 
-#: Where files of the repository outside docs/ stand in the site.
+#: Where files of the repository outside docs/ are in the site.
 _ELSEWHERE = "repository"
 
 
@@ -102,7 +102,7 @@ def _page(module: str) -> str:
 
 
 def _in_site(path: Path) -> str:
-    """Where a file of the repository stands in the site."""
+    """Where a file of the repository is in the site."""
     inside = path.relative_to(ROOT).as_posix()
     if inside == "README.md":
         return "index.md"

@@ -121,7 +121,7 @@ def two_ranks(python: Path, program: str) -> list[str]:
         for rank in range(2):
             environment = {name: os.environ[name] for name in ("HOME", "LANG", "PATH") if name in os.environ}
             environment |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-            # A file in the folder instead of a port, so that nothing can be taken by somebody else.
+            # A file in the folder instead of a port, so that no other process can take it.
             code = program.replace("bagua.init()", f"bagua.init(init_method='file://{folder}/rendezvous')")
             ranks.append(subprocess.Popen([python, "-c", code], cwd=folder, env=environment))
         problems = []

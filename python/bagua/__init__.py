@@ -18,16 +18,7 @@ from bagua import engine as _engine
 from bagua import group
 from bagua.buckets import Bucket, Engine
 from bagua.codecs import Codec
-from bagua.errors import (
-    AbortedError,
-    BaguaError,
-    BaguaTimeoutError,
-    DeviceError,
-    MismatchError,
-    PeerLostError,
-    PeerRaisedError,
-)
-from bagua.functions import (
+from bagua.default_group import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -41,6 +32,15 @@ from bagua.functions import (
     reduce_scatter,
     scatter,
     send,
+)
+from bagua.errors import (
+    AbortedError,
+    BaguaError,
+    BaguaTimeoutError,
+    DeviceError,
+    MismatchError,
+    PeerLostError,
+    PeerRaisedError,
 )
 from bagua.group import Group, shutdown, stats
 from bagua.handle import Handle

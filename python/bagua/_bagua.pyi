@@ -7,6 +7,7 @@ then.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal, TypeAlias, final
 
@@ -24,8 +25,6 @@ __all__ = [
     "Arena",
     "AsyncModelAverage",
     "Averager",
-    "Book",
-    "BookServer",
     "Bootstrap",
     "Bucket",
     "Codec",
@@ -33,11 +32,13 @@ __all__ = [
     "CudaCall",
     "CudaDevice",
     "CudaLibraries",
-    "Door",
     "Engine",
     "GroupConfig",
     "Handle",
+    "JoinServer",
     "RendezvousServer",
+    "Store",
+    "StoreServer",
     "TensorReader",
     "Tls",
     "WeightLock",
@@ -116,8 +117,8 @@ class Bootstrap:
     def connect(self, addresses: Sequence[bytes]) -> Communicator: ...
 
 @final
-class Door:
-    def __new__(cls, config: GroupConfig, token: bytes) -> Door: ...
+class JoinServer:
+    def __new__(cls, config: GroupConfig, token: bytes) -> JoinServer: ...
     @property
     def address(self) -> str: ...
     @property
@@ -125,8 +126,8 @@ class Door:
     @property
     def refused(self) -> int: ...
     def enter_job(self) -> None: ...
-    def note_door(self, rank: int, at: str) -> None: ...
-    def ask(self, rank: int, at: str, timeout: float) -> dict[str, Any]: ...
+    def note_server(self, rank: int, at: str) -> None: ...
+    def status(self, rank: int, at: str, timeout: float) -> dict[str, Any]: ...
     def join(
         self,
         name: str,
@@ -141,7 +142,7 @@ class Door:
     ) -> Averager: ...
 
 @final
-class BookServer:
+class StoreServer:
     def __new__(
         cls,
         host: str,
@@ -149,17 +150,22 @@ class BookServer:
         secret: bytes,
         tls: Tls | None = None,
         kept_in: str | PathLike[str] | None = None,
-    ) -> BookServer: ...
+    ) -> StoreServer: ...
     @property
     def port(self) -> int: ...
     def stop(self) -> None: ...
 
 @final
-class Book:
-    def __new__(cls, host: str, port: int, secret: bytes, timeout: float, tls: Tls | None = None) -> Book: ...
-    def read(self, name: str) -> bytes | None: ...
-    def write(self, name: str, entry: bytes) -> None: ...
-    def claim(self, name: str, entry: bytes) -> bytes: ...
+class Store:
+    @staticmethod
+    def tcp(host: str, port: int, secret: bytes, timeout: float, tls: Tls | None = None) -> Store: ...
+    @staticmethod
+    def files(directory: str | PathLike[str]) -> Store: ...
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes | None: ...
+    def set_new(self, key: str, value: bytes) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None: ...
 
 @final
 class RendezvousServer:
@@ -341,7 +347,7 @@ class Communicator:
         codec: Codec | None,
         *,
         buffers: Sequence[tuple[int, int, int, bool]],
-        door: Door | None,
+        join_server: JoinServer | None,
         digest: bytes,
         takes_part: bool,
         device: tuple[CudaDevice, int, object] | None = None,

@@ -17,7 +17,7 @@ __all__ = ["Array", "on_host", "operand"]
 
 
 class SupportsDLPack(Protocol):
-    """An array of a framework that speaks DLPack."""
+    """An array of a framework that supports DLPack."""
 
     def __dlpack__(self, *, stream: Any = ...) -> Any: ...
 
@@ -50,9 +50,9 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
         return Operand(address, count, dtype, dims, x, None, True, writable)
     if isinstance(x, np.ndarray):
         return on_host(x, what)
-    speaks_dlpack = hasattr(x, "__dlpack__")
-    if (speaks_dlpack and int(x.__dlpack_device__()[0]) == dlpack.CUDA) or (
-        not speaks_dlpack and hasattr(x, "__cuda_array_interface__")
+    has_dlpack = hasattr(x, "__dlpack__")
+    if (has_dlpack and int(x.__dlpack_device__()[0]) == dlpack.CUDA) or (
+        not has_dlpack and hasattr(x, "__cuda_array_interface__")
     ):
         # Here, because importing bagua.cuda decides to which process CUDA belongs.
         from bagua.cuda import arrays
@@ -62,18 +62,18 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
 
 
 def on_host(x: Any, what: str = "the array") -> Operand:
-    """An array in host memory; TypeError for what is none, has a type that cannot travel, or lives on a device."""
+    """An array in host memory; TypeError for what is none, for a type that cannot be communicated, and on a device."""
     if isinstance(x, np.ndarray):
         return _from_numpy(x, numpy_code(x.dtype, what))
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, what)
     if hasattr(x, "__cuda_array_interface__"):
-        raise TypeError(f"{what} lives on CUDA; only host memory can travel here: copy it to the CPU first")
+        raise TypeError(f"{what} is on CUDA; only host memory can be communicated here: copy it to the CPU first")
     try:
         array = np.asarray(memoryview(x))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{what} is a {type(x).__name__}, which is neither a NumPy array nor speaks DLPack or the buffer protocol"
+            f"{what} is a {type(x).__name__}, which is no NumPy array and has neither DLPack nor the buffer protocol"
         ) from error
     return _from_numpy(array, numpy_code(array.dtype, what))
 
@@ -87,8 +87,8 @@ def _from_numpy(array: np.ndarray[Any, Any], dtype: int) -> Operand:
     return Operand(array.ctypes.data, array.size, dtype, array.shape, array, None, flags.c_contiguous, flags.writeable)
 
 
-class _Lender:
-    """Memory in the words of NumPy's array interface; keeps the capsule, which keeps the memory."""
+class _CapsuleMemory:
+    """Memory described by NumPy's array interface; keeps the capsule, which keeps the memory."""
 
     def __init__(self, capsule: Any, interface: dict[str, Any]) -> None:
         self.capsule = capsule
@@ -99,20 +99,20 @@ def _from_dlpack(x: Any, what: str) -> Operand:
     device = int(x.__dlpack_device__()[0])
     if device not in dlpack.ON_HOST:
         where = dlpack.DEVICES.get(device, f"DLPack device {device}")
-        raise TypeError(f"{what} lives on {where}; only host memory can travel here: copy it to the CPU first")
+        raise TypeError(f"{what} is on {where}; only host memory can be communicated here: copy it to the CPU first")
     capsule = dlpack.capsule_of(x, what)
-    lent = dlpack.lent_by(capsule, what)
-    numpy_type = np.dtype(lent.typestr)
-    if 0 in lent.shape:
-        array = np.empty(lent.shape, numpy_type)
+    memory = dlpack.memory_of(capsule, what)
+    numpy_type = np.dtype(memory.typestr)
+    if 0 in memory.shape:
+        array = np.empty(memory.shape, numpy_type)
     else:
-        strides = None if lent.strides is None else tuple(stride * numpy_type.itemsize for stride in lent.strides)
+        strides = None if memory.strides is None else tuple(stride * numpy_type.itemsize for stride in memory.strides)
         interface = {
             "version": 3,
             "typestr": numpy_type.str,
-            "shape": lent.shape,
+            "shape": memory.shape,
             "strides": strides,
-            "data": (lent.address, not lent.writable),
+            "data": (memory.address, not memory.writable),
         }
-        array = np.asarray(_Lender(capsule, interface))
-    return _from_numpy(array, DTYPES[lent.dtype_name])
+        array = np.asarray(_CapsuleMemory(capsule, interface))
+    return _from_numpy(array, DTYPES[memory.dtype_name])

@@ -1,4 +1,4 @@
-"""The engine for any framework: arrays that travel together, in a fixed order, while the program computes.
+"""The engine for any framework: communicates buckets of arrays, in a fixed order, while the program computes.
 
 Hand over the buckets once, mark each array ready when its values are final, and wait once per step:
 
@@ -30,7 +30,7 @@ __all__ = ["Bucket", "Engine"]
 
 
 class Bucket:
-    """Named arrays of one element type that travel together. Local, with all its methods.
+    """Named arrays of one element type that are communicated together. Local, with all its methods.
 
     The arrays must be writable and contiguous, on the host or all on one CUDA device; the bucket keeps them alive.
     ValueError for an empty bucket, TypeError for mixed element types and places.
@@ -192,7 +192,7 @@ class Engine:
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def mark_ready(self, tensor: str, array: Array | None = None, *, stream: int | None = None) -> None:
-        """The array's values are final for this step; nobody may touch it until `wait` returns.
+        """The array's values are final for this step; the program must neither read nor write it until `wait` returns.
 
         On a CUDA device they are final when `stream` has come so far (a CUstream by DLPack's numbers, None: the legacy
         stream), and the stream that the interface of a new `array` names. NotImplementedError for one that is being

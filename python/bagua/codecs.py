@@ -25,7 +25,7 @@ _Out = TypeVar("_Out", bound=Array)
 
 
 class Codec:
-    """A way to encode elements of float32, float16 or bfloat16, the same on every processor.
+    """Encodes elements of float32, float16 or bfloat16, the same on every processor.
 
     | name | options | bytes for each float32 element | what comes back |
     |---|---|---|---|
@@ -127,7 +127,7 @@ class Codec:
 
         `data` is an array of uint8, or bytes. `out` is a contiguous array in host memory, in float32, float16 or
         bfloat16: of the type and the number of elements that were encoded, in any shape. The bytes are checked, so
-        that those of a stranger do no harm; after an error, parts of `out` may have been written.
+        that those of an attacker do no harm; after an error, parts of `out` may have been written.
 
         Both may be on a CUDA device, and then contiguous, with `stream` as for :meth:`encode`.
 

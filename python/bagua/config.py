@@ -106,7 +106,7 @@ def flag(name: str) -> bool:
 
 
 def announce(**variables: str) -> None:
-    """Sets variables for this process and its children, which ask the environment who they are."""
+    """Sets variables for this process and its children, which read their rank from the environment."""
     os.environ.update(variables)
 
 
@@ -131,7 +131,7 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a group is built, besides who and where."""
+    """How a group is built, besides ranks and addresses."""
 
     #: Seconds until an operation gives up.
     timeout: float
@@ -238,7 +238,7 @@ def agent_serves_store() -> bool:
 
 
 def attempt() -> str:
-    """What tells this start of the job from an earlier one that used the same store."""
+    """Identifies this start of the job among those that use the same store."""
     return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bagua.engine import DTYPES
 
-__all__ = ["CUDA", "DEVICES", "ON_HOST", "Lent", "capsule_of", "contiguous", "lent_by"]
+__all__ = ["CUDA", "DEVICES", "ON_HOST", "CapsuleMemory", "capsule_of", "contiguous", "memory_of"]
 
 #: Device types of host memory, and of host memory pinned for CUDA or ROCm.
 ON_HOST = (1, 3, 11)
@@ -72,8 +72,8 @@ _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 @dataclass(frozen=True)
-class Lent:
-    """The memory that a capsule lends, valid as long as the capsule lives."""
+class CapsuleMemory:
+    """The memory that a capsule describes, valid until the capsule is freed."""
 
     #: Of the first byte.
     address: int
@@ -98,11 +98,11 @@ def capsule_of(x: Any, what: str, **arguments: Any) -> Any:
         except TypeError:
             return x.__dlpack__(**arguments)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{what} ({type(x).__name__}) does not lend its memory: {error}") from error
+        raise TypeError(f"{what} ({type(x).__name__}) does not export its memory: {error}") from error
 
 
-def lent_by(capsule: Any, what: str) -> Lent:
-    """What a capsule says of its memory; TypeError for elements that cannot travel."""
+def memory_of(capsule: Any, what: str) -> CapsuleMemory:
+    """The memory that a capsule describes; TypeError for elements that cannot be communicated."""
     writable = True
     if _is_valid(capsule, b"dltensor_versioned"):
         versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
@@ -113,11 +113,11 @@ def lent_by(capsule: Any, what: str) -> Lent:
     form = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if form is None:
         kind = f"type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"
-        raise TypeError(f"{what} has elements of DLPack {kind}; these can travel: {', '.join(DTYPES)}")
+        raise TypeError(f"{what} has elements of DLPack {kind}; supported are {', '.join(DTYPES)}")
     typestr, name = form
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
-    return Lent((tensor.data or 0) + tensor.byte_offset, shape, strides, typestr, name, writable)
+    return CapsuleMemory((tensor.data or 0) + tensor.byte_offset, shape, strides, typestr, name, writable)
 
 
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, element: int = 1) -> bool:

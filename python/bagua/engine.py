@@ -1,6 +1,6 @@
 """The Rust core, by address: the only file that imports the extension.
 
-What is here speaks in addresses, element counts and codes, and trusts its caller to keep memory alive and in place;
+Its functions take addresses, element counts and codes, and rely on their caller to keep memory alive and in place;
 `bagua.group` and `bagua.torch_api` are the callers that do.
 """
 
@@ -18,8 +18,6 @@ from bagua._bagua import (
     Arena,
     AsyncModelAverage,
     Averager,
-    Book,
-    BookServer,
     Bootstrap,
     Bucket,
     Codec,
@@ -27,11 +25,13 @@ from bagua._bagua import (
     CudaCall,
     CudaDevice,
     CudaLibraries,
-    Door,
     Engine,
     GroupConfig,
     Handle,
+    JoinServer,
     RendezvousServer,
+    Store,
+    StoreServer,
     TensorReader,
     Tls,
     WeightLock,
@@ -69,8 +69,6 @@ __all__ = [
     "Arena",
     "AsyncModelAverage",
     "Averager",
-    "Book",
-    "BookServer",
     "Bootstrap",
     "Bucket",
     "Codec",
@@ -78,11 +76,13 @@ __all__ = [
     "CudaCall",
     "CudaDevice",
     "CudaLibraries",
-    "Door",
     "Engine",
     "GroupConfig",
     "Handle",
+    "JoinServer",
     "RendezvousServer",
+    "Store",
+    "StoreServer",
     "TensorReader",
     "Tls",
     "WeightLock",

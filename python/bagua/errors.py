@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, as a caller would tell it apart.
+"""What can go wrong between ranks: one class for each reaction of a caller.
 
 Bad arguments are `ValueError`, `TypeError` or `NotImplementedError`, raised before anything is sent. Everything here
 is raised afterwards, and leaves the group unusable: `bagua.shutdown()` works, and a new group can be built in the same
@@ -35,7 +35,7 @@ class BaguaError(RuntimeError):
         self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default would call the class with its text alone, and lose the fields on the way to another process.
+        # The default would call the class with its text alone, and lose the fields in another process.
         return _again, (type(self), str(self), self.__dict__)
 
 

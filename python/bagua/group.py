@@ -114,16 +114,16 @@ class Group(Collectives):
         """The group of the ranks that are left, in the order of their ranks here. This one and its sub-groups are left.
 
         Every rank that is left calls it, after PeerLostError or PeerRaisedError, and waits up to `timeout` seconds
-        (None: the group's) for those that live and have not called. After an exception of one rank all may be left. If
-        this was the default group, the new one is. `former_ranks` of the new group says who is who.
+        (None: the group's) for those that run and have not called. After an exception of one rank all may be left. If
+        this was the default group, the new one is. `former_ranks` of the new group has each rank's rank here.
 
         "majority": ranks whose process is known to have ended, or that have left, do not count; of the others more than
-        half must be here, or half with the lowest. "any" goes on without that: parts of the job that are cut off from
-        each other may then both go on. All ranks pass the same.
+        half must be here, or half with the lowest. "any" goes on without that: two partitions of the job may then both
+        go on. All ranks pass the same.
 
         Raises BaguaTimeoutError naming the ranks that have not called, after which the call can be repeated;
-        BaguaError that says "quorum" and who may live on; PeerLostError naming this rank when the others went on
-        without it; ValueError for a sub-group.
+        BaguaError that says "quorum" and which ranks may still run; PeerLostError naming this rank when the others went
+        on without it; ValueError for a sub-group.
         """
         if self.is_world_of_torch_api:
             raise BaguaError("this is the group of init_process_group: call bagua.torch_api.rebuild() instead")
@@ -170,8 +170,8 @@ class Group(Collectives):
         self._communicator.abort(reason)
 
     def leave(self) -> None:
-        """Says goodbye and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
-        # A failure that this rank did not hear of, because it made no call since, gets its flight record here.
+        """Leaves in order and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
+        # A failure that no call of this rank has raised gets its flight record here.
         with contextlib.suppress(BaguaError):
             self._communicator.cause()
         self._communicator.leave()
@@ -219,7 +219,7 @@ def join(
 
     `spread` gets this rank's opaque address (a few hundred bytes) and returns every rank's, by rank. `towards` is a
     host and a port in whose direction the peers are: this rank listens on the interface of that route; None listens on
-    loopback, or on the default route when other hosts take part as far as `local_world_size` tells. `timeout` is in
+    loopback, or on the default route when other hosts take part according to `local_world_size`. `timeout` is in
     seconds, for joining and as the default of operations. `secret` proves to the others that this rank belongs to the
     job.
     """
@@ -260,7 +260,7 @@ def parameters(
     )
 
 
-# An address that is reserved for documentation: the way to it is the default route, and nothing is sent.
+# An address that is reserved for documentation: the route to it is the default route, and nothing is sent.
 _ELSEWHERE = ("192.0.2.1", 9)
 
 

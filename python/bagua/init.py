@@ -1,4 +1,4 @@
-"""`init()`: how ranks find each other."""
+"""`init()`: joins the ranks of a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def init(
     `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining,
     and the default of every operation.
 
-    Under a torch.distributed whose default backend is "bagua" its group is taken, and nobody joins.
+    Under a torch.distributed whose default backend is "bagua" its group is taken, and no rank joins another one.
 
     Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
 
@@ -85,7 +85,7 @@ def init(
 
 
 def _rendezvous(
-    init_method: str, place: launcher.Place, chosen: config.Settings
+    init_method: str, place: launcher.RankInfo, chosen: config.Settings
 ) -> tuple[Spread | None, tuple[str, int] | None]:
     """How to spread an address (None: by the launcher's store), and in whose direction to listen."""
     parts = urlsplit(init_method)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from bagua import config
 from bagua.errors import BaguaError
 
-__all__ = ["Found", "Place", "expand", "found", "known_master", "master", "place"]
+__all__ = ["Found", "RankInfo", "expand", "found", "known_master", "master", "place"]
 
 
 @dataclass(frozen=True)
 class _Variables:
-    """The variables by which one launcher tells a process its place; None where it has none."""
+    """The variables in which one launcher passes a process its rank; None where it has none."""
 
     rank: str
     world_size: str
@@ -34,7 +34,7 @@ class _Variables:
 
 _ENVIRONMENT = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
-# Name, the variable that only its ranks have, and where their places stand. In order of precedence.
+# Name, the variable that only its ranks have, and the variables with their ranks. In order of precedence.
 _LAUNCHERS = (
     # A batch script has a job, but no step: it is no rank.
     (
@@ -80,8 +80,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands in its job."""
+class RankInfo:
+    """The rank of this process in its job and on its host."""
 
     rank: int
     world_size: int
@@ -106,7 +106,7 @@ def place(
     world_size: int | None = None,
     local_rank: int | None = None,
     local_world_size: int | None = None,
-) -> Place:
+) -> RankInfo:
     """Arguments where they are given, then what the launcher says; alone in the world without either.
 
     BaguaError where only one of rank and world size is known, ValueError for a rank outside its world or its host.
@@ -124,11 +124,11 @@ def place(
         raise ValueError(f"world size {found_size} is not positive")
     if not 0 <= found_rank < found_size:
         raise ValueError(f"rank {found_rank} is not in a world of {found_size} ranks")
-    # Explicit ranks mean that the launcher's variables may speak of another world.
+    # Explicit ranks mean that the launcher's variables may describe another world.
     if rank is None and world_size is None:
         local_rank = launcher.local_rank if local_rank is None else local_rank
         local_world_size = launcher.local_world_size if local_world_size is None else local_world_size
-    return Place(found_rank, found_size, local_rank, local_world_size)
+    return RankInfo(found_rank, found_size, local_rank, local_world_size)
 
 
 def known_master() -> tuple[str | None, int | None]:

@@ -1,8 +1,8 @@
-"""The life of this process: every piece of process-wide state, the fork hook, the exit hooks, and Ctrl-C.
+"""Process-wide state, the fork hook, the exit hooks, and Ctrl-C.
 
 Other modules keep no mutable module-level state of their own: each package has a typed record of it, which is
-registered here. So one place says what a forked child inherits. The child is no rank of its parent's groups: it forgets
-them and sends nothing to their ranks.
+registered here. So one file decides what a forked child inherits. The child is no rank of its parent's groups: it
+forgets them and sends nothing to their ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CALLBACKS_TIMEOUT = 5.0
 class Record:
     """The process-wide state of one package, whose one instance :func:`record` makes.
 
-    The package defines it, because this module stands below all of them; its methods say what a fork means for it.
+    The package defines it, because this module imports none of them; its methods are called around a fork.
     """
 
     def before_fork(self) -> None:

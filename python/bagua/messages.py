@@ -191,7 +191,7 @@ class Messages:
         """Sends the array to rank `dst`, whose receive has the same `tag` (0 to 2**32 - 1).
 
         Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done
-        when it is on its way, a longer one when the receiver has it. An array on a CUDA device travels through host
+        when it is sent, a longer one when the receiver has it. An array on a CUDA device is copied through host
         memory, and may be received on the host; `stream` is as in `all_reduce`.
         """
         to = self._peer(dst, "dst")

@@ -28,8 +28,8 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`.
     A group that was left is no longer shown.
 
-    Whoever can connect can read: the counters, and host, process and version in `bagua_info`. ImportError without
-    prometheus_client, OSError where the address cannot be used.
+    Every process that can connect can read the counters, and host, process and version in `bagua_info`. ImportError
+    without prometheus_client, OSError where the address cannot be used.
     """
     client = _client()
     registry = client.CollectorRegistry(auto_describe=False)

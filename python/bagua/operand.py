@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bagua.engine import Communicator, CudaCall, Handle
     from bagua.handle import AnyHandle
 
-__all__ = ["SIZES", "Operand", "Place", "check_beside", "empty_like", "numpy_code", "same_kind"]
+__all__ = ["SIZES", "DeviceStream", "Operand", "check_beside", "empty_like", "numpy_code", "same_kind"]
 
 
 _NAMES = {code: name for name, code in DTYPES.items()}
@@ -30,7 +30,7 @@ _CODES = {(dtype.kind, dtype.itemsize): code for code, dtype in _NUMPY.items()}
 SIZES = {code: _NUMPY[code].itemsize if code in _NUMPY else 2 for code in DTYPES.values()}
 
 
-class Place(Protocol):
+class DeviceStream(Protocol):
     """A CUDA device, and the stream on which the operands of a call are there."""
 
     @property
@@ -167,7 +167,7 @@ def numpy_code(dtype: np.dtype[Any], what: str) -> int:
     if dtype.name == "bfloat16":
         code = DTYPES["bfloat16"]
     if code is None:
-        raise TypeError(f"{what} has elements of type {dtype}; these can travel: {', '.join(DTYPES)}")
+        raise TypeError(f"{what} has elements of type {dtype}; supported are {', '.join(DTYPES)}")
     if not dtype.isnative:
         raise TypeError(f"{what} has elements of type {dtype} in the byte order of another machine")
     return code

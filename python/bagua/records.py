@@ -21,7 +21,7 @@ __all__ = ["VERSION", "flight_recorder", "of_failure"]
 #: Format of the files.
 VERSION = 1
 
-# With them a reader sees at once whose file it is, and nobody has to be asked whether the name is free.
+# A reader sees at once which rank wrote a file, and no rank has to ask another whether the name is free.
 _NAME = "rank{rank}-{group}-{pid}-{number}.json"
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -88,7 +88,7 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
 def _own_folder(directory: str) -> tuple[str, int]:
     """A folder that no other user but root can change, and its descriptor: this one, or else that of this user.
 
-    In a temporary directory everybody may make a folder or a link of this name before.
+    In a temporary directory any user may make a folder or a link of this name before.
     """
     problems = []
     for candidate in (directory, f"{directory}-{os.geteuid()}"):

@@ -1,4 +1,4 @@
-"""Memory in which the ranks of a host work in place, as something that arrays can be made over."""
+"""Shared memory in which the ranks of a host communicate in place, as buffers for arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of the package that use torch ask for before they import it."""
+"""Requires a torch that is new enough, before a part of the package imports it."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def operation(
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a front door makes operands of tensors."""
+    """How a front end makes operands of tensors."""
 
     #: Whether dtypes that the core has no code for are sent as bytes. Else TypeError.
     sends_bytes: bool = False
@@ -225,9 +225,9 @@ class Adapter:
         place = None
         if memory.is_cuda:
             # Here, because importing bagua.cuda decides to which process CUDA belongs.
-            from bagua.cuda.tensors import TensorPlace
+            from bagua.cuda.tensors import TensorStream
 
-            place = TensorPlace(memory.device, self.then_orders)
+            place = TensorStream(memory.device, self.then_orders)
         return Operand(memory.data_ptr(), count, code, dims, memory, place, finish=finish, results=results)
 
 

@@ -1,11 +1,11 @@
-"""Joining by way of a store of torch.distributed, which says where rank 0 listens and nothing else.
+"""Joins through a store, of torch.distributed or our own, which has rank 0's address and nothing else.
 
-Everybody takes the addresses from rank 0, down a tree (rust/bagua-core/src/group/rendezvous/tree.rs). If they lay in
-the store, its server, which may be a rank, would hand out n lists of n addresses. Nothing is lost: every rank has to
-reach rank 0 for the group anyway.
+All ranks get the addresses from rank 0, down a tree (rust/bagua-core/src/group/rendezvous/tree.rs). If the addresses
+were in the store, its server, which may be a rank, would send n lists of n addresses. Nothing is lost: every rank has
+to reach rank 0 for the group anyway.
 
-A store may outlive groups, and under torchrun all processes of a job. So the places are numbered. The newest counts,
-and when nobody serves it any more, the next one.
+A store may outlive groups, and under torchrun all processes of a job. So the entries are numbered. The newest counts,
+and when it is not served any more, the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from bagua import config, engine, group
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
 from bagua.lifecycle import process
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 
 __all__ = ["join"]
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 # From this rank's address and the secret to all addresses.
 _Spread = Callable[[bytes, bytes], list[bytes]]
 
-# Seconds between two attempts at a place that does not answer: at first, and at most.
+# Seconds between two attempts at an address that does not answer: at first, and at most.
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 # Seconds that the answer to a wait may take beyond the wait itself.
@@ -61,7 +61,7 @@ def join(
     def build(
         towards: tuple[str, int] | None, token: str, spread: Callable[[bytes, bytes], list[bytes]]
     ) -> group.Group:
-        # Only who can read the store knows the token: it keeps strangers out where the user has no secret.
+        # Only a process that can read the store has the token: it excludes others where the user has no secret.
         both = secret + token.encode()
         return group.join(
             rank,
@@ -76,53 +76,51 @@ def join(
 
     chosen = config.settings(secret=secret)
     tls, heartbeat = chosen.tls, chosen.heartbeat_timeout
-    board = _Board(store, what, timeout, connection)
+    entries = _Entries(store, what, timeout, connection)
     if world_size == 1:
-        return build(towards, "", lambda address, _: [address]), board.count(1)
+        return build(towards, "", lambda address, _: [address]), entries.count(1)
     if rank == 0:
         server = engine.RendezvousServer(group.listen_host(towards, world_size, local_world_size), 0)
         host, port = server.address()
-        place = _Place(host, port, secrets.token_hex(16))
-        number = board.announce(place)
+        entry = _Server(host, port, secrets.token_hex(16))
+        number = entries.announce(entry)
 
         def serve(address: bytes, both: bytes) -> list[bytes]:
             return server.serve(world_size, address, both, timeout, tls, heartbeat)
 
-        return build(towards, place.token, serve), number
+        return build(towards, entry.token, serve), number
 
     trouble = ""
-    for number, place in board.places(process.joined_places.get(rank)):
+    for number, at in entries.servers(process.joined_places.get(rank)):
 
-        def fetch(address: bytes, both: bytes, place: _Place = place) -> list[bytes]:
-            left = max(board.left(), 0.0)
+        def fetch(address: bytes, both: bytes, at: _Server = at) -> list[bytes]:
+            left = max(entries.left(), 0.0)
             try:
-                return engine.rendezvous_at(
-                    place.host, place.port, rank, world_size, address, both, left, tls, heartbeat
-                )
+                return engine.rendezvous_at(at.host, at.port, rank, world_size, address, both, left, tls, heartbeat)
             except PeerLostError as lost:
                 if lost.rank != 0:
                     raise
                 raise _Gone(str(lost)) from lost
 
         try:
-            joined = build((place.host, place.port), place.token, fetch)
+            joined = build((at.host, at.port), at.token, fetch)
         except _Gone as gone:
             trouble = f" ({gone})"
         else:
-            process.joined_places[rank] = place.token
+            process.joined_places[rank] = at.token
             return joined, number
-    board.abandon()
-    text = f"{what}: no word from rank(s) 0 after {timeout:.1f} s{trouble}"
+    entries.abandon()
+    text = f"{what}: timed out after {timeout:.1f} s waiting for rank(s) 0{trouble}"
     raise BaguaTimeoutError(text, missing=(0,), after=timeout, noticed_by=rank)
 
 
 class _Gone(Exception):
-    """Nobody serves a place: it is of an earlier group, its rank 0 died, or the way there is interrupted."""
+    """An entry is not served: it is of an earlier group, its rank 0 died, or the route to it is interrupted."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where rank 0 of one group listens."""
+class _Server:
+    """An entry: where the rendezvous server of one group's rank 0 listens."""
 
     host: str
     port: int
@@ -130,13 +128,13 @@ class _Place:
     token: str
 
 
-class _Board:
-    """What the ranks write into the store and read from it, until their time is over."""
+class _Entries:
+    """The entries in the store, which the ranks write and read until the timeout."""
 
     def __init__(self, store: Any, what: str, limit: float, connection: Connection | None = None) -> None:
         self._store, self._what = store, what
         self._requests = StoreRequests(connection=connection)
-        # Counters of one attempt of the launcher are none of the next one's.
+        # Each attempt of the launcher has counters of its own.
         self._prefix = f"bagua/{config.attempt()}"
         self._until = time.monotonic() + limit
 
@@ -148,33 +146,33 @@ class _Board:
         self._requests.abandon()
 
     def count(self, more: int) -> int:
-        """How many places there are, with so many more."""
+        """The number of entries after adding `more`."""
         return self._ask(lambda: int(self._store.add(f"{self._prefix}/places", more)))
 
-    def announce(self, place: _Place) -> int:
-        """Makes a place the newest, and returns its number."""
+    def announce(self, server: _Server) -> int:
+        """Writes the newest entry, and returns its number."""
         number = self.count(0) + 1
-        # Counted afterwards: whoever hears of the number finds the place.
-        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(place))))
+        # Counted afterwards: a rank that reads the number finds the entry.
+        self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(server)).encode()))
         return self.count(1)
 
-    def places(self, spent: str | None) -> Iterator[tuple[int, _Place]]:
-        """The newest place and its number, and the same or a newer one after a pause, and so on; none that is spent."""
+    def servers(self, spent: str | None) -> Iterator[tuple[int, _Server]]:
+        """The newest entry and its number, and the same or a newer one after a pause, and so on; none that is spent."""
         number, pause = max(self.count(0), 1), _PAUSE
-        place = self._place(number, self.left())
-        while place is not None and self.left() > 0:
+        server = self._read(number, self.left())
+        while server is not None and self.left() > 0:
             patience = self.left()
-            if place.token != spent:
-                yield number, place
+            if server.token != spent:
+                yield number, server
                 patience, pause = pause, min(2 * pause, _LONGEST_PAUSE)
-            newer = self._place(number + 1, min(patience, self.left()))
+            newer = self._read(number + 1, min(patience, self.left()))
             if newer is not None:
-                number, place, pause = number + 1, newer, _PAUSE
+                number, server, pause = number + 1, newer, _PAUSE
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/place{number}"
 
-    def _place(self, number: int, patience: float) -> _Place | None:
+    def _read(self, number: int, patience: float) -> _Server | None:
         """None when it is not there in time."""
         # 0 would mean "for ever" to a store.
         patience = max(patience, 0.001)
@@ -185,11 +183,11 @@ class _Board:
         except TimeoutError:
             return None
         except Exception as failure:
-            # Whatever the class: a store that has gone says so at once.
+            # Whatever the class: a store that is gone fails at once.
             if time.monotonic() - began < patience / 2:
                 raise self._silent(failure) from failure
             return None
-        return _Place(**json.loads(self._ask(lambda: self._store.get(self._key(number)))))
+        return _Server(**json.loads(self._ask(lambda: self._store.get(self._key(number)))))
 
     def _ask(self, request: Callable[[], _T]) -> _T:
         try:

@@ -1,4 +1,4 @@
-"""Comparing the flight records of several ranks: who did not come to which operation.
+"""Compares the flight records of several ranks: finds which ranks are missing from which operation.
 
 Operations of different ranks are the same one when group, channel and number are equal. Messages (send, recv,
 exchange) are numbered by each rank for itself, so of them only the rank's own record counts.
@@ -22,8 +22,8 @@ Operation = dict[str, Any]
 # Kinds whose numbers are not those of the lane.
 _MESSAGES = ("send/recv", "exchange")
 
-# What must be equal on all ranks of one operation.
-_SAYS = ("kind", "root", "dtype", "count")
+# Fields that must be equal on all ranks of one operation.
+_EQUAL = ("kind", "root", "dtype", "count")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Record:
 
 
 @dataclass(frozen=True, order=True)
-class _Place:
+class _OperationKey:
     """One collective operation of a job."""
 
     group: str
@@ -84,7 +84,7 @@ def _read_one(path: Path) -> Record:
         ops = {op["n"]: op for op in sorted(data["ops"], key=lambda op: int(op["n"]))}
         for op in ops.values():
             absent = [
-                key for key in ("group", "channel", "seq", "state", "begin", "end", "missing", *_SAYS) if key not in op
+                key for key in ("group", "channel", "seq", "state", "begin", "end", "missing", *_EQUAL) if key not in op
             ]
             if absent:
                 raise ValueError(f"operation {op['n']} has no {absent[0]!r}")
@@ -96,11 +96,11 @@ def _read_one(path: Path) -> Record:
 def findings(records: Sequence[Record]) -> list[str]:
     """One line for each operation that hung, and one for each rank's part in an operation that differed."""
     lines: list[str] = []
-    places, messages = _by_place(records)
+    places, messages = _by_key(records)
     for place, ops in sorted(places.items(), key=lambda item: _first_begin(item[1].values())):
         if all(op["state"] == "done" for op in ops.values()):
             continue
-        if len({tuple(op[key] for key in _SAYS) for op in ops.values()}) > 1:
+        if len({tuple(op[key] for key in _EQUAL) for op in ops.values()}) > 1:
             lines += _disagreement(place, ops)
             continue
         waiting = sorted(rank for rank, op in ops.items() if op["state"] != "done")
@@ -111,16 +111,16 @@ def findings(records: Sequence[Record]) -> list[str]:
             lines.append(f"{_ranks(waiting)} failed, and no rank was missing: {_name(ops[waiting[0]])} {place}")
     for rank, op in messages:
         if op["missing"]:
-            at = _Place(op["group"], op["channel"], op["seq"])
+            at = _OperationKey(op["group"], op["channel"], op["seq"])
             lines.append(_waited([rank], sorted(op["missing"]), op, str(at)))
     return lines
 
 
-def _by_place(
+def _by_key(
     records: Sequence[Record],
-) -> tuple[dict[_Place, dict[int, Operation]], list[tuple[int, Operation]]]:
+) -> tuple[dict[_OperationKey, dict[int, Operation]], list[tuple[int, Operation]]]:
     """The collectives that were begun, by place and rank; and the messages that did not end well."""
-    places: dict[_Place, dict[int, Operation]] = defaultdict(dict)
+    places: dict[_OperationKey, dict[int, Operation]] = defaultdict(dict)
     messages = []
     for record in records:
         for op in record.ops.values():
@@ -131,7 +131,7 @@ def _by_place(
                     messages.append((record.rank, op))
                 continue
             # A group that was built again under its name counts from 0 again: the last one is meant.
-            places[_Place(op["group"], op["channel"], op["seq"])][record.rank] = op
+            places[_OperationKey(op["group"], op["channel"], op["seq"])][record.rank] = op
     return places, messages
 
 
@@ -139,7 +139,7 @@ def _first_begin(ops: Iterable[Operation]) -> float:
     return min(float(op["begin"]) for op in ops)
 
 
-def _missing(place: _Place, ops: Mapping[int, Operation], records: Sequence[Record]) -> list[int]:
+def _missing(place: _OperationKey, ops: Mapping[int, Operation], records: Sequence[Record]) -> list[int]:
     """World ranks that never began the operation: those that others missed, unless their own record says that they
     had begun it; and those whose record ends before it on this channel.
     """
@@ -158,7 +158,7 @@ def _missing(place: _Place, ops: Mapping[int, Operation], records: Sequence[Reco
     return sorted(missed - set(ops))
 
 
-def _disagreement(place: _Place, ops: Mapping[int, Operation]) -> list[str]:
+def _disagreement(place: _OperationKey, ops: Mapping[int, Operation]) -> list[str]:
     """What each rank did there; ranks that did the same share a line."""
     by_doing: dict[str, list[int]] = defaultdict(list)
     for rank, op in sorted(ops.items()):

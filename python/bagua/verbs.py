@@ -177,7 +177,7 @@ def operation(
     if held is None:
         return Operation(raw, partial(raw.run, verb.code, None, None, 0, engine.DTYPES["uint8"]), ())
     if count is None:
-        assert isinstance(raw, engine.Communicator), "who runs a verb on an engine counts"
+        assert isinstance(raw, engine.Communicator), "an engine's caller passes the count"
         count = verb.part(src, dst, raw.size)
     shape = held.dims if verb.compares_shapes else None
     call: Callable[..., Any]

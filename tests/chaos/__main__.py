@@ -102,13 +102,13 @@ def main() -> int:
         if reason := why_left_out(cell, no_network):
             rows[cell] = {"outcome": f"left out: {reason}"}
             return
-        lent = networks.get()
+        own = networks.get()
         try:
-            row = run(cell, None if cell.transport == "shm" else lent, work)
+            row = run(cell, None if cell.transport == "shm" else own, work)
         except Exception as error:
             row = Row(cell, wrong=[f"{type(error).__name__}: {error}"])
         finally:
-            networks.put(lent)
+            networks.put(own)
         rows[cell] = words(row)
         shown = rows[cell]
         print(
@@ -124,9 +124,9 @@ def main() -> int:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(one, by_turns))
     while not networks.empty():
-        lent = networks.get()
-        if lent is not None:
-            lent.close()
+        own = networks.get()
+        if own is not None:
+            own.close()
     wrong = [cell for cell in cells if rows[cell]["outcome"].startswith("wrong") or not is_clean(rows[cell])]
     left_out = sum(rows[cell]["outcome"].startswith("left out") for cell in cells)
     taken = time.monotonic() - begun

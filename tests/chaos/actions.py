@@ -246,14 +246,14 @@ class Training(Action):
         _leave_torch()
 
 
-#: Seconds until an exception is heard of by all, on a machine that does much else.
-HEARD_WITHIN = 5.0
+#: Seconds until an exception is raised on all ranks, on a machine that does much else.
+RAISED_WITHIN = 5.0
 
 
 class Rebuild(Training):
     """A rank reports an exception, and all ranks, or those that are left, rebuild the group and go on training."""
 
-    #: After the loss of a part that may live on as well.
+    #: After the loss of ranks that may still run.
     errors = ("PeerLostError", "GoesOn", "quorum")
 
     def once(self, step: int) -> None:
@@ -262,9 +262,9 @@ class Rebuild(Training):
         try:
             super().once(step)
             # Which ranks make the step that one of them reports an exception in is not said, nor how many more.
-            until = time.monotonic() + HEARD_WITHIN
+            until = time.monotonic() + RAISED_WITHIN
             while step > 0:
-                check(time.monotonic() < until, "no rank heard of the exception")
+                check(time.monotonic() < until, "no rank raised the exception")
                 super().once(step)
         except (bagua.PeerRaisedError, bagua.PeerLostError):
             rebuilt = bagua.torch_api.rebuild()

@@ -1,4 +1,4 @@
-"""Cells of elastic jobs: nobody raises; the ranks that are left go on averaging, and who comes back is let in."""
+"""Cells of elastic jobs: no rank raises; the ranks that are left go on averaging, and admit a rank that returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import bagua.torch_api
 from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm
 
 if TYPE_CHECKING:
-    from tests.chaos.cell import Row, Stage
+    from tests.chaos.cell import Row, RunningCell
     from tests.chaos.faults import Fault
     from tests.chaos.rank import Notes
 
@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
 
 
 def work(rank: int, folder: Path, notes: Notes) -> None:
-    """A rank: trains until it is told to stop, and says who takes part whenever that changes."""
+    """A rank: trains until it gets the order to stop, and reports the members whenever they change."""
     bagua.torch_api.init_process_group(elastic=f"file://{folder}/book")
     notes.say("entered")
     model = Model()
@@ -58,7 +58,7 @@ def work(rank: int, folder: Path, notes: Notes) -> None:
     notes.say("ended", kind="", text="", named=[])
 
 
-def play(stage: Stage, fault: Fault, row: Row) -> None:
+def play(stage: RunningCell, fault: Fault, row: Row) -> None:
     """The whole cell. For "join", the fault hits a process that is about to come back into the job."""
     cell = stage.cell
     everybody = list(range(cell.ranks))
@@ -77,10 +77,10 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         if fault.harmless:
             at = fault.strike(stage)
             if stage.await_all("wrapped", [cell.victim]):
-                row.wrong.append("the newcomer was not let in")
+                row.wrong.append("the joining rank was not admitted")
         else:
             if stage.await_all("entered", [cell.victim]):
-                row.wrong.append("the newcomer did not find the job")
+                row.wrong.append("the joining rank did not find the job")
                 return
             at = fault.strike(stage)
     else:
@@ -91,7 +91,7 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
         _goes_on(stage, fault, row, at)
     fault.end(stage)
     again = others if fault.kills else everybody
-    # A newcomer that finds nobody any more looks for the others until BAGUA_TIMEOUT.
+    # A joining rank that finds no other rank any more looks for the others until BAGUA_TIMEOUT.
     ended = others if cell.action == "join" else again
     if fault.errors and not stage.await_all("left", ended, 3.0):
         if hung := stage.await_all("left", again):
@@ -113,7 +113,7 @@ def play(stage: Stage, fault: Fault, row: Row) -> None:
             row.wrong.append(f"rank {rank} raised {end['kind']}: {end['text']}")
 
 
-def _judge_errors(stage: Stage, fault: Fault, row: Row, ranks: list[int], at: float) -> None:
+def _judge_errors(stage: RunningCell, fault: Fault, row: Row, ranks: list[int], at: float) -> None:
     """A message that cannot be understood ends the averaging on all ranks, with the error of the other actions."""
     row.unnoticed = False
     row.took = time.monotonic() - at
@@ -128,7 +128,7 @@ def _judge_errors(stage: Stage, fault: Fault, row: Row, ranks: list[int], at: fl
             row.wrong.append(f"rank {rank} raised {ended['kind']}: {ended['text']}")
 
 
-def _stays(stage: Stage, row: Row, everybody: list[int]) -> None:
+def _stays(stage: RunningCell, row: Row, everybody: list[int]) -> None:
     before = stage.steps()
     if not stage.until(lambda: all(now >= then + ROUNDS for now, then in zip(stage.steps(), before, strict=True))):
         row.wrong.append(f"no rounds: {before} before, {stage.steps()} after")
@@ -138,7 +138,7 @@ def _stays(stage: Stage, row: Row, everybody: list[int]) -> None:
                 row.wrong.append(f"rank {rank} lost a rank: {last(stage, rank)}")
 
 
-def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
+def _goes_on(stage: RunningCell, fault: Fault, row: Row, at: float) -> None:
     """Waits until those that are left have made a round, and notes whom they call lost and since when."""
     cell = stage.cell
     others = [rank for rank in range(cell.ranks) if rank != cell.victim]
@@ -148,7 +148,7 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
         return next((words for words in later if len(words["ranks"]) < cell.ranks), None)
 
     if cell.action == "join":
-        # Whether the newcomer was in already when it was hit is not said; the others go on in either case.
+        # Whether the joining rank was in already when it was hit is not said; the others go on in either case.
         before = stage.steps()
         stage.until(
             lambda: all(stage.steps()[rank] >= before[rank] + ROUNDS or stage.said(rank, "ended") for rank in others)
@@ -167,18 +167,18 @@ def _goes_on(stage: Stage, fault: Fault, row: Row, at: float) -> None:
             continue
         row.latency[rank] = words["at"] - at
         row.named[rank] = words["lost"]
-        # The first process of a newcomer was killed.
+        # The first process of a joining rank was killed.
         allowed = fault.may_be_named(cell, rank) | ({cell.victim} if cell.action == "join" else set())
         # A rank that the others leave behind loses all of them.
         if not set(words["lost"]) <= allowed and rank not in allowed:
             row.wrong.append(f"rank {rank} may lose {sorted(allowed)}: {words}")
 
 
-def last(stage: Stage, rank: int) -> dict[str, Any] | None:
+def last(stage: RunningCell, rank: int) -> dict[str, Any] | None:
     """What a rank said last about who takes part."""
     return next(reversed(stage.all_said(rank, "ranks")), None)
 
 
-def all_in(stage: Stage, ranks: list[int], expected: list[int]) -> bool:
+def all_in(stage: RunningCell, ranks: list[int], expected: list[int]) -> bool:
     """Whether these ranks say that the expected ones take part."""
     return all((words := last(stage, rank)) is not None and words["ranks"] == expected for rank in ranks)

@@ -78,7 +78,7 @@ class Row:
     wrong: list[str] = field(default_factory=list)
 
 
-class Stage:
+class RunningCell:
     """A cell while it runs: its processes, its network, and what its ranks say."""
 
     def __init__(self, cell: Cell, run: Run, network: Network | None, folder: Path) -> None:
@@ -146,7 +146,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
     row = Row(cell)
     env = {
         "BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
-        # A newcomer that finds nobody any more has to give up before the cell does.
+        # A joining rank that finds no other rank any more has to give up before the cell does.
         "BAGUA_TIMEOUT": str(ACTIONS[cell.action].timeout if cell.action in ACTIONS else LIMIT / 2),
         # The name of this machine means nothing in a namespace, and gloo would look it up.
         "GLOO_SOCKET_IFNAME": "lo" if network is None else "line",
@@ -167,7 +167,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
     with tempfile.TemporaryDirectory(prefix="bagua-chaos-") as folder:
         arguments = (cell.ranks, cell.action, folder, fault.harmless)
         with world.running(work, *arguments) as started:
-            stage = Stage(cell, started, network, Path(folder))
+            stage = RunningCell(cell, started, network, Path(folder))
             if cell.action in ELASTIC:
                 averaging.play(stage, fault, row)
             else:
@@ -180,7 +180,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
     return row
 
 
-def _play(stage: Stage, fault: Fault, row: Row) -> None:
+def _play(stage: RunningCell, fault: Fault, row: Row) -> None:
     cell = stage.cell
     everybody = list(range(cell.ranks))
     others = [rank for rank in everybody if rank != cell.victim]
@@ -202,18 +202,18 @@ def _play(stage: Stage, fault: Fault, row: Row) -> None:
             row.wrong.append(f"ranks {hung} hung, or ended without a word")
     finally:
         fault.end(stage)
-    living = others if fault.kills else everybody
-    if hung := stage.await_all("left", living):
+    running = others if fault.kills else everybody
+    if hung := stage.await_all("left", running):
         row.wrong.append(f"ranks {hung} never left")
-    row.took = max((words["at"] for rank in living if (words := stage.said(rank, "ended"))), default=at) - at
-    for rank in living:
+    row.took = max((words["at"] for rank in running if (words := stage.said(rank, "ended"))), default=at) - at
+    for rank in running:
         _judge(stage, fault, row, rank, at)
-    results = {words["text"] for rank in living if (words := stage.said(rank, "ended")) and not words["kind"]}
+    results = {words["text"] for rank in running if (words := stage.said(rank, "ended")) and not words["kind"]}
     if len(results) > 1:
         row.wrong.append(f"ranks have different results: {results}")
 
 
-def _judge(stage: Stage, fault: Fault, row: Row, rank: int, at: float) -> None:
+def _judge(stage: RunningCell, fault: Fault, row: Row, rank: int, at: float) -> None:
     cell = stage.cell
     if (left := stage.said(rank, "left")) and left["left"]:
         row.left += [f"rank {rank}: {what}" for what in left["left"]]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tests.chaos.network import Rule
 
 if TYPE_CHECKING:
-    from tests.chaos.cell import Cell, Stage
+    from tests.chaos.cell import Cell, RunningCell
 
 #: Of the system call of that name, on all architectures (include/uapi/asm-generic/unistd.h).
 _PIDFD_GETFD = 438
@@ -29,7 +29,7 @@ class Fault:
     harmless: ClassVar[bool] = False
     #: Happens on the lines between hosts.
     on_the_network: ClassVar[bool] = False
-    #: The rank that it hits does not live on.
+    #: The process of the rank that it hits ends.
     kills: ClassVar[bool] = False
     #: The rank that it hits notices nothing before it ends.
     freezes: ClassVar[bool] = False
@@ -38,11 +38,11 @@ class Fault:
     #: Errors that it may cause, beside those of the action.
     errors: ClassVar[tuple[str, ...]] = ()
 
-    def strike(self, stage: Stage) -> float:
+    def strike(self, stage: RunningCell) -> float:
         """Makes it happen. The moment, in seconds of the monotonic clock."""
         raise NotImplementedError
 
-    def end(self, stage: Stage) -> None:
+    def end(self, stage: RunningCell) -> None:
         """Makes it go away, once all ranks that can have noticed it."""
 
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
@@ -56,7 +56,7 @@ class Kill(Fault):
     name = "SIGKILL"
     kills = True
 
-    def strike(self, stage: Stage) -> float:
+    def strike(self, stage: RunningCell) -> float:
         at = time.monotonic()
         os.kill(stage.run.ranks[stage.cell.victim].pid, signal.SIGKILL)
         return at
@@ -68,12 +68,12 @@ class Freeze(Fault):
     name = "SIGSTOP, SIGCONT"
     freezes = True
 
-    def strike(self, stage: Stage) -> float:
+    def strike(self, stage: RunningCell) -> float:
         at = time.monotonic()
         os.kill(stage.run.ranks[stage.cell.victim].pid, signal.SIGSTOP)
         return at
 
-    def end(self, stage: Stage) -> None:
+    def end(self, stage: RunningCell) -> None:
         os.kill(stage.run.ranks[stage.cell.victim].pid, signal.SIGCONT)
 
 
@@ -86,11 +86,11 @@ class OnTheNetwork(Fault):
         """What happens on which line."""
         raise NotImplementedError
 
-    def strike(self, stage: Stage) -> float:
+    def strike(self, stage: RunningCell) -> float:
         assert stage.network is not None
         return stage.network.set(self.rules(stage.cell))
 
-    def end(self, stage: Stage) -> None:
+    def end(self, stage: RunningCell) -> None:
         assert stage.network is not None
         stage.network.set({})
 
@@ -138,7 +138,7 @@ class OneWayLoss(OneLine):
 
 
 class CorruptByte(OneLine):
-    """One byte of a packet is changed. The checksum of TCP tells, and it is sent again."""
+    """One byte of a packet is changed. TCP's checksum detects it, and the packet is sent again."""
 
     name = "a corrupt byte"
     harmless = True
@@ -193,7 +193,7 @@ class CloseStream(Fault):
     def __init__(self) -> None:
         self._ends: set[int] = set()
 
-    def strike(self, stage: Stage) -> float:
+    def strike(self, stage: RunningCell) -> float:
         cell = stage.cell
         first, second = cell.victim, (cell.victim + 1) % cell.ranks
         if cell.transport == "hier":
@@ -213,7 +213,7 @@ class CloseStream(Fault):
         return self._ends
 
 
-def _between(stage: Stage, first: int, second: int) -> list[socket.socket]:
+def _between(stage: RunningCell, first: int, second: int) -> list[socket.socket]:
     """A connection between two ranks, as a copy of the first rank's descriptor, if there is one."""
     theirs = stage.run.ranks[second].pid
     family = socket.AF_UNIX if stage.network is None else socket.AF_INET

@@ -1,4 +1,4 @@
-"""One rank of a cell: does the action until an error, or so often as it is told; says when what happened."""
+"""One rank of a cell: repeats the action until an error, or a given number of times; reports what happened when."""
 
 from __future__ import annotations
 

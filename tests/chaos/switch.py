@@ -1,6 +1,6 @@
 """A network in one process: hosts are network namespaces, and every packet between them passes through here.
 
-Each namespace has a TUN device as its only way out. So packets can be dropped, delayed, held to a rate or changed at an
+Each namespace has one TUN device and no other. So packets can be dropped, delayed, held to a rate or changed at an
 exact moment, on one line and in one direction, without the kernel's `netem` and without `nft`. The kernel checks the
 TCP checksum of what comes out of a TUN device as it would on a cable.
 
@@ -48,8 +48,8 @@ def _make_host(address: str) -> tuple[int, int]:
         "link set lo up",
         f"addr add {address}/24 dev line",
         f"link set line mtu {MTU} txqueuelen 10000 up",
-        # Towards the address that a rank asks the way to when it has no peer to go by. Not a default route: to look up
-        # names would take seconds instead of failing at once.
+        # To the address whose route a rank uses when it knows no peer. Not a default route: to look up names would take
+        # seconds instead of failing at once.
         "route add 192.0.2.0/24 dev line",
     ):
         subprocess.run(["ip", *words.split()], check=True, stdout=subprocess.DEVNULL)

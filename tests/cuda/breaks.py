@@ -1,4 +1,4 @@
-"""`make cuda-breaks`: for each way in which the simulated driver can be wrong, a test that notices."""
+"""`make cuda-breaks`: for each fault that the simulated driver can have, a test that notices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 from tests.cuda.simulated import ROOT, built
 
-#: Way, and tests that are run on such a driver, of which at least one has to fail.
-WAYS = (
+#: Fault, and tests that are run on such a driver, of which at least one has to fail.
+BREAKS = (
     ("no-wait", "tests/cuda/test_staged_order.py"),
     ("no-wait", "tests/cuda/test_buckets_order.py"),
     ("no-wait", "tests/cuda/test_cuda_training.py"),
@@ -32,21 +32,21 @@ WAYS = (
 
 
 def main() -> int:
-    """Prints each way with the first test that fails; 1 when there is none."""
+    """Prints each fault with the first test that fails; 1 when there is none."""
     built()
     unnoticed = 0
-    for way, tests in WAYS:
+    for kind, tests in BREAKS:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--exitfirst", "--tb=no", "-p", "no:cacheprovider", tests],
             cwd=ROOT,
-            env=os.environ | {"BAGUA_SIM_BREAK": way},
+            env=os.environ | {"BAGUA_SIM_BREAK": kind},
             capture_output=True,
             text=True,
             check=False,
         )
         failed = re.search(r"^FAILED (\S+)", ran.stdout, re.MULTILINE)
         unnoticed += failed is None
-        print(f"{way:<12} {failed[1] if failed else 'UNNOTICED'}", flush=True)
+        print(f"{kind:<12} {failed[1] if failed else 'UNNOTICED'}", flush=True)
     return 1 if unnoticed else 0
 
 

@@ -67,7 +67,7 @@ class Cuda:
         return stream
 
     def array(self, values: Any, *, dlpack: bool = False, stream: int = LEGACY, **interface: Any) -> DeviceArray:
-        """An array of these values, which `stream` writes late: when somebody waits for it."""
+        """An array of these values, which `stream` writes late: when a call waits for it."""
         values = np.ascontiguousarray(values)
         made = DeviceArray(self, values.shape, values.dtype, dlpack, stream, interface)
         made.write(values, stream)
@@ -79,7 +79,7 @@ class Cuda:
         return DeviceArray(self, shape, np.dtype(dtype), dlpack, LEGACY, interface)
 
     def pinned(self, size: int) -> Any:
-        """Pinned bytes, which live until `close`."""
+        """Pinned bytes, which are valid until `close`."""
         found = self.driver.pinned(max(size, 1))
         self._pinned.append(found)
         return found
@@ -94,7 +94,7 @@ class Cuda:
     def late(self, stream: int) -> Gate:
         """What the stream gets from now on does not begin before the gate is opened.
 
-        On the simulated driver it begins when somebody needs it, gate or not.
+        On the simulated driver it begins when a call waits for it, gate or not.
         """
         gate = Gate(self, stream)
         self._gates.append(gate)
@@ -152,11 +152,11 @@ class DeviceArray:
         self.nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         self.address = cuda.driver.memory(max(self.nbytes, 1))
         self._interface = interface
-        self._lent: list[Any] = []
+        self._exported: list[Any] = []
         #: What `__dlpack__` was asked to order.
         self.asked: list[int | None] = []
         if dlpack:
-            self.__class__ = _Lending
+            self.__class__ = _Exporting
         cuda.arrays.append(self)
 
     @property
@@ -198,7 +198,7 @@ class DeviceArray:
             self.address = 0
 
 
-class _Lending(DeviceArray):
+class _Exporting(DeviceArray):
     """The same by DLPack."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -213,5 +213,5 @@ class _Lending(DeviceArray):
         if self._interface.get("bfloat16"):
             code = 4
         tensor = _Tensor(self.address, 2, self.cuda.device, len(self.shape), code, bits, 1, shape, None, 0, None, None)
-        self._lent.append((shape, tensor))
+        self._exported.append((shape, tensor))
         return _new_capsule(ctypes.addressof(tensor), b"dltensor", None)

@@ -35,7 +35,7 @@ class Driver:
 
     @property
     def simulated(self) -> bool:
-        """Whether this is the simulated driver, whose work begins when somebody needs it."""
+        """Whether this is the simulated driver, whose work begins when a call waits for it."""
         return hasattr(self.library, "simFault")
 
     def code(self, name: str, *arguments: Any) -> int:

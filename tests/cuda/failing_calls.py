@@ -1,4 +1,4 @@
-"""Ranks on which one call of the driver fails: what they were told, and that they end by themselves."""
+"""Ranks on which one call of the driver fails: their errors, and that they end by themselves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import NEVER
 from tests.world import World
 
-__all__ = ["SHORT", "UNKNOWN", "Calls", "check_each", "count_calls", "is_lost_within_a_second", "only", "run", "told"]
+__all__ = [
+    "SHORT",
+    "UNKNOWN",
+    "Calls",
+    "check_each",
+    "count_calls",
+    "fields_of",
+    "is_lost_within_a_second",
+    "only",
+    "run",
+]
 
 #: CUDA_ERROR_OUT_OF_MEMORY and _UNKNOWN.
 SHORT, UNKNOWN = 2, 999
 
-#: What a rank may be told of a scenario in which a call failed somewhere; "test: …" is a call of the test's own.
-TOLD = {"done", "DeviceError", "PeerRaisedError", "BaguaTimeoutError", "PeerLostError"}
+#: How a rank may end a scenario in which a call failed somewhere; "test: …" is a call of the test's own.
+OUTCOMES = {"done", "DeviceError", "PeerRaisedError", "BaguaTimeoutError", "PeerLostError"}
 
 #: How often each function is called before the scenario's own part, and altogether.
 Calls = tuple[dict[str, int], dict[str, int]]
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def fields_of(error: BaseException) -> dict[str, Any]:
     """The class, the text and the fields of an error, which can be pickled."""
     fields = {name: getattr(error, name, None) for name in ("api", "code", "name", "device", "rank", "kind")}
     return {"class": type(error).__name__, "text": str(error), **fields}
@@ -67,7 +77,7 @@ def check_each(
     calls: Calls,
     function: str,
     *,
-    heard: Iterable[str] | None = None,
+    raised_for: Iterable[str] | None = None,
     rank: int = 1,
     code: int = UNKNOWN,
     last: bool = False,
@@ -75,7 +85,7 @@ def check_each(
 ) -> None:
     """The function fails at its first call of the scenario, in the middle, and with `last` at its last one.
 
-    Where it is the first one, the rank must be told of it: for functions of `heard`, or all of them.
+    Where it is the first one, the rank must raise it: for functions of `raised_for`, or all of them.
     """
     before, after = (counts.get(function, 0) for counts in calls)
     assert after > before, "the scenario calls it"
@@ -83,9 +93,9 @@ def check_each(
     for nth in sorted(places):
         fail = f"{function}:{nth}:{code}"
         found = run(ranks, 2, scenario, True, each=only(rank, BAGUA_SIM_FAIL=fail), BAGUA_TIMEOUT=10, **variables)
-        if nth == before + 1 and (heard is None or function in heard):
+        if nth == before + 1 and (raised_for is None or function in raised_for):
             assert found[rank] == "DeviceError" or found[rank].startswith("test: "), (fail, found)
-        assert all(each in TOLD or each.startswith("test: ") for each in found), (fail, found)
+        assert all(each in OUTCOMES or each.startswith("test: ") for each in found), (fail, found)
 
 
 def is_lost_within_a_second(ranks: Ranks, scenario: Callable[..., Any], folder: object, **variables: object) -> None:

@@ -248,7 +248,7 @@ def check_convert_reduce(
         assert total is not None
         mean = narrowed(name, (total / np.float32(divisor)).astype(np.float32)).view(kind)
     expected = core_encode(half, name, mean, 1)
-    # What stands in a record's padding does not count.
+    # The bytes of a record's padding do not count.
     together = np.stack(each)
     together[:, 2 * count :] = 0xA5
     record = room(expected.size)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What memory that nobody has written holds.
+#: What memory holds before the first write.
 UNWRITTEN = 0xA5
 THREADS = 256
 
@@ -89,7 +89,7 @@ class Kernels:
         run: int = 0xFFFFFFFF,
         threads: int = THREADS,
     ) -> int:
-        """What a launch returns. An argument is an array, whose address it stands for; None; or a value of ctypes."""
+        """What a launch returns. An argument is an array, which means its address; None; or a value of ctypes."""
         values = [
             ctypes.c_void_p(it.ctypes.data if isinstance(it, np.ndarray) else None)
             if it is None or isinstance(it, np.ndarray)

@@ -129,7 +129,7 @@ class Future(_TrueFuture):  # type: ignore[misc]
         error = error.with_traceback(None)
 
         def unwrap(_: Any) -> None:
-            # A copy, or its traceback would keep alive who has waited, and through C++ nobody would find that circle.
+            # A copy, or its traceback would keep the waiting frame alive, and no collector finds a cycle through C++.
             raise copy.copy(error) from None
 
         self._set_unwrap_func(unwrap)

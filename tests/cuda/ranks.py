@@ -86,6 +86,11 @@ class Ranks:
             assert report["leaked"] == 0
             assert {wait for wait in report["host_waits"] if not wait.startswith(FREES)} <= OWN_WAITS
 
+    def check_no_copies(self) -> None:
+        """In the last run only the tests' own arrays were copied between host and device, on the thread "main"."""
+        for report in self.reports:
+            assert {copy for copy in report["copies"] if not copy.endswith("@main")} == set()
+
 
 class OnDevice(Ranks):
     """The same on the machine's own driver, which begins work at once and reports nothing. All ranks have device 0."""
@@ -111,7 +116,7 @@ class OnDevice(Ranks):
             self.output = world.output
 
     def __call__(self, size: int, function: Function, *arguments: Any, clean: bool = True, **options: Any) -> list[Any]:
-        """Whether a rank left something behind is not known: the driver does not tell."""
+        """Whether a rank left something behind is not known: the driver does not report it."""
         with self.world(size, **options) as world:
             return world.run(function, *arguments)
 

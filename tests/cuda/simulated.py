@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: A driver whose work begins only when somebody needs it.
+#: A driver whose work begins only when a call waits for it.
 NEVER = 3_600_000_000
 
 Scenario = Callable[..., Any]
@@ -27,7 +27,7 @@ class Ended(NamedTuple):
     """A scenario that has ended."""
 
     value: Any
-    """What it returned, by way of JSON."""
+    """What it returned, as JSON."""
     report: dict[str, Any]
     """The simulated driver's report of its process."""
 

@@ -30,10 +30,10 @@ from tests.cuda.failing_calls import is_lost_within_a_second
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
-from tests.cuda.test_staged_failures import UNKNOWN, only, run, told
+from tests.cuda.test_staged_failures import UNKNOWN, fields_of, only, run
 from tests.cuda.torch_on_sim import install, joined
 
-#: Seconds: no round that nobody asks for; and many in a short test.
+#: Seconds: no round without a request; and many in a short test.
 NEVER, OFTEN = 3600.0, 0.002
 COUNT = 5003
 LIMIT = 30.0
@@ -67,8 +67,8 @@ class Averaged:
         device = None if cuda is None else (device_of(cuda.device), stream, self.memory)
         communicator = groups.default(required=True).communicator
         self.raw = communicator.averager(
-            name, described, self.lock, interval, codec, buffers=[], door=None, digest=bytes(32), takes_part=True,
-            device=device,
+            name, described, self.lock, interval, codec, buffers=[], join_server=None, digest=bytes(32),
+            takes_part=True, device=device,
         )  # fmt: skip
 
     def write(self, values: Any, stream: int = LEGACY) -> None:
@@ -153,7 +153,7 @@ def runs_as_an_operation_of_a_bucket(rank: int, cuda: Cuda) -> None:
     queue.raw.shutdown()
 
 
-def stands_still_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
+def averages_nothing_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
     size, stream = groups.default(required=True).size, cuda.stream()
     averaged = Averaged(cuda, "abort", np.full(COUNT, float(rank), np.float32), OFTEN, stream)
     averaged.wait_until("a round", lambda: averaged.raw.stats()["rounds"] > 0)
@@ -171,7 +171,7 @@ def stands_still_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
     if rank == 0:
         averaged.lock.mark(stream=stream)
         averaged.raw.resume()
-    # A status from before the call of `resume` may be under way.
+    # A status from before the call of `resume` may be in flight.
     rounds = averaged.raw.stats()["rounds"]
     averaged.wait_until("rounds of all", lambda: averaged.raw.stats()["rounds"] > rounds + 1)
     bagua.barrier()
@@ -199,7 +199,7 @@ def refuses_a_stream_that_is_being_captured(rank: int, cuda: Cuda) -> None:
     averaged.raw.stop(LIMIT)
 
 
-def lives_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
+def is_kept_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
     averaged = Averaged(cuda, "freed", np.full(COUNT, float(rank), np.float32), OFTEN)
     averaged.wait_until("rounds", lambda: averaged.raw.stats()["rounds"] > 1)
     averaged.raw.stop(LIMIT)
@@ -210,9 +210,9 @@ def lives_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
 CASES: tuple[Callable[[int, Cuda], None], ...] = (
     has_the_bits_of_the_host,
     runs_as_an_operation_of_a_bucket,
-    stands_still_between_abort_and_resume,
+    averages_nothing_between_abort_and_resume,
     refuses_a_stream_that_is_being_captured,
-    lives_as_long_as_it_is_used,
+    is_kept_as_long_as_it_is_used,
 )
 
 
@@ -269,7 +269,7 @@ def ends_with_the_weights_of_the_cpu(rank: int) -> None:
 
 
 class Slopes(nn.Module):
-    """Its output is linear in the weights: every step goes the same way, wherever the weights are."""
+    """Its output is linear in the weights: every step has the same direction, wherever the weights are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def keeps_progress_beside_rounds(rank: int) -> None:
     model.one.data.fill_(rank + 7.0)
     api.barrier()
     impl.resume(model)
-    # A status from before the call of `resume` may be under way.
+    # A status from before the call of `resume` may be in flight.
     rounds = impl.stats()["rounds"]
     until("rounds of all", lambda: impl.stats()["rounds"] > rounds + 1)
     api.barrier()
@@ -405,13 +405,13 @@ def fails_on_rank_1(rank: int) -> dict[str, Any]:
         # Rank 0 goes on alone.
         averaged.wait_until("a failure", lambda: averaged.raw.stats()["ranks"] == [0])
     except bagua.BaguaError as error:
-        found = told(error)
+        found = fields_of(error)
     bagua.shutdown()
     return found
 
 
 @pytest.mark.parametrize("api", ["cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel", "cuEventQuery"])
-def test_a_call_that_fails_is_raised_on_its_rank_and_ends_nobody_else(ranks: Ranks, api: str) -> None:
+def test_a_call_that_fails_is_raised_on_its_rank_and_ends_no_other(ranks: Ranks, api: str) -> None:
     fail = f"{api}:3:{UNKNOWN}"
     there, here = run(ranks, 2, fails_on_rank_1, each=only(1, BAGUA_SIM_FAIL=fail))
     assert (here["class"], here["api"], here["code"]) == ("DeviceError", api, UNKNOWN)
@@ -429,7 +429,7 @@ def trains_until_it_fails(rank: int) -> dict[str, Any]:
                 model(1.0).backward()
                 optimizer.step()
             except bagua.BaguaError as error:
-                found = told(error)
+                found = fields_of(error)
         return found
 
 
@@ -465,7 +465,7 @@ def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: P
 
 
 def waits_for_a_producer(rank: int, folder: str) -> str:
-    """A rank's device is busy, and the averaging ends: nobody waits for it."""
+    """A rank's device is busy, and the averaging ends: no rank waits for it."""
     cuda = Cuda()
     bagua.init()
     stream, busy = cuda.stream(), Path(folder, "busy")

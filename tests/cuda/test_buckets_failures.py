@@ -16,9 +16,9 @@ from bagua import engine
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.driver import HOST_FUNCTION
-from tests.cuda.failing_calls import SHORT, UNKNOWN, Calls, check_each, count_calls, only, run, told
+from tests.cuda.failing_calls import SHORT, UNKNOWN, Calls, check_each, count_calls, fields_of, only, run
 from tests.cuda.ranks import Ranks
-from tests.cuda.test_staged_failures import CALLED, NOBODY_HEARS
+from tests.cuda.test_staged_failures import CALLED, NOT_RAISED
 
 
 def fails_on_rank_1(rank: int, compressed: bool) -> list[dict[str, Any]]:
@@ -31,14 +31,14 @@ def fails_on_rank_1(rank: int, compressed: bool) -> list[dict[str, Any]]:
         bucket.raw.append_centralized(True, False, True)
     found: list[dict[str, Any]] = []
     queue = Queue("engine")
-    # A rank that has the others' data before one of them fails hears of it at its next call.
+    # A rank that has the others' data before one of them fails gets the error at its next call.
     while len(found) < 2:
         try:
             if not queue.buckets:
                 queue.register(bucket)
             queue.step(stream)
         except bagua.BaguaError as error:
-            found.append(told(error))
+            found.append(fields_of(error))
     queue.raw.shutdown()
     bagua.shutdown()
     return found
@@ -73,7 +73,7 @@ def short_of_memory(rank: int) -> dict[str, Any]:
     queue.raw.shutdown()
     bagua.shutdown()
     cuda.close()
-    return told(raised.value)
+    return fields_of(raised.value)
 
 
 def test_memory_that_is_short_at_the_registration_poisons_nothing(ranks: Ranks) -> None:
@@ -163,7 +163,7 @@ def test_a_wait_for_a_producer_ends_when_another_rank_fails(ranks: Ranks, tmp_pa
 
 
 def any_call_fails(rank: int, engines: bool) -> str:
-    """Every kind of call, by buckets and the verbs of an engine. Returns what the rank was told."""
+    """Every kind of call, by buckets and the verbs of an engine. Returns how the rank ended."""
     cuda = Cuda()
     stream = cuda.stream()
     if not engines:
@@ -206,7 +206,7 @@ ELSEWHERE = ("cuPointerGetAttributes", "cuCtxGetCurrent")
 def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
     ranks: Ranks, calls: Calls, function: str
 ) -> None:
-    check_each(ranks, any_call_fails, calls, function, heard={*CALLED, "cuMemAllocAsync"} - set(NOBODY_HEARS))
+    check_each(ranks, any_call_fails, calls, function, raised_for={*CALLED, "cuMemAllocAsync"} - set(NOT_RAISED))
 
 
 def test_the_bits_of_a_bucket_do_not_change_when_its_tensors_are_large(ranks: Ranks) -> None:

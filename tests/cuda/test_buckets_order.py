@@ -1,6 +1,6 @@
 """Buckets on devices in the order of streams: late producers, waits, lifetimes, callbacks, captures.
 
-The simulated driver begins work only when somebody needs it, so that what Bagua forgets to wait for has not happened.
+The simulated driver begins work only when a call waits for it, so that what Bagua forgets to wait for has not happened.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def producers(rank: int, operation: str, flat: bool) -> None:
     for bucket in (one, two):
         operate(bucket, operation)
     queue = Queue("engine", one, two)
-    # Two steps back to back: the second writes behind the results of the first, and nobody has waited for the device.
+    # Two steps back to back: the second writes behind the results of the first, and no call has waited for the device.
     for step in (1.0, 2.0):
         one.write(step, first)
         two.write(3.0 * step, second)
@@ -160,7 +160,7 @@ def replaced(rank: int) -> None:
     bucket.write(1.0, stream)
     queue.step(stream)
     array = bucket.memory[0].array
-    # Registered anew without it, and nobody refers to it: the copies to it have not begun.
+    # Registered anew without it, and no object refers to it: the copies to it have not begun.
     other = Tensors(cuda, "other", flat=False, stream=stream)
     operate(other, "centralized")
     del bucket
@@ -196,7 +196,7 @@ def without_wait(rank: int) -> None:
     queue = Queue("engine", bucket)
     bucket.write(1.0, stream)
     queue.mark(bucket, stream)
-    # Waits for the ranks, and orders nobody; the next wait orders its stream after both.
+    # Waits for the ranks, and orders no stream; the next wait orders its stream after both.
     queue.register(bucket)
     assert queue.raw.wait(30.0, stream=stream) == 0
     assert set(bucket.read(stream)) == {2.0}

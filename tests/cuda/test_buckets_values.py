@@ -14,6 +14,7 @@ from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import Ranks
+from tests.cuda.test_nccl_values import run
 
 CODEC = ("minmax_u8", {})
 #: Codecs that have kernels.
@@ -31,6 +32,10 @@ def compressed(tensors: Tensors, hierarchical: bool) -> None:
     tensors.attach("error", tensors.count - sum(tensors.sizes[tensors.marks :]), np.float32)
 
 
+def bytegrad(tensors: Tensors, hierarchical: bool) -> None:
+    tensors.raw.append_compressed(engine.Codec(*CODEC), True, hierarchical, False)
+
+
 def decentralized(tensors: Tensors, hierarchical: bool) -> None:
     tensors.raw.append_decentralized("ring", hierarchical)
     tensors.attach("peer_weight")
@@ -42,7 +47,11 @@ def low_precision(tensors: Tensors, hierarchical: bool) -> None:
         tensors.attach(name)
 
 
-OPERATIONS = {operation.__name__: operation for operation in (centralized, compressed, decentralized, low_precision)}
+OPERATIONS = {
+    operation.__name__: operation for operation in (centralized, compressed, bytegrad, decentralized, low_precision)
+}
+#: Those that are made of messages, and have the bits of the host by NCCL too.
+BY_MESSAGES = ("bytegrad", "decentralized", "low_precision")
 
 
 def equals_the_host(rank: int, operation: str, hierarchical: bool, dtypes: list[str]) -> None:
@@ -83,6 +92,15 @@ def test_an_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operati
     ranks(2, equals_the_host, operation, False, ["float32", "float16"])
 
 
+@pytest.mark.parametrize("operation", BY_MESSAGES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_by_nccl_an_operation_has_the_bits_of_the_host_and_none_pass_through_it(
+    ranks: Ranks, size: int, operation: str
+) -> None:
+    run(ranks, size, equals_the_host, operation, False, ["float32", "float16"])
+    ranks.check_no_copies()
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
     ranks(3, equals_the_host, operation, True, ["float32"], hosts=HALVES)
@@ -91,7 +109,7 @@ def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ra
 def ring(rank: int) -> list[dict[str, Any]]:
     """The compressed ring of every codec that has kernels, and what the group said before and after each."""
     cuda, group = Cuda(), bagua.init()
-    stream, told = cuda.stream(), []
+    stream, reports = cuda.stream(), []
     random = np.random.default_rng(rank)
     for by in (*ON_DEVICES, "onebit"):
         sides = []
@@ -121,32 +139,32 @@ def ring(rank: int) -> list[dict[str, Any]]:
                     assert host.extra[name].read().tobytes() == found.tobytes(), (by, host.name, name)
         stats = group.stats()["cuda"]
         assert isinstance(stats, dict)
-        told.append(stats)
+        reports.append(stats)
         for _, queue in sides:
             queue.raw.shutdown()
     bagua.shutdown()
     cuda.close()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_of_the_compressed_ring_only_records_come_to_the_host(ranks: Ranks, size: int) -> None:
-    steps, elements = 3, 1080
-    for told in ranks(size, ring):
+    steps, elements, neighbours = 3, 1080, min(2, size - 1)
+    for reports in ranks(size, ring):
         before = {"to_host_bytes": 0, "to_device_bytes": 0, "launches": 0}
-        for by, stats in zip(ON_DEVICES, told, strict=False):
-            # Of float32, float16 and bfloat16, two buckets each: their own record, and three that are decoded.
+        for by, stats in zip(ON_DEVICES, reports, strict=False):
+            # Of float32, float16 and bfloat16, two buckets each: their own record, and those of the neighbours.
             records = 2 * sum(
                 bagua.Codec(by).encoded_bytes(elements, dtype) for dtype in ("float32", "float16", "bfloat16")
             )
             assert stats["to_host_bytes"] - before["to_host_bytes"] == steps * records
-            assert stats["to_device_bytes"] - before["to_device_bytes"] == steps * 3 * records
+            assert stats["to_device_bytes"] - before["to_device_bytes"] == steps * neighbours * records
             encoding = 2 if by == "minmax_u8" else 1
             assert stats["launches"] - before["launches"] == steps * 6 * (1 + encoding + 3 * 2)
             before = stats
         # A codec without kernels: weights and replicas are copied.
-        assert told[-1]["launches"] == before["launches"]
-        assert told[-1]["to_host_bytes"] - before["to_host_bytes"] == steps * 2 * elements * 4 * (4 + 2 + 2)
+        assert reports[-1]["launches"] == before["launches"]
+        assert reports[-1]["to_host_bytes"] - before["to_host_bytes"] == steps * 2 * elements * 4 * (4 + 2 + 2)
 
 
 @pytest.mark.parametrize(("size", "hierarchical"), [(1, False), (2, True)])

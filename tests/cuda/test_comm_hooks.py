@@ -50,7 +50,7 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 5))
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """How gradients are communicated."""
 
     hook: Any
@@ -61,23 +61,23 @@ class Way(NamedTuple):
     model: Callable[[], nn.Module] = Net
 
 
-WAYS = {
-    "allreduce_hook": Way(default_hooks.allreduce_hook),
-    "allreduce_hook with an unused parameter": Way(
+VARIANTS = {
+    "allreduce_hook": Variant(default_hooks.allreduce_hook),
+    "allreduce_hook with an unused parameter": Variant(
         default_hooks.allreduce_hook, options={"find_unused_parameters": True}, model=lambda: Net(unused=True)
     ),
-    "allreduce_hook, no views": Way(default_hooks.allreduce_hook, options={"gradient_as_bucket_view": False}),
-    "fp16_compress_hook": Way(default_hooks.fp16_compress_hook),
-    "bf16_compress_hook": Way(default_hooks.bf16_compress_hook),
-    "fp16_compress_wrapper": Way(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "a hook with then": Way(with_then),
-    "a hook that blocks": Way(blocking),
+    "allreduce_hook, no views": Variant(default_hooks.allreduce_hook, options={"gradient_as_bucket_view": False}),
+    "fp16_compress_hook": Variant(default_hooks.fp16_compress_hook),
+    "bf16_compress_hook": Variant(default_hooks.bf16_compress_hook),
+    "fp16_compress_wrapper": Variant(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "a hook with then": Variant(with_then),
+    "a hook that blocks": Variant(blocking),
 }
 
 #: It waits for the device itself, and its continuations start operations: with several buckets their order among those
 #: of the next bucket's hook would be another one on each rank.
 POWER = {
-    "powerSGD_hook": Way(
+    "powerSGD_hook": Variant(
         powerSGD_hook.powerSGD_hook,
         # With error feedback it frees memory of the caller's stream while that of a continuation may read it.
         lambda group: powerSGD_hook.PowerSGDState(
@@ -89,13 +89,13 @@ POWER = {
 }
 
 
-def train(rank: int, way: Way, place: str, group: Any = None) -> list[torch.Tensor]:
+def train(rank: int, variant: Variant, place: str, group: Any = None) -> list[torch.Tensor]:
     """Weights, buffers and the state of the optimizer after some steps, of which every second one accumulates."""
     torch.manual_seed(1 + rank)
-    model = way.model().to(place)
+    model = variant.model().to(place)
     optimizer = sgd(model)
-    wrapper = DistributedDataParallel(model, optimizers=[optimizer], **way.options)
-    wrapper.register_comm_hook(way.state(group), way.hook)
+    wrapper = DistributedDataParallel(model, optimizers=[optimizer], **variant.options)
+    wrapper.register_comm_hook(variant.state(group), variant.hook)
     data = [batch(rank, step, place) for step in range(2 * STEPS)]
     reads = install().reads_to_the_host if place == "cuda" else 0
     for step in range(STEPS):
@@ -107,7 +107,7 @@ def train(rank: int, way: Way, place: str, group: Any = None) -> list[torch.Tens
         x, y = data[2 * step]
         nn.functional.cross_entropy(wrapper(x), y).backward()
         optimizer.step()
-    if place == "cuda" and way.hook is not powerSGD_hook.powerSGD_hook:
+    if place == "cuda" and variant.hook is not powerSGD_hook.powerSGD_hook:
         assert install().reads_to_the_host == reads
     found = tensors_in([model.state_dict(), optimizer.state_dict()])
     assert all(each.isfinite().all() for each in found)
@@ -223,14 +223,14 @@ def a_hook_that_fails(rank: int) -> None:
 # --- worlds -----------------------------------------------------------------------------------------------------------
 
 
-def run(rank: int, ways: str) -> dict[str, str]:
+def run(rank: int, variants: str) -> dict[str, str]:
     """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
     torch.set_num_threads(1)
     dist.init_process_group("bagua")
     api.init_process_group()
     # Before torch has devices: torch's PowerSGD would look for the CPU among them.
-    named = globals()[ways]
-    here = {name: train(rank, way, "cpu") for name, way in named.items()}
+    named = globals()[variants]
+    here = {name: train(rank, variant, "cpu") for name, variant in named.items()}
     branches = several_streams(rank, "cpu")
     install()
 
@@ -249,7 +249,7 @@ def run(rank: int, ways: str) -> dict[str, str]:
             assert collective in used, used
 
     cases: dict[str, Callable[[], None]] = {name: lambda name=name: alike(name) for name in named}
-    if ways == "WAYS":
+    if variants == "VARIANTS":
 
         def on_streams() -> None:
             assert same_bits(branches, several_streams(rank, "cuda"))
@@ -271,7 +271,7 @@ def run(rank: int, ways: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def two(_driver_of_ranks: Path) -> Ended:
     ranks = Ranks(_driver_of_ranks)
-    return Ended(ranks(2, run, "WAYS", clean=False, timeout=180.0), ranks)
+    return Ended(ranks(2, run, "VARIANTS", clean=False, timeout=180.0), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def power(_driver_of_ranks: Path) -> Ended:
     return Ended(ranks(2, run, "POWER", clean=False, timeout=180.0), ranks)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_training_by_a_hook_ends_with_the_weights_and_states_of_the_cpu(two: Ended, name: str) -> None:
     two.check(name)
 

@@ -56,7 +56,7 @@ def qadam(model: nn.Module) -> Optimizer:
     return algorithms.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """How a model is trained."""
 
     algorithm: Callable[[Any], Algorithm]
@@ -71,53 +71,53 @@ def all_reduce(optimizer: Any) -> Algorithm:
     return algorithms.GradientAllReduceAlgorithm()
 
 
-BOTH: dict[str, Way] = {
-    "gradient_allreduce": Way(all_reduce, adamw, waits_not=True),
-    "gradient_allreduce of sums, not flattened": Way(
+BOTH: dict[str, Variant] = {
+    "gradient_allreduce": Variant(all_reduce, adamw, waits_not=True),
+    "gradient_allreduce of sums, not flattened": Variant(
         lambda _: algorithms.GradientAllReduceAlgorithm(average=False), options={"do_flatten": False}, waits_not=True
     ),
-    "gradient_allreduce with an unused parameter": Way(
+    "gradient_allreduce with an unused parameter": Variant(
         all_reduce, options={"find_unused_parameters": True}, unused=True, waits_not=True
     ),
-    "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), waits_not=True),
-    "bytegrad through bf16": Way(
+    "bytegrad": Variant(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), waits_not=True),
+    "bytegrad through bf16": Variant(
         lambda _: algorithms.ByteGradAlgorithm(hierarchical=False, compression="bf16"), waits_not=True
     ),
-    "bytegrad with error feedback": Way(
+    "bytegrad with error feedback": Variant(
         lambda _: algorithms.ByteGradAlgorithm(hierarchical=False, error_feedback=True), waits_not=True
     ),
-    "qadam": Way(lambda optimizer: algorithms.QAdamAlgorithm(optimizer, hierarchical=False), qadam),
-    "decentralized": Way(lambda _: algorithms.DecentralizedAlgorithm(hierarchical=False), waits_not=True),
-    "decentralized, shift_one, every second step": Way(
+    "qadam": Variant(lambda optimizer: algorithms.QAdamAlgorithm(optimizer, hierarchical=False), qadam),
+    "decentralized": Variant(lambda _: algorithms.DecentralizedAlgorithm(hierarchical=False), waits_not=True),
+    "decentralized, shift_one, every second step": Variant(
         lambda _: algorithms.DecentralizedAlgorithm(False, "shift_one", 2), adamw, {"do_flatten": False}, waits_not=True
     ),
-    "low_precision_decentralized": Way(
+    "low_precision_decentralized": Variant(
         lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), adamw
     ),
-    "low_precision_decentralized, not flattened": Way(
+    "low_precision_decentralized, not flattened": Variant(
         lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False, compression="bf16"),
         options={"do_flatten": False},
     ),
-    "local_sgd": Way(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False), adamw),
-    "local_sgd, compressed": Way(
+    "local_sgd": Variant(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False), adamw),
+    "local_sgd, compressed": Variant(
         lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False, compression="minmax_u8", error_feedback=True)
     ),
-    "diloco": Way(lambda _: algorithms.DiLoCoAlgorithm(2, hierarchical=False), adamw),
-    "powersgd": Way(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0)),
-    "powersgd without memory": Way(
+    "diloco": Variant(lambda _: algorithms.DiLoCoAlgorithm(2, hierarchical=False), adamw),
+    "powersgd": Variant(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0)),
+    "powersgd without memory": Variant(
         lambda _: algorithms.PowerSGDAlgorithm(2, min_compression=1.0, warm_start=False, error_feedback=False), adamw
     ),
 }
 
 #: On two hosts of two ranks, first inside them.
-HIERARCHICAL: dict[str, Way] = {
-    "gradient_allreduce": Way(lambda _: algorithms.GradientAllReduceAlgorithm(hierarchical=True), waits_not=True),
-    "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(error_feedback=True), waits_not=True),
-    "qadam": Way(lambda optimizer: algorithms.QAdamAlgorithm(optimizer), qadam),
-    "decentralized": Way(lambda _: algorithms.DecentralizedAlgorithm(), adamw, waits_not=True),
-    "low_precision_decentralized": Way(lambda _: algorithms.LowPrecisionDecentralizedAlgorithm()),
-    "diloco": Way(lambda _: algorithms.DiLoCoAlgorithm(2, compression="minmax_u8")),
-    "powersgd": Way(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0)),
+HIERARCHICAL: dict[str, Variant] = {
+    "gradient_allreduce": Variant(lambda _: algorithms.GradientAllReduceAlgorithm(hierarchical=True), waits_not=True),
+    "bytegrad": Variant(lambda _: algorithms.ByteGradAlgorithm(error_feedback=True), waits_not=True),
+    "qadam": Variant(lambda optimizer: algorithms.QAdamAlgorithm(optimizer), qadam),
+    "decentralized": Variant(lambda _: algorithms.DecentralizedAlgorithm(), adamw, waits_not=True),
+    "low_precision_decentralized": Variant(lambda _: algorithms.LowPrecisionDecentralizedAlgorithm()),
+    "diloco": Variant(lambda _: algorithms.DiLoCoAlgorithm(2, compression="minmax_u8")),
+    "powersgd": Variant(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0)),
 }
 
 
@@ -144,12 +144,12 @@ def same_bits(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def train(rank: int, way: Way, place: str) -> list[torch.Tensor]:
+def train(rank: int, variant: Variant, place: str) -> list[torch.Tensor]:
     """What there is after some steps: weights, buffers, and the states of optimizer and algorithm."""
     torch.manual_seed(1 + rank)
-    model = Net(unused=way.unused).to(place)
-    optimizer = way.optimizer(model)
-    model.with_bagua([optimizer], way.algorithm(optimizer), **way.options)
+    model = Net(unused=variant.unused).to(place)
+    optimizer = variant.optimizer(model)
+    model.with_bagua([optimizer], variant.algorithm(optimizer), **variant.options)
     runtime = install()
     data = [batch(rank, step, place) for step in range(STEPS)]
     reads = runtime.reads_to_the_host
@@ -157,7 +157,7 @@ def train(rank: int, way: Way, place: str) -> list[torch.Tensor]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    if way.waits_not:
+    if variant.waits_not:
         assert runtime.reads_to_the_host == reads
     states = model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()
     found = tensors_in(states)
@@ -166,8 +166,8 @@ def train(rank: int, way: Way, place: str) -> list[torch.Tensor]:
     return found
 
 
-def ends_alike(rank: int, way: Way) -> None:
-    here, there = train(rank, way, "cpu"), train(rank, way, "cuda")
+def ends_alike(rank: int, variant: Variant) -> None:
+    here, there = train(rank, variant, "cpu"), train(rank, variant, "cuda")
     pairs = zip(here, there, strict=True)
     assert same_bits(here, there), [(mine - other).abs().max().item() for mine, other in pairs if mine.numel()]
 
@@ -311,13 +311,13 @@ def trains_by_nccl_inside_hosts(rank: int) -> None:
     os.environ["BAGUA_CUDA_COLLECTIVE"] = "auto"
     torch.cuda.set_device(rank)
     group = api.new_group()
-    for way in (HIERARCHICAL["gradient_allreduce"], HIERARCHICAL["bytegrad"], BOTH["powersgd"]):
+    for variant in (HIERARCHICAL["gradient_allreduce"], HIERARCHICAL["bytegrad"], BOTH["powersgd"]):
         weights = []
         for place in ("cpu", "cuda"):
             torch.manual_seed(1 + rank)
             model = Net().to(place)
-            optimizer = way.optimizer(model)
-            model.with_bagua([optimizer], way.algorithm(optimizer), group)
+            optimizer = variant.optimizer(model)
+            model.with_bagua([optimizer], variant.algorithm(optimizer), group)
             for step in range(STEPS):
                 x, y = batch(rank, step, place)
                 optimizer.zero_grad()
@@ -335,7 +335,7 @@ def trains_by_nccl_inside_hosts(rank: int) -> None:
     assert chosen["why"].endswith("; nccl inside the 2 hosts, staged between")
 
 
-# Each closes its models. An engine that nobody closes ends when Python collects it, at another time on each rank; the
+# Each closes its models. An engine that is not closed ends when Python collects it, at another time on each rank; the
 # first to end waits 5 s for the others to close its memory, and leaves that behind then.
 TOGETHER = (accumulates_under_no_sync, trains_by_the_wrapper, works_on_other_streams, resumes, refuses_by_name)
 
@@ -343,13 +343,13 @@ TOGETHER = (accumulates_under_no_sync, trains_by_the_wrapper, works_on_other_str
 # --- worlds -----------------------------------------------------------------------------------------------------------
 
 
-def run(rank: int, ways: str) -> dict[str, str]:
+def run(rank: int, variants: str) -> dict[str, str]:
     """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
     torch.set_num_threads(1)
     cases: dict[str, Callable[[int], None]] = {
-        name: lambda rank, way=way: ends_alike(rank, way) for name, way in globals()[ways].items()
+        name: lambda rank, variant=variant: ends_alike(rank, variant) for name, variant in globals()[variants].items()
     }
-    more = TOGETHER if ways == "BOTH" else (trains_by_nccl_inside_hosts,)
+    more = TOGETHER if variants == "BOTH" else (trains_by_nccl_inside_hosts,)
     cases |= {case.__name__: case for case in more}
     outcome = {}
     with joined():

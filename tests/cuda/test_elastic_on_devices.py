@@ -28,7 +28,7 @@ def on_devices(job: Job, variables: dict[str, str]) -> None:
     first, second = (job.start(rank, **variables) for rank in range(2))
     assert [rank.answer() for rank in (first, second)] == [{"rank": r, "rejoined": False} for r in range(2)]
     for rank in (first, second):
-        rank.tell("wrap 1 4")
+        rank.send("wrap 1 4")
     assert [rank.answer() for rank in (first, second)] == ["wrapped"] * 2
     set_all([first, second], [0.0, 8.0])
     all_hold([first, second], 4.0)

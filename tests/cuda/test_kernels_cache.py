@@ -75,7 +75,7 @@ class Pretended:
         self.places = CudaPlaces(libcuda=None, libnvrtc=str(self.path), libnccl=None, site_packages=[])
 
     def cubin(self, cache: Path | None, program: str = "update", architecture: int = 90) -> bytes:
-        """Machine code by way of a cache."""
+        """Machine code from a cache."""
         return self.libraries.cubin(self.places, None if cache is None else str(cache), program, architecture)
 
     @property

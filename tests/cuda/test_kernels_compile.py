@@ -97,8 +97,8 @@ def programs(request: pytest.FixtureRequest, running: dict[int, Future[dict[str,
 def test_no_kernel_has_a_stack_or_spills(programs: dict[str, Compiled]) -> None:
     for name, made in programs.items():
         print(f"{name}: compiled in {made.seconds[0]:.1f} s, {made.seconds[1]:.1f} s of processor")
-        told = {kernel: list(map(int, sizes)) for kernel, *sizes in FUNCTION.findall(made.log)}
-        assert told == {kernel: [0, 0, 0] for kernel in CUDA_KERNELS[name]}, made.log
+        sizes_of = {kernel: list(map(int, sizes)) for kernel, *sizes in FUNCTION.findall(made.log)}
+        assert sizes_of == {kernel: [0, 0, 0] for kernel in CUDA_KERNELS[name]}, made.log
 
 
 def test_kernels_have_their_names_and_exact_arithmetic(programs: dict[str, Compiled]) -> None:

@@ -1,4 +1,4 @@
-"""Which libraries and devices of CUDA there are, told without a GPU: every way in which there are none, in words."""
+"""Libraries and devices of CUDA are reported without a GPU: with the reason where there are none."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_importing_loads_no_library_and_no_torch() -> None:
     assert run(program) == "[] False\n"
 
 
-def test_without_a_driver_the_loaders_words_are_told() -> None:
+def test_without_a_driver_the_loaders_message_is_reported() -> None:
     # A process of its own, so that a driver that another test loads does not count.
     if "does not load" not in run("import bagua.cuda; print(bagua.cuda.why_not())"):
         pytest.skip("this machine has a CUDA driver")
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_library_is_named_with_the_loaders_words(
         (["-DINIT=0", "-DDEVICES=1", "-DNO_UUID"], "cuDeviceGetUuid"),
     ],
 )
-def test_a_library_without_a_function_is_told_which(flags: list[str], function: str, compiled: Compile) -> None:
+def test_a_missing_function_of_a_library_is_named(flags: list[str], function: str, compiled: Compile) -> None:
     library = compiled("int x;" if "-DEMPTY" in flags else DRIVER, *flags)
     why, info = asked(BAGUA_LIBCUDA=library)
     assert why == f"libcuda ({library}) has no function {function}"
@@ -178,7 +178,7 @@ def test_a_library_without_a_function_is_told_which(flags: list[str], function: 
         (-5, "an error that the driver"),
     ],
 )
-def test_a_cu_init_that_fails_is_told_with_name_and_number(
+def test_a_cu_init_that_fails_is_reported_with_name_and_number(
     code: int, name: str, only_init: bool, compiled: Compile
 ) -> None:
     library = compiled(DRIVER, f"-DINIT={code}", "-DDEVICES=0", *(["-DONLY_INIT"] if only_init else []))
@@ -200,7 +200,7 @@ def test_a_driver_without_a_device_says_so(compiled: Compile) -> None:
 # --- a driver ---------------------------------------------------------------------------------------------------------
 
 
-def test_devices_are_described_and_what_a_driver_does_not_tell_is_null(compiled: Compile) -> None:
+def test_devices_are_described_and_what_a_driver_does_not_report_is_null(compiled: Compile) -> None:
     library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=2")
     why, info = asked(BAGUA_LIBCUDA=library)
     assert why is None
@@ -309,7 +309,7 @@ def packaged(pattern: str) -> Path:
     return found[0]
 
 
-def test_nvrtc_and_nccl_are_told_without_a_driver() -> None:
+def test_nvrtc_and_nccl_are_reported_without_a_driver() -> None:
     nvrtc, nccl = packaged("libnvrtc.so.1[0-9]"), packaged("libnccl.so.2")
     why, info = asked(BAGUA_LIBCUDA="/nowhere.so", BAGUA_LIBNVRTC=nvrtc, BAGUA_LIBNCCL=nccl)
     assert why is not None
@@ -317,7 +317,7 @@ def test_nvrtc_and_nccl_are_told_without_a_driver() -> None:
     assert info["nvrtc"]["version"].startswith(nvrtc.suffix[1:] + ".")
     assert {80, 90} <= set(info["nvrtc"]["architectures"])
     assert re.fullmatch(r"2\.\d+\.\d+", info["nccl"]["version"])
-    # What it says of itself, by another way.
+    # Its own report, from another function.
     version = ctypes.c_int()
     assert ctypes.CDLL(str(nccl)).ncclGetVersion(ctypes.byref(version)) == 0
     major, rest = divmod(version.value, 10000)
@@ -340,7 +340,7 @@ def test_every_function_of_the_table_is_in_nccl_itself() -> None:
     assert run(program, BAGUA_LIBNCCL=packaged("libnccl.so.2")) == "None\n"
 
 
-def test_an_nccl_that_is_too_old_for_the_table_tells_its_version(compiled: Compile) -> None:
+def test_an_nccl_that_is_too_old_for_the_table_is_reported_with_its_version(compiled: Compile) -> None:
     library = compiled("int ncclGetVersion(int *version) { *version = 21403; return 0; }")
     _, info = asked(BAGUA_LIBNCCL=library)
     assert info["nccl"] == {"path": str(library), "version": "2.14.3"}

@@ -1,4 +1,4 @@
-"""Messages between arrays on devices: values, the order of streams, several under way, and what fails."""
+"""Messages between arrays on devices: values, the order of streams, several at once, and what fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, is_lost_within_a_second, only, run, told
+from tests.cuda.failing_calls import UNKNOWN, fields_of, is_lost_within_a_second, only, run
 from tests.cuda.ranks import Ranks
 
 #: Elements: none, one that is sent at once, more than is, and more than one piece of pinned memory.
@@ -94,7 +94,7 @@ def test_messages_of_devices_arrive_in_the_order_given(ranks: Ranks) -> None:
 
 
 def crossing(rank: int) -> None:
-    """Messages and a collective that need each other: nobody waits for a device on behalf of another message."""
+    """Messages and a collective that need each other: no thread waits for a device on behalf of another message."""
     cuda, group = Cuda(), bagua.init()
     peer = 1 - rank
     xs = [cuda.array(np.full(50_000, 10 * rank + number, np.float32)) for number in range(4)]
@@ -117,7 +117,7 @@ def crossing(rank: int) -> None:
     assert handle.wait()[0] is ys[0]
     assert float(ys[0].read()[0]) == 10 * peer + 3
     assert group.exchange([], []) == []
-    # The arrays of a handle that is dropped live until their bytes have left.
+    # The arrays of a handle that is dropped are kept until their bytes have left.
     group.send(cuda.array(np.full(50_000, 5, np.float32)), peer, async_op=True)
     group.recv(ys[0], peer)
     assert float(ys[0].read()[0]) == 5
@@ -161,7 +161,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(ranks: Ranks) -> None
 
 
 def never_ready(rank: int) -> Any:
-    """A receive that nobody answers, and what the deadline says."""
+    """A receive without a send, and the error of the deadline."""
     cuda, group = Cuda(), bagua.init()
     found = None
     if rank == 0:
@@ -214,7 +214,7 @@ def fails(rank: int) -> dict[str, Any]:
         while True:
             group.recv(np.empty(1000, np.float32), 1 - rank)
     except bagua.BaguaError as error:
-        found = told(error)
+        found = fields_of(error)
     bagua.shutdown()
     return found
 

@@ -56,7 +56,9 @@ def test_auto_takes_nccl_where_each_rank_has_a_device_of_its_own(ranks: Ranks) -
 
 
 @pytest.mark.parametrize(("version", "collective"), [(23000, "nccl"), (22900, "staged")])
-def test_ranks_share_a_device_where_they_are_told_to_and_nccl_can(ranks: Ranks, version: int, collective: str) -> None:
+def test_ranks_share_a_device_where_the_variable_is_set_and_nccl_can(
+    ranks: Ranks, version: int, collective: str
+) -> None:
     variables = {"BAGUA_SIM_NCCL_VERSION": version, "NCCL_MULTI_RANK_GPU_ENABLE": 1}
     for _, stats in choose(ranks, own_device=False, **variables):
         assert stats["collective"] == collective
@@ -157,7 +159,7 @@ def test_buckets_that_differ_are_a_mismatch_on_all_ranks_after_each_registration
         assert "1001" in text
 
 
-def test_calls_that_differ_and_are_not_compared_end_at_the_deadline_which_tells_them(ranks: Ranks) -> None:
+def test_calls_that_differ_and_are_not_compared_time_out_with_each_ranks_call(ranks: Ranks) -> None:
     texts = run(ranks, 2, disagree, BAGUA_SIM_NCCL_HANG=1)
     assert all(text.startswith("BaguaTimeoutError: ") for text in texts), texts
     assert any(op in text for text in texts for op in ("min", "max"))
@@ -195,7 +197,7 @@ print(json.dumps([report["nccl"]["version"], code, nccl.ncclGetErrorString(code)
 """
 
 
-def test_the_true_nccl_tells_its_version_and_refuses_without_a_driver() -> None:
+def test_the_true_nccl_reports_its_version_and_refuses_without_a_driver() -> None:
     import json
 
     found = list(Path(np.__file__).parents[1].glob("nvidia/nccl/lib/libnccl.so.2"))

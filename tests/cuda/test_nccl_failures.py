@@ -14,7 +14,7 @@ import pytest
 import bagua
 from tests.cuda import failing_calls
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, only, told
+from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, fields_of, only
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_nccl_values import run
 from tests.cuda.test_staged_failures import ONES
@@ -31,7 +31,7 @@ def fail(ranks: Ranks, function: Any, *arguments: Any, each: Any, **variables: o
 
 
 def fails(rank: int, timeout: float) -> list[dict[str, Any]]:
-    """What this rank is told, at once and again; the group is left in the end."""
+    """The errors of this rank, the first and the repeated one; the group is left in the end."""
     cuda, group = Cuda(), bagua.init()
     x, stream = cuda.array(ONES), cuda.stream()
     found: list[dict[str, Any]] = []
@@ -42,13 +42,13 @@ def fails(rank: int, timeout: float) -> list[dict[str, Any]]:
             handle.synchronize(20.0)
             group.gather(x, 0, out=cuda.empty((2, 1000), np.float32) if rank == 0 else None, timeout=timeout)
         except bagua.BaguaError as error:
-            found.append(told(error))
+            found.append(fields_of(error))
     bagua.shutdown()
     return found
 
 
 @pytest.mark.parametrize(
-    ("ways", "api", "code"),
+    ("faults", "api", "code"),
     [
         ({"BAGUA_SIM_FAIL": "ncclAllReduce:2:3"}, "ncclAllReduce", INTERNAL),
         ({"BAGUA_SIM_FAIL": "ncclSend:1:1"}, "ncclSend", CUDA),
@@ -59,15 +59,15 @@ def fails(rank: int, timeout: float) -> list[dict[str, Any]]:
         ({"BAGUA_SIM_NCCL": "soon:ncclAllReduce:2:3"}, "ncclAllReduce", INTERNAL),
         ({"BAGUA_SIM_NCCL": "soon:ncclCommInitRankConfig:1:6"}, "ncclCommInitRankConfig", REMOTE),
         ({"BAGUA_SIM_NCCL": "later:ncclAllReduce:2:3"}, "ncclCommGetAsyncError", INTERNAL),
-        # The next operation or the thread that watches hears of it first.
+        # The next operation or the thread that watches gets it first.
         ({"BAGUA_SIM_NCCL": "later:ncclGroupEnd:1:6"}, "ncclCommGetAsyncError or ncclAllReduce", REMOTE),
     ],
     ids=str,
 )
 def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_there(
-    ranks: Ranks, ways: dict[str, str], api: str, code: int
+    ranks: Ranks, faults: dict[str, str], api: str, code: int
 ) -> None:
-    there, here = fail(ranks, fails, 20.0, each=only(1, **ways))
+    there, here = fail(ranks, fails, 20.0, each=only(1, **faults))
     assert len(there) == len(here) == 2
     for error in here:
         assert (error["class"], error["code"], error["device"]) == ("DeviceError", code, 1)
@@ -75,25 +75,25 @@ def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_the
         assert error["name"] == NAMES[code]
         assert f"{error['api']} failed on device 1: {NAMES[code]} ({code})" in error["text"]
         # NCCL's own words.
-        assert next(iter(ways)) in error["text"]
+        assert next(iter(faults)) in error["text"]
     for error in there:
         assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", 1, "DeviceError")
         assert here[0]["api"] in error["text"]
 
 
-def test_a_unique_id_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks) -> None:
+def test_a_unique_id_that_cannot_be_made_is_raised_on_all_ranks(ranks: Ranks) -> None:
     here, there = fail(ranks, fails, 20.0, each=only(0, BAGUA_SIM_FAIL="ncclGetUniqueId:1:2"))
     assert [error["api"] for error in here] == ["ncclGetUniqueId"] * 2
     assert [error["class"] for error in there] == ["PeerRaisedError"] * 2
 
 
 @pytest.mark.parametrize(
-    "way",
+    "fault",
     ["never:ncclAllReduce:2", "never:ncclCommInitRankConfig:1", "stuck:ncclAllReduce:1", "hang:ncclAllReduce:2"],
 )
-def test_a_call_or_work_that_never_ends_is_ended_by_the_deadline(ranks: Ranks, way: str) -> None:
+def test_a_call_or_work_that_never_ends_is_ended_by_the_deadline(ranks: Ranks, fault: str) -> None:
     start = time.monotonic()
-    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=way)):
+    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=fault)):
         assert {error["class"] for error in errors} == {"BaguaTimeoutError"}
         assert len(errors) == 2
         assert "all_reduce" in errors[0]["text"]
@@ -103,13 +103,13 @@ def test_a_call_or_work_that_never_ends_is_ended_by_the_deadline(ranks: Ranks, w
 @pytest.mark.slow
 def test_a_communicator_that_will_not_die_is_left_behind(ranks: Ranks) -> None:
     start = time.monotonic()
-    ways = "stuck:ncclAllReduce:1,hang:ncclCommAbort:1"
-    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=ways)):
+    faults = "stuck:ncclAllReduce:1,hang:ncclCommAbort:1"
+    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=faults)):
         assert {error["class"] for error in errors} == {"BaguaTimeoutError"}
     assert time.monotonic() - start < 40.0
 
 
-def one_dies(rank: int, folder: str, way: str) -> Any:
+def one_dies(rank: int, folder: str, fault: str) -> Any:
     cuda, group = Cuda(), bagua.init()
     x, out = cuda.array(np.ones(1 << 20, np.float32)), cuda.empty((2, 1 << 20), np.float32)
     group.all_reduce(x)
@@ -119,9 +119,9 @@ def one_dies(rank: int, folder: str, way: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     lost: Any = None
     try:
-        if way == "all_reduce":
+        if fault == "all_reduce":
             handle = group.all_reduce(x, async_op=True)
-        elif way == "messages":
+        elif fault == "messages":
             handle = group.all_to_all(out, async_op=True)
         else:
             # A group whose communicator is not there yet.
@@ -139,11 +139,11 @@ def one_dies(rank: int, folder: str, way: str) -> Any:
     return lost, after
 
 
-@pytest.mark.parametrize("way", ["all_reduce", "messages"])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("fault", ["all_reduce", "messages"])
+def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path, fault: str) -> None:
     with ranks.world(2, BAGUA_CUDA_COLLECTIVE="nccl") as world:
         world._expect_exit = {1: -signal.SIGKILL}
-        (lost, after), _ = world.run(one_dies, str(tmp_path), way)
+        (lost, after), _ = world.run(one_dies, str(tmp_path), fault)
     assert (lost, after < 1.0) == (1, True), after
     ranks.check()
 
@@ -154,7 +154,7 @@ def waits_for_the_other(rank: int) -> Any:
     group.all_reduce(x)
     x.read()
     if rank == 0:
-        # The deadline passes on the device, when nobody waits any more.
+        # The deadline passes on the device, when no call waits any more.
         group.all_reduce(x, timeout=0.5)
     with pytest.raises(bagua.BaguaTimeoutError) as raised:
         group.recv(np.empty_like(ONES), 1 - rank)
@@ -164,7 +164,7 @@ def waits_for_the_other(rank: int) -> Any:
     return found
 
 
-def test_a_deadline_that_passes_on_the_device_is_told_on_all_ranks(ranks: Ranks) -> None:
+def test_a_deadline_that_passes_on_the_device_is_raised_on_all_ranks(ranks: Ranks) -> None:
     for text in run(ranks, 2, waits_for_the_other):
         assert "all_reduce" in text, text
 
@@ -215,12 +215,12 @@ CALLED = (
     "cuStreamCreateWithPriority",
 )
 
-#: Their failure has nobody to hear it, or is that of a question whether something can be let go of.
-NOBODY_HEARS = ("ncclCommFinalize", "ncclCommDestroy", "cuEventQuery")
+#: Their failure has no caller to raise it in, or is that of a query whether something can be released.
+NOT_RAISED = ("ncclCommFinalize", "ncclCommDestroy", "cuEventQuery")
 
 
 def any_call_fails(rank: int, verbs: bool) -> str:
-    """Every kind of call. Returns what the rank was told, and ends by itself."""
+    """Every kind of call. Returns how the rank ended, and ends by itself."""
     cuda = Cuda()
     x, y, rows = cuda.array(ONES), cuda.array(ONES), cuda.array(np.ones((2, 8), np.float32))
     single = cuda.empty(8, np.float32)
@@ -261,7 +261,7 @@ def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_
         any_call_fails,
         calls,
         function,
-        heard=set(CALLED) - set(NOBODY_HEARS),
+        raised_for=set(CALLED) - set(NOT_RAISED),
         rank=0 if function == "ncclGetUniqueId" else 1,
         code=INTERNAL if function.startswith("nccl") else UNKNOWN,
         last=True,

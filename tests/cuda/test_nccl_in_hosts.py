@@ -19,7 +19,7 @@ import pytest
 import bagua
 from tests.cuda.buckets import Queue, Tensors, check_sums
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, told
+from tests.cuda.failing_calls import UNKNOWN, fields_of
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_nccl_values import near, values
 from tests.cuda.test_staged_values import DTYPES, OPS, bits, both, moves
@@ -136,7 +136,7 @@ def in_order(rank: int) -> Any:
     cuda, group = begin()
     first, second, third = cuda.stream(), cuda.stream(), cuda.stream()
     total = sum(range(4))
-    # Late producers, and streams that nobody has ordered but the call and its handle.
+    # Late producers, and streams that only the call and its handle have ordered.
     x, out = cuda.array(ONES * rank, stream=first), cuda.array(7 * ONES, stream=second)
     group.all_reduce(x, out=out, stream=third)
     assert out.read(third).tolist() == [float(total)] * 1000
@@ -224,10 +224,10 @@ def test_calls_that_differ_are_a_mismatch_on_all_ranks_where_they_are_compared(r
         assert all(word in text for word in (("1000", "1001") if in_a_bucket else ("min", "max"))), text
 
 
-def fails(rank: int, failing: int, variable: str, way: str, timeout: float) -> list[dict[str, Any]]:
+def fails(rank: int, failing: int, variable: str, fault: str, timeout: float) -> list[dict[str, Any]]:
     """The errors of this rank, at once and again, where a call of one rank fails."""
     if rank == failing:
-        os.environ[variable] = way
+        os.environ[variable] = fault
     cuda, group = begin()
     x, found = cuda.array(ONES), []
     until = time.monotonic() + 40.0
@@ -235,13 +235,13 @@ def fails(rank: int, failing: int, variable: str, way: str, timeout: float) -> l
         try:
             group.all_reduce(x, async_op=True, timeout=timeout).synchronize(30.0)
         except bagua.BaguaError as error:
-            found.append(told(error))
+            found.append(fields_of(error))
     bagua.shutdown()
     return found
 
 
 @pytest.mark.parametrize(
-    ("rank", "variable", "way"),
+    ("rank", "variable", "fault"),
     [
         (2, "BAGUA_SIM_FAIL", "ncclGetUniqueId:1:3"),
         (3, "BAGUA_SIM_FAIL", "ncclCommInitRankConfig:1:3"),
@@ -252,10 +252,10 @@ def fails(rank: int, failing: int, variable: str, way: str, timeout: float) -> l
     ids=str,
 )
 def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_on_both_hosts(
-    ranks: Ranks, rank: int, variable: str, way: str
+    ranks: Ranks, rank: int, variable: str, fault: str
 ) -> None:
-    found = run(ranks, fails, rank, variable, way, 20.0, clean=False)
-    code = int(way.split(":")[-1])
+    found = run(ranks, fails, rank, variable, fault, 20.0, clean=False)
+    code = int(fault.split(":")[-1])
     for each, errors in enumerate(found):
         assert len(errors) == 2
         for error in errors:
@@ -276,7 +276,7 @@ def test_work_that_never_ends_on_one_host_is_ended_on_both_by_the_deadline(ranks
 
 
 def dies(rank: int, dying: int, folder: str) -> Any:
-    """One rank dies while the others are in the middle of an operation; what they are told, and after how long."""
+    """One rank dies while the others are in the middle of an operation; their errors, and after how long."""
     cuda, group = begin()
     x = cuda.array(np.ones(3 << 20, np.float32))
     group.all_reduce(x)

@@ -76,7 +76,7 @@ def test_a_handle_is_completed_when_the_device_is_done(ranks: Ranks) -> None:
 def by_turns(rank: int) -> dict[str, Any]:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(np.arange(1000, dtype=np.int32))
-    # NCCL, our kernel, NCCL, the host's way, NCCL, without a wait between.
+    # NCCL, our kernel, NCCL, host memory, NCCL, without a wait between.
     group.all_reduce(x, "max", async_op=True)
     group.all_reduce(x, "bor", async_op=True)
     group.all_reduce(x, "sum", async_op=True)

@@ -1,4 +1,4 @@
-"""What the strict libnccl does, and which mistakes of a caller it tells."""
+"""What the strict libnccl does, and which mistakes of a caller it reports."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def breaks_a_rule(cuda: Any, rule: str) -> Any:
         ("after abort", "ncclCommAbort on no communicator, or one that was ended"),
     ],
 )
-def test_a_caller_that_breaks_a_rule_is_told(simulator: Simulator, rule: str, fault: str) -> None:
+def test_a_caller_that_breaks_a_rule_is_reported(simulator: Simulator, rule: str, fault: str) -> None:
     ended = simulator(breaks_a_rule, rule)
     assert any(fault in text for text in ended.report["faults"]), ended.report["faults"]
     if "event" not in rule and "destroy at" not in rule and "destroy before" not in rule:

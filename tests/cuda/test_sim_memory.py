@@ -160,7 +160,7 @@ def test_memory_has_an_end(simulator: Simulator) -> None:
     assert simulator(fill, BAGUA_SIM_MEMORY=3 << 19).value == [2, 1 << 19, 3 << 19]
 
 
-def test_bytes_go_every_way(simulator: Simulator) -> None:
+def test_bytes_are_copied_in_every_direction(simulator: Simulator) -> None:
     def copies(cuda: Driver) -> list[bool]:
         cuda.start()
         text = bytes(range(251)) * 40
@@ -259,7 +259,7 @@ def test_what_is_never_freed_is_counted(simulator: Simulator) -> None:
         assert simulator(leak, release).report["leaked"] == 6
 
 
-def test_calls_are_counted_and_fail_when_told(simulator: Simulator) -> None:
+def test_calls_are_counted_and_fail_when_configured(simulator: Simulator) -> None:
     def calls(cuda: Driver) -> list[int]:
         cuda.start()
         codes = [cuda.code("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), 10) for _ in range(4)]

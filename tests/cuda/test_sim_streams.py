@@ -36,7 +36,7 @@ def test_work_begins_as_late_as_it_may(simulator: Simulator) -> None:
     assert ended.report["host_waits"]["cuStreamSynchronize@main"] == 1
 
 
-def test_work_that_nobody_asks_for_begins_after_the_delay(simulator: Simulator) -> None:
+def test_work_that_no_call_waits_for_begins_after_the_delay(simulator: Simulator) -> None:
     def delayed(cuda: Driver) -> None:
         cuda.start()
         stream, pinned = cuda.stream(), cuda.pinned(b"\0")
@@ -262,7 +262,7 @@ def ordered_free(cuda: Driver, wait: bool) -> list[object]:
     return [codes, out.raw.hex()]
 
 
-def test_memory_of_a_stream_lives_until_its_free_is_reached(simulator: Simulator) -> None:
+def test_memory_of_a_stream_is_valid_until_its_free_is_reached(simulator: Simulator) -> None:
     ended = simulator(ordered_free, True)
     assert ended.value == [[0, 0], "41414141"]
     assert not ended.report["faults"]

@@ -20,10 +20,10 @@ from tests.cuda.failing_calls import (
     Calls,
     check_each,
     count_calls,
+    fields_of,
     is_lost_within_a_second,
     only,
     run,
-    told,
 )
 from tests.cuda.ranks import Ranks
 
@@ -36,12 +36,12 @@ def fails_on_rank_1(rank: int) -> list[dict[str, Any]]:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(ONES)
     found: list[dict[str, Any]] = []
-    # A rank that has the others' data before one of them fails hears of it at its next call.
+    # A rank that has the others' data before one of them fails gets the error at its next call.
     while len(found) < 2:
         try:
             group.all_reduce(x, timeout=20.0)
         except bagua.BaguaError as error:
-            found.append(told(error))
+            found.append(fields_of(error))
     bagua.shutdown()
     return found
 
@@ -73,7 +73,7 @@ def short_of_memory(rank: int) -> dict[str, Any]:
     assert x.read().tolist() == [2.0] * 1000
     bagua.shutdown()
     cuda.close()
-    return told(raised.value)
+    return fields_of(raised.value)
 
 
 def test_memory_that_is_short_before_anything_was_sent_poisons_nothing(ranks: Ranks) -> None:
@@ -117,7 +117,7 @@ def waits_for_the_other(rank: int) -> Any:
             group.all_reduce(x, timeout=0.5)
         found = raised.value.missing
     else:
-        # It is told as soon as the other one gives up.
+        # It raises as soon as the other one gives up.
         with pytest.raises(bagua.BaguaTimeoutError):
             group.recv(np.empty_like(ONES), 0)
     bagua.shutdown()
@@ -155,19 +155,19 @@ CALLED = (
 )
 
 
-#: Their failure has nobody to hear it, and comes after the operation.
-NOBODY_HEARS = ("cuCtxPopCurrent", "cuStreamDestroy", "cuEventDestroy", "cuMemFreeHost")
+#: Their failure has no caller to raise it in, and comes after the operation.
+NOT_RAISED = ("cuCtxPopCurrent", "cuStreamDestroy", "cuEventDestroy", "cuMemFreeHost")
 
 
 def any_call_fails(rank: int, verbs: bool) -> str:
-    """Every kind of call, by blocking verbs and handles. Returns what the rank was told, and ends by itself."""
+    """Every kind of call, by blocking verbs and handles. Returns how the rank ended, and ends by itself."""
     cuda = Cuda()
     x, y, out = (cuda.array(ONES) for _ in range(3))
-    lent = cuda.array(ONES, dlpack=True)
+    exported = cuda.array(ONES, dlpack=True)
     if not verbs:
         return ""
     group = bagua.init()
-    told = "done"
+    outcome = "done"
     try:
         group.all_reduce(x)
         handle = group.all_reduce(y, async_op=True)
@@ -175,12 +175,12 @@ def any_call_fails(rank: int, verbs: bool) -> str:
         handle.wait(20.0)
         handle.synchronize(20.0)
         handle.is_completed()
-        group.all_reduce(lent)
+        group.all_reduce(exported)
         group.barrier()
     except bagua.BaguaError as error:
-        told = type(error).__name__
+        outcome = type(error).__name__
     bagua.shutdown()
-    return told
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def calls(_driver_of_ranks: Path) -> Calls:
 def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
     ranks: Ranks, calls: Calls, function: str
 ) -> None:
-    check_each(ranks, any_call_fails, calls, function, heard=set(CALLED) - set(NOBODY_HEARS), last=True)
+    check_each(ranks, any_call_fails, calls, function, raised_for=set(CALLED) - set(NOT_RAISED), last=True)
 
 
 def test_the_functions_that_may_fail_are_those_that_the_product_names() -> None:

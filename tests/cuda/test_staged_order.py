@@ -1,7 +1,7 @@
 """CUDA arrays in the order of streams: late producers, consumers, handles, lifetimes, threads and contexts.
 
-The simulated driver begins work only when somebody needs it (or `BAGUA_SIM_DELAY_US` after), so that what Bagua forgets
-to wait for has not happened.
+The simulated driver begins work only when a call waits for it (or `BAGUA_SIM_DELAY_US` after), so that what Bagua
+forgets to wait for has not happened.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def handles(rank: int) -> None:
     cuda.close()
 
 
-def test_a_handle_orders_the_streams_that_it_is_told(ranks: Ranks) -> None:
+def test_a_handle_orders_the_streams_that_it_gets(ranks: Ranks) -> None:
     ranks(2, handles)
 
 

@@ -100,7 +100,7 @@ def order(rank: int) -> None:
             assert base[1, :4].tolist() == [6 + 10 * rank, 24, 26, 9 + 10 * rank]
         works[1].synchronize()
         assert base[0, 1].item() == 12
-        # Nobody waits, and the results are copied.
+        # Without a wait the results are copied.
         outs = [torch.zeros(2, device="cuda") for _ in range(2)]
         work = dist.all_gather(outs, filled(rank, 2), async_op=True)
         while not work.is_completed():
@@ -129,7 +129,7 @@ def messages(rank: int) -> None:
                 received.wait()
                 assert torch.equal(y, filled(peer, size))
             sent.wait()
-        # Not contiguous; from anybody.
+        # Not contiguous; from any source.
         rows = torch.zeros(4, 2, device="cuda")
         sent = dist.isend(filled(rank, 4), peer)
         assert sent is not None

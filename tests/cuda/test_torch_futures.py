@@ -184,7 +184,7 @@ def returned_at_once(rank: int) -> None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def nobody_waits(rank: int) -> None:
+def without_a_wait(rank: int) -> None:
     for make in (lambda: torch.ones(4, device="cuda"), lambda: torch.ones(4, 2, device="cuda").t()):
         called, kept = threading.Event(), []
 
@@ -198,14 +198,14 @@ def nobody_waits(rank: int) -> None:
         assert called.wait(SOON)
         kept[1].wait()
         assert kept[0].unique().tolist() == [6]
-        # Nor for the Work of a future that nobody has.
+        # Nor for the Work of a future that was dropped.
         work = dist.all_reduce(tensor, async_op=True)
         work.get_future()
         until(work.is_completed)
         assert work.is_success()
         assert tensor.unique().tolist() == [9]
         kept.clear()
-    # Nor for the copies of a Work that nobody has.
+    # Nor for the copies of a Work that was dropped.
     outs = [torch.zeros(2, device="cuda") for _ in range(SIZE)]
     dist.all_gather(outs, filled(rank, 2), async_op=True)
     until(lambda: [each.tolist() for each in outs] == [[10 * peer, 10 * peer + 1] for peer in range(SIZE)])
@@ -243,7 +243,7 @@ CASES = {
     "order": order,
     "place": place,
     **({"returned at once": returned_at_once} if HAS_ASYNC_OP else {}),
-    "nobody waits": nobody_waits,
+    "without a wait": without_a_wait,
     "continues": continues,
     "raises": raises,
 }

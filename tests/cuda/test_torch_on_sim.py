@@ -209,7 +209,7 @@ def late(rank: int) -> None:
     x.add_(1)
     with torch.cuda.stream(other):
         assert torch.cuda.current_stream() == other
-        # Nobody waited.
+        # There was no wait.
         assert x.tolist() == [0] * 4
         other.wait_stream(main)
         assert x.tolist() == [1] * 4

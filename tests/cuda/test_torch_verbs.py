@@ -225,7 +225,7 @@ def coalesced(rank: int) -> None:
         with torch.cuda.stream(third):
             handle.wait()
             assert tensors[1].tolist() == [3.0] * 5
-        # The copies may come before anybody waits.
+        # The copies may come before a wait.
         done = threading.Event()
         with torch.cuda.stream(other):
             handle = api.broadcast_coalesced(tensors, 0, async_op=True)
@@ -247,7 +247,7 @@ def dropped(rank: int) -> None:
         before = len(runtime.allocations)
         for _ in range(3):
             api.allreduce_inplace(torch.ones(1000, device="cuda"), async_op=True)
-            # A copy that nobody else refers to.
+            # A copy without another reference.
             api.allreduce(torch.ones(10, 10, device="cuda").t(), torch.empty(10, 10, device="cuda"), async_op=True)
         api.barrier()
         gc.collect()
@@ -359,7 +359,7 @@ def versions(rank: int) -> None:
             z.sum().backward()
 
 
-def test_autograd_hears_that_a_saved_tensor_was_written(ranks: Ranks) -> None:
+def test_autograd_sees_that_a_saved_tensor_was_written(ranks: Ranks) -> None:
     ranks(2, versions)
 
 

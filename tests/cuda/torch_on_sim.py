@@ -15,7 +15,7 @@ in this process. Ranks call it first, as `joined` does:
 A tensor on "cuda" is a `CudaTensor`: to torch's C++ it is a tensor of the CPU whose storage is the simulated device's
 memory, which the host cannot address; views, `.data`, `set_` and lifetimes are therefore torch's own. Python sees
 `device`, `is_cuda` and `data_ptr()` as they are on a GPU. An operation reads its operands in the order of the current
-stream, computes on the CPU, and enqueues the copy of its results on that stream, where it happens late: when somebody
+stream, computes on the CPU, and enqueues the copy of its results on that stream, where it happens late: when a call
 waits for it. A copy inside a device is enqueued as a whole. What forgets to order a stream after another one reads NaNs
 or old values, or is a fault. So is what writes to an operand before the stream has come to the operation that reads it:
 the stream reads it a second time, late, and finds something else.
@@ -130,12 +130,12 @@ class CudaTensor(torch.Tensor):
             torch_streams.external_stream(stream, self.device).wait_stream(current)
         shape, strides = ((ctypes.c_int64 * self.dim())(*each) for each in (self.shape, self.stride()))
         code, bits = _DLPACK[self.dtype]
-        lent = device_arrays._Tensor(
+        exported = device_arrays._Tensor(
             self.data_ptr(), 2, _place(self), self.dim(), code, bits, 1, shape, strides, 0, None, None
         )
         # As long as the tensor, which the borrower keeps.
-        self.__dict__.setdefault("_lent", []).append((lent, shape, strides))
-        return device_arrays._new_capsule(ctypes.addressof(lent), b"dltensor", None)
+        self.__dict__.setdefault("_exported", []).append((exported, shape, strides))
+        return device_arrays._new_capsule(ctypes.addressof(exported), b"dltensor", None)
 
 
 def _place(tensor: CudaTensor) -> int:
@@ -552,7 +552,7 @@ def install() -> Runtime:
         atexit.register(_runtime.close)
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            # That something is replaced, where torch is too old to be told that it is meant.
+            # That something is replaced, where torch is too old for the argument that allows it.
             warnings.simplefilter("ignore")
             options = {"allow_override": True} if "allow_override" in signature(library.impl).parameters else {}
             library.impl("empty.memory_format", _empty, "CUDA", **options)
@@ -579,5 +579,5 @@ def joined(device: int = 0) -> Iterator[Runtime]:
     torch.cuda.set_device(device)
     torch_api.init_process_group()
     yield runtime
-    # Not after an exception: the others hear of that when the process ends.
+    # Not after an exception: it is reported to the others when the process ends.
     torch_api.destroy_process_group()

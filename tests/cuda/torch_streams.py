@@ -97,7 +97,7 @@ class Runtime:
         Asks whether it is done, again and again: the driver counts no wait of the host.
 
         `again`: as an operation of a GPU would, which has not begun when its call returns, the stream reads the ranges
-        once more, late. It is a fault when somebody has written to them meanwhile.
+        once more, late. It is a fault when the program has written to them meanwhile.
         """
         reader = self.local.readers.get(device)
         if reader is None:
@@ -124,7 +124,7 @@ class Runtime:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def new_stream(self, device: int) -> int:
-        """A CUstream, which lives until the process ends, as torch's do."""
+        """A CUstream, which exists until the process ends, as torch's do."""
         with self.on(device):
             stream = self.driver.stream()
         self._streams.append((stream, device))
@@ -243,7 +243,7 @@ class TrueRuntime:
 
     def __init__(self) -> None:
         self.driver = Driver()
-        #: Nobody counts them.
+        #: Not counted.
         self.reads_to_the_host = 0
 
 
@@ -470,7 +470,7 @@ def start() -> Runtime:
         accelerator.current_device_index = lambda: runtime.local.device
         accelerator.current_stream, accelerator.set_stream = current_stream, set_stream
         accelerator.synchronize = synchronize
-    # The backward pass asks CUDA's runtime for devices; the first answer is a warning, which nobody needs.
+    # The backward pass asks CUDA's runtime for devices; the first answer is a warning, which is of no use.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         getattr(torch._C, "_cuda_getDeviceCount", int)()

@@ -36,7 +36,7 @@ def check(size: int, case: Case) -> None:
 
 
 def groups() -> list[Group]:
-    """Every way to name all ranks."""
+    """Every argument that names all ranks."""
     return [None, "torch"]
 
 

@@ -12,7 +12,7 @@ import bagua.torch_api as bagua
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from tests.distributed.torch_ranks import Hosts
 
-#: Milliseconds: many rounds in a short test; and none that nobody asks for.
+#: Milliseconds: many rounds in a short test; and none without a request.
 SHORT, NEVER = 2.0, 3.6e6
 
 #: The last one has a rank on each of three hosts, so that rounds go over TCP.
@@ -27,7 +27,7 @@ NAMES = ["2", "3", "4", "2+1", "tcp"]
 
 
 class Slopes(torch.nn.Module):
-    """Its output is linear in the weights: every step goes the same way, wherever the weights are."""
+    """Its output is linear in the weights: every step has the same direction, wherever the weights are."""
 
     def __init__(self, *dtypes: torch.dtype, count: int = 37) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def fill(model: torch.nn.Module, value: float) -> None:
 
 
 def fill_together(model: torch.nn.Module, value: float) -> None:
-    """Sets all weights on all ranks while no round is under way: one with snapshots from before and after would mix in
+    """Sets all weights on all ranks while no round is running: one with snapshots from before and after would mix in
     old weights.
     """
     impl = model.bagua_algorithm

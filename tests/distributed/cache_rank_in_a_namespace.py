@@ -75,8 +75,8 @@ def listens_on_loopback(port: int) -> bool:
 
 def main() -> None:
     torch.set_num_threads(1)
-    heard = Warnings()
-    logging.getLogger("bagua").addHandler(heard)
+    warned = Warnings()
+    logging.getLogger("bagua").addHandler(warned)
     bagua.init_process_group()
     inner = Squares()
     cached = CachedDataset(inner, "redis", "d", capacity_per_node=1 << 25, timeout=1.0)
@@ -92,12 +92,12 @@ def main() -> None:
         servers=[server["host"] for server in servers],
         refused=[refuses_strangers(server["host"], server["port"]) for server in servers],
         loopback=[listens_on_loopback(server["port"]) for server in servers],
-        warnings=heard.texts,
+        warnings=warned.texts,
     )
     found: list[int] = []
     while not cached.stats()["failed_reads"]:
         found += wrong(cached)
     found += wrong(cached)
-    say(wrong=found, computed=inner.computed, lost=cached.stats()["lost_servers"], warnings=heard.texts)
+    say(wrong=found, computed=inner.computed, lost=cached.stats()["lost_servers"], warnings=warned.texts)
     # Ends by being killed, so that no server ends before all ranks have looked.
     signal.pause()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from bagua.c10d.torch_c10d import BACKEND_HAS_CONSTRUCTOR
+from bagua.c10d.torch_bindings import BACKEND_HAS_CONSTRUCTOR
 
 __all__ = ["is_left_out", "needs_backend_class", "needs_torch", "skip_if_left_out"]
 

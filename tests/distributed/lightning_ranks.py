@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bagua.lightning.world import fail, leave
+from bagua.lightning.process_group import fail, leave
 from tests.distributed.lightning_kit import SAMPLES, Kit, loader, weights
 
 #: Trained by strategy="ddp" on gloo and by ours: options of the model, and of the Trainer.
@@ -314,7 +314,7 @@ def qadam_has_its_optimizer(rank: int, kit: Kit, folder: Path) -> None:
     text = "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
     for wrong in ("sgd", "adam"):
         trainer = kit.trainer(kit.strategy("qadam"), folder, max_steps=1)
-        # Without telling the others, who have the same error.
+        # Without a report to the others, which have the same error.
         trainer.strategy.on_exception = lambda exception: None
         raises(kit.misconfigured, text, lambda trainer=trainer, wrong=wrong: trainer.fit(kit.model(wrong), loader()))
     strategy = kit.strategy("qadam", hierarchical=False)
@@ -409,10 +409,10 @@ def no_warnings_of_schedulers(rank: int, kit: Kit, folder: Path) -> None:
 
     model = kit.model("scheduled")
     trainer = kit.trainer("bagua", folder, max_epochs=2)
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(model, loader())
-    assert not [str(one.message) for one in heard if "optimizer.step()" in str(one.message)]
+    assert not [str(one.message) for one in warned if "optimizer.step()" in str(one.message)]
     assert abs(trainer.optimizers[0].param_groups[0]["lr"] - 0.001) < 1e-9
     assert type(model.optimizers()).__name__ == "LightningSGD"
 

@@ -26,7 +26,7 @@ def main(optimizer_name: str) -> None:
     # World size of each completed step, and former ranks of those that are left.
     sizes: list[int] = []
     names = list(range(bagua.get_world_size()))
-    told = 0
+    reported = 0
     while True:
         size = bagua.get_world_size()
         if size == 1 and sizes[-MORE_STEPS:] == [1] * MORE_STEPS:
@@ -34,9 +34,9 @@ def main(optimizer_name: str) -> None:
         try:
             make_step(model, optimizer, len(sizes))
             sizes.append(size)
-            if size != told:
+            if size != reported:
                 say(trains=size, names=names, digest=digest(model, optimizer))
-                told = size
+                reported = size
             time.sleep(PAUSE_S)
         except PeerLostError:
             try:

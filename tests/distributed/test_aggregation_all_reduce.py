@@ -164,7 +164,7 @@ def a4_dividing_before_equals_dividing_after(rank: int) -> None:
                 assert bool(((result - everybody.mean(0)).abs() <= 4 * 2**-23 * everybody.abs().sum(0)).all())
 
 
-def a4_half_precision_averages_do_not_overflow_on_the_way(rank: int) -> None:
+def a4_half_precision_averages_do_not_overflow_in_between(rank: int) -> None:
     size = size_of_world()
     for group in groups():
         for before in (False, True):
@@ -233,7 +233,7 @@ def a7_buffers_stay_this_ranks_own(rank: int) -> None:
     assert model.running_mean.tolist() == [float(rank)] * 3
 
 
-def a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_nobody_has(rank: int) -> None:
+def a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_no_rank_has(rank: int) -> None:
     size = size_of_world()
     for group in groups():
         for by_layer in (False, True):
@@ -361,12 +361,12 @@ CASES: list[Case] = [
     a3_different_denominators_divide_before_the_sum_or_each_rank_its_own,
     a3_a_large_denominator_does_not_lose_who_has_a_gradient,
     a4_dividing_before_equals_dividing_after,
-    a4_half_precision_averages_do_not_overflow_on_the_way,
+    a4_half_precision_averages_do_not_overflow_in_between,
     a5_bad_denominators_and_operations_are_refused_before_communication,
     a6_one_rank_communicates_nothing,
     a7_closures_return_nothing_and_touch_only_what_they_are_for,
     a7_buffers_stay_this_ranks_own,
-    a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_nobody_has,
+    a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_no_rank_has,
     a8_tied_parameters_are_reduced_once,
     a9_one_collective_per_dtype_or_one_per_parameter,
     a9_without_horovod_the_horovod_class_works_over_the_engine,

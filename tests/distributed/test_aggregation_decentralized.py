@@ -107,10 +107,10 @@ def a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank
         model = Several((3,))
         fill(model, rank)
         kept = gradients(model)[0].clone()
-        one_way = DecentralizedAggregation(rank, [1] if rank == 0 else [], group=group)
+        unilateral = DecentralizedAggregation(rank, [1] if rank == 0 else [], group=group)
         for _ in range(2):
-            with pytest.raises(ValueError, match="rank 0 has rank 1 as a neighbour, but not the other way round"):
-                one_way.agg_grad()(model, "avg_world")
+            with pytest.raises(ValueError, match="rank 0 has rank 1 as a neighbour, but not vice versa"):
+                unilateral.agg_grad()(model, "avg_world")
         with pytest.raises(ValueError, match=f"rank 0 has a neighbour {size} in a group of {size}"):
             DecentralizedAggregation(rank, [size] if rank == 0 else [], group=group).agg_grad()(model, "avg_world")
         with pytest.raises(ValueError, match="rank 0 was given rank=1"):
@@ -118,7 +118,7 @@ def a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank
         assert torch.equal(gradients(model)[0], kept)
 
 
-def a24_nobody_is_its_own_neighbour(rank: int) -> None:
+def a24_no_rank_is_its_own_neighbour(rank: int) -> None:
     with pytest.raises(ValueError, match="among its own neighbours"):
         DecentralizedAggregation(rank, [rank])
     with pytest.raises(ValueError, match="twice"):
@@ -162,7 +162,7 @@ CASES: list[Case] = [
     a23_no_neighbours_change_nothing,
     a23_an_absent_gradient_is_zero_in_its_neighbourhood,
     a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank,
-    a24_nobody_is_its_own_neighbour,
+    a24_no_rank_is_its_own_neighbour,
     unknown_operations_are_refused_before_the_exchange,
     after_the_first_call_only_neighbours_talk,
     a_complete_graph_is_the_mean,

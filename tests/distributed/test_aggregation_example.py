@@ -24,8 +24,8 @@ def test_the_example_runs_and_its_replicas_are_equal() -> None:
     world = World(2, timeout=150.0)
     world.run(run_example)
     lines = re.findall(r"^(\S.*?) +(\d+) bytes a step, loss ([\d.]+)$", world.output[0], re.MULTILINE)
-    cost = {way: int(size) for way, size, _ in lines}
-    loss = {way: float(value) for way, _, value in lines}
+    cost = {variant: int(size) for variant, size, _ in lines}
+    loss = {variant: float(value) for variant, _, value in lines}
     assert set(cost) == {"all-reduce", "low rank", "sparsified", "CentralizedSGD", "DecentralizedSGD"}
     assert cost["low rank"] < cost["all-reduce"] / 4
     assert cost["sparsified"] < cost["all-reduce"] / 2

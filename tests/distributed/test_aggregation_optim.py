@@ -1,4 +1,4 @@
-"""The optimizers that aggregate, and what they stand on: acceptance checks A25 to A27."""
+"""The optimizers that aggregate, and the functions that they use: acceptance checks A25 to A27."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def a25_aggregated_weights_make_replicas_equal_from_the_start(rank: int) -> None
         assert same_everywhere(*weights(model))
 
 
-def a25_without_momentum_both_ways_coincide(rank: int) -> None:
+def a25_without_momentum_both_orders_coincide(rank: int) -> None:
     size = bagua.get_world_size()
     found = []
     for agg_grad in (True, False):
@@ -138,25 +138,25 @@ def a25_a_closure_is_evaluated_before_its_gradients_travel(rank: int) -> None:
             loss.backward()
             return loss
 
-        heard: list[str] = []
-        loss = optimizer.step(closure, Tracker(heard)) if with_closure else (closure(), optimizer.step())[0]
+        calls: list[str] = []
+        loss = optimizer.step(closure, Tracker(calls)) if with_closure else (closure(), optimizer.step())[0]
         assert float(loss) == float(loss_of(net(), [rank], 0))
-        assert heard == (["agg", "step"] if with_closure else [])
+        assert calls == (["agg", "step"] if with_closure else [])
     assert_weights_close(weights(models[0]), weights(models[1]))
     assert same_everywhere(*weights(models[1]))
 
 
 class Tracker:
-    """Writes down what it hears."""
+    """Records its calls."""
 
-    def __init__(self, heard: list[str]) -> None:
-        self.heard = heard
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
     def record_batch_agg(self) -> None:
-        self.heard.append("agg")
+        self.calls.append("agg")
 
     def record_batch_opt_step(self) -> None:
-        self.heard.append("step")
+        self.calls.append("step")
 
 
 def power_sgd_at_full_rank_trains_as_on_the_whole_batch(rank: int) -> None:
@@ -356,7 +356,7 @@ def optimizers_communicate_once_per_step(rank: int) -> None:
 CASES: list[Case] = [
     a25_aggregated_gradients_train_as_on_the_whole_batch,
     a25_aggregated_weights_make_replicas_equal_from_the_start,
-    a25_without_momentum_both_ways_coincide,
+    a25_without_momentum_both_orders_coincide,
     a25_what_is_clipped_is_the_aggregated_gradient,
     a25_the_custom_optimizer_divides_by_the_callers_denominator,
     a25_a_closure_is_evaluated_before_its_gradients_travel,

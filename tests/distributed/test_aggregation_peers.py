@@ -137,5 +137,5 @@ def only_torch_is_initialised(rank: int) -> list[float]:
     return gradients(model)[0].tolist()
 
 
-def test_an_initialised_torch_group_is_enough_if_told_so() -> None:
+def test_an_initialised_torch_group_is_enough_if_it_is_named() -> None:
     assert make_world(2).run(only_torch_is_initialised) == [[0.5, 0.5]] * 2

@@ -1,4 +1,4 @@
-"""Asynchronous averaging over a job's life: aborts and resumes, states, copies, buckets, scaled gradients, its end."""
+"""Asynchronous averaging over a whole job: aborts and resumes, states, copies, buckets, scaled gradients, its end."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def a_model_that_is_gone_leaves_nothing(rank: int) -> None:
     until("what the models used is given back", all_is_back)
 
 
-def a_state_tells_whether_the_warm_up_is_over(rank: int) -> None:
+def a_state_contains_whether_the_warm_up_is_over(rank: int) -> None:
     states = []
     for warmup, steps in ((3, 2), (3, 5)):
         model, optimizer, impl = wrapped(warmup_steps=warmup)
@@ -140,7 +140,7 @@ def a_state_tells_whether_the_warm_up_is_over(rank: int) -> None:
         assert impl.stats()["state"] == "warmup"
         step(model, optimizer, 1.0)
         assert impl.stats()["state"] == "running"
-        # Nobody's round is under way: one with snapshots from before and after would leave what it rounded.
+        # No rank's round is running: one with snapshots from before and after would leave what it rounded.
         impl.abort(model)
         bagua.barrier()
         fill(model, 2.0)
@@ -311,7 +311,7 @@ def the_originals_aborts_and_resumes_end(rank: int) -> None:
 CASES: list[Case] = [
     aborts_and_resumes_in_unrelated_orders_lose_nothing,
     a_model_that_is_gone_leaves_nothing,
-    a_state_tells_whether_the_warm_up_is_over,
+    a_state_contains_whether_the_warm_up_is_over,
     copies_of_the_model_are_plain_and_train_alone,
     evaluation_between_training_does_no_harm,
     an_overflow_on_one_rank_skips_its_step_alone,

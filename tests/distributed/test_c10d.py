@@ -315,7 +315,7 @@ def messages_are_matched_by_tag_and_not_by_order(pair: Pair) -> None:
             assert tensor.tolist() == [tag, tag]
 
 
-def a_receive_from_anybody_names_its_sender(pair: Pair) -> None:
+def a_receive_from_any_source_names_its_sender(pair: Pair) -> None:
     if pair.rank == 0:
         senders = set()
         for _ in range(pair.size - 1):
@@ -344,7 +344,7 @@ def a_message_may_be_open_during_a_collective(pair: Pair) -> None:
         assert torch.equal(tensor, torch.ones(4))
 
 
-def futures_finish_although_nobody_waits(pair: Pair) -> None:
+def futures_complete_without_being_waited_for(pair: Pair) -> None:
     # One that copies its results, and one that does not.
     for tensor in (torch.ones(4), torch.ones(4, 2).t()):
         called = threading.Event()
@@ -472,9 +472,9 @@ CASES: list[Case] = [
     objects_reach_every_rank,
     large_messages_that_cross_arrive,
     messages_are_matched_by_tag_and_not_by_order,
-    a_receive_from_anybody_names_its_sender,
+    a_receive_from_any_source_names_its_sender,
     a_message_may_be_open_during_a_collective,
-    futures_finish_although_nobody_waits,
+    futures_complete_without_being_waited_for,
     a_continuation_may_wait_for_another_future,
     a_wait_whose_time_passes_leaves_the_operation_running,
     functional_collectives_work,

@@ -1,4 +1,4 @@
-"""Groups of the backend "bagua": failures, later groups, several lives in one process, and groups that are adopted."""
+"""Groups of the backend "bagua": failures, later groups, several jobs in one process, and groups that are adopted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua
 import bagua.c10d  # registers the backend
 import bagua.torch_api
-from bagua.c10d.torch_c10d import BACKEND_HAS_CONSTRUCTOR
+from bagua.c10d.torch_bindings import BACKEND_HAS_CONSTRUCTOR
 from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
 from tests.world import ROOT, World, make_world
 
@@ -89,7 +89,7 @@ def test_a_killed_rank_is_named_and_the_survivors_form_a_new_group(tmp_path: Pat
         assert sum_of_survivors == 3.0
 
 
-def hear_of_an_exception(rank: int, folder: str) -> str:
+def get_an_exception(rank: int, folder: str) -> str:
     begin()
     dist.barrier()
     submitted = Path(folder, "submitted")
@@ -107,7 +107,7 @@ def hear_of_an_exception(rank: int, folder: str) -> str:
 
 
 def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
-    assert World(2, expect_exit={1: 1}).run(hear_of_an_exception, str(tmp_path)) == ["KeyError", None]
+    assert World(2, expect_exit={1: 1}).run(get_an_exception, str(tmp_path)) == ["KeyError", None]
 
 
 class _Dies(torch.autograd.Function):
@@ -157,13 +157,13 @@ def split_in_order(rank: int) -> list[int]:
     return [int(output) for output in outputs]
 
 
-def live_several_lives(rank: int, folder: str) -> list[Any]:
+def join_several_times(rank: int, folder: str) -> list[Any]:
     found: list[Any] = []
     # A store that outlives the groups, as torchrun's.
     store = dist.FileStore(str(Path(folder, "store")))
-    for life in range(3):
+    for incarnation in range(3):
         begin(store=store, rank=rank, world_size=3)
-        found.append(total(life))
+        found.append(total(incarnation))
         dist.destroy_process_group()
     begin()
     # Sub-groups, of all and of some.
@@ -198,7 +198,7 @@ def live_several_lives(rank: int, folder: str) -> list[Any]:
 
 
 def test_a_process_has_several_groups_one_after_another_and_beside_each_other(tmp_path: Path) -> None:
-    found = make_world(3).run(live_several_lives, str(tmp_path))
+    found = make_world(3).run(join_several_times, str(tmp_path))
     for rank, values in enumerate(found):
         pair = [] if rank == 1 else [2.0]
         split = ([1] if rank == 1 else [2, 0]) if SPLITS else None
@@ -339,7 +339,7 @@ from bagua.c10d import process_group
 process_group.BACKEND_HAS_CONSTRUCTOR = False
 dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
 group, x = dist.new_group([0]), torch.ones(3)
-# Nobody has these but torch's C++ code, which calls them later.
+# Only torch's C++ code has these, and calls them later.
 started = [id(group.allreduce([x])) for _ in range(3)]
 gc.collect()
 assert [id(work) for work in group._kept] == started
@@ -364,7 +364,7 @@ import bagua.c10d
 dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.group.WORLD
 halves = [group]
-if bagua.c10d.torch_c10d.BACKEND_HAS_CONSTRUCTOR:
+if bagua.c10d.torch_bindings.BACKEND_HAS_CONSTRUCTOR:
     halves.append(group._get_backend(torch.device("cpu")))
 sys.setrecursionlimit(300)
 for half in halves:

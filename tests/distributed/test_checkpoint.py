@@ -74,7 +74,7 @@ def dies_at(call: int) -> None:
 def outcomes_of_kills(rank: int, iteration: int) -> list[tuple[int, int]]:
     """Saves 1 as iteration 5, then 2 as `iteration` in a child that is killed at every step; what is loaded then.
 
-    And afterwards 3 is saved and loaded, so that what the dead left is in nobody's way.
+    And afterwards 3 is saved and loaded, so the files of the dead ranks do not prevent it.
     """
     torch.set_num_threads(1)
     found = []
@@ -213,7 +213,7 @@ def a_sharded_parameter_is_refused(rank: int, path: str) -> str:
     model = model_of(1)
     mesh = DeviceMesh("cpu", list(range(2)))
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    # Rank 0 would write its own half, and nobody the other one.
+    # Rank 0 would write its own half, and no rank the other one.
     with pytest.raises((TypeError, BaguaError)) as refused:
         save_checkpoint(1, path, model)
     bagua.destroy_process_group()

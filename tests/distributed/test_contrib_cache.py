@@ -91,7 +91,7 @@ def no_server(rank: int) -> str:
     return str(raised.value)
 
 
-def test_where_a_server_cannot_start_every_rank_hears_why_and_auto_takes_another_store(tmp_path: Any) -> None:
+def test_where_a_server_cannot_start_every_rank_gets_the_reason_and_auto_takes_another_store(tmp_path: Any) -> None:
     texts = make_world(2, env={"XDG_CACHE_HOME": str(tmp_path)}).run(no_server)
     assert texts[0] == texts[1]
     assert "rank 0: redis-server was not found" in texts[0]

@@ -65,7 +65,7 @@ def arguments_that_are_not_supported_are_refused(rank: int) -> None:
         DistributedDataParallel(nn.Linear(2, 2), None, None, 0, False, static_graph=True)
 
 
-def models_that_differ_are_named_and_the_group_lives_on(rank: int) -> None:
+def models_that_differ_are_named_and_the_group_stays_usable(rank: int) -> None:
     with pytest.raises(MismatchError, match=r"parameter 'weight' .*\[\d, 2\]"):
         DistributedDataParallel(nn.Linear(2, 3 + (rank == 1)))
     x = torch.ones(1)
@@ -448,7 +448,7 @@ CASES: list[Case] = [
     second_derivatives_pass_through_an_all_reduce,
     what_an_all_reduce_has_no_gradient_for_is_refused,
     arguments_that_are_not_supported_are_refused,
-    models_that_differ_are_named_and_the_group_lives_on,
+    models_that_differ_are_named_and_the_group_stays_usable,
     a_parameter_has_one_wrapper,
     attributes_of_the_wrapper_and_of_the_model,
     states_have_the_prefix_and_both_kinds_are_taken,

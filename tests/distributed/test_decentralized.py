@@ -225,7 +225,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         resumed.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 1, "round": 1})
 
 
-def options_that_differ_are_a_mismatch_and_the_group_lives_on(rank: int) -> None:
+def options_that_differ_are_a_mismatch_and_the_group_stays_usable(rank: int) -> None:
     if bagua.get_world_size() == 1:
         return
     pairs: list[dict[str, Any]] = [
@@ -447,7 +447,7 @@ CASES: list[Case] = [
     a_graph_from_before_the_exchange_is_refused_afterwards,
     outputs_of_any_structure_are_guarded,
     a_run_resumes_to_the_bit,
-    options_that_differ_are_a_mismatch_and_the_group_lives_on,
+    options_that_differ_are_a_mismatch_and_the_group_stays_usable,
     gradients_accumulate_under_no_sync,
     unused_parameters_travel_and_frozen_ones_do_not,
     a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer,

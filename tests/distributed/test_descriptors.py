@@ -79,7 +79,7 @@ def joins_with_hard_limit(rank: int, hard: int) -> int:
     return 0
 
 
-def test_a_group_stands_with_as_many_descriptors_as_the_error_asks_for(world: World) -> None:
+def test_a_group_works_with_as_many_descriptors_as_the_error_asks_for(world: World) -> None:
     few = world(6, env=TCP)
     needed = few.run(joins_with_hard_limit, 24)
     assert min(needed) > 24

@@ -1,4 +1,4 @@
-"""Elastic jobs: ranks that are killed, frozen, restarted; each scenario with processes that do what they are told."""
+"""Elastic jobs: ranks that are killed, frozen, restarted; each scenario with processes that follow commands."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rank:
         line, _, self._rest = self._rest.partition(b"\n")
         return json.loads(line)
 
-    def tell(self, command: str) -> None:
+    def send(self, command: str) -> None:
         """Sends a command."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
@@ -64,7 +64,7 @@ class Rank:
 
     def ask(self, command: str) -> Any:
         """Sends a command and returns the answer."""
-        self.tell(command)
+        self.send(command)
         return self.answer()
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Job:
         ranks = [self.start(rank) for rank in range(self.size)]
         assert [rank.answer() for rank in ranks] == [{"rank": r, "rejoined": False} for r in range(self.size)]
         for rank in ranks:
-            rank.tell("wrap 1 4")
+            rank.send("wrap 1 4")
         assert [rank.answer() for rank in ranks] == ["wrapped"] * self.size
         return ranks
 
@@ -221,7 +221,7 @@ def test_a_frozen_rank_is_left_behind_and_comes_back_by_itself(job: Any, victim:
     assert ranks[victim].ask("train 0") == "trained"
 
 
-def test_what_does_not_fit_a_running_job_is_refused_on_the_newcomer_alone(job: Any) -> None:
+def test_what_does_not_fit_a_running_job_is_refused_on_the_joining_rank_alone(job: Any) -> None:
     made = job(2)
     ranks = made.form()
     twin = made.start(1)
@@ -236,16 +236,16 @@ def test_what_does_not_fit_a_running_job_is_refused_on_the_newcomer_alone(job: A
     assert back.answer() == {"rank": 1, "rejoined": True}
     error, text = back.ask("verb")
     assert error == "BaguaError"
-    assert "came into a running elastic job" in text
+    assert "rejoined a running elastic job" in text
     error, text = back.ask("other")
     assert error == "BaguaError"
-    assert "only asynchronous averaging" in text
+    assert "use AsyncModelAverageAlgorithm" in text
     for _ in range(3):
         ranks[0].is_in([0])
     assert ranks[0].ask("train 0") == "trained"
 
 
-def test_a_model_that_does_not_fit_is_a_mismatch_on_the_newcomer_alone(job: Any) -> None:
+def test_a_model_that_does_not_fit_is_a_mismatch_on_the_joining_rank_alone(job: Any) -> None:
     made = job(2)
     ranks = made.form()
     ranks[1].kill()

@@ -29,7 +29,7 @@ def test_parts_that_are_cut_off_go_on_apart_and_meet_again(hosts: Hosts) -> None
         ranks = job.ranks
         assert [rank.answer() for rank in ranks] == [{"rank": r, "rejoined": False} for r in range(4)]
         for rank in ranks:
-            rank.tell("wrap 1 4")
+            rank.send("wrap 1 4")
         assert [rank.answer() for rank in ranks] == ["wrapped"] * 4
         for rank in ranks:
             rank.is_in([0, 1, 2, 3])

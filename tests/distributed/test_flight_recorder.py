@@ -142,7 +142,7 @@ def hangs(rank: int, folder: str) -> tuple[str | None, int]:
         group.all_reduce(x)
     record = None
     if rank == 2:
-        # Busy with something else; it hears of the failure when it leaves.
+        # Busy with something else; it gets the failure when it leaves.
         until(lambda: Path(folder, "0").exists() and Path(folder, "1").exists())
         until(lambda: has_failed(group))
     else:
@@ -192,7 +192,7 @@ def disagrees(rank: int, folder: str) -> str:
     group.barrier()
     x = np.ones(4, np.float32)
     if rank == 2:
-        # A rank that is late would only hear that the others disagree.
+        # A rank that is late would only get the report that the others disagree.
         until(lambda: len(list(Path(folder).iterdir())) == 2)
         handle = group.broadcast(x, 1, async_op=True)
     else:
@@ -315,9 +315,9 @@ def fails(rank: int, how: str) -> tuple[str, str | None]:
         elif how == "handle":
             group.all_reduce(x, async_op=True, timeout=limit).wait()
         elif how == "callback":
-            heard: queue.Queue[Any] = queue.Queue()
-            group.all_reduce(x, async_op=True, timeout=limit).then(heard.put)
-            raise heard.get(timeout=30)
+            errors: queue.Queue[Any] = queue.Queue()
+            group.all_reduce(x, async_op=True, timeout=limit).then(errors.put)
+            raise errors.get(timeout=30)
         else:
             group.all_reduce(x, timeout=limit)
 

@@ -50,9 +50,9 @@ def sums_arrays(rank: int) -> list[float]:
     group = bagua.init()
     x = np.full(3, group.rank + 1, dtype=np.float32)
     bagua.all_reduce(x)
-    told = [group.rank, group.size, group.local_rank, group.local_world_size, float(x.sum())]
+    found = [group.rank, group.size, group.local_rank, group.local_world_size, float(x.sum())]
     bagua.shutdown()
-    return told
+    return found
 
 
 def sums_tensors(rank: int) -> list[float]:
@@ -64,16 +64,16 @@ def sums_tensors(rank: int) -> list[float]:
     api.init_process_group()
     tensor = torch.full((3,), api.get_rank() + 1.0)
     api.allreduce_inplace(tensor, op=api.ReduceOp.SUM)
-    told = [api.get_rank(), api.get_world_size(), api.get_local_rank(), api.get_local_size(), tensor.sum().item()]
+    found = [api.get_rank(), api.get_world_size(), api.get_local_rank(), api.get_local_size(), tensor.sum().item()]
     # Children, and libraries that know RANK alone, find it in the environment.
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [
-        str(number) for number in told[:4]
+        str(number) for number in found[:4]
     ]
     api.destroy_process_group()
     # What was written to the environment does not hide the launcher.
     api.init_process_group()
     api.destroy_process_group()
-    return told
+    return found
 
 
 @pytest.mark.parametrize("work", [sums_arrays, sums_tensors])

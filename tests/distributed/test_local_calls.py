@@ -71,7 +71,7 @@ LOCAL: dict[str, Callable[[], object]] = {
     "empty": lambda: bagua.empty((3, 1000)),
     "empty for a group of others too": lambda: bagua.empty(10, group=bagua.communication._get_default_group()),
     "empty of a communicator": lambda: group().empty((5, 7), "int64"),
-    "ensure_bagua_tensor": lambda: torch.ones(3).ensure_bagua_tensor("x", "nobody's"),
+    "ensure_bagua_tensor": lambda: torch.ones(3).ensure_bagua_tensor("x", "no model"),
     "to_bagua_tensor": lambda: torch.ones(3).to_bagua_tensor("y"),
     "a flattened bucket": bucket,
     "a large flattened bucket": lambda: bucket(count=1 << 20),

@@ -15,7 +15,7 @@ from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_ev
 from tests.world import make_world
 
 
-def an_overflow_on_one_rank_delays_nobody(rank: int) -> None:
+def an_overflow_on_one_rank_delays_no_other(rank: int) -> None:
     size = bagua.get_world_size()
     model = net()
     optimizer = sgd(model)
@@ -162,7 +162,7 @@ def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:
     assert rounds(model) == 2
 
 
-def models_that_overflow_together_or_alone_delay_nobody(rank: int) -> None:
+def models_that_overflow_together_or_alone_delay_no_rank(rank: int) -> None:
     algorithm = LocalSGDAlgorithm(1)
     # By step: of which models the gradients of rank 0 overflow.
     overflows = {1: [0], 2: [1], 3: [0, 1]}
@@ -193,13 +193,13 @@ def models_that_overflow_together_or_alone_delay_nobody(rank: int) -> None:
 
 
 CASES: list[Case] = [
-    an_overflow_on_one_rank_delays_nobody,
+    an_overflow_on_one_rank_delays_no_other,
     an_overflow_in_the_last_step_does_not_hang,
     an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward,
     every_optimizer_of_the_model_steps_before_a_round,
     a_second_backward_of_a_step_brings_no_second_round,
     no_sync_makes_one_step_of_several_backwards,
-    models_that_overflow_together_or_alone_delay_nobody,
+    models_that_overflow_together_or_alone_delay_no_rank,
 ]
 
 

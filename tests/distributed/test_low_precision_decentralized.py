@@ -208,7 +208,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         resumed.bagua_algorithm.load_state_dict({**state, "weight": {}})
 
 
-def options_that_differ_are_a_mismatch_and_the_group_lives_on(rank: int) -> None:
+def options_that_differ_are_a_mismatch_and_the_group_stays_usable(rank: int) -> None:
     if bagua.get_world_size() == 1:
         return
     pairs: list[dict[str, Any]] = [
@@ -379,7 +379,7 @@ CASES: list[Case] = [
     all_ranks_of_a_host_get_its_weights,
     the_last_of_several_optimizers_communicates,
     a_run_resumes_to_the_bit,
-    options_that_differ_are_a_mismatch_and_the_group_lives_on,
+    options_that_differ_are_a_mismatch_and_the_group_stays_usable,
     gradients_accumulate_under_no_sync,
     an_optimizer_that_steps_under_no_sync_communicates_nothing,
     frozen_parameters_do_not_travel,

@@ -70,7 +70,7 @@ def tags_and_senders(rank: int) -> list[int]:
     return sorted(seen)
 
 
-def test_tags_are_received_out_of_order_and_a_receive_from_anybody_names_its_sender(world: World) -> None:
+def test_tags_are_received_out_of_order_and_a_receive_from_any_source_names_its_sender(world: World) -> None:
     assert world(3).run(tags_and_senders)[2] == [0, 1]
 
 
@@ -154,7 +154,7 @@ def killed(rank: int, folder: str) -> float | None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def receive() -> None:
-        # A rank that is late hears of the loss at its call.
+        # A rank that is late gets the error of the loss at its call.
         group.recv(np.empty(LONG, np.uint8), 1, tag=9, async_op=True).wait()
 
     with pytest.raises(bagua.PeerLostError) as raised:

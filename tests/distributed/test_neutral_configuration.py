@@ -1,4 +1,4 @@
-"""What the environment says about the way between hosts reaches the group: streams per peer, algorithm."""
+"""Settings of the environment for traffic between hosts reach the group: streams per peer, algorithm."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_hierarchical_adds_inside_hosts_first_also_where_the_group_goes_flat(wor
     assert len(by_host) == 1
     assert {result["flat"] for result in near} == by_host
     assert len({result["flat"] for result in flat}) == 1
-    assert flat[0]["flat"] != flat[0]["hierarchical"], "the values do not tell the routes apart"
+    assert flat[0]["flat"] != flat[0]["hierarchical"], "the values do not distinguish the routes"
     assert flat[0]["calls False"] == (2, 0)
     # One count for an operation, on the hosts' first ranks too.
     assert [result["calls True"] for result in flat] == [(4, 2)] * 4

@@ -145,7 +145,7 @@ def disagree(rank: int, how: str) -> str:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("how", ["verb", "shape", "size", "dtype", "op"])
-def test_ranks_that_disagree_all_hear_what_each_was_doing(world: World, how: str, transport: str) -> None:
+def test_ranks_that_disagree_all_get_what_each_was_doing(world: World, how: str, transport: str) -> None:
     words = {"verb": "broadcast", "shape": "[3, 4]", "size": "[5]", "dtype": "int32", "op": "max"}.get(how, how)
     texts = world(3, env={"BAGUA_TRANSPORT": transport}).run(disagree, how)
     for text in texts:
@@ -270,7 +270,7 @@ def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_ctrl_c_ends_a_wait_within_a_second_and_the_peers_hear_it(world: World, blocking: bool) -> None:
+def test_ctrl_c_ends_a_wait_within_a_second_and_is_reported_to_the_peers(world: World, blocking: bool) -> None:
     results = world(2).run(interrupted, blocking)
     assert [kind for kind, _ in results] == ["KeyboardInterrupt", "KeyboardInterrupt"]
     assert results[0][1] < 1.0

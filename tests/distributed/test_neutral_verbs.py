@@ -260,7 +260,7 @@ def asynchronous(group: bagua.Group) -> None:
 
 
 def refusals(group: bagua.Group) -> None:
-    """Each is raised before anything is sent: the other ranks never hear of it, and the group stays usable."""
+    """Each is raised before anything is sent: the other ranks are not affected, and the group stays usable."""
     rank, world = group.rank, group.size
     floats, frozen = np.zeros(3, np.float32), np.zeros(3, np.float32)
     frozen.flags.writeable = False

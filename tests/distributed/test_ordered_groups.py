@@ -121,7 +121,7 @@ def lose_one(rank: int, order: list[int], victim: int) -> list[Any]:
     group.barrier()
     if other is not None:
         other.barrier()
-    # Nobody dies while another still opens a group: a barrier that one rank has left may still hold others.
+    # No rank dies while another still opens a group: a barrier that one rank has left may still hold others.
     if rank == victim:
         for other_rank in (r for r in range(world.size) if r != victim):
             world.recv(np.empty(1, np.float32), other_rank)

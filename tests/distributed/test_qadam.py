@@ -168,7 +168,7 @@ def clipping_acts_in_the_warm_up_and_not_after_it(rank: int) -> None:
 
 
 class Branches(torch.nn.Module):
-    """Layers, of which a forward uses those that it is told to."""
+    """Layers, of which a forward uses those that its arguments name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def unused_parameters_stay_where_no_rank_uses_them(rank: int) -> None:
             optimizer.zero_grad()
             model(batch(rank, step), "left", "right").square().mean().backward()
             optimizer.step()
-        # Now rank 0 alone uses the left layer, and nobody the right one.
+        # Now rank 0 alone uses the left layer, and no rank the right one.
         expected = AllRanks(model)
         grads = [torch.zeros_like(param) for param in model.parameters()]
         expected.model(batch(0, 7), "left").square().mean().backward()

@@ -22,7 +22,7 @@ from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError,
 from bagua import group as neutral
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.membership import torch_group
+from bagua.torch_api.membership import torch_init
 from bagua.torch_api.membership.store_client import StoreClient
 
 World = Callable[..., Any]
@@ -264,9 +264,9 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
 
             module.broadcast_tensors = then_die
         elif place == "after_state":
-            module.restart.restart = lambda *args: die()
+            module.torch_reinit.restart = lambda *args: die()
         elif place == "in_torch":
-            torch_group.begin_gloo = lambda *args: die()
+            torch_init.begin_gloo = lambda *args: die()
         elif place == "wrap":
             wrapping.wrap = lambda *args: die()
         else:
@@ -286,12 +286,12 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
 def torch_fails_to_begin(rank: int) -> tuple[int, int]:
     world = base.init()
     own = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    begin_gloo, count = torch_group.begin_gloo, torch.distributed.distributed_c10d._world
+    begin_gloo, count = torch_init.begin_gloo, torch.distributed.distributed_c10d._world
     # Of two ranks, one of which never comes.
-    torch_group.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
+    torch_init.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
     before = count.group_count
     with pytest.raises(TimeoutError):
-        torch_group.begin(StoreClient(own), world)
+        torch_init.begin(StoreClient(own), world)
     base.shutdown()
     return before, count.group_count
 
@@ -365,7 +365,7 @@ def not_called(rank: int) -> Any:
     return *finish(model, steps), missing
 
 
-def test_ranks_that_live_and_have_not_called_are_named_and_all_go_on_afterwards(world: World) -> None:
+def test_ranks_that_run_and_have_not_called_are_named_and_all_go_on_afterwards(world: World) -> None:
     results = world(2).run(not_called)
     check_against_plain(results, [0, 1], "momentum", [2, 2])
     assert [result[2] for result in results] == [(1,), ()]

@@ -48,7 +48,7 @@ def total(group: bagua.Group, value: float) -> float:
 
 def killed_one_by_one(rank: int, victims: list[int]) -> list[Any]:
     group = bagua.init(timeout=60)
-    # Nobody is killed while another still joins.
+    # No rank is killed while another still joins.
     group.barrier()
     names, seen = list(range(group.size)), []
     for victim in victims:
@@ -119,13 +119,13 @@ def frozen_and_continued(rank: int) -> Any:
     totals = [total(group, 1.0)]
     if group.rank == 0:
         os.kill(pids[1], signal.SIGCONT)
-    # Its connections harm nobody.
+    # Its connections have no effect on the others.
     totals += [total(group, 1.0) for _ in range(1000)]
     bagua.shutdown()
     return group.former_ranks, set(totals)
 
 
-def test_a_frozen_rank_is_left_behind_and_hears_so_when_it_continues(world: World) -> None:
+def test_a_frozen_rank_is_left_behind_and_gets_an_error_when_it_continues(world: World) -> None:
     results = world(3, env=HEARTBEAT).run(frozen_and_continued)
     assert results == [([0, 2], {2.0}), 1, ([0, 2], {2.0})]
 
@@ -156,7 +156,7 @@ def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -
         assert size == 2
 
 
-# --- nobody lost ------------------------------------------------------------------------------------------------------
+# --- no rank lost -----------------------------------------------------------------------------------------------------
 
 
 def after_an_exception(rank: int) -> Any:
@@ -193,7 +193,7 @@ def called_late(rank: int) -> Any:
     return result
 
 
-def test_ranks_that_live_and_have_not_called_are_named_and_the_call_can_be_repeated(world: World) -> None:
+def test_ranks_that_run_and_have_not_called_are_named_and_the_call_can_be_repeated(world: World) -> None:
     assert world(3).run(called_late) == [((1, 2), 3.0), ((), 3.0), ((), 3.0)]
 
 

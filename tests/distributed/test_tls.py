@@ -144,7 +144,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", REASONS)
-def test_both_ranks_hear_why_they_refuse_each_other(
+def test_both_ranks_get_the_reason_of_a_refusal(
     refusals: dict[str, Future[list[tuple[str, float]]]], reason: str
 ) -> None:
     words = "secret" if reason == "another secret" else "TLS"

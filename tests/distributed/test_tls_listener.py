@@ -19,13 +19,18 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100.0
 #: In namespaces of our own every port is free.
 PORT, BOOK_PORT = 29500, 29741
-PAYLOAD, SECRET = "what nobody on the line may read; ", "a secret that is not on the line"
+PAYLOAD, SECRET = "what must not be on the line; ", "a secret that is not on the line"
 TLS = {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": SECRET}
 
 
-def heard(hosts: Hosts, folder: Path, job: Callable[[Hosts, dict[str, str]], None], env: dict[str, str]) -> list[bytes]:  # noqa: F811
+def recorded(
+    hosts: Hosts,  # noqa: F811
+    folder: Path,
+    job: Callable[[Hosts, dict[str, str]], None],
+    env: dict[str, str],
+) -> list[bytes]:
     """Every stream of every connection of a job, as the first host's interfaces saw it."""
-    path = folder / "heard"
+    path = folder / "recorded"
     command = [*hosts.inside(0), sys.executable, listener.__file__, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -53,7 +58,7 @@ def verbs(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
 
 
 def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
-    """An elastic job whose rank 1 is killed and comes back: book, doors, averaging."""
+    """An elastic job whose rank 1 is killed and comes back: book, join servers, averaging."""
     book = f"tcp://{hosts.addresses[0]}:{BOOK_PORT}"
     listen = [sys.executable, "-m", "bagua.distributed.store", "--listen", book.removeprefix("tcp://")]
     server = subprocess.Popen(
@@ -72,7 +77,7 @@ def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
         ranks = [start(rank) for rank in range(2)]
         assert [rank.answer() for rank in ranks] == [{"rank": r, "rejoined": False} for r in range(2)]
         for rank in ranks:
-            rank.tell("wrap 1 4")
+            rank.send("wrap 1 4")
         assert [rank.answer() for rank in ranks] == ["wrapped"] * 2
         for rank in ranks:
             rank.is_in([0, 1])
@@ -96,7 +101,7 @@ def elastic(hosts: Hosts, env: dict[str, str]) -> None:  # noqa: F811
         # The payload, a hello, an address.
         (verbs, [PAYLOAD.encode() * 10, b"BGhello\n", b"BGad"]),
         # A hello of each kind, an entry of the book.
-        (elastic, [b"BGhello\n", b'"door":', b'"incarnation":']),
+        (elastic, [b"BGhello\n", b'"server":', b'"incarnation":']),
     ],
 )
 def test_a_listener_finds_nothing_but_tls(
@@ -105,12 +110,12 @@ def test_a_listener_finds_nothing_but_tls(
     job: Callable[[Hosts, dict[str, str]], None],
     in_clear: list[bytes],
 ) -> None:
-    plain = heard(hosts, tmp_path, job, {"BAGUA_JOB_SECRET": SECRET})
+    plain = recorded(hosts, tmp_path, job, {"BAGUA_JOB_SECRET": SECRET})
     for words in in_clear:
-        assert any(words in stream for stream in plain), f"the listener does not hear {words!r} without TLS"
+        assert any(words in stream for stream in plain), f"the listener does not record {words!r} without TLS"
     assert any(listener.not_tls(stream) for stream in plain)
 
-    encrypted = heard(hosts, tmp_path, job, TLS)
+    encrypted = recorded(hosts, tmp_path, job, TLS)
     assert len(encrypted) >= len(plain) // 2
     assert sum(map(len, encrypted)) > 1000
     for stream in encrypted:

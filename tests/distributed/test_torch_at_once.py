@@ -1,4 +1,4 @@
-"""Blocking verbs on plain tensors go to the core in one call; nothing but the time may tell that from the long way."""
+"""Blocking verbs on plain tensors go to the core in one call; nothing but the time differs from the general path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Marked(torch.Tensor):
     """A subclass, which the bindings do not read."""
 
 
-#: Ways to a tensor of ones; the second is not plain.
+#: Functions that make a tensor of ones; the second one's is not plain.
 MAKERS: list[Make] = [torch.ones, lambda count: torch.ones(count).as_subclass(Marked)]
 
 
@@ -48,7 +48,7 @@ def verbs(make: Make, rank: int, size: int) -> list[tuple[Callable[[], Any], tor
     ]
 
 
-def autograd_hears_of_what_is_written_and_only_of_that(rank: int) -> None:
+def autograd_sees_what_is_written_and_only_that(rank: int) -> None:
     for make in MAKERS:
         for number, (call, tensor, written) in enumerate(verbs(make, rank, bagua.get_world_size())):
             before = tensor._version
@@ -112,7 +112,7 @@ def a_refused_call_changes_nothing(rank: int) -> None:
         with pytest.raises(error):
             call()
     assert [tensor._version for tensor in (plain, long, flags)] == versions
-    # Nobody is out of step.
+    # No rank is out of step.
     bagua.allreduce_inplace(plain)
     assert plain.tolist() == [float(size)] * 6
 
@@ -152,7 +152,7 @@ def other_threads_run_while_a_small_verb_waits_for_a_late_peer(rank: int) -> Non
 
 
 CASES: list[Case] = [
-    autograd_hears_of_what_is_written_and_only_of_that,
+    autograd_sees_what_is_written_and_only_that,
     plain_tensors_and_others_get_the_same,
     a_refused_call_changes_nothing,
     other_threads_run_while_a_small_verb_waits_for_a_late_peer,
@@ -169,7 +169,7 @@ def test(case: Case, size: int) -> None:
     check(run, size, case)
 
 
-def test_a_look_tells_a_plain_tensor_from_others_and_where_it_lies() -> None:
+def test_read_tensor_recognises_plain_tensors_and_returns_their_memory() -> None:
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         assert torch_operand.reader.at(torch.ones(1)) is None
         return

@@ -199,7 +199,7 @@ def parameters_that_are_lazy_start_equal(rank: int) -> None:
         torch.testing.assert_close(model.weight.grad.resolve_conj(), torch.full((2, 3), -mean * 1j))
 
 
-def an_undefined_reduction_on_one_rank_disturbs_nobody(rank: int) -> None:
+def an_undefined_reduction_on_one_rank_disturbs_no_other(rank: int) -> None:
     size = bagua.get_world_size()
     for dtype, op in itertools.product(COMPLEX, (ReduceOp.MIN, ReduceOp.MAX)):
         tensor, room = torch.ones(size, dtype=dtype), torch.ones(1, dtype=dtype)
@@ -280,7 +280,7 @@ CASES: list[Case] = [
     lazy_gradients_accumulate_under_no_sync,
     a_gradient_from_before_with_bagua_may_be_lazy,
     parameters_that_are_lazy_start_equal,
-    an_undefined_reduction_on_one_rank_disturbs_nobody,
+    an_undefined_reduction_on_one_rank_disturbs_no_other,
     reductions_of_complex_shards_equal_numpy,
     lazy_values_of_buckets_are_resolved_or_refused,
     lazy_values_cannot_be_marked_ready,

@@ -1,4 +1,4 @@
-"""Joining and leaving through torch: who wins over whom, what is left alone, what the others hear, and forks."""
+"""Joining and leaving through torch: which setting wins, what is left alone, what the others raise, and forks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
 from bagua.torch_api import communication
-from bagua.torch_api.membership import torch_group
+from bagua.torch_api.membership import torch_init
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.world import World
 
@@ -37,7 +37,7 @@ def summed(rank: int) -> float:
 
 
 def our_threads() -> set[str]:
-    """Threads of the core, but for the one that hears Ctrl-C: it starts with the first long wait and stays."""
+    """Threads of the core, but for the one that waits for Ctrl-C: it starts with the first long wait and stays."""
     names = set()
     for task in Path("/proc/self/task").iterdir():
         # A thread may end while it is looked at.
@@ -64,7 +64,7 @@ def joins_again_and_again(rank: int) -> list[float]:
         # Through one store that outlives the groups.
         store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=30), wait_for_workers=False)
         for _ in range(2):
-            # The ranks count the other way round than their launcher did.
+            # The ranks are numbered in the reverse order of their launcher's.
             bagua.init_process_group(store, 2 - rank, 3, 3)
             assert bagua.is_initialized()
             assert (bagua.get_rank(), bagua.get_world_size()) == (2 - rank, 3)
@@ -122,7 +122,7 @@ def leaves_torch_alone(rank: int) -> float:
 
 
 def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
-    begin_gloo = torch_group.begin_gloo
+    begin_gloo = torch_init.begin_gloo
 
     def late(*arguments: Any) -> None:
         begin_gloo(*arguments)
@@ -130,7 +130,7 @@ def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
             time.sleep(0.5)
             Path(connected).touch()
 
-    torch_group.begin_gloo = late
+    torch_init.begin_gloo = late
     bagua.init_process_group()
     # What gloo still connects with could be closed from here on.
     there = Path(connected).exists()
@@ -138,11 +138,11 @@ def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
     return there
 
 
-def test_nobody_has_joined_before_every_rank_of_gloo_is_connected(tmp_path: Path) -> None:
+def test_no_rank_has_joined_before_every_rank_of_gloo_is_connected(tmp_path: Path) -> None:
     assert World(2).run(joins_while_the_other_is_late, str(tmp_path / "connected")) == [True, True]
 
 
-def test_a_torch_distributed_that_somebody_else_began_is_left_alone() -> None:
+def test_a_torch_distributed_that_the_program_began_is_left_alone() -> None:
     assert run(2, leaves_torch_alone) == [3.0, 3.0]
 
 
@@ -192,7 +192,7 @@ def skips_a_parameter(rank: int, do_flatten: bool) -> str:
     model(torch.ones(1, 2), "ab").sum().backward()
 
     def train() -> None:
-        # A peer may be done with a step before it hears what this one met, but not with another one.
+        # A peer may be done with a step before the report of this rank's error reaches it, but not with another one.
         for _ in range(2):
             model(torch.ones(1, 2), "a" if rank == 1 else "ab").sum().backward()
 
@@ -203,7 +203,7 @@ def skips_a_parameter(rank: int, do_flatten: bool) -> str:
 
 
 @pytest.mark.parametrize("do_flatten", [True, False])
-def test_an_unused_parameter_is_named_by_its_rank_and_heard_by_the_others(do_flatten: bool) -> None:
+def test_an_unused_parameter_is_named_by_its_rank_and_raised_on_the_others(do_flatten: bool) -> None:
     mine, *_ = texts = run(3, skips_a_parameter, do_flatten)
     for text in texts:
         assert "no gradient for 'b.weight', 'b.bias' of model 'ModuleDict_0'" in text or "'b.bias', 'b.weight'" in text

@@ -136,7 +136,7 @@ def setups() -> list[Setup]:
 
 
 @dataclass
-class Way:
+class Change:
     """What is done to a model, and what comes of it."""
 
     name: str
@@ -349,48 +349,48 @@ def reshape_a_parameter(model: Any) -> None:
 
 CONVERTED = r"parameter '[a-z.]+' of model '.*' is torch\.\w+\[.*\] and was torch\.float32"
 
-WAYS = [
-    Way("nothing", lambda model: None),
+CHANGES = [
+    Change("nothing", lambda model: None),
     # Gradients.
-    Way("data_of_gradients", data_of_gradients, clamped_gradients),
-    Way("gradients_set_to_zeros_by_data", each_gradient(empty), each_gradient(torch.Tensor.zero_)),
-    Way("other_gradients", other_gradients),
-    Way("set_on_gradients", each_gradient(set_gradient)),
-    Way("transposed_gradients", transposed_gradients),
-    Way("gradients_transposed_in_place", each_gradient(transpose_in_place), each_gradient(transpose_values)),
-    Way("gradients_with_gaps", each_gradient(with_a_gap)),
-    Way("gradients_of_lazy_negations", each_gradient(negated_twice)),
-    Way("storage_of_gradients_resized", each_gradient(resized)),
-    Way("shared_gradients", each_gradient(torch.Tensor.share_memory_)),
-    Way("shared_gradients_of_one_rank", on_rank_0(each_gradient(torch.Tensor.share_memory_))),
-    Way("gradients_through_a_queue", gradients_through_a_queue),
-    Way("swapped_gradients", swap_gradients),
+    Change("data_of_gradients", data_of_gradients, clamped_gradients),
+    Change("gradients_set_to_zeros_by_data", each_gradient(empty), each_gradient(torch.Tensor.zero_)),
+    Change("other_gradients", other_gradients),
+    Change("set_on_gradients", each_gradient(set_gradient)),
+    Change("transposed_gradients", transposed_gradients),
+    Change("gradients_transposed_in_place", each_gradient(transpose_in_place), each_gradient(transpose_values)),
+    Change("gradients_with_gaps", each_gradient(with_a_gap)),
+    Change("gradients_of_lazy_negations", each_gradient(negated_twice)),
+    Change("storage_of_gradients_resized", each_gradient(resized)),
+    Change("shared_gradients", each_gradient(torch.Tensor.share_memory_)),
+    Change("shared_gradients_of_one_rank", on_rank_0(each_gradient(torch.Tensor.share_memory_))),
+    Change("gradients_through_a_queue", gradients_through_a_queue),
+    Change("swapped_gradients", swap_gradients),
     # Weights, and both.
-    Way("data_of_parameters", each_parameter(lambda p: setattr(p, "data", p.data.clone()))),
-    Way("set_on_parameters", each_parameter(lambda p: p.set_(p.detach().clone())), not_in_torch=True),
-    Way("shared_parameters", each_parameter(lambda p: p.data.share_memory_())),
-    Way("shared_model", lambda model: model.share_memory()),
-    Way("shared_model_of_one_rank", on_rank_0(lambda model: model.share_memory())),
-    Way("state_dict_through_a_queue", through_a_queue),
-    Way("apply", apply_copies),
-    Way("views_of_one_flat_tensor", views_of_one_flat_tensor),
-    Way("channels_last", channels_last, not_in_torch=True),
-    Way("channels_last_on_one_rank", on_rank_0(channels_last), not_in_torch=True),
-    Way("load_state_dict", reload),
-    Way("copied_model", copy_the_model),
-    Way("functional_call", call_with_own_parameters, between_steps=True),
-    Way("swapped_parameters", swap_parameters),
-    Way("conversion_by_swapping", convert_by_swapping, not_in_torch=True),
+    Change("data_of_parameters", each_parameter(lambda p: setattr(p, "data", p.data.clone()))),
+    Change("set_on_parameters", each_parameter(lambda p: p.set_(p.detach().clone())), not_in_torch=True),
+    Change("shared_parameters", each_parameter(lambda p: p.data.share_memory_())),
+    Change("shared_model", lambda model: model.share_memory()),
+    Change("shared_model_of_one_rank", on_rank_0(lambda model: model.share_memory())),
+    Change("state_dict_through_a_queue", through_a_queue),
+    Change("apply", apply_copies),
+    Change("views_of_one_flat_tensor", views_of_one_flat_tensor),
+    Change("channels_last", channels_last, not_in_torch=True),
+    Change("channels_last_on_one_rank", on_rank_0(channels_last), not_in_torch=True),
+    Change("load_state_dict", reload),
+    Change("copied_model", copy_the_model),
+    Change("functional_call", call_with_own_parameters, between_steps=True),
+    Change("swapped_parameters", swap_parameters),
+    Change("conversion_by_swapping", convert_by_swapping, not_in_torch=True),
     # Errors of the next training forward.
-    Way("load_state_dict_with_assign", reload_with_assign, error=r"'conv.weight'.* now need"),
-    Way("another_parameter", replace_a_parameter, error=r"\['out.weight'\] now need"),
-    Way("one_more_parameter", add_a_parameter, error=r"\['extra'\] now need"),
-    Way("one_parameter_less", remove_a_parameter, error=r"\['out.bias'\] no longer do"),
-    Way("a_frozen_parameter", freeze_a_parameter, error=r"\['out.bias'\] no longer do"),
-    Way("a_parameter_of_another_shape", reshape_a_parameter, error=r"'out.bias' of model .* is torch.float32\[1\]"),
-    Way("double", lambda model: model.double(), error=CONVERTED),
-    Way("half", lambda model: model.half(), error=CONVERTED),
-    Way("bfloat16", lambda model: model.to(torch.bfloat16), error=CONVERTED),
+    Change("load_state_dict_with_assign", reload_with_assign, error=r"'conv.weight'.* now need"),
+    Change("another_parameter", replace_a_parameter, error=r"\['out.weight'\] now need"),
+    Change("one_more_parameter", add_a_parameter, error=r"\['extra'\] now need"),
+    Change("one_parameter_less", remove_a_parameter, error=r"\['out.bias'\] no longer do"),
+    Change("a_frozen_parameter", freeze_a_parameter, error=r"\['out.bias'\] no longer do"),
+    Change("a_parameter_of_another_shape", reshape_a_parameter, error=r"'out.bias' of model .* is torch.float32\[1\]"),
+    Change("double", lambda model: model.double(), error=CONVERTED),
+    Change("half", lambda model: model.half(), error=CONVERTED),
+    Change("bfloat16", lambda model: model.to(torch.bfloat16), error=CONVERTED),
 ]
 
 
@@ -420,28 +420,28 @@ def train(setup: Setup, act: Callable[[Any], None], wrap: Callable[..., Any], be
 
 
 class Cell:
-    """One algorithm and one way."""
+    """One algorithm and one change."""
 
-    def __init__(self, setup: Setup, way: Way) -> None:
-        self.__name__ = f"{setup.name}-{way.name}"
-        self._setup, self._way = setup, way
+    def __init__(self, setup: Setup, change: Change) -> None:
+        self.__name__ = f"{setup.name}-{change.name}"
+        self._setup, self._change = setup, change
 
     def __call__(self, rank: int) -> None:
-        setup, way = self._setup, self._way
+        setup, change = self._setup, self._change
         with warnings.catch_warnings():
             # Of memory that async takes back from other processes: a test of its own.
             warnings.filterwarnings(
                 "ignore", message=".*moved to memory that other processes share", category=RuntimeWarning
             )
-            if way.error is not None:
-                with pytest.raises(BaguaError, match=way.error):
-                    train(setup, way.act, setup.wrap, between_steps=True)
+            if change.error is not None:
+                with pytest.raises(BaguaError, match=change.error):
+                    train(setup, change.act, setup.wrap, between_steps=True)
                 return
-            found = train(setup, way.act, setup.wrap, way.between_steps)
-            if setup.is_as_torch and not way.not_in_torch:
-                expected = train(setup, way.act, lambda model, _: Torchs(model), way.between_steps)
+            found = train(setup, change.act, setup.wrap, change.between_steps)
+            if setup.is_as_torch and not change.not_in_torch:
+                expected = train(setup, change.act, lambda model, _: Torchs(model), change.between_steps)
             else:
-                expected = train(setup, way.instead, setup.wrap, way.between_steps)
+                expected = train(setup, change.instead, setup.wrap, change.between_steps)
         off = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
         agree = off <= setup.tolerance
         equal = same_everywhere(*found)
@@ -451,7 +451,7 @@ class Cell:
         assert agree, f"the weights are others than they would be, by {off}"
 
 
-CELLS: list[Case] = [Cell(setup, way) for setup in setups() for way in WAYS]
+CELLS: list[Case] = [Cell(setup, change) for setup in setups() for change in CHANGES]
 
 
 def run(rank: int) -> dict[str, str]:

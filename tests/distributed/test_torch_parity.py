@@ -55,7 +55,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
 
 
 def compare(rank: int) -> dict[tuple[Any, ...], tuple[bool, float]]:
-    """For each way of training: bitwise equal to torch's, and the largest difference."""
+    """For each wrapper of training: bitwise equal to torch's, and the largest difference."""
     torch.set_num_threads(1)
     bagua.init_process_group()
     torch.manual_seed(rank)
@@ -82,6 +82,6 @@ def compare(rank: int) -> dict[tuple[Any, ...], tuple[bool, float]]:
 def test_ten_steps_equal_those_of_torch_on_gloo(size: int) -> None:
     for rank, found in enumerate(World(size, env=ENVIRONMENT, timeout=240.0).run(compare)):
         assert len(found) == 36
-        for way, (bitwise, difference) in found.items():
+        for wrapper, (bitwise, difference) in found.items():
             # Two summands have one order only; with more, gloo's differs from ours.
-            assert bitwise if size == 2 else difference <= 1e-6, (rank, way, difference)
+            assert bitwise if size == 2 else difference <= 1e-6, (rank, wrapper, difference)

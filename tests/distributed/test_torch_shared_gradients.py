@@ -65,7 +65,7 @@ def a_gradient_of_its_own_is_communicated_where_it_is(rank: int) -> None:
             model(torch.full((1, 3), float(rank + step))).sum().backward()
             mean = (bagua.get_world_size() - 1) / 2 + step
             assert torch.equal(model.weight.grad, torch.full((2, 3), mean))
-            # What the core was told of is the gradient, and no copy of it.
+            # The memory that was marked ready is the gradient's, and no copy of it.
             slot = model.bagua_ddp.exchange._slots["weight"]
             assert slot.wire.data_ptr() == model.weight.grad.data_ptr()
             assert set_to_none or step == 0 or model.weight.grad is before

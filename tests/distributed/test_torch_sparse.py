@@ -194,7 +194,7 @@ def no_rows_on_any_rank_give_an_empty_gradient(rank: int) -> None:
 
 
 class Tables(torch.nn.Module):
-    """Tables, of which a forward uses those that it is told to."""
+    """Tables, of which a forward uses those that its arguments name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,20 +217,20 @@ def a_table_that_some_ranks_do_not_use_is_tolerated_where_that_was_asked_for(ran
         wrapped(model, find_unused_parameters=True, do_flatten=do_flatten)
         for step in range(3):
             model.zero_grad()
-            # Each rank takes its own way; the first one uses no table in the second step.
-            ways = [((), ("left", "right"), ("left",))[(other + step) % 3] for other in range(size)]
+            # Each rank takes its own path; the first one uses no table in the second step.
+            paths = [((), ("left", "right"), ("left",))[(other + step) % 3] for other in range(size)]
             xs = [torch.tensor([other % 4, step, step]) for other in range(size)]
-            model(xs[rank], *ways[rank]).backward()
+            model(xs[rank], *paths[rank]).backward()
             alone: dict[str, list[torch.Tensor]] = {name: [] for name, _ in reference.named_parameters()}
-            for x, way in zip(xs, ways, strict=True):
+            for x, path in zip(xs, paths, strict=True):
                 reference.zero_grad()
-                reference(x, *way).backward()
+                reference(x, *path).backward()
                 for name, parameter in reference.named_parameters():
                     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     alone[name].append(grad.to_dense() if grad.is_sparse else grad.clone())
             assert model.never.weight.grad is None
-            assert any("left" in way for way in ways) == (model.left.weight.grad is not None)
-            assert any("right" in way for way in ways) == (model.right.weight.grad is not None)
+            assert any("left" in path for path in paths) == (model.left.weight.grad is not None)
+            assert any("right" in path for path in paths) == (model.right.weight.grad is not None)
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     assert parameter.grad.is_sparse == (not name.startswith("dense"))
@@ -240,7 +240,7 @@ def a_table_that_some_ranks_do_not_use_is_tolerated_where_that_was_asked_for(ran
             assert same_everywhere(*bits([p for p in model.parameters() if p.grad is not None]))
 
 
-def an_old_gradient_of_a_table_that_nobody_used_does_not_change(rank: int) -> None:
+def an_old_gradient_of_an_unused_table_does_not_change(rank: int) -> None:
     model = wrapped(Tables(), find_unused_parameters=True)
     model(torch.tensor([1, 2]), "left", "right").backward()
     before, old = gradient(model.right.weight), model.right.weight.grad
@@ -378,7 +378,7 @@ def gradients_sparse_in_all_dimensions_change_their_own_parameter(rank: int) -> 
         for fused in (False, True):
             results = []
             for sparse in (False, True):
-                # Gradients that travel must be dense on their way; they are made sparse for the optimizer.
+                # Gradients must be dense while they are communicated; they are made sparse for the optimizer.
                 model = Picked(sparse and name in WEIGHT_ALGORITHMS)
                 optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
                 if fused:
@@ -408,7 +408,7 @@ CASES: list[Case] = [
     a_model_may_be_an_embedding_alone,
     no_rows_on_any_rank_give_an_empty_gradient,
     a_table_that_some_ranks_do_not_use_is_tolerated_where_that_was_asked_for,
-    an_old_gradient_of_a_table_that_nobody_used_does_not_change,
+    an_old_gradient_of_an_unused_table_does_not_change,
     a_table_used_only_under_no_sync_is_sent_by_the_next_backward,
     half_precision_rows_are_added_in_float32_and_rounded_once,
     a_graph_of_the_sparse_gradient_survives,
@@ -528,7 +528,9 @@ def failing(rank: int, kind: type[torch.nn.Module]) -> tuple[type[Exception], st
         (Unused, BaguaError, "no gradient for 'table.weight' of model 'Unused"),
     ],
 )
-def test_a_mistake_of_one_rank_is_heard_by_all(kind: type[torch.nn.Module], error: type[Exception], words: str) -> None:
+def test_a_mistake_of_one_rank_is_raised_on_all(
+    kind: type[torch.nn.Module], error: type[Exception], words: str
+) -> None:
     found = World(3, env=ENVIRONMENT).run(failing, kind)
     assert found[1][0] is error
     assert words in found[1][1]

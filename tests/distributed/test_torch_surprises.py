@@ -31,7 +31,7 @@ def patched(flatten: bool) -> Wrap:
     return lambda model: model.with_bagua([], Algorithm.init("gradient_allreduce"), do_flatten=flatten)
 
 
-#: Ways to wrap a model for an all_reduce of its gradients.
+#: Functions that wrap a model for an all_reduce of its gradients.
 OURS: list[Wrap] = [
     patched(True),
     patched(False),
@@ -176,7 +176,7 @@ def a_gradient_whose_memory_moves_while_it_is_communicated_gets_the_result(rank:
     for wrap in OURS:
         model = net()
         wrapped = wrap(model)
-        # The last parameters' gradients are under way when the first ones come.
+        # The last parameters' gradients are being reduced when the first ones come.
         model[0].weight.register_hook(lambda grad, model=model: move(model[2].weight))
         for step in range(3):
             wrapped(inputs(step)).square().sum().backward()

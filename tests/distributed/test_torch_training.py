@@ -41,7 +41,7 @@ def averaged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Branches(torch.nn.Module):
-    """Two layers, of which a forward uses those that it is told to."""
+    """Two layers, of which a forward uses those that its argument names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def an_unused_parameter_is_tolerated_where_that_was_asked_for(rank: int) -> None
         size, x = bagua.get_world_size(), torch.ones(1, 3)
         for _ in range(2):
             model.zero_grad()
-            # The last rank takes another way than the others; nobody ever takes the third.
+            # The last rank takes another branch than the others; no rank ever takes the third.
             model(x, "left" if rank == size - 1 else "right").sum().backward()
             assert model.never.weight.grad is None
             assert torch.allclose(model.left.bias.grad, torch.full((2,), 1 / size))
@@ -155,7 +155,7 @@ def an_unused_parameter_is_tolerated_where_that_was_asked_for(rank: int) -> None
             assert same_everywhere(*(parameter.grad for parameter in model.parameters()))
 
 
-def an_old_gradient_of_a_parameter_that_nobody_used_does_not_change(rank: int) -> None:
+def an_old_gradient_of_an_unused_parameter_does_not_change(rank: int) -> None:
     model = Branches()
     wrapped(model, find_unused_parameters=True)
     model(torch.full((1, 3), 1.1), "left", "right").sum().backward()
@@ -385,7 +385,7 @@ def optimizer_state_becomes_that_of_rank_0(rank: int) -> None:
         for fresh in (None, 0, 1):
             model = torch.nn.Linear(3, 2)
             optimizer = make(model.parameters())
-            # One rank has nothing to tell, or nothing to receive into.
+            # One rank has nothing to send, or nothing to receive into.
             for _ in range(0 if rank == fresh else 1 + rank):
                 model(torch.randn(2, 3)).sum().backward()
                 optimizer.step()
@@ -454,7 +454,7 @@ def models_that_cannot_be_wrapped_are_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"'0.weight' is already communicated by model 'Linear"):
         wrapped(torch.nn.Sequential(shared))
     if bagua.get_world_size() > 1:
-        # One rank's own mistake is heard by the others, and harms nothing.
+        # One rank's own mistake is raised on the others too, and the group stays usable.
         with pytest.raises(ValueError if rank == 0 else MismatchError, match="'weight' has no shape yet"):
             wrapped(torch.nn.LazyLinear(2) if rank == 0 else torch.nn.Linear(2, 2))
     wrapped(torch.nn.Linear(2, 2))
@@ -549,7 +549,7 @@ CASES: list[Case] = [
     a_forward_may_come_twice_before_a_backward,
     ignored_parameters_and_buffers_stay_apart,
     an_unused_parameter_is_tolerated_where_that_was_asked_for,
-    an_old_gradient_of_a_parameter_that_nobody_used_does_not_change,
+    an_old_gradient_of_an_unused_parameter_does_not_change,
     a_second_backward_without_a_forward_is_communicated_too,
     gradients_accumulate_under_no_sync,
     a_parameter_used_only_under_no_sync_is_sent_by_the_next_backward,

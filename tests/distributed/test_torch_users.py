@@ -110,7 +110,7 @@ def a_sub_group_that_is_forgotten_is_left(rank: int) -> None:
     gc.collect()
     bagua.barrier()
     assert list(neutral.stats()["groups"]) == ["world"]
-    # Each held at least one: some may be on their way out.
+    # Each held at least one: some may be about to be freed.
     assert len(os.listdir("/proc/self/fd")) < before + 10
 
 
@@ -161,7 +161,7 @@ def starts_twice(rank: int) -> str:
     return str(caught.value)
 
 
-def test_the_torch_layer_does_not_take_the_place_of_a_group_that_stands() -> None:
+def test_the_torch_layer_does_not_replace_a_group_that_exists() -> None:
     assert "bagua.init() was called already" in make_world(1).run(starts_twice)[0]
 
 
@@ -225,7 +225,7 @@ def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
         nonlocal before
         step(model, optimizer)
         before = model.weight.detach().clone()
-        # The others may be in that first step still when they hear of what comes now.
+        # The others may be in that first step still when the report of what comes now reaches them.
         while rank != 0:
             step(model, optimizer)
             before = model.weight.detach().clone()

@@ -158,7 +158,7 @@ def an_optimizer_that_first_steps_after_the_exchange_is_refused(rank: int) -> No
         assert step % 2 == 0 or same_everywhere(*model.parameters())
 
 
-def an_overflow_of_an_optimizer_that_was_not_given_delays_nobody(rank: int) -> None:
+def an_overflow_of_an_optimizer_that_was_not_given_delays_no_rank(rank: int) -> None:
     for entry in AFTER_OPTIMIZERS:
         model = net()
         model.with_bagua(whole(model), entry.make())
@@ -199,7 +199,7 @@ class _Breaks(torch.autograd.Function):
         raise ArithmeticError("broken off")
 
 
-def a_batch_is_tried_again_where_its_backward_raised_half_way(rank: int) -> None:
+def a_batch_is_tried_again_where_its_backward_raised_in_between(rank: int) -> None:
     for entry in ALL:
         torch.manual_seed(rank)
         models = [net()]
@@ -314,9 +314,9 @@ CASES: list[Case] = [
     an_optimizer_that_was_not_given_is_followed,
     an_optimizer_of_another_model_is_not_awaited,
     an_optimizer_that_first_steps_after_the_exchange_is_refused,
-    an_overflow_of_an_optimizer_that_was_not_given_delays_nobody,
+    an_overflow_of_an_optimizer_that_was_not_given_delays_no_rank,
     weights_that_no_optimizer_changes_are_communicated_at_the_next_forward_and_by_state_dict,
-    a_batch_is_tried_again_where_its_backward_raised_half_way,
+    a_batch_is_tried_again_where_its_backward_raised_in_between,
     a_model_that_is_collected_with_a_due_exchange_begins_none_and_says_so,
 ]
 

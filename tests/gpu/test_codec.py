@@ -28,7 +28,7 @@ def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, s
     ids=lambda it: it.__name__,
 )
 def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, compiler: Any, scenario: Any) -> None:
-    # The last one tells, the others raise.
+    # The last one returns it, the others raise.
     assert ranks(1, scenario, **compiler) in ([None], [True])
 
 

@@ -105,7 +105,7 @@ def dropped(rank: int) -> None:
         api.allreduce_inplace(total)
         handles = []
         for k in range(20):
-            # The tensor is dropped while its operation is under way; its memory would be the next one's.
+            # The tensor is dropped while its operation is running; its memory would be the next one's.
             x = torch.full((1 << 20,), float(k), device="cuda")
             out = torch.empty_like(x)
             handles.append((api.allreduce(x, out, async_op=True), out, k))

@@ -37,7 +37,7 @@ class Net(nn.Module):
         return found
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """How a model is wrapped."""
 
     hook: Any = None
@@ -54,14 +54,14 @@ def with_then(state, bucket):  # type: ignore[no-untyped-def]
     return future.then(lambda done: done.value()[0] / dist.get_world_size())
 
 
-WAYS = {
-    "plain": Way(options={"bucket_cap_mb": 0.004}),
-    "views": Way(options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004}),
-    "unused": Way(options={"find_unused_parameters": True}, branches=True),
-    "allreduce_hook": Way(default_hooks.allreduce_hook, {"bucket_cap_mb": 0.004}),
-    "fp16_compress_hook": Way(default_hooks.fp16_compress_hook, close=3e-4),
-    "bf16_compress_hook": Way(default_hooks.bf16_compress_hook, close=2e-3),
-    "then": Way(with_then, {"bucket_cap_mb": 0.004}),
+VARIANTS = {
+    "plain": Variant(options={"bucket_cap_mb": 0.004}),
+    "views": Variant(options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004}),
+    "unused": Variant(options={"find_unused_parameters": True}, branches=True),
+    "allreduce_hook": Variant(default_hooks.allreduce_hook, {"bucket_cap_mb": 0.004}),
+    "fp16_compress_hook": Variant(default_hooks.fp16_compress_hook, close=3e-4),
+    "bf16_compress_hook": Variant(default_hooks.bf16_compress_hook, close=2e-3),
+    "then": Variant(with_then, {"bucket_cap_mb": 0.004}),
 }
 
 
@@ -84,7 +84,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], part: slice, size: int, bran
 
 
 def as_plain_torch(rank: int, size: int, names: list[str], wrapper: str) -> list[tuple[str, float]]:
-    """Per way: the largest difference of a weight from plain torch's, which trains on the whole batches."""
+    """Per variant: the largest difference of a weight from plain torch's, which trains on the whole batches."""
     torch.set_float32_matmul_precision("highest")
     torch.cuda.set_device(0)
     dist.init_process_group("bagua")
@@ -94,16 +94,16 @@ def as_plain_torch(rank: int, size: int, names: list[str], wrapper: str) -> list
     )
     found = []
     for name in names:
-        way = WAYS[name]
+        variant = VARIANTS[name]
 
-        def wrap(model: nn.Module, way: Way = way) -> nn.Module:
-            wrapped: nn.Module = makes(model, device_ids=[0], **way.options)
-            if way.hook is not None:
-                wrapped.register_comm_hook(None, way.hook)
+        def wrap(model: nn.Module, variant: Variant = variant) -> nn.Module:
+            wrapped: nn.Module = makes(model, device_ids=[0], **variant.options)
+            if variant.hook is not None:
+                wrapped.register_comm_hook(None, variant.hook)
             return wrapped
 
-        mine = trained(wrap, slice(rank * SAMPLES, (rank + 1) * SAMPLES), size, way.branches)
-        alone = trained(lambda model: model, slice(None), size, way.branches)
+        mine = trained(wrap, slice(rank * SAMPLES, (rank + 1) * SAMPLES), size, variant.branches)
+        alone = trained(lambda model: model, slice(None), size, variant.branches)
         found.append((name, max(float((one - two).abs().max()) for one, two in zip(mine, alone, strict=True))))
     torch_api.destroy_process_group()
     dist.destroy_process_group()
@@ -113,10 +113,10 @@ def as_plain_torch(rank: int, size: int, names: list[str], wrapper: str) -> list
 @pytest.mark.parametrize("wrapper", ["torch", "bagua"])
 @pytest.mark.parametrize(("size", "by"), [(1, "staged"), (1, "nccl"), (2, "staged")])
 def test_a_wrapped_model_is_trained_as_by_plain_torch(ranks: Ranks, size: int, by: str, wrapper: str) -> None:
-    for found in ranks(size, as_plain_torch, size, list(WAYS), wrapper, BAGUA_CUDA_COLLECTIVE=by):
-        assert len(found) == len(WAYS)
+    for found in ranks(size, as_plain_torch, size, list(VARIANTS), wrapper, BAGUA_CUDA_COLLECTIVE=by):
+        assert len(found) == len(VARIANTS)
         for name, far in found:
-            assert far <= WAYS[name].close, (name, far)
+            assert far <= VARIANTS[name].close, (name, far)
 
 
 def on_one_device(rank: int) -> dict[str, str]:

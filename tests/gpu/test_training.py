@@ -21,7 +21,7 @@ from tests.cuda.torch_on_sim import joined
 STEPS = 20
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """How a model is trained."""
 
     algorithm: Callable[[Any], Any]
@@ -31,20 +31,20 @@ class Way(NamedTuple):
     same: bool = True
 
 
-WAYS = {
-    "gradient_allreduce": Way(lambda _: algorithms.GradientAllReduceAlgorithm()),
-    "gradient_allreduce, sums": Way(lambda _: algorithms.GradientAllReduceAlgorithm(average=False)),
-    "bytegrad": Way(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), 2e-2),
-    "bytegrad, error feedback": Way(lambda _: algorithms.ByteGradAlgorithm(False, error_feedback=True), 2e-2),
-    "qadam": Way(lambda optimizer: algorithms.QAdamAlgorithm(optimizer, hierarchical=False), 5e-2),
-    "decentralized": Way(lambda _: algorithms.DecentralizedAlgorithm(hierarchical=False), same=False),
-    "decentralized, shift_one": Way(lambda _: algorithms.DecentralizedAlgorithm(False, "shift_one"), same=False),
-    "low_precision_decentralized": Way(
+VARIANTS = {
+    "gradient_allreduce": Variant(lambda _: algorithms.GradientAllReduceAlgorithm()),
+    "gradient_allreduce, sums": Variant(lambda _: algorithms.GradientAllReduceAlgorithm(average=False)),
+    "bytegrad": Variant(lambda _: algorithms.ByteGradAlgorithm(hierarchical=False), 2e-2),
+    "bytegrad, error feedback": Variant(lambda _: algorithms.ByteGradAlgorithm(False, error_feedback=True), 2e-2),
+    "qadam": Variant(lambda optimizer: algorithms.QAdamAlgorithm(optimizer, hierarchical=False), 5e-2),
+    "decentralized": Variant(lambda _: algorithms.DecentralizedAlgorithm(hierarchical=False), same=False),
+    "decentralized, shift_one": Variant(lambda _: algorithms.DecentralizedAlgorithm(False, "shift_one"), same=False),
+    "low_precision_decentralized": Variant(
         lambda _: algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False), 5e-2, same=False
     ),
-    "local_sgd": Way(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False)),
-    "diloco": Way(lambda _: algorithms.DiLoCoAlgorithm(2, hierarchical=False), 1e-4),
-    "powersgd": Way(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0), 5e-3),
+    "local_sgd": Variant(lambda _: algorithms.LocalSGDAlgorithm(2, hierarchical=False)),
+    "diloco": Variant(lambda _: algorithms.DiLoCoAlgorithm(2, hierarchical=False), 1e-4),
+    "powersgd": Variant(lambda _: algorithms.PowerSGDAlgorithm(1, min_compression=1.0), 5e-3),
 }
 
 
@@ -56,7 +56,7 @@ def trained(rank: int, name: str, place: str) -> tuple[list[float], list[torch.T
         optimizer: Any = algorithms.QAdamOptimizer(model.parameters(), lr=0.005, warmup_steps=5)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model = model.with_bagua([optimizer], WAYS[name].algorithm(optimizer))
+    model = model.with_bagua([optimizer], VARIANTS[name].algorithm(optimizer))
     random = torch.Generator().manual_seed(11 + rank)
     centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(3))
     losses = []
@@ -92,12 +92,12 @@ def here_and_there(rank: int, names: list[str]) -> list[tuple[str, float, bool, 
 
 def check(found: list[tuple[str, float, bool, bool]]) -> None:
     for name, far, fell, same in found:
-        assert far <= WAYS[name].close, (name, far)
+        assert far <= VARIANTS[name].close, (name, far)
         assert fell, name
-        assert same or not WAYS[name].same, name
+        assert same or not VARIANTS[name].same, name
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_on_a_device_is_trained_as_on_the_cpu(ranks: Ranks, name: str) -> None:
     for found in ranks(2, here_and_there, [name]):
         check(found)

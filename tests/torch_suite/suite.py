@@ -3,7 +3,7 @@
     python -m tests.torch_suite.suite bagua outcomes.jsonl --tests test_all_reduce_sum test_barrier
 
 The tests are those of `torch.testing._internal.distributed.distributed_test` that gloo runs on CPU tensors: the module
-reads the variable BACKEND when it is imported and decides by it what to skip, so it is imported as for gloo, and told
+reads the variable BACKEND when it is imported and decides by it what to skip, so it is imported as for gloo, and gets
 the backend afterwards. Ranks are forks of this process, because torch takes seconds to import in a new one.
 """
 
@@ -66,7 +66,7 @@ def cases(module: ModuleType) -> type[unittest.TestCase]:
 
         def tearDown(self) -> None:
             for process in self.processes:
-                # A rank that hangs in C++ hears no SIGTERM.
+                # A rank that hangs in C++ does not handle SIGTERM.
                 process.kill()
                 process.join()
             super().tearDown()

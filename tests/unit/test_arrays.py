@@ -25,7 +25,7 @@ def test_every_numpy_type_that_travels_has_its_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("code", ["l", "q", "i", "b", "B", "d", "f"])
-def test_array_array_lends_its_own_memory(code: str) -> None:
+def test_array_array_is_used_without_a_copy(code: str) -> None:
     x = array.array(code, [1, 2, 3])
     memory = on_host(x).to_write("x")
     assert memory.address == x.buffer_info()[0]
@@ -47,7 +47,7 @@ def test_empty_and_zero_dimensional_arrays_are_arrays() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint16", "int16", "datetime64[s]", "U3", "O", "longdouble"])
 def test_types_that_cannot_travel_are_named(dtype: str) -> None:
-    with pytest.raises(TypeError, match=r"these can travel: float16, bfloat16"):
+    with pytest.raises(TypeError, match=r"supported are float16, bfloat16"):
         on_host(np.zeros(2, dtype=dtype))
 
 
@@ -81,7 +81,7 @@ def test_strided_memory_is_copied_to_be_read_and_refused_to_be_written() -> None
 
 
 class Lender:
-    """Another framework: lends NumPy memory by DLPack and is nothing else."""
+    """Another framework: exports NumPy memory by DLPack and has no other interface."""
 
     def __init__(self, x: np.ndarray, device: int = 1, versioned: bool = True) -> None:
         self.x = x
@@ -101,7 +101,7 @@ class Lender:
 
 @pytest.mark.parametrize("versioned", [True, False])
 @pytest.mark.parametrize("name", NUMPY_TYPES)
-def test_dlpack_lends_the_same_memory(name: str, versioned: bool) -> None:
+def test_dlpack_is_used_without_a_copy(name: str, versioned: bool) -> None:
     x = np.ones((2, 3), dtype=name)
     memory = on_host(Lender(x, versioned=versioned)).to_write("x")
     assert (memory.address, memory.dtype_name, memory.shape) == (x.ctypes.data, name, (2, 3))
@@ -124,11 +124,11 @@ def test_dlpack_that_says_read_only_is_not_written() -> None:
 
 
 def test_other_devices_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="lives on CUDA; only host memory"):
+    with pytest.raises(TypeError, match="is on CUDA; only host memory"):
         on_host(Lender(np.zeros(2), device=2))
 
 
-def test_dlpack_memory_lives_as_long_as_it_is_held() -> None:
+def test_dlpack_memory_is_valid_as_long_as_it_is_held() -> None:
     memory = on_host(Lender(np.full(100_000, 3.0)))
     assert (memory.owner == 3.0).all()
 
@@ -139,7 +139,7 @@ def test_torch_tensors_come_by_dlpack_bfloat16_included() -> None:
         x = torch.ones(2, 3, dtype=dtype)
         memory = on_host(x).to_write("x")
         assert (memory.address, memory.dtype_name, memory.shape) == (x.data_ptr(), name, (2, 3))
-    with pytest.raises(TypeError, match="does not lend its memory"):
+    with pytest.raises(TypeError, match="does not export its memory"):
         on_host(torch.ones(2, requires_grad=True))
 
 
@@ -161,7 +161,7 @@ def test_a_new_bfloat16_array_needs_a_numpy_type_for_it() -> None:
         assert on_host(made).dtype == DTYPES["bfloat16"]
 
 
-def test_a_look_tells_a_plain_array_from_others_and_where_it_lies() -> None:
+def test_read_array_recognises_plain_arrays_and_returns_their_memory() -> None:
     for shape in ((5,), (2, 3), (), (0, 3)):
         for name, code in DTYPES.items():
             if name == "bfloat16":

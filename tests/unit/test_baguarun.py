@@ -96,8 +96,8 @@ def test_a_job_of_two_hosts_works_and_carries_variables_and_arguments_whole(
         code, _, errors = finish(process)
     assert code == 0, errors
     for rank in range(2):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert told == [[3.0] * 3, str(rank), awkward, "a = b", [awkward, "-x", ""]]
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == [[3.0] * 3, str(rank), awkward, "a = b", [awkward, "-x", ""]]
     assert json.loads((tmp_path / "ssh-7001").read_text())[:3] == ["-p", "7001", "127.0.0.1"]
     assert json.loads((tmp_path / "ssh-7002").read_text())[:3] == ["-p", "7002", "localhost"]
     assert errors.count("without effect") == 1
@@ -105,7 +105,7 @@ def test_a_job_of_two_hosts_works_and_carries_variables_and_arguments_whole(
 
 def test_a_failure_on_one_host_ends_the_others(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
-    code = "import time\nif rank == 1: live()\nwhile not (here / '1.0').exists(): time.sleep(0.02)\nsys.exit(3)"
+    code = "import time\nif rank == 1: run_on()\nwhile not (here / '1.0').exists(): time.sleep(0.02)\nsys.exit(3)"
     script = write(tmp_path, STAYS + code)
     with program("bagua.script.baguarun", *arguments(port, script, str(tmp_path)), env=ssh) as process:
         ended, _, errors = finish(process)
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_ranks_of_every_host_within_seconds(
 ) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     ignores = "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
-    script = write(tmp_path, STAYS + ignores + "live()")
+    script = write(tmp_path, STAYS + ignores + "run_on()")
     with program("bagua.script.baguarun", *arguments(port, script, str(tmp_path)), env=ssh) as process:
         pids = [pid_of(tmp_path / name) for name in ("0.0", "1.0")]
         began = time.monotonic()

@@ -37,7 +37,7 @@ def array_of(bits: np.ndarray[Any, Any], dtype: str) -> Any:
 
 
 def raw_bits(array: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """The other way round."""
+    """The reverse."""
     if dtype != "bfloat16":
         return bits_of(array.tobytes(), dtype)
     return array.view(__import__("torch").int16).numpy().view(np.uint16)
@@ -189,16 +189,16 @@ def test_torch_tensors_and_other_lenders_of_dlpack_work() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
 
     class Lender:
-        """Speaks DLPack and is nothing else."""
+        """Supports DLPack and nothing else."""
 
-        def __init__(self, lent: Any) -> None:
-            self.lent = lent
+        def __init__(self, array: Any) -> None:
+            self.array = array
 
         def __dlpack__(self, **words: object) -> object:
-            return self.lent.__dlpack__(**words)
+            return self.array.__dlpack__(**words)
 
         def __dlpack_device__(self) -> Any:
-            return self.lent.__dlpack_device__()
+            return self.array.__dlpack_device__()
 
     codec = bagua.Codec("bf16")
     x = torch.arange(12, dtype=torch.float32).reshape(3, 4)

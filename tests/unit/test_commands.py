@@ -139,7 +139,7 @@ def test_a_launcher_that_says_too_little_is_a_problem(variables: dict[str, Any],
     assert why in problems(found)["launcher"]
 
 
-def test_the_launcher_and_the_way_to_rank_0_are_told() -> None:
+def test_the_launcher_and_the_address_of_rank_0_are_reported() -> None:
     code, found = examined(
         "--no-trial",
         SLURM_STEP_ID="0",
@@ -335,15 +335,15 @@ def served() -> Iterator[int]:
 
 @needs_tables
 def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer() -> None:
-    with served() as port, free_port() as nobody:
-        ended = command("top", "--once", f"127.0.0.1:{port}", f"127.0.0.1:{nobody}")
+    with served() as port, free_port() as unused:
+        ended = command("top", "--once", f"127.0.0.1:{port}", f"127.0.0.1:{unused}")
     assert (ended.returncode, ended.stderr) == (0, "")
     rows = [line.split() for line in ended.stdout.splitlines()]
     (reduce,) = [row for row in rows if "all_reduce" in row]
     # Endpoint, rank, group, op, calls, payload.
     assert reduce[:7] == [f"127.0.0.1:{port}", "0", "world", "all_reduce", "1", "1.0", "kB"]
     assert [row[1:4] for row in rows if "broadcast" in row] == [["0", "world", "broadcast"]]
-    (silent,) = [line for line in ended.stdout.splitlines() if f":{nobody}" in line]
+    (silent,) = [line for line in ended.stdout.splitlines() if f":{unused}" in line]
     assert "does not answer: " in silent
 
 

@@ -29,7 +29,7 @@ from tests.unit.cached_values import Point, same  # noqa: E402
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
-    """Samples that tell how often they were computed."""
+    """Samples that count how often they were computed."""
 
     def __init__(self, length: int = 102) -> None:
         self.length = length
@@ -102,7 +102,7 @@ class Failing(LossyStore):
     def _ask(self) -> None:
         self.asked += 1
         if self.away:
-            raise ConnectionError("nobody there")
+            raise ConnectionError("no server there")
 
     def mset(self, dictionary: Any) -> None:
         self._attempt(lambda: (self._ask(), self.inner.mset(dictionary)), None, writes=len(dictionary))
@@ -269,7 +269,7 @@ def test_many_keys_are_read_in_one_round_trip() -> None:
     assert loader.get_many([], lambda key: key) == []
 
 
-def test_names_that_run_into_each_other_are_told_apart() -> None:
+def test_names_that_run_into_each_other_are_distinguished() -> None:
     one, two = CacheLoader("memory", "a"), CacheLoader("memory", "a_b")
     two.store = one.store
     assert one.get("b_c", lambda key: "one") == "one"

@@ -365,7 +365,7 @@ def test_a_server_that_talks_nonsense_counts_as_lost(caplog: pytest.LogCaptureFi
 
 def test_construction_says_which_servers_do_not_answer(servers: Callable[..., Any]) -> None:
     with socket.socket() as reserved:
-        # Bound and not listening: refused, and nobody else gets the port.
+        # Bound and not listening: refused, and no other process gets the port.
         reserved.bind(("127.0.0.1", 0))
         dead = {"host": "127.0.0.1", "port": reserved.getsockname()[1]}
         with pytest.raises(ConnectionError, match=str(dead["port"])):
@@ -440,8 +440,8 @@ def pids_of_port(port: int) -> list[int]:
     return found
 
 
-def own_a_server(tell: Any, wait: Any, end: str) -> None:
-    """A process that starts a server and ends in this way when it is told to."""
+def own_a_server(sender: Any, wait: Any, end: str) -> None:
+    """A process that starts a server and ends as `end` says when it gets a message."""
     loader = CacheLoader("redis", "d", 100, capacity_per_node=32 * MIB)
     loader.get("k", lambda key: 1)
     (node,) = loader.store.stores  # type: ignore[attr-defined]
@@ -449,7 +449,7 @@ def own_a_server(tell: Any, wait: Any, end: str) -> None:
     if outlives == 0:
         # As DataLoader workers may: it must not keep the server. The test ends it.
         signal.pause()
-    tell.send((node._options["port"], outlives))
+    sender.send((node._options["port"], outlives))
     wait.recv()
     if end != "exit":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -458,14 +458,14 @@ def own_a_server(tell: Any, wait: Any, end: str) -> None:
 @pytest.mark.parametrize("end", ["exit", "killed", "killed with a child"])
 def test_the_jobs_server_ends_with_its_owner_however_that_ends(end: str) -> None:
     context = multiprocessing.get_context("fork")
-    heard, tell = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     wait, say = context.Pipe(duplex=False)
-    owner = context.Process(target=own_a_server, args=(tell, wait, end))
+    owner = context.Process(target=own_a_server, args=(sender, wait, end))
     owner.start()
     child = 1
     try:
-        assert heard.poll(60)
-        port, child = heard.recv()
+        assert receiver.poll(60)
+        port, child = receiver.recv()
         (pid,) = pids_of_port(port)
         say.send("end")
         # Not join with a deadline: that waits for a pipe which the child holds.

@@ -190,7 +190,7 @@ def test_defaults_of_torch_are_kept() -> None:
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
-def test_torchs_own_ways_are_kept_too(options: dict[str, Any]) -> None:
+def test_torchs_own_implementations_are_kept_too(options: dict[str, Any]) -> None:
     plain, first, fused, second = twins(functools.partial(optim.AdamW, lr=0.01, **options))
     for step in range(5):
         gradients(plain, step)
@@ -406,7 +406,7 @@ class Lars(optim.Optimizer):
 
 
 class Elementwise(optim.Optimizer):
-    """Somebody's own, with a counter as a Python number."""
+    """A user's own, with a counter as a Python number."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

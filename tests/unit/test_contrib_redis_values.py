@@ -140,7 +140,7 @@ def test_values_of_every_size_come_back_in_order(node: RedisNode) -> None:
     node.mset(values)
     for _ in range(2):
         assert node.mget([*values, "absent", "small", "ünïcode"]) == [*values.values(), None, values["small"], None]
-    # A value of its own, which nobody else holds or changes.
+    # A value of its own, which no other code holds or changes.
     assert type(node.mget(["large"])[0]) is bytes
 
 

@@ -309,7 +309,7 @@ def test_batches_in_workers_are_the_batch_samplers_and_resume_in_mid_epoch(worke
         seen.append(batch[0].tolist())
         if len(seen) == 3:
             state = first.state_dict(consumed=len(seen))
-            # Workers have fetched ahead by now; without them nobody has.
+            # Workers have fetched ahead by now; without them nothing is fetched ahead.
             assert first.state_dict()["position"] == (3 if workers == 0 else min(len(whole), 3 + 2 * workers))
             break
     second.load_state_dict(state)

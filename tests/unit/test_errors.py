@@ -39,7 +39,7 @@ def test_a_timeout_is_a_timeout_error() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_errors_keep_text_and_fields_on_the_way_to_another_process(cls: type[bagua.BaguaError]) -> None:
+def test_errors_keep_text_and_fields_in_another_process(cls: type[bagua.BaguaError]) -> None:
     fields = dict(FIELDS.get(cls.__name__, {}))
     if cls.__name__ in ("PeerLostError", "BaguaTimeoutError"):
         fields |= PROGRESS
@@ -73,19 +73,19 @@ def test_an_error_without_one_has_no_cause() -> None:
 
 def test_every_core_error_is_matched_and_every_class_is_used() -> None:
     core = (ROOT / "rust/bagua-core/src/error.rs").read_text()
-    door = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
+    source = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
     body = re.search(r"pub enum Error \{(.*?)\n\}", core, re.S)
     assert body is not None
     variants = re.findall(r"^    (\w+)(?: \{|\(|,)", body[1], re.M)
     assert len(variants) >= 9
     for variant in variants:
-        assert f"Error::{variant}" in door, variant
+        assert f"Error::{variant}" in source, variant
     for cls in CLASSES:
-        assert f'"{cls.__name__}"' in door, cls
+        assert f'"{cls.__name__}"' in source, cls
 
 
 def test_the_fields_that_rust_sets_exist() -> None:
-    door = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
-    fields = set(re.findall(r'set_item\("(\w+)"', door))
+    source = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
+    fields = set(re.findall(r'set_item\("(\w+)"', source))
     accepted = {name for cls in (*CLASSES, errors._During._note) for name in inspect.signature(cls).parameters}
     assert fields <= accepted

@@ -38,11 +38,28 @@ def clients(ranks: int) -> list[Store]:
     return [server, *(client(server) for _ in range(ranks - 1))]
 
 
+def our_clients(ranks: int) -> list[Any]:
+    """The same for a server of our own, which ends with the last client."""
+
+    class Client:
+        server = engine.StoreServer("127.0.0.1", 0, b"")
+
+        def __init__(self) -> None:
+            self._store = engine.Store.tcp("127.0.0.1", self.server.port, b"", PATIENCE)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+    return [Client() for _ in range(ranks)]
+
+
 #: The store of each rank.
-KINDS: dict[str, Callable[[Path, int], list[Store]]] = {
+KINDS: dict[str, Callable[[Path, int], list[Any]]] = {
     "tcp": lambda _, ranks: clients(ranks),
     "file": lambda folder, ranks: [FileStore(str(folder / "store"), 1)] * ranks,
     "hash": lambda _, ranks: [HashStore()] * ranks,
+    "our server": lambda _, ranks: our_clients(ranks),
+    "our files": lambda folder, ranks: [engine.Store.files(folder)] * ranks,
 }
 
 
@@ -108,7 +125,7 @@ def work_and_leave(groups: list[group.Group]) -> None:
 
 def announced(store: Any, host: str, port: int) -> None:
     """What a rank 0 leaves in the store."""
-    torch_store._Board(store, "init", PATIENCE).announce(torch_store._Place(host, port, f"token of {port}"))
+    torch_store._Entries(store, "init", PATIENCE).announce(torch_store._Server(host, port, f"token of {port}"))
 
 
 def abandoned(store: Any) -> None:
@@ -118,7 +135,9 @@ def abandoned(store: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_join_by_any_store_and_again_and_again(kind: str, tmp_path: Path) -> None:
-    stores = [PrefixStore("job", PrefixStore("try", store)) for store in KINDS[kind](tmp_path, 3)]
+    stores = KINDS[kind](tmp_path, 3)
+    if isinstance(stores[0], Store):
+        stores = [PrefixStore("job", PrefixStore("try", store)) for store in stores]
     numbers = []
     for _ in range(3):
         found = joined(stores)
@@ -141,7 +160,7 @@ def test_what_the_store_serves_grows_with_the_number_of_ranks_and_not_with_its_s
         assert 0 < served[16][what] / 15 <= 1.1 * served[4][what] / 3, served
 
 
-def test_a_place_that_an_earlier_group_left_in_the_store_is_passed_over() -> None:
+def test_an_entry_that_an_earlier_group_left_in_the_store_is_passed_over() -> None:
     store = HashStore()
     abandoned(store)
     abandoned(store)
@@ -157,7 +176,7 @@ def test_a_first_rank_that_does_not_come_is_named(before: int) -> None:
     store = HashStore()
     for _ in range(before):
         abandoned(store)
-    with pytest.raises(BaguaTimeoutError, match=r"init: no word from rank\(s\) 0 after 0\.3 s") as caught:
+    with pytest.raises(BaguaTimeoutError, match=r"init: timed out after 0\.3 s waiting for rank\(s\) 0") as caught:
         join(store, 1, 2, limit=0.3)
     assert (caught.value.missing, caught.value.noticed_by) == ((0,), 1)
     assert ("the rendezvous at 127.0.0.1:" in str(caught.value)) == bool(before)

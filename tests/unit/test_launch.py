@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bagua.distributed import flags
-from tests.unit.test_run import LIVES, finish, is_running, pid_of, program, until, write
+from tests.unit.test_run import RUNS_ON, finish, is_running, pid_of, program, until, write
 from tests.world import free_port
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ pytest.importorskip("torch", reason="torch is not installed: make setup")
 #: Seconds in which every child ends after Ctrl-C, as the launchers promise.
 PROMISE_S = 5.0
 
-TELLS = """
+REPORTS = """
 import json, os, sys
 names = [name for name in os.environ if name.startswith(("BAGUA_", "AUTO_TUNE"))]
 names += ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]
@@ -32,8 +32,8 @@ with open(f"{sys.argv[-1]}/{os.environ['RANK']}.json", "w") as file:
     json.dump([{name: os.environ.get(name) for name in names}, sys.argv[1:-1]], file)
 """
 
-# As LIVES, without the runner's variables.
-STAYS = LIVES.replace('int(os.environ["BAGUA_RESTART_COUNT"])', "0")
+# As RUNS_ON, without the runner's variables.
+STAYS = RUNS_ON.replace('int(os.environ["BAGUA_RESTART_COUNT"])', "0")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def port() -> Iterator[str]:
         yield str(free)
 
 
-def told(path: Path) -> tuple[dict[str, str], list[str]]:
+def reported(path: Path) -> tuple[dict[str, str], list[str]]:
     variables, arguments = json.loads(path.read_text())
     return variables, arguments
 
@@ -61,11 +61,13 @@ def test_launch_takes_the_originals_flags_and_sets_their_variables(tmp_path: Pat
     arguments += ["--autotune_max_samples", "7", "--autotune_sampling_confidence_time", "2.5", "--report_metrics"]
     arguments += ["--autotune-warmup-time", "1.5", "--default_bucket_size", "4096", "--is_output_autotune_log"]
     arguments += ["--enable_bagua_net", "--set_additional_flag", "--host_list", "a,b", "--ssh_port", "22"]
-    with program("bagua.distributed.launch", *arguments, write(tmp_path, TELLS), "--lr", "1", str(tmp_path)) as process:
+    with program(
+        "bagua.distributed.launch", *arguments, write(tmp_path, REPORTS), "--lr", "1", str(tmp_path)
+    ) as process:
         code, _, errors = finish(process)
     assert code == 0, errors
     for rank in range(2):
-        variables, given = told(tmp_path / f"{rank}.json")
+        variables, given = reported(tmp_path / f"{rank}.json")
         assert given == [f"--local_rank={rank}", "--lr", "1"]
         assert variables == {
             "AUTO_TUNE_SERVER_ADDR": "127.0.0.1:4711",
@@ -94,22 +96,22 @@ def test_launch_takes_the_originals_flags_and_sets_their_variables(tmp_path: Pat
 
 def test_launch_without_the_flags_sets_and_says_nothing(tmp_path: Path, port: str) -> None:
     arguments = ["--master_port", port, "-m", "script", str(tmp_path)]
-    write(tmp_path, TELLS)
+    write(tmp_path, REPORTS)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with program("bagua.distributed.launch", *arguments, env={"PYTHONPATH": path}) as process:
         assert finish(process) == (0, "", "")
-    variables, given = told(tmp_path / "0.json")
+    variables, given = reported(tmp_path / "0.json")
     assert given == []
     assert [name for name in variables if name.startswith(("BAGUA_", "AUTO_TUNE"))] == []
 
 
 def test_run_hands_the_scripts_arguments_on_as_they_are(tmp_path: Path) -> None:
     arguments = ["--nproc-per-node", "2", "--max_restarts", "0", "--use_env", "--autotune-level", "2"]
-    with program("bagua.distributed.run", *arguments, write(tmp_path, TELLS), "--lr", "1", str(tmp_path)) as process:
+    with program("bagua.distributed.run", *arguments, write(tmp_path, REPORTS), "--lr", "1", str(tmp_path)) as process:
         code, _, errors = finish(process)
     assert code == 0, errors
     for rank in range(2):
-        variables, given = told(tmp_path / f"{rank}.json")
+        variables, given = reported(tmp_path / f"{rank}.json")
         assert given == ["--lr", "1"]
         assert [variables[name] for name in ("RANK", "WORLD_SIZE", "BAGUA_AUTOTUNE")] == [str(rank), "2", "2"]
 
@@ -150,7 +152,7 @@ def test_a_job_of_two_ranks_works(which: str, tmp_path: Path, port: str) -> None
 @pytest.mark.parametrize("which", ["launch", "run"])
 def test_a_failing_rank_ends_the_other(which: str, tmp_path: Path, port: str) -> None:
     # Rank 1 fails when rank 0 is there.
-    code = "import time\nif rank == 0: live()\nwhile not (here / '0.0').exists(): time.sleep(0.02)\nsys.exit(3)"
+    code = "import time\nif rank == 0: run_on()\nwhile not (here / '0.0').exists(): time.sleep(0.02)\nsys.exit(3)"
     where = ["--master_port", port] if which == "launch" else []
     arguments = ["--nproc_per_node", "2", *where, write(tmp_path, STAYS + code), str(tmp_path)]
     with program(f"bagua.distributed.{which}", *arguments) as process:
@@ -168,7 +170,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(numb
 if rank == 0:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     (here / "child").write_text(str(child.pid))
-live()
+run_on()
 """
     where = ["--master_port", port] if which == "launch" else []
     arguments = ["--nproc_per_node", "2", *where, write(tmp_path, STAYS + code), str(tmp_path)]
@@ -182,14 +184,14 @@ live()
 
 
 def test_ranks_end_with_a_killed_launcher(tmp_path: Path, port: str) -> None:
-    script = write(tmp_path, STAYS + "live()")
+    script = write(tmp_path, STAYS + "run_on()")
     with program("bagua.distributed.launch", "--master_port", port, script, str(tmp_path)) as process:
         pid = pid_of(tmp_path / "0.0")
         process.kill()
         until(lambda: not is_running(pid), "the rank outlived its launcher")
 
 
-def test_arguments_that_cannot_be_used_are_told_by_the_programs_name() -> None:
+def test_an_error_about_arguments_names_the_program() -> None:
     with program("bagua.distributed.launch", "--autotune_level", "high", "script.py") as process:
         code, _, errors = finish(process)
     assert code == 2

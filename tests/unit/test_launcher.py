@@ -8,7 +8,7 @@ import pytest
 
 from bagua import launcher
 from bagua.errors import BaguaError
-from bagua.launcher import Place
+from bagua.launcher import RankInfo
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -45,25 +45,25 @@ def put(monkeypatch: pytest.MonkeyPatch, *variables: dict[str, str]) -> None:
 
 
 def test_without_anything_a_process_is_alone() -> None:
-    assert launcher.place() == Place(0, 1, None, None)
+    assert launcher.place() == RankInfo(0, 1, None, None)
     assert launcher.found().name == "none"
 
 
 @pytest.mark.parametrize(
     ("variables", "name", "place"),
     [
-        (TORCHRUN, "environment", Place(3, 8, 1, 2)),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun", Place(3, 8, 1, 2)),
-        (PYTORCHJOB, "environment", Place(1, 4, None, None)),
-        (SLURM, "slurm", Place(5, 6, 2, None)),
-        (OPENMPI, "openmpi", Place(4, 7, 0, 3)),
-        (MPICH, "mpich", Place(1, 9, None, None)),
-        (MPICH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "mpich", Place(1, 9, 0, 2)),
+        (TORCHRUN, "environment", RankInfo(3, 8, 1, 2)),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun", RankInfo(3, 8, 1, 2)),
+        (PYTORCHJOB, "environment", RankInfo(1, 4, None, None)),
+        (SLURM, "slurm", RankInfo(5, 6, 2, None)),
+        (OPENMPI, "openmpi", RankInfo(4, 7, 0, 3)),
+        (MPICH, "mpich", RankInfo(1, 9, None, None)),
+        (MPICH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "mpich", RankInfo(1, 9, 0, 2)),
     ],
     ids=["rank", "torchrun", "pytorchjob", "slurm", "openmpi", "mpich", "mpich with local"],
 )
 def test_each_launcher_is_recognised(
-    variables: dict[str, str], name: str, place: Place, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], name: str, place: RankInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(monkeypatch, variables)
     assert launcher.found().name == name
@@ -79,15 +79,15 @@ def test_a_launcher_earlier_in_the_list_wins(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_arguments_win_over_every_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, TORCHRUN, SLURM)
-    assert launcher.place(1, 2) == Place(1, 2, None, None)
-    assert launcher.place(local_rank=0, local_world_size=8) == Place(3, 8, 0, 8)
-    assert launcher.place(rank=0) == Place(0, 8, None, None)
+    assert launcher.place(1, 2) == RankInfo(1, 2, None, None)
+    assert launcher.place(local_rank=0, local_world_size=8) == RankInfo(3, 8, 0, 8)
+    assert launcher.place(rank=0) == RankInfo(0, 8, None, None)
 
 
 def test_a_batch_script_outside_a_step_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, SLURM)
     monkeypatch.delenv("SLURM_STEP_ID")
-    assert launcher.place() == Place(0, 1, None, None)
+    assert launcher.place() == RankInfo(0, 1, None, None)
 
 
 def test_half_a_place_is_an_error_that_names_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_wrong_import_in_a_copy_of_the_real_tree_is_found(tmp_path: Path) -> N
         (f"{CORE}/group/mod.rs", "#![allow(unsafe_code)]", "`unsafe` outside"),
         (f"{CORE}/bucket.rs", "use std::sync::Mutex;", "no lock in 'bucket'"),
         (f"{CORE}/schedule.rs", "use std::time::Instant;", "no clock in 'schedule'"),
-        (f"{CORE}/transport/mod.rs", "fn f() { std::thread::spawn(g); }", "threads live in"),
+        (f"{CORE}/transport/mod.rs", "fn f() { std::thread::spawn(g); }", "threads are started in"),
         ("python/bagua/group.py", "from bagua import _bagua", "only python/bagua/engine.py imports the extension"),
         ("python/bagua/group.py", "from ._bagua import Engine", "only python/bagua/engine.py imports the extension"),
         ("python/bagua/group.py", "def f():\n    import bagua._bagua", "only python/bagua/engine.py imports"),
@@ -146,7 +146,7 @@ ENV, BUCKET = "python/bagua/torch_api/env.py", "python/bagua/torch_api/bucket.py
         ("python/bagua/group.py", "import bagua.torch_api.env"),
     ],
 )
-def test_a_circle_of_imports_is_found_wherever_the_import_stands(tree: Path, file: str, line: str) -> None:
+def test_a_circle_of_imports_is_found_wherever_the_import_is(tree: Path, file: str, line: str) -> None:
     path = tree / file
     path.write_text(path.read_text() + line + "\n")
     result = check(tree)

@@ -1,4 +1,4 @@
-"""What Prometheus and a training loop are told, against `bagua.stats()`."""
+"""The figures for Prometheus and a training loop, against `bagua.stats()`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def works_and_is_watched(rank: int, port: int) -> list[str]:
     sub = group.new_group([0, 1])
     assert sub is not None
     sub.broadcast(x, 0)
-    # Nobody's counters move until all have read.
+    # The counters of no rank change until all have read.
     bagua.barrier()
     groups = equals_stats(port + rank)
     (about,) = scrape(port + rank)["bagua_info"]
@@ -247,29 +247,29 @@ def meters(rank: int) -> list[dict[str, float]]:
     x = np.ones(250_000, dtype=np.float32)
     for _ in range(4):
         bagua.all_reduce(x)
-    told = [meter.step(), meter.step()]
+    costs = [meter.step(), meter.step()]
     sent = group.stats()["ops"]["all_reduce"]
-    assert math.isclose(told[0]["wire_mb_per_step"], sent["wire_bytes_sent"] / 1e6)
-    assert math.isclose(told[0]["wait_ms_per_step"], sent["wait_s"] * 1e3)
+    assert math.isclose(costs[0]["wire_mb_per_step"], sent["wire_bytes_sent"] / 1e6)
+    assert math.isclose(costs[0]["wait_ms_per_step"], sent["wait_s"] * 1e3)
     for _ in range(4):
         bagua.all_reduce(x)
-    told.append(meter.step(steps=4))
+    costs.append(meter.step(steps=4))
     bagua.shutdown()
     # The same name again, with fewer calls than the group had that was left.
     bagua.init()
     bagua.all_reduce(x)
-    told.append(meter.step())
+    costs.append(meter.step())
     assert before.step()["calls_per_step"] == 1
     bagua.shutdown()
-    return told
+    return costs
 
 
-def test_a_step_meter_tells_what_happened_since_the_last_call() -> None:
-    for told in World(2, env={"BAGUA_TRANSPORT": "tcp"}).run(meters):
-        assert [step["calls_per_step"] for step in told] == [4, 0, 1, 1]
-        assert [step["payload_mb_per_step"] for step in told] == [4, 0, 1, 1]
-        assert told[1] == dict.fromkeys(told[1], 0)
-        assert told[2]["wire_mb_per_step"] == pytest.approx(told[0]["wire_mb_per_step"] / 4)
+def test_a_step_meter_reports_what_happened_since_the_last_call() -> None:
+    for costs in World(2, env={"BAGUA_TRANSPORT": "tcp"}).run(meters):
+        assert [step["calls_per_step"] for step in costs] == [4, 0, 1, 1]
+        assert [step["payload_mb_per_step"] for step in costs] == [4, 0, 1, 1]
+        assert costs[1] == dict.fromkeys(costs[1], 0)
+        assert costs[2]["wire_mb_per_step"] == pytest.approx(costs[0]["wire_mb_per_step"] / 4)
 
 
 def test_a_step_meter_refuses_a_number_of_steps_below_one() -> None:

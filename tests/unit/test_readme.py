@@ -1,4 +1,4 @@
-"""The README's example works as a newcomer would run it, and its links lead somewhere."""
+"""The README's example works as a new user would run it, and its links exist."""
 
 from __future__ import annotations
 

@@ -82,10 +82,10 @@ CASES = [
 @pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED)
 def test_a_folder_of_this_user_has_the_record(tmp: Path, make: Callable[[Path], None]) -> None:
     make(tmp / "bagua")
-    path, told = record()
+    path, note = record()
     assert path is not None
     assert Path(path).parent == tmp / "bagua"
-    assert told == f"; flight record: {path}"
+    assert note == f"; flight record: {path}"
     assert json.loads(Path(path).read_text())["error"] == "why"
     assert stat.S_IMODE(os.lstat(path).st_mode) == 0o600
 
@@ -110,9 +110,9 @@ def test_without_a_folder_of_this_user_there_is_no_record_and_the_error_says_why
     own = tmp / f"bagua-{os.geteuid()}"
     link(tmp / "bagua")
     make(own)
-    path, told = record()
+    path, note = record()
     assert path is None
-    assert told == f"; no flight record: PermissionError: {tmp}/bagua is a symbolic link and {own} {why}"
+    assert note == f"; no flight record: PermissionError: {tmp}/bagua is a symbolic link and {own} {why}"
 
 
 @needs_root
@@ -127,10 +127,10 @@ def test_a_folder_of_root_is_used_where_this_user_may_write_to_it(
     monkeypatch.setattr(tempfile, "tempdir", ".")
     os.seteuid(OTHER)
     try:
-        path, told = record()
+        path, note = record()
     finally:
         os.seteuid(0)
-    assert path is not None, told
+    assert path is not None, note
     assert Path(path).parent.name == ("bagua" if mode == 0o1777 else f"bagua-{OTHER}")
     assert Path(path).stat().st_uid == OTHER
 

@@ -26,15 +26,15 @@ DEADLINE_S = 60.0
 # On node 1 the runner serves no address book.
 NODE_1 = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "9"]
 
-# Names its process to the test, and lives until something ends it.
-LIVES = """
+# Writes its process id for the test, and runs until something ends it.
+RUNS_ON = """
 import os, pathlib, signal, sys
 here = pathlib.Path(sys.argv[1])
 def say(name):
     (here / f"{name}.new").write_text(str(os.getpid()))
     (here / f"{name}.new").rename(here / name)
 rank, start = int(os.environ["RANK"]), int(os.environ["BAGUA_RESTART_COUNT"])
-def live():
+def run_on():
     say(f"{rank}.{start}")
     while True:
         signal.pause()
@@ -90,7 +90,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def pid_of(path: Path) -> int:
     """The process that a rank has named, once it has."""
-    until(path.exists, f"nobody wrote {path.name}")
+    until(path.exists, f"{path.name} was not written")
     return int(path.read_text())
 
 
@@ -108,7 +108,7 @@ def write(folder: Path, code: str) -> str:
     return str(path)
 
 
-TELLS = """
+REPORTS = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 names += ("BAGUA_ELASTIC", "BAGUA_RESTART_COUNT", "OMP_NUM_THREADS")
@@ -117,8 +117,8 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 """
 
 
-def test_each_rank_hears_its_place_and_the_address_of_the_book(tmp_path: Path) -> None:
-    script = write(tmp_path, TELLS)
+def test_each_rank_gets_its_rank_and_the_address_of_the_book(tmp_path: Path) -> None:
+    script = write(tmp_path, REPORTS)
     with runner("--nproc-per-node", "2", *NODE_1, script, str(tmp_path), "--nnodes", "-m", "x y") as process:
         assert finish(process) == (0, "", "")
     for local, rank in enumerate((2, 3)):
@@ -128,7 +128,7 @@ def test_each_rank_hears_its_place_and_the_address_of_the_book(tmp_path: Path) -
 
 
 def test_a_number_of_threads_that_the_user_has_set_is_kept(tmp_path: Path) -> None:
-    arguments = ["--nproc-per-node", "1", *NODE_1, write(tmp_path, TELLS), str(tmp_path)]
+    arguments = ["--nproc-per-node", "1", *NODE_1, write(tmp_path, REPORTS), str(tmp_path)]
     with runner(*arguments, env={"OMP_NUM_THREADS": "3"}) as process:
         assert finish(process)[0] == 0
     assert json.loads((tmp_path / "1.json").read_text())[0][-1] == "3"
@@ -144,10 +144,10 @@ def test_a_module_is_found_where_python_would_find_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_while_the_others_run_on(tmp_path: Path) -> None:
-    code = "import time\nif (rank, start) == (2, 0): live()\n"
+    code = "import time\nif (rank, start) == (2, 0): run_on()\n"
     # Rank 3 ends when it has seen the second start of rank 2.
     code += "if rank == 3:\n    say('3.0')\n    while not (here / '2.1').exists(): time.sleep(0.02)\n"
-    script = write(tmp_path, LIVES + code + "say(f'{rank}.{start}')")
+    script = write(tmp_path, RUNS_ON + code + "say(f'{rank}.{start}')")
     with runner("--nproc-per-node", "2", *NODE_1, "--restart-delay", "0.1", script, str(tmp_path)) as process:
         first = pid_of(tmp_path / "2.0")
         pid_of(tmp_path / "3.0")
@@ -161,7 +161,7 @@ def test_a_killed_rank_is_started_again_while_the_others_run_on(tmp_path: Path) 
 
 
 def test_restarts_count_per_rank(tmp_path: Path) -> None:
-    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(7 if start < 2 else 0)")
+    script = write(tmp_path, RUNS_ON + "say(f'{rank}.{start}')\nsys.exit(7 if start < 2 else 0)")
     arguments = ["--nproc-per-node", "2", *NODE_1, "--max-restarts", "2", "--restart-delay", "0", script]
     with runner(*arguments, str(tmp_path)) as process:
         code, _, errors = finish(process)
@@ -181,11 +181,11 @@ import subprocess, time
 if rank == 2:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     (here / "child").write_text(str(child.pid))
-    live()
+    run_on()
 while not (here / "2.0").exists(): time.sleep(0.02)
 sys.exit(3)
 """
-    script = write(tmp_path, LIVES + program)
+    script = write(tmp_path, RUNS_ON + program)
     arguments = ["--nproc-per-node", "2", *NODE_1, "--max-restarts", "1", "--restart-delay", "0", script]
     with runner(*arguments, str(tmp_path)) as process:
         code, _, errors = finish(process)
@@ -202,7 +202,7 @@ sys.exit(3)
     ids=lambda value: str(value),
 )
 def test_a_signal_to_the_runner_ends_its_ranks(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, RUNS_ON + "run_on()"), str(tmp_path)) as process:
         pids = [pid_of(tmp_path / f"{rank}.0") for rank in (2, 3)]
         process.send_signal(number)
         assert finish(process) == (code, "", "")
@@ -210,8 +210,8 @@ def test_a_signal_to_the_runner_ends_its_ranks(number: signal.Signals, code: int
 
 
 def test_a_rank_that_ignores_sigterm_or_is_frozen_is_killed(tmp_path: Path) -> None:
-    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nlive()"
-    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, LIVES + code), str(tmp_path)) as process:
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrun_on()"
+    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, RUNS_ON + code), str(tmp_path)) as process:
         pids = [pid_of(tmp_path / f"{rank}.0") for rank in (2, 3)]
         os.kill(pids[1], signal.SIGSTOP)
         process.terminate()
@@ -220,7 +220,7 @@ def test_a_rank_that_ignores_sigterm_or_is_frozen_is_killed(tmp_path: Path) -> N
 
 
 def test_a_signal_between_two_starts_of_a_rank_ends_the_runner(tmp_path: Path) -> None:
-    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(3)")
+    script = write(tmp_path, RUNS_ON + "say(f'{rank}.{start}')\nsys.exit(3)")
     arguments = ["--nproc-per-node", "1", *NODE_1, "--restart-delay", "1000", script, str(tmp_path)]
     with runner(*arguments) as process:
         assert process.stderr is not None
@@ -231,7 +231,7 @@ def test_a_signal_between_two_starts_of_a_rank_ends_the_runner(tmp_path: Path) -
 
 
 def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path) -> None:
-    with runner("--nproc-per-node", "2", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+    with runner("--nproc-per-node", "2", write(tmp_path, RUNS_ON + "run_on()"), str(tmp_path)) as process:
         pids = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
         children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         assert set(pids) < set(children)
@@ -240,7 +240,7 @@ def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_path: Path) -> None:
-    with runner("--nproc-per-node", "1", write(tmp_path, LIVES + "live()"), str(tmp_path)) as process:
+    with runner("--nproc-per-node", "1", write(tmp_path, RUNS_ON + "run_on()"), str(tmp_path)) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         until(lambda: bool(children.read_text()), "the runner started nothing")
         process.send_signal(signal.SIGINT)
@@ -248,8 +248,8 @@ def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_p
     assert not list(tmp_path.glob("*.0"))
 
 
-def test_messages_that_nobody_reads_do_not_end_the_job(tmp_path: Path) -> None:
-    script = write(tmp_path, LIVES + "say(f'{rank}.{start}')\nsys.exit(3 if start == 0 else 0)")
+def test_messages_that_are_not_read_do_not_end_the_job(tmp_path: Path) -> None:
+    script = write(tmp_path, RUNS_ON + "say(f'{rank}.{start}')\nsys.exit(3 if start == 0 else 0)")
     with runner("--nproc-per-node", "1", *NODE_1, "--restart-delay", "0", script, str(tmp_path)) as process:
         assert process.stderr is not None
         process.stderr.close()
@@ -265,29 +265,29 @@ def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> N
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
 
 
-# Rank 1 has to read in its second life what both wrote before the book ended; rank 0 goes on with its old connection.
+# Rank 1 has to read after its restart what both wrote before the book ended; rank 0 goes on with its old connection.
 KEEPS = """
 from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = engine.Book(host, int(port), os.environ.get("BAGUA_JOB_SECRET", "").encode(), 60.0)
+book = engine.Store.tcp(host, int(port), os.environ.get("BAGUA_JOB_SECRET", "").encode(), 60.0)
 if start == 0:
-    book.write(f"rank {rank}", f"entry of {rank}".encode())
+    book.set(f"rank {rank}", f"entry of {rank}".encode())
     say(f"{rank}.0")
 if rank == 1 and start == 0:
     signal.pause()
 if rank == 1:
-    print(", ".join(book.read(f"rank {each}").decode() for each in (0, 1)), flush=True)
-    book.write("again", b"entry again")
+    print(", ".join(book.get(f"rank {each}").decode() for each in (0, 1)), flush=True)
+    book.set("again", b"entry again")
     sys.exit()
 import time
-while (found := book.read("again")) is None:
+while (found := book.get("again")) is None:
     time.sleep(0.02)
 print(found.decode())
 """
 
 
 def test_a_book_that_ended_is_served_again_with_its_entries_while_the_ranks_run_on(tmp_path: Path) -> None:
-    script = write(tmp_path, LIVES + KEEPS)
+    script = write(tmp_path, RUNS_ON + KEEPS)
     with runner("--nproc-per-node", "2", "--restart-delay", "0", script, str(tmp_path)) as process:
         ranks = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -303,10 +303,10 @@ BOOK = """
 import os, time
 from bagua import engine
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
-book = engine.Book(host, int(port), os.environ["BAGUA_JOB_SECRET"].encode(), 60.0)
+book = engine.Store.tcp(host, int(port), os.environ["BAGUA_JOB_SECRET"].encode(), 60.0)
 rank = int(os.environ["RANK"])
-book.write(f"door {rank}", f"of {rank}".encode())
-while (found := book.read(f"door {1 - rank}")) is None:
+book.set(f"address {rank}", f"of {rank}".encode())
+while (found := book.get(f"address {1 - rank}")) is None:
     time.sleep(0.01)
 print(found.decode())
 """
@@ -327,7 +327,7 @@ def test_a_port_of_the_book_that_is_taken_ends_the_runner_before_a_rank_starts(t
             "1",
             "--master-port",
             str(port),
-            write(tmp_path, LIVES + "live()"),
+            write(tmp_path, RUNS_ON + "run_on()"),
             str(tmp_path),
         ]
         with runner(*arguments) as process:
@@ -382,9 +382,9 @@ def test_the_store_prints_where_it_serves_until_a_signal(
         line = process.stdout.readline().strip()
         prefix, _, port = line.rpartition(":")
         assert prefix == f"tcp://{host}"
-        one, other = (engine.Book("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
-        one.write("key", b"value")
-        assert other.read("key") == b"value"
+        one, other = (engine.Store.tcp("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
+        one.set("key", b"value")
+        assert other.get("key") == b"value"
         process.send_signal(number)
         assert finish(process)[:2] == (code, "")
 
@@ -395,23 +395,23 @@ def test_a_store_with_a_secret_refuses_who_has_another() -> None:
         assert process.stdout is not None
         port = int(process.stdout.readline().rpartition(":")[2])
         with pytest.raises(BaguaError, match="secret"):
-            engine.Book("127.0.0.1", port, b"another", DEADLINE_S, engine.Tls())
+            engine.Store.tcp("127.0.0.1", port, b"another", DEADLINE_S, engine.Tls())
         with pytest.raises(BaguaError, match="TLS"):
-            engine.Book("127.0.0.1", port, b"one", DEADLINE_S)
-        assert engine.Book("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).read("key") is None
+            engine.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S)
+        assert engine.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).get("key") is None
 
 
-SECRET_TOLD = """
+WRITES_SECRET = """
 import os, pathlib, sys
-told = pathlib.Path(sys.argv[1], f"secret.{os.environ['RANK']}.{os.environ['BAGUA_RESTART_COUNT']}")
-told.write_text(os.environ.get("BAGUA_JOB_SECRET", "") + " " + os.environ["BAGUA_ELASTIC"])
+found = pathlib.Path(sys.argv[1], f"secret.{os.environ['RANK']}.{os.environ['BAGUA_RESTART_COUNT']}")
+found.write_text(os.environ.get("BAGUA_JOB_SECRET", "") + " " + os.environ["BAGUA_ELASTIC"])
 """
-SECRET_LIVES = (
-    SECRET_TOLD
+SECRET_STAYS_UP = (
+    WRITES_SECRET
     + """
 if (rank, start) == (1, 0):
     sys.exit(1)
-live()
+run_on()
 """
 )
 
@@ -422,12 +422,12 @@ def test_on_one_node_the_ranks_have_a_secret_that_the_runner_drew_and_others_can
     found = set()
     for job in ("first", "second"):
         (here := tmp_path / job).mkdir()
-        arguments = ["--nproc-per-node", "2", "--restart-delay", "0", write(here, LIVES + SECRET_LIVES), str(here)]
+        arguments = ["--nproc-per-node", "2", "--restart-delay", "0", write(here, RUNS_ON + SECRET_STAYS_UP), str(here)]
         with runner(*arguments) as process:
             for rank in ("0.0", "1.1"):
                 pid_of(here / rank)
-            told = {(here / f"secret.{rank}").read_text() for rank in ("0.0", "1.0", "1.1")}
-            (one,) = told
+            found = {(here / f"secret.{rank}").read_text() for rank in ("0.0", "1.0", "1.1")}
+            (one,) = found
             secret, url = one.split()
             assert len(secret) >= 32
             for line in Path("/proc").glob("[0-9]*/cmdline"):
@@ -436,8 +436,8 @@ def test_on_one_node_the_ranks_have_a_secret_that_the_runner_drew_and_others_can
             port = int(url.rpartition(":")[2])
             for wrong in (b"", b"guessed"):
                 with pytest.raises(BaguaError, match="secret"):
-                    engine.Book("127.0.0.1", port, wrong, DEADLINE_S)
-            assert engine.Book("127.0.0.1", port, secret.encode(), DEADLINE_S).read("no key") is None
+                    engine.Store.tcp("127.0.0.1", port, wrong, DEADLINE_S)
+            assert engine.Store.tcp("127.0.0.1", port, secret.encode(), DEADLINE_S).get("no key") is None
             process.send_signal(signal.SIGTERM)
             assert finish(process)[0] == 128 + signal.SIGTERM
         found.add(secret)
@@ -450,11 +450,11 @@ def test_on_one_node_the_ranks_have_a_secret_that_the_runner_drew_and_others_can
 def test_a_secret_that_is_set_is_kept_and_for_several_nodes_none_is_drawn(
     tmp_path: Path, nodes: list[str], env: dict[str, str], secret: str
 ) -> None:
-    script = write(tmp_path, SECRET_TOLD)
+    script = write(tmp_path, WRITES_SECRET)
     with runner("--nproc-per-node", "1", *nodes, script, str(tmp_path), env=env) as process:
         assert finish(process)[0] == 0
-    (told,) = tmp_path.glob("secret.*")
-    assert told.read_text().split(" ")[0] == secret
+    (found,) = tmp_path.glob("secret.*")
+    assert found.read_text().split(" ")[0] == secret
 
 
 def test_a_store_with_tls_and_no_secret_says_so(
@@ -490,7 +490,7 @@ def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[
     assert "cannot listen on 192.0.2.1:0: Cannot assign requested address" in capsys.readouterr().err
 
 
-def test_an_ipv6_address_stands_in_brackets() -> None:
+def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert store.parse("[::1]:7") == ("::1", 7)
     assert store.url("::1", 7) == "tcp://[::1]:7"
     assert store.parse(":0") == ("", 0)

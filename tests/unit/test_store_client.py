@@ -18,7 +18,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 from bagua.torch_api.membership.store_client import connect
 
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ def test_a_store_that_never_answers_is_given_up_and_nothing_is_left() -> None:
         await_that(lambda: connections(port) == 0, "a connection is left")
 
 
-def test_nobody_who_listens_is_a_plain_error() -> None:
+def test_a_port_without_a_listener_is_a_plain_error() -> None:
     with pytest.raises((OSError, DistError)):
         connect(HOST, free_port(), 2, 0.3)
     await_that(lambda: not threads(), "the request goes on")
@@ -143,7 +143,7 @@ def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
 GIVES_UP = """
 import sys
 from functools import partial
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 from bagua.torch_api.membership.store_client import _open
 port = int(sys.argv[1])
 try:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import bagua
-from bagua import _bagua, functions
+from bagua import _bagua, default_group
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = tuple(functions.__all__)
+VERBS = tuple(default_group.__all__)
 
 
 def run(code: str) -> str:

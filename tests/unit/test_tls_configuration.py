@@ -19,7 +19,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(match: str) -> None:
-    # Nobody listens at the port: an attempt to communicate would take until the timeout.
+    # No process listens at the port: an attempt to communicate would take until the timeout.
     with pytest.raises(ValueError, match=match):
         bagua.init(0, 2, "tcp://127.0.0.1:9", timeout=1000)
 

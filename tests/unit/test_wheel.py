@@ -58,7 +58,7 @@ def test_a_wheel_without_the_entry_point_of_torch_is_refused(tmp_path: Path) -> 
     assert any("torch.distributed" in problem for problem in wheel.audit(build(tmp_path, without=ENTRIES)))
 
 
-def test_a_wheel_with_a_library_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_wheel_with_a_foreign_library_is_refused(tmp_path: Path) -> None:
     assert any(
         "not bagua/_bagua.abi3.so alone" in problem
         for problem in wheel.audit(build(tmp_path, extension="bagua.libs/libtorch.so"))

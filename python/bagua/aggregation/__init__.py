@@ -7,7 +7,7 @@
     aggregate(model, "avg_world")
     optimizer.step()
 
-The optimizers that do this by themselves live in :mod:`bagua.aggregation.optim`.
+The optimizers that do this by themselves are in :mod:`bagua.aggregation.optim`.
 """
 
 from bagua.torch_needed import require
@@ -17,9 +17,9 @@ require("bagua.aggregation")
 from .aggregation import Aggregation
 from .centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, AllReduceAggregationHVD
 from .decentralized import DecentralizedAggregation
-from .packing import global_average, pack_tensors, unpack_tensors
 from .power import PowerAggregation, orthogonalize
 from .sparsified import SparsifiedAggregation
+from .tensor_packing import global_average, pack_tensors, unpack_tensors
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",

@@ -1,10 +1,11 @@
-"""What every aggregation is: the tensors of a model go out, what all ranks make of them comes back in place.
+"""The base of every aggregation: replaces the tensors of a model by what all ranks make of them.
 
-The four ways (gradients or weights, one tensor per parameter or one for the model) are written here once; a subclass
-says in ``_agg`` what becomes of a flat tensor.
+The four variants (gradients or weights, one tensor per parameter or one for the model) are written here once; a
+subclass combines a flat tensor in ``_agg``.
 
-A parameter without a gradient counts as zero where another rank has one, and stays ``None`` where nobody has. Whether a
-rank has one travels behind the values, one element per parameter, because a collective of its own would cost a latency.
+A parameter without a gradient counts as zero where another rank has one, and stays ``None`` where no rank has. Whether
+a rank has one is sent behind the values, one element per parameter, because a collective of its own would cost a
+latency.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .packing import flatten
+from .tensor_packing import flatten
 
 Denominator = torch.Tensor | float | None
 Closure = Callable[..., None]
@@ -111,9 +112,9 @@ class Aggregation(ABC):
         count = len(part) if marked else 0
         result = self._agg_marked(flatten(values, device), count, op, denom)
         # One transfer instead of one per parameter, where the marks lie in CUDA memory.
-        somebody = (result[result.numel() - count :] != 0).tolist() if marked else [True] * len(part)
+        present_anywhere = (result[result.numel() - count :] != 0).tolist() if marked else [True] * len(part)
         offset = 0
-        for (parameter, _), has_value in zip(part, somebody, strict=True):
+        for (parameter, _), has_value in zip(part, present_anywhere, strict=True):
             piece = result[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
             if not marked:

@@ -50,13 +50,13 @@ class AllReduceAggregation(Aggregation):
 
     ``world_size`` is the group's size, or 1 to stay alone, for which no process group is needed. Division comes after
     the sum unless ``divide_before`` is set. Half precision accumulates in float32 and is rounded once, so sums that
-    would overflow on the way to an average do not.
+    would overflow before the division of an average do not.
 
     A ``denom`` is not communicated. If the ranks' differ, then with ``divide_before`` every rank gets the sum of
-    x_r / denom_r; without, each rank gets the sum divided by its own, and the replicas part.
+    x_r / denom_r; without, each rank gets the sum divided by its own, and the replicas diverge.
 
-    ``group`` says who takes part: by default our default group; a process group of ours or of torch.distributed; or
-    ``"torch"``.
+    ``group`` has the ranks that take part: by default our default group; a process group of ours or of
+    torch.distributed; or ``"torch"``.
     """
 
     def __init__(

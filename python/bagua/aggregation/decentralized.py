@@ -81,7 +81,7 @@ def _check_mutual(peers: Peers, rank: int, neighbors: Sequence[int]) -> None:
             wrong.append(f"rank {member} has a neighbour {beyond} in a group of {peers.size}")
     mutual = table[:, 2:]
     wrong += [
-        f"rank {one} has rank {other} as a neighbour, but not the other way round"
+        f"rank {one} has rank {other} as a neighbour, but not vice versa"
         for one, other in ((mutual == 1) & (mutual.T == 0)).nonzero().tolist()
     ]
     if wrong:

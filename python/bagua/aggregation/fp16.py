@@ -53,7 +53,7 @@ class DynamicLossScaler:
 class FP16Optimizer:
     """Steps of any optimizer on a float32 copy of a model in half precision, with gradients averaged over all ranks.
 
-    Make the optimizer over ``[fp32_params]``, one flat float32 parameter that stands for all parameters of the model
+    Make the optimizer over ``[fp32_params]``, one flat float32 parameter that replaces all parameters of the model
     that require gradients, and hand it to :meth:`set_optimizer`; it is then in ``optimizer``.
 
     The loss goes through :meth:`backward_loss`, which scales it. A step whose gradient overflowed on any rank is

@@ -1,8 +1,8 @@
 """Optimizers that aggregate by themselves: each step is communication and update in one.
 
 The names, constructors and hooks are those of mlbench. A ``closure`` is evaluated before gradients are aggregated. A
-``tracker`` hears ``record_batch_agg()`` after aggregation and ``record_batch_opt_step()`` after the update. ``group``
-is as in :class:`bagua.aggregation.AllReduceAggregation`.
+``tracker`` gets a call of ``record_batch_agg()`` after aggregation and of ``record_batch_opt_step()`` after the update.
+``group`` is as in :class:`bagua.aggregation.AllReduceAggregation`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GenericCentralizedOptimizer:
             self.agg(model, AVG_WORLD)
 
     def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
-        """Aggregates and updates, or the other way round; returns what the closure returned."""
+        """Aggregates and updates, in this order or the reverse; returns what the closure returned."""
         return self._step(closure, tracker, None)
 
     def _step(self, closure: LossClosure, tracker: Any, denom: Denominator) -> Any:

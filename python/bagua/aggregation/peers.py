@@ -1,4 +1,4 @@
-"""The other ranks, as an aggregation sees them: one seam, and an implementation for each way to reach them.
+"""The other ranks, as an aggregation uses them: one protocol, and an implementation for each library that reaches them.
 
 ``Alone`` is the one to read first. An aggregation asks :func:`find` anew at each call, so it may be built before the
 process group, and outlives one that is torn down and built again.
@@ -37,7 +37,9 @@ class Reducer(Protocol):
     size: int
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Where a tensor from ``device`` must lie to be communicated; in CUDA memory only if wished or unavoidable."""
+        """The device that a tensor from ``device`` must be on to be communicated: CUDA only if ``use_cuda``, or if
+        there is no other.
+        """
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
         """Combines a contiguous tensor of any dtype and shape in place, bitwise equal on all ranks.
@@ -76,7 +78,7 @@ class Alone:
         return data.unsqueeze(0)
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """There is nobody to exchange with."""
+        """Nothing: there is no other rank."""
         if peers:
             raise ValueError(f"ranks {list(peers)} cannot be reached: there is one rank only")
         return []
@@ -141,7 +143,7 @@ class TorchPeers:
         self._devices = {part.partition(":")[0] for part in backends if ":" in part and part != "cuda:bagua"}
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Host memory, unless CUDA is wished and possible, or the backend (NCCL) knows nothing else."""
+        """Host memory, unless ``use_cuda`` and CUDA is possible, or the backend (NCCL) supports nothing else."""
         if use_cuda and device.type == "cuda" and "cuda" in self._devices:
             return device
         if "cpu" in self._devices or not self._devices:
@@ -184,11 +186,11 @@ class HorovodReducer:
         self.size = int(horovod.size())
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Host memory unless CUDA is wished."""
+        """Host memory unless ``use_cuda``."""
         return device if use_cuda else torch.device("cpu")
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """Always Horovod's Sum, never its Average, so that who divides is one and the same everywhere.
+        """Always Horovod's Sum, never its Average, so that the division is the same with every library.
 
         No name is given: Horovod then numbers the tensors itself, and two calls in flight cannot collide.
         """
@@ -202,8 +204,8 @@ def find(group: Group = None, world_size: int | None = None) -> Peers:
     """The ranks to work with.
 
     ``world_size`` 1 is :class:`Alone`; another number must be the group's size (ValueError), ``None`` is whatever that
-    is. Without a group this is the default group of ours; BaguaError if there is none although the environment speaks
-    of several ranks.
+    is. Without a group this is the default group of ours; BaguaError if there is none although the environment names
+    several ranks.
     """
     if world_size == 1:
         return Alone()

@@ -21,9 +21,9 @@ import torch
 from bagua.linalg import is_finite, orthonormal, wide
 
 from .aggregation import Denominator
-from .compressing import CompressingAggregation, Gradients
-from .packing import flatten
+from .error_feedback import CompressingAggregation, Gradients
 from .peers import Group, Peers, find
+from .tensor_packing import flatten
 
 _OPS = ("avg_world", "avg")
 
@@ -60,7 +60,7 @@ class PowerAggregation(CompressingAggregation):
     step's Q instead of a random one ("warm start"). ``seed`` starts the draws of Q, which are the same on all ranks and
     touch no other random number generator.
 
-    ``memory="aggregated"`` remembers the difference between what this rank gave and what everybody got;
+    ``memory="aggregated"`` remembers the difference between this rank's gradient and the result;
     ``memory="local"`` the part of its own gradient outside the common subspace, as in the paper, which is zero at full
     rank and does not grow with the ranks' disagreement. ``error_feedback=False`` remembers nothing.
 
@@ -151,8 +151,8 @@ class PowerAggregation(CompressingAggregation):
                 for index in indices
             ]
             means, anywhere = self._reduce(peers, values, [gradients[index] is not None for index in indices], "mean")
-            for index, mean, somebody in zip(indices, means, anywhere, strict=True):
-                if somebody:
+            for index, mean, has_value in zip(indices, means, anywhere, strict=True):
+                if has_value:
                     gradients[index] = mean
 
     def _combine_matrices(self, peers: Peers, matrices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
@@ -161,7 +161,7 @@ class PowerAggregation(CompressingAggregation):
         products = [sums[i] @ _orthonormal(self.queries[i]) for i in matrices]
         # The scale of P is no matter, so its sum does.
         products, anywhere = self._reduce(peers, products, present, "sum")
-        live = [i for i, somebody in zip(matrices, anywhere, strict=True) if somebody]
+        live = [i for i, has_value in zip(matrices, anywhere, strict=True) if has_value]
         for i, product in zip(matrices, products, strict=True):
             if i in live:
                 self.bases[i] = _orthonormal(product)
@@ -209,7 +209,7 @@ class PowerAggregation(CompressingAggregation):
         return results, (flat[offset:] != 0).tolist() if present is not None else [True] * len(tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories, queries, and where the draws stand."""
+        """Memories, queries, and the count of the draws."""
         queries = [None if query is None else query.clone() for query in self.queries]
         return super().state_dict() | {"queries": queries, "draws": self._draws, "seed": self.seed}
 

@@ -17,7 +17,7 @@ import torch
 from bagua.linalg import is_finite
 
 from .aggregation import Denominator, divisor
-from .compressing import CompressingAggregation, Gradients
+from .error_feedback import CompressingAggregation, Gradients
 from .peers import Group
 
 Method = Literal["top_k", "random_k", "block"]
@@ -141,7 +141,7 @@ class SparsifiedAggregation(CompressingAggregation):
                 self.memories[index].copy_(whole.view(parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories, and where the random choice stands."""
+        """Memories, and the state of the random generator."""
         generator = None if self._generator is None else self._generator.get_state()
         return super().state_dict() | {"generator": generator}
 

@@ -23,14 +23,14 @@ from bagua.lifecycle import at_exit
 from bagua.torch_operand import reader
 
 from . import operations, sparse
+from .compiler_disable import uncompiled
 from .operations import Operation
 from .profiling import event, profiled
 from .reductions import CODES
-from .torch_c10d import BACKEND_HAS_CONSTRUCTOR, c10d
-from .uncompiled import uncompiled
+from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d
 from .work import DoneWork, Work, seconds
 
-__all__ = ["BaguaProcessGroup", "Life"]
+__all__ = ["BaguaProcessGroup", "GroupFactory"]
 
 _NO_TIME = timedelta(0)
 #: Classes of tensors that the core reads by itself.
@@ -60,8 +60,8 @@ def _one(tensors: Any, what: str) -> Any:
     return tensors[0]
 
 
-class Life(Protocol):
-    """How groups begin and end."""
+class GroupFactory(Protocol):
+    """Opens and leaves groups."""
 
     def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
         """The group of these world ranks, of which this process is the `rank`-th."""
@@ -80,7 +80,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         ranks: Sequence[int],
         store: Any,
         timeout: timedelta,
-        life: Life,
+        factory: GroupFactory,
     ) -> None:
         try:
             super().__init__(store, group.rank, group.size)
@@ -95,7 +95,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._cores_timeout = timedelta(seconds=self._raw.timeout)
         self._store = store
         self._timeout = timeout
-        self._life = life
+        self._factory = factory
         self._sequence = 0
         # Works that were started since _start_coalescing.
         self._coalescing: list[Work] | None = None
@@ -266,7 +266,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._receive(_one(tensors, "recv"), self._peer(src), tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """Receives the next message with this tag, whoever sent it; the Work's `source_rank` says who."""
+        """Receives the next message with this tag from any rank, which is the Work's `source_rank`."""
         return self._receive(_one(tensors, "recv"), None, tag)
 
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
@@ -335,7 +335,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         name = group_name or f"{self.group_name}/{','.join(map(str, ranks))}"
         store = c10d.PrefixStore(f"{name}/", self._store)
-        child = self._life.open_group(store, world_ranks, ranks.index(self.rank()), timeout or self._timeout)
+        child = self._factory.open_group(store, world_ranks, ranks.index(self.rank()), timeout or self._timeout)
         child._set_group_name(name)
         child._set_group_desc(group_desc or "undefined")
         return child
@@ -352,14 +352,14 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Leaves the group. Operations that still run fail with AbortedError."""
         self._kept.clear()
         self._asked.clear()
-        self._life.ended(self)
+        self._factory.ended(self)
 
     def abort(self) -> None:
         """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
         self._kept.clear()
         self._asked.clear()
         self.bagua_group.abort("torch.distributed aborted the group")
-        self._life.ended(self)
+        self._factory.ended(self)
 
     def name(self) -> str:
         """ "bagua"."""
@@ -388,7 +388,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._timeout.total_seconds() if own is None else own
 
     def _call(self, opts: Any, *, op: Any = None, root: int | None = None, timeout: Any = None) -> _Call:
-        """From options, or from the arguments of torch's short forms, whose first one may stand in their place."""
+        """From options, or from the arguments of torch's short forms, whose first one may replace the options."""
         if isinstance(opts, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
             op, opts = opts, None
         elif isinstance(opts, timedelta):
@@ -406,7 +406,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """A blocking verb on plain tensors of the host, in one call of the core.
 
         None, and nothing is done, where it takes more: copies, another timeout than the group's, an event, an error
-        text. A small all_reduce costs a third this way.
+        text. A small all_reduce then costs a third.
         """
         if (
             getattr(opts, "asyncOp", True)
@@ -517,7 +517,7 @@ class _Backend(c10d.Backend):  # type: ignore[misc]
 
     def __init__(self, group: BaguaProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
-        # Weak: the group owns this object, by way of C++, where no collector sees the circle.
+        # Weak: the group owns this object through C++, where no collector sees the cycle.
         self._group = weakref.ref(group)
 
     def getBackendName(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from bagua import engine, verbs
 from bagua.torch_operand import DTYPES
 
-from .torch_c10d import c10d
+from .torch_bindings import c10d
 
 __all__ = ["CODES", "Reduction", "reduction"]
 

@@ -1,4 +1,4 @@
-"""Tells torch.distributed of the backend."""
+"""Registers the backend with torch.distributed."""
 
 from __future__ import annotations
 

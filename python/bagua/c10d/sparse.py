@@ -13,7 +13,7 @@ import torch
 from bagua import engine
 
 from .operations import all_gather, all_to_all
-from .torch_c10d import c10d
+from .torch_bindings import c10d
 from .work import Work
 
 __all__ = ["all_reduce"]

@@ -1,4 +1,4 @@
-"""`Work`: what a verb returns to torch. It is done by itself, and its future too, whether or not somebody waits.
+"""`Work`: what a verb returns to torch. It completes without being waited for; so does its future.
 
 A future that fails is one whose `then` raised: `Future.set_exception` would hand C++ a Python object as the value,
 which DDP's reducer takes for the reduced tensor.
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.futures
 
+from .compiler_disable import uncompiled
 from .profiling import event
-from .torch_c10d import c10d
-from .uncompiled import uncompiled
+from .torch_bindings import c10d
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -47,7 +47,7 @@ def seconds(limit: timedelta | float | None) -> float | None:
 
 @contextlib.contextmanager
 def _streams_of_its_own(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Other current streams on devices, for what orders the current stream where nobody wants that."""
+    """Other current streams on devices, for calls that would order the program's current stream."""
     make: Any = torch.cuda.Stream
     with contextlib.ExitStack() as left:
         for device in devices:
@@ -154,7 +154,7 @@ class Work(c10d.Work):  # type: ignore[misc]
             return self._future
 
     def source_rank(self) -> int:
-        """The rank in the group whose message came, of a receive from anybody."""
+        """The rank in the group whose message came, of a receive from any source."""
         senders: list[int | None] = getattr(self.handle, "senders", list)()
         if len(senders) != 1:
             raise RuntimeError("only a receive has a source rank")

@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     finally:
         bagua.shutdown()
     if joined.rank == 0:
-        _tell(figures, options.json)
+        _report(figures, options.json)
     return 0
 
 
@@ -137,7 +137,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from bagua.torch_api.membership import torch_end
+    from bagua.torch_api.membership import torch_destroy
 
     torch.set_num_threads(1)
     # Kept until the end: on rank 0 it serves.
@@ -158,24 +158,24 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
             )
         joined.barrier()
     finally:
-        torch_end.destroy()
+        torch_destroy.destroy()
     return {"ranks": joined.size, "collective": joined.collective, "all_reduce": rows}
 
 
 def _store(joined: bagua.Group) -> Any:
-    """A store of torch that rank 0 serves and all ranks know."""
+    """A store of torch that rank 0 serves, on all ranks."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     limit = timedelta(seconds=joined.timeout)
-    host, told = joined.communicator.listen_host, np.zeros(256, dtype=np.uint8)
+    host, message = joined.communicator.listen_host, np.zeros(256, dtype=np.uint8)
     store = None
     if joined.rank == 0:
         store = TCPStore(host, 0, joined.size, True, limit, wait_for_workers=False)
         address = json.dumps([host, store.port]).encode()
-        told[: len(address)] = np.frombuffer(address, dtype=np.uint8)
-    joined.broadcast(told, 0)
+        message[: len(address)] = np.frombuffer(address, dtype=np.uint8)
+    joined.broadcast(message, 0)
     if store is None:
-        host, port = json.loads(told.tobytes().rstrip(b"\0"))
+        host, port = json.loads(message.tobytes().rstrip(b"\0"))
         store = TCPStore(host, port, joined.size, False, limit, wait_for_workers=False)
     return store
 
@@ -222,7 +222,7 @@ def _race(joined: bagua.Group, size: int, budget: float) -> tuple[float, float]:
     return float(medians[0]), float(medians[1])
 
 
-def _tell(figures: dict[str, Any], path: Path | None) -> None:
+def _report(figures: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         try:

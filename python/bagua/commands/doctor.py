@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from bagua import config, cuda, engine, group, launcher, torch_needed
-from bagua.commands import machine, tables, trial
+from bagua.commands import all_reduce_check, machine, tables
 from bagua.commands.variables import SECRET, VARIABLES
 from bagua.errors import BaguaError
 
@@ -67,7 +67,7 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     found["cuda"] = _cuda()
     found["trial"] = None
     if with_trial:
-        found["trial"], why = trial.run()
+        found["trial"], why = all_reduce_check.run()
         if why:
             problems.add("trial of two processes", why, "mend the problems above, or run it by hand: bagua bench")
     found["problems"] = problems.found
@@ -130,8 +130,8 @@ def _settings(problems: _Problems) -> dict[str, Any]:
     return found
 
 
-def _place(problems: _Problems) -> launcher.Place | None:
-    """Where this process stands; None, and a problem, where that cannot be told."""
+def _place(problems: _Problems) -> launcher.RankInfo | None:
+    """The rank of this process; None, and a problem, where it cannot be determined."""
     try:
         place = launcher.place()
         if place.world_size > 1:
@@ -142,16 +142,16 @@ def _place(problems: _Problems) -> launcher.Place | None:
     return place
 
 
-def _launcher(place: launcher.Place | None) -> dict[str, Any]:
+def _launcher(place: launcher.RankInfo | None) -> dict[str, Any]:
     try:
-        told = launcher.found()
+        found = launcher.found()
     except ValueError:
         return {"name": None, "rank": None, "world_size": None}
-    rank, size = (told.rank, told.world_size) if place is None else (place.rank, place.world_size)
-    return {"name": told.name, "rank": rank, "world_size": size}
+    rank, size = (found.rank, found.world_size) if place is None else (place.rank, place.world_size)
+    return {"name": found.name, "rank": rank, "world_size": size}
 
 
-def _network(place: launcher.Place | None, problems: _Problems) -> dict[str, Any]:
+def _network(place: launcher.RankInfo | None, problems: _Problems) -> dict[str, Any]:
     try:
         host, port = launcher.known_master()
     except ValueError:
@@ -187,7 +187,7 @@ def _resolves(host: str) -> bool:
         return False
 
 
-def _check_limits(place: launcher.Place | None, problems: _Problems) -> None:
+def _check_limits(place: launcher.RankInfo | None, problems: _Problems) -> None:
     try:
         streams = config.settings().streams_per_peer
     except ValueError:

@@ -15,9 +15,11 @@ def _architectures(text: str) -> list[int]:
 
 def main() -> int:
     """Prints `bagua.cuda.info()`, or the names of the files that were written."""
-    parser = argparse.ArgumentParser(prog="python -m bagua.cuda", description="Tells what there is of CUDA, as JSON.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bagua.cuda", description="Reports the libraries and devices of CUDA, as JSON."
+    )
     actions = parser.add_subparsers(dest="action", metavar="info|compile")
-    actions.add_parser("info", help="what there is of CUDA, which is the default")
+    actions.add_parser("info", help="libraries and devices of CUDA, which is the default")
     compiling = actions.add_parser("compile", help="compile the kernels with NVRTC; needs no driver")
     compiling.add_argument("--out", required=True, metavar="DIR", help="where NAME.sm_X.ptx and NAME.sm_X.cubin go")
     compiling.add_argument(

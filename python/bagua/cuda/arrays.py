@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bagua import config, engine, lifecycle
-from bagua.dlpack import capsule_of, contiguous, lent_by
+from bagua.dlpack import capsule_of, contiguous, memory_of
 from bagua.engine import DTYPES, Communicator, CudaCall, CudaDevice
 from bagua.operand import Operand, numpy_code
 
 if TYPE_CHECKING:
     from bagua.handle import AnyHandle
 
-__all__ = ["ArrayPlace", "device_of", "operand"]
+__all__ = ["ArrayStream", "device_of", "operand"]
 
 #: The legacy stream, by DLPack's number.
 _LEGACY = 1
 
 
-class ArrayPlace(NamedTuple):
+class ArrayStream(NamedTuple):
     """Where an array is, and the streams of a call on it."""
 
     device: CudaDevice
@@ -39,16 +39,17 @@ class ArrayPlace(NamedTuple):
         """The device, for error texts."""
         return f"cuda:{self.device.number}"
 
-    def call(self, raw: Communicator, places: Sequence[ArrayPlace]) -> CudaCall:
-        """See `Place.call`."""
-        wish, check = config.cuda_collective(), config.cuda_check()
-        return raw.cuda_call(self.device, self.stream, self.producers(places), wish, check)
+    def call(self, raw: Communicator, places: Sequence[ArrayStream]) -> CudaCall:
+        """See `DeviceStream.call`."""
+        return raw.cuda_call(
+            self.device, self.stream, self.producers(places), config.cuda_collective(), config.cuda_check()
+        )
 
-    def call_messages(self, raw: Communicator, places: Sequence[ArrayPlace]) -> CudaCall:
-        """See `Place.call_messages`."""
+    def call_messages(self, raw: Communicator, places: Sequence[ArrayStream]) -> CudaCall:
+        """See `DeviceStream.call_messages`."""
         return raw.cuda_messages(self.device, self.stream, self.producers(places))
 
-    def call_alone(self, places: Sequence[ArrayPlace]) -> CudaCall:
+    def call_alone(self, places: Sequence[ArrayStream]) -> CudaCall:
         """As `call`, for what this process does by itself."""
         return self.device.call(self.stream, self.producers(places))
 
@@ -56,7 +57,7 @@ class ArrayPlace(NamedTuple):
         """What the core says: results are never copied here."""
         return done
 
-    def producers(self, places: Sequence[ArrayPlace]) -> list[int]:
+    def producers(self, places: Sequence[ArrayStream]) -> list[int]:
         """Streams that the call's is to be ordered after."""
         return [each for each in {place.producer for place in places} - {None, self.stream} if each]
 
@@ -64,7 +65,7 @@ class ArrayPlace(NamedTuple):
 def operand(x: Any, what: str, stream: int | None) -> Operand:
     """An array on a CUDA device, whose stream is ordered after the array's producer.
 
-    BaguaError with `why_not()` without CUDA; TypeError for what cannot travel; NotImplementedError when the stream is
+    BaguaError with `why_not()` without CUDA; TypeError for what cannot be sent; NotImplementedError when the stream is
     being captured, before anything is enqueued.
     """
     stream = _stream(stream)
@@ -73,11 +74,11 @@ def operand(x: Any, what: str, stream: int | None) -> Operand:
     device = device_of(int(x.__dlpack_device__()[1]))
     device.refuse_capture([stream])
     capsule = capsule_of(x, what, stream=stream)
-    lent = lent_by(capsule, what)
-    plain = contiguous(lent.shape, lent.strides)
-    count, dtype = math.prod(lent.shape), DTYPES[lent.dtype_name]
-    place = ArrayPlace(device, stream)
-    return Operand(lent.address, count, dtype, lent.shape, (x, capsule), place, plain, lent.writable)
+    memory = memory_of(capsule, what)
+    plain = contiguous(memory.shape, memory.strides)
+    count, dtype = math.prod(memory.shape), DTYPES[memory.dtype_name]
+    place = ArrayStream(device, stream)
+    return Operand(memory.address, count, dtype, memory.shape, (x, capsule), place, plain, memory.writable)
 
 
 def _from_interface(x: Any, what: str, stream: int) -> Operand:
@@ -86,7 +87,7 @@ def _from_interface(x: Any, what: str, stream: int) -> Operand:
     if version not in (2, 3):
         raise TypeError(f"{what} has version {version} of __cuda_array_interface__; 2 and 3 can be read")
     if interface.get("mask") is not None:
-        raise TypeError(f"{what} has a mask: masked arrays cannot travel")
+        raise TypeError(f"{what} has a mask: masked arrays cannot be communicated")
     kind = np.dtype(interface["typestr"])
     dtype = numpy_code(kind, what)
     address, read_only = interface["data"]
@@ -97,7 +98,7 @@ def _from_interface(x: Any, what: str, stream: int) -> Operand:
     if producer == 0:
         raise ValueError(f"{what} names stream 0, which means nothing in __cuda_array_interface__")
     device = device_of(_number(address, what) if 0 not in shape else 0)
-    place = ArrayPlace(device, stream, None if producer is None else int(producer))
+    place = ArrayStream(device, stream, None if producer is None else int(producer))
     plain = contiguous(shape, None if strides is None else tuple(strides), kind.itemsize)
     return Operand(address, math.prod(shape), dtype, shape, x, place, plain, not read_only)
 
@@ -133,5 +134,5 @@ def _number(address: int, what: str) -> int:
     if number is None:
         raise TypeError(f"{what} says that it is on a CUDA device, and its memory is not")
     if number < 0:
-        raise TypeError(f"{what} lives in CUDA managed memory, which cannot travel")
+        raise TypeError(f"{what} is in CUDA managed memory, which cannot be communicated")
     return number

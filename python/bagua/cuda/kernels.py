@@ -15,7 +15,7 @@ __all__ = ["compile_to"]
 def compile_to(folder: str | Path, architectures: Sequence[int] | None = None) -> Iterator[Path]:
     """Writes NAME.sm_X.ptx and NAME.sm_X.cubin of every program to a folder, and yields each path once it is written.
 
-    `architectures` are compute capabilities times ten, 90 for 9.0; None stands for those of 70, 75, 80, 86, 89, 90, 100
+    `architectures` are compute capabilities times ten, 90 for 9.0; None means those of 70, 75, 80, 86, 89, 90, 100
     and 120 that NVRTC compiles for. The folder is made where it is missing. A program takes seconds.
 
     Raises BaguaError without NVRTC, or for an architecture that it does not know; OSError where nothing can be written.

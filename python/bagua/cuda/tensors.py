@@ -15,7 +15,7 @@ from bagua.handle import Handle
 
 from .arrays import device_of
 
-__all__ = ["DeviceHandle", "TensorPlace", "current_stream", "refuse_capture"]
+__all__ = ["DeviceHandle", "TensorStream", "current_stream", "refuse_capture"]
 
 #: The legacy stream, by DLPack's number; torch names it 0.
 _LEGACY = 1
@@ -35,7 +35,7 @@ def refuse_capture(device: torch.device) -> None:
     device_of(device.index).refuse_capture([current_stream(device)])
 
 
-class TensorPlace:
+class TensorStream:
     """The device of tensors: an operation on them begins after what the current stream has at the call."""
 
     def __init__(self, device: torch.device, then_orders: bool = True) -> None:
@@ -61,13 +61,12 @@ class TensorPlace:
         """The device, for error texts."""
         return str(self._device)
 
-    def call(self, raw: engine.Communicator | engine.Engine, _: Sequence[TensorPlace] = ()) -> engine.CudaCall:
-        """See `Place.call`."""
-        wish, check = config.cuda_collective(), config.cuda_check()
-        return raw.cuda_call(self.device, _number(self.stream), [], wish, check)
+    def call(self, raw: engine.Communicator | engine.Engine, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
+        """See `DeviceStream.call`."""
+        return raw.cuda_call(self.device, _number(self.stream), [], config.cuda_collective(), config.cuda_check())
 
-    def call_messages(self, raw: engine.Communicator, _: Sequence[TensorPlace] = ()) -> engine.CudaCall:
-        """See `Place.call_messages`."""
+    def call_messages(self, raw: engine.Communicator, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
+        """See `DeviceStream.call_messages`."""
         return raw.cuda_messages(self.device, _number(self.stream), [])
 
     def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None = None) -> DeviceHandle | None:

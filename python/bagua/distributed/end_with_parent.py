@@ -32,7 +32,7 @@ def ask(parent: int, number: signal.Signals) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The parent ended before the kernel was asked: somebody else has adopted this process.
+    # The parent ended before the kernel was asked: another process has adopted this one.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 

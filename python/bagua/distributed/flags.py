@@ -42,7 +42,7 @@ FLAGS = (
     Flag("enable_bagua_net", "BAGUA_NET_IMPLEMENT", None, "BASIC", False, "bagua-net below NCCL"),
 )
 
-# Options of torchrun and of the original that stand alone; every other one takes a value.
+# Options of torchrun and of the original without a value; every other one takes one.
 _ALONE = {
     "--enable-bagua-net",
     "--help",
@@ -104,7 +104,7 @@ def warning(options: argparse.Namespace) -> str:
 
 
 def has_keep_going(arguments: Sequence[str]) -> bool:
-    """Whether --keep-going stands among the launcher's own arguments, before the script."""
+    """Whether --keep-going is among the launcher's own arguments, before the script."""
     rest = iter(arguments)
     for argument in rest:
         if not argument.startswith("-") or argument == "--":

@@ -118,7 +118,7 @@ class _Process:
 
     def kill(self) -> None:
         """SIGKILL to everything in the session."""
-        # Until it has its own session, nobody else is in it; a child that changed its user may be out of reach.
+        # Until it has its own session, no other process is in it; a child that changed its user may be out of reach.
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -266,13 +266,13 @@ class _Runner:
 
     def _end(self, processes: Sequence[_Process | None]) -> None:
         """SIGTERM, and SIGKILL after the grace period or at another signal that ends the runner."""
-        living = [process for process in processes if process is not None and process.code() is None]
-        for process in living:
+        running = [process for process in processes if process is not None and process.code() is None]
+        for process in running:
             process.terminate()
         deadline = time.monotonic() + _GRACE
-        while living := [process for process in living if process.code(sweep=True) is None]:
+        while running := [process for process in running if process.code(sweep=True) is None]:
             if time.monotonic() >= deadline:
-                for process in living:
+                for process in running:
                     process.kill()
             arrived = self._signals.wait(max(0.05, deadline - time.monotonic()))
             if any(number in _ENDING for number in arrived):
@@ -299,7 +299,7 @@ def _how(code: int) -> str:
 
 def _say(text: str) -> None:
     """One line at once, so that those of several runners on one terminal do not mix."""
-    # A job does not end because nobody reads its messages any more.
+    # A job does not end because its messages are not read any more.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -26,7 +26,7 @@ class Signals:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._numbers:
-            # nohup ignores SIGHUP for what it starts, and is to have its way.
+            # nohup ignores SIGHUP for what it starts, which is respected.
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda *_: None)
         return self

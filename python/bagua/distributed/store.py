@@ -1,8 +1,8 @@
 """Serves the address book of elastic jobs: `python -m bagua.distributed.store --listen HOST:PORT`.
 
-Only who has the job's secret (BAGUA_JOB_SECRET) can read and write the book. Without a secret everybody can who reaches
-the server, and a token in the book admits to the job: then let it listen where only the job's hosts can connect. With
-BAGUA_TLS=1 its connections are encrypted.
+Only a process with the job's secret (BAGUA_JOB_SECRET) can read and write the book. Without a secret every process can
+that reaches the server, and a token in the book admits to the job: then let it listen where only the job's hosts can
+connect. With BAGUA_TLS=1 its connections are encrypted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     with Signals(signal.SIGINT, signal.SIGTERM) as signals:
         try:
-            server = engine.BookServer(host, port, chosen.secret, chosen.tls, given.keep)
+            server = engine.StoreServer(host, port, chosen.secret, chosen.tls, given.keep)
         except BaguaError as error:
             cause = error.__cause__
             why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error
@@ -62,7 +62,7 @@ def parse(address: str) -> tuple[str, int]:
     if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{address!r} is not HOST:PORT with a port from 0 to 65535")
     if ":" in host and not bracketed:
-        raise ValueError(f"{address!r}: an IPv6 address stands in brackets, as in [::1]:29400")
+        raise ValueError(f"{address!r}: an IPv6 address is written in brackets, as in [::1]:29400")
     return host[1:-1] if bracketed else host, int(port)
 
 

@@ -11,13 +11,6 @@ require("bagua.horovod")
 from bagua.errors import BaguaError as HorovodInternalError
 from bagua.handle import Handle
 
-from .absent import (
-    elastic,
-    join,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-)
 from .basics import (
     ccl_built,
     cross_rank,
@@ -44,17 +37,7 @@ from .compression import (
     Compression,
     Compressor,
 )
-from .functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from .handles import (
-    poll,
-    synchronize,
-)
-from .moves import (
+from .data_movement import (
     allgather,
     allgather_async,
     alltoall,
@@ -66,6 +49,16 @@ from .moves import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+)
+from .functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from .handles import (
+    poll,
+    synchronize,
 )
 from .optimizer import (
     DistributedOptimizer,
@@ -99,6 +92,13 @@ from .reductions import (
 )
 from .sync_batch_norm import (
     SyncBatchNorm,
+)
+from .unsupported import (
+    elastic,
+    join,
+    sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
 )
 
 __all__ = [

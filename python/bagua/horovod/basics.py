@@ -7,7 +7,7 @@ from typing import Any
 
 from bagua.torch_api import communication
 
-from . import job
+from . import global_state
 from .process_sets import ProcessSet, add_process_set
 
 
@@ -21,12 +21,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         raise NotImplementedError("hvd.init takes no comm: name the ranks of a part of the job by hvd.ProcessSet")
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets is a list of hvd.ProcessSet or "dynamic", not {process_sets!r}')
-    if job.is_begun():
+    if global_state.is_begun():
         return
     joined = not communication.is_initialized()
     if joined:
         communication.init_process_group()
-    job.begin(joined)
+    global_state.begin(joined)
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
             add_process_set(process_set)
@@ -34,43 +34,43 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 def shutdown() -> None:
     """Leaves the job if :func:`init` joined it. May be called twice."""
-    job.end()
+    global_state.end()
 
 
 def is_initialized() -> bool:
     """True between :func:`init` and :func:`shutdown`."""
-    return job.is_begun()
+    return global_state.is_begun()
 
 
 def rank() -> int:
     """This process's rank in the job. ValueError before :func:`init`, here and below."""
-    return job.world().rank()
+    return global_state.world().rank()
 
 
 def size() -> int:
     """The number of ranks in the job."""
-    return job.world().nranks()
+    return global_state.world().nranks()
 
 
 def local_rank() -> int:
     """This process's rank on its host."""
-    return job.world().group.local_rank
+    return global_state.world().group.local_rank
 
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    return job.world().group.local_world_size
+    return global_state.world().group.local_world_size
 
 
 def _across() -> list[int]:
     """The hosts that have a rank of this local rank."""
     local = local_rank()
-    return [number for number, host in enumerate(job.world().raw.hosts) if len(host) > local]
+    return [number for number, host in enumerate(global_state.world().raw.hosts) if len(host) > local]
 
 
 def cross_rank() -> int:
     """This host's place among those that have a rank of the same local rank."""
-    mine = next(number for number, host in enumerate(job.world().raw.hosts) if rank() in host)
+    mine = next(number for number, host in enumerate(global_state.world().raw.hosts) if rank() in host)
     return _across().index(mine)
 
 
@@ -81,7 +81,7 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Whether every host has as many ranks."""
-    return len({len(host) for host in job.world().raw.hosts}) == 1
+    return len({len(host) for host in global_state.world().raw.hosts}) == 1
 
 
 def _false() -> bool:

@@ -14,7 +14,7 @@ from bagua.torch_api import env
 from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 
-from .moves import allgather_async, broadcast_, digest, everybody
+from .data_movement import allgather_async, broadcast_, digest, everybody
 from .process_sets import ProcessSet, global_process_set
 
 
@@ -69,8 +69,8 @@ def broadcast_parameters(
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor in an optimizer's state."""
+class _TensorRef:
+    """Replaces a tensor in an optimizer's state."""
 
     #: Which of the tensors.
     number: int
@@ -81,11 +81,11 @@ class _Place:
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of nested dicts, lists and tuples with a :class:`_Place` for each tensor, which is appended."""
+    """A copy of nested dicts, lists and tuples with a :class:`_TensorRef` for each tensor, which is appended."""
     if isinstance(value, torch.Tensor):
         check_on_cpu(value, "a tensor of the optimizer's state")
         tensors.append(value.detach())
-        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype)
+        return _TensorRef(len(tensors) - 1, tuple(value.shape), value.dtype)
     if isinstance(value, dict):
         return {key: _without_tensors(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -95,7 +95,7 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _with_tensors(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     """The inverse of :func:`_without_tensors`."""
-    if isinstance(value, _Place):
+    if isinstance(value, _TensorRef):
         return tensors[value.number]
     if isinstance(value, dict):
         return {key: _with_tensors(item, tensors) for key, item in value.items()}
@@ -104,8 +104,8 @@ def _with_tensors(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     return value
 
 
-def _places(value: Any) -> Iterable[_Place]:
-    if isinstance(value, _Place):
+def _places(value: Any) -> Iterable[_TensorRef]:
+    if isinstance(value, _TensorRef):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:

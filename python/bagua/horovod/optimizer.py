@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from .compression import Compression
-from .exchange import Exchange
+from .gradient_reducer import GradientReducer
 from .process_sets import ProcessSet, global_process_set
 from .reductions import Average, ReduceOp, Reduction
 
@@ -21,65 +21,65 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 class _Distributed(torch.optim.Optimizer):
     """What DistributedOptimizer puts before the methods of the user's class."""
 
-    _bagua_exchange: Exchange
+    _bagua_reducer: GradientReducer
 
     def synchronize(self) -> None:
         """Waits until the gradients of this step are reduced, and puts them into ``.grad``. Collective.
 
         For what reads gradients before :meth:`step`, such as clipping; step() follows in :meth:`skip_synchronize`.
         """
-        self._bagua_exchange.synchronize()
+        self._bagua_reducer.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, :meth:`step` does not reduce gradients: :meth:`synchronize` has done so."""
-        exchange = self._bagua_exchange
-        before, exchange.step_synchronizes = exchange.step_synchronizes, False
+        reducer = self._bagua_reducer
+        before, reducer.step_synchronizes = reducer.step_synchronizes, False
         try:
             yield
         finally:
-            exchange.step_synchronizes = before
+            reducer.step_synchronizes = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes each step has, from the next step on. ValueError below 1."""
-        self._bagua_exchange.set_passes(passes)
+        self._bagua_reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The step of the user's class, with reduced gradients. Those of a closure are reduced after each call."""
-        exchange = self._bagua_exchange
+        reducer = self._bagua_reducer
         if closure is not None:
             inner = closure
 
             def closure() -> Any:
                 loss = inner()
-                exchange.synchronize()
+                reducer.synchronize()
                 return loss
 
-        elif exchange.step_synchronizes:
-            if exchange.synchronized:
+        elif reducer.step_synchronizes:
+            if reducer.synchronized:
                 warnings.warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients again: call it in "
                     "`with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
-            exchange.synchronize()
-        exchange.synchronized = False
+            reducer.synchronize()
+        reducer.synchronized = False
         result = super().step(closure)
-        exchange.synchronized = False
+        reducer.synchronized = False
         return result
 
     # torch wraps step() of a class that lacks this to call its hooks; the step inside this one calls them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's. AssertionError between a backward and its step, where gradients are on their way."""
-        self._bagua_exchange.forget()
+        """As torch's. AssertionError between a backward and its step, where gradients are being reduced."""
+        self._bagua_reducer.forget()
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the gradients of the new parameters are reduced too."""
         super().add_param_group(param_group)
-        self._bagua_exchange.watch(self.param_groups)
+        self._bagua_reducer.watch(self.param_groups)
 
 
 def DistributedOptimizer(
@@ -123,15 +123,15 @@ def DistributedOptimizer(
         raise ValueError("num_groups is the older form of groups: give one of them")
     factor = float(gradient_predivide_factor)
     how = Reduction(op, 1.0 / factor, factor, compression, process_set)
-    exchange = Exchange(how, backward_passes_per_step, groups if groups is not None else num_groups or None)
-    exchange.sparse_as_dense = sparse_as_dense
+    reducer = GradientReducer(how, backward_passes_per_step, groups if groups is not None else num_groups or None)
+    reducer.sparse_as_dense = sparse_as_dense
     if named_parameters is not None:
-        exchange.name(named_parameters, optimizer.param_groups)
-    exchange.watch(optimizer.param_groups)
+        reducer.name(named_parameters, optimizer.param_groups)
+    reducer.watch(optimizer.param_groups)
     cls: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     made: Optimizer = cls.__new__(cls)
     # A scheduler's wrapper of the other object's step stays there.
     made.__dict__.update((key, value) for key, value in optimizer.__dict__.items() if key != "step")
-    made._bagua_exchange = exchange  # type: ignore[attr-defined]
-    weakref.finalize(made, exchange.close)
+    made._bagua_reducer = reducer  # type: ignore[attr-defined]
+    weakref.finalize(made, reducer.close)
     return made

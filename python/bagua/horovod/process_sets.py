@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from bagua.torch_api import communication
 from bagua.torch_api.process_group import Communicator, ProcessGroup
 
-from . import job
+from . import global_state
 
 
 class ProcessSet:
@@ -37,7 +37,7 @@ class ProcessSet:
 
     def _registered(self) -> ProcessGroup:
         number = self.process_set_id
-        if number is None or self._group is None or job.current().process_sets.get(number) is not self:
+        if number is None or self._group is None or global_state.current().process_sets.get(number) is not self:
             raise ValueError(f"{self} is not registered: call hvd.add_process_set, on all ranks")
         return self._group
 
@@ -47,7 +47,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this process is one of its ranks. ValueError while it is not registered."""
-        return job.world().rank() in self.group().ranks
+        return global_state.world().rank() in self.group().ranks
 
     def size(self) -> int:
         """The number of its ranks. ValueError while it is not registered."""
@@ -58,10 +58,12 @@ class ProcessSet:
         return self.communicator().rank()
 
     def communicator(self) -> Communicator:
-        """Whom its operations go to. ValueError on a process outside it."""
+        """The communicator of its ranks. ValueError on a process outside it."""
         found = self.group().get_global_communicator()
         if not isinstance(found, Communicator):
-            raise ValueError(f"rank {job.world().rank()} is not in {self}, and cannot take part in its operations")
+            raise ValueError(
+                f"rank {global_state.world().rank()} is not in {self}, and cannot take part in its operations"
+            )
         return found
 
     def root(self, rank: int) -> int:
@@ -86,16 +88,16 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> list[int]:
         """All ranks of the job."""
-        return list(range(job.world().nranks()))
+        return list(range(global_state.world().nranks()))
 
     def group(self) -> ProcessGroup:
         """The default process group."""
-        job.current()
+        global_state.current()
         return communication.to_bagua_process_group(None)
 
     def communicator(self) -> Communicator:
         """The communicator of all ranks."""
-        return job.world()
+        return global_state.world()
 
     def __repr__(self) -> str:
         return "ProcessSet(all ranks)"
@@ -111,7 +113,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ValueError for a set that is registered already, also by other ranks in the same set, or ranks outside the job.
     """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    current, size = job.current(), job.world().nranks()
+    current, size = global_state.current(), global_state.world().nranks()
     if found is global_process_set or any(found.ranks == other.ranks for other in current.process_sets.values()):
         raise ValueError(f"there is a process set of the ranks {found.ranks} already")
     outside = [rank for rank in found.ranks if not 0 <= rank < size]
@@ -127,8 +129,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Ends a process set. False for one that is not registered, and for the global one."""
     number = process_set.process_set_id
-    if number is None or job.current().process_sets.get(number) is not process_set:
+    if number is None or global_state.current().process_sets.get(number) is not process_set:
         return False
-    del job.current().process_sets[number]
+    del global_state.current().process_sets[number]
     process_set.process_set_id = process_set._group = None
     return True

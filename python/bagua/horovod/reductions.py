@@ -20,8 +20,8 @@ from bagua.torch_api.process_group.reduce_op import check_op
 from bagua.torch_operand import Adapter
 
 from .compression import Compression, check_compression
+from .data_movement import allgather
 from .handles import together
-from .moves import allgather
 from .process_sets import ProcessSet, global_process_set
 
 

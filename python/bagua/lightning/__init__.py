@@ -18,7 +18,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .under_lightning import BaguaEnvironment, BaguaStrategy, CommunicationMonitor, FabricBaguaStrategy
+    from .lightning_classes import BaguaEnvironment, BaguaStrategy, CommunicationMonitor, FabricBaguaStrategy
 
 __all__ = ["BaguaEnvironment", "BaguaStrategy", "CommunicationMonitor", "FabricBaguaStrategy", "strategies"]
 
@@ -44,7 +44,7 @@ def _installed() -> list[str]:
 def _classes(namespace: str) -> Any:
     if namespace not in _installed():
         raise ImportError(f'{namespace} is not installed: pip install "bagua[lightning]"')
-    return importlib.import_module(f"{__name__}.under_{namespace}")
+    return importlib.import_module(f"{__name__}.{namespace}_classes")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import choice, world, wrapping
-from .common import CommonMethods
+from . import algorithm_options, ddp_wrapper, process_group
+from .strategy_base import CommonMethods
 
 __all__ = ["FabricStrategyMethods"]
 
 
 class _SyncControl:
-    """Fabric's way to ask for a backward that communicates nothing."""
+    """Fabric's interface for a backward that communicates nothing."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
         """Inside, gradients only accumulate, if ``enabled``. TypeError for a module that was not set up."""
         if not enabled:
             return contextlib.nullcontext()
-        if not wrapping.is_wrapped(module):
+        if not ddp_wrapper.is_wrapped(module):
             raise TypeError(
                 f"no_backward_sync needs a module that FabricBaguaStrategy has set up, not a {type(module).__name__}"
             )
@@ -80,9 +80,9 @@ class FabricStrategyMethods(CommonMethods):
     def _setup_distributed(self) -> None:
         self._prepare_to_join(self.root_device)
         self._set_world_ranks()
-        world.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
+        process_group.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
         super()._setup_distributed()
-        world.join()
+        process_group.join()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As ``BaguaStrategy.reduce``."""
@@ -91,7 +91,7 @@ class FabricStrategyMethods(CommonMethods):
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wraps a model alone. RuntimeError where the algorithm acts on the steps of its optimizers."""
-        if choice.needs_optimizers(self._algorithm, self._bagua_kwargs):
+        if algorithm_options.needs_optimizers(self._algorithm, self._bagua_kwargs):
             raise RuntimeError(self._err_msg_joint_setup_required())
         wrapped: torch.nn.Module = self._wrapped(module, [])
         return wrapped
@@ -104,23 +104,23 @@ class FabricStrategyMethods(CommonMethods):
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """The state of the model, without the wrapper's prefix."""
-        state: dict[str, Any] = super().get_module_state_dict(wrapping.inner(module))
+        state: dict[str, Any] = super().get_module_state_dict(ddp_wrapper.inner(module))
         return state
 
     def load_module_state_dict(
         self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
         """Loads a state without the wrapper's prefix."""
-        super().load_module_state_dict(module=wrapping.inner(module), state_dict=state_dict, strict=strict)
+        super().load_module_state_dict(module=ddp_wrapper.inner(module), state_dict=state_dict, strict=strict)
 
     @contextlib.contextmanager
     def paused(self, module: torch.nn.Module) -> Iterator[None]:
         """Inside, this rank takes no part in the rounds of ``async``; nothing with other algorithms.
 
-        Fabric tells nobody when a training ends or evaluates: ``with fabric.strategy.paused(model)``.
+        Fabric has no hook for the end of a training or an evaluation: ``with fabric.strategy.paused(model)``.
         """
         wrapped: Any = getattr(module, "_forward_module", module)
-        algorithm: Any = wrapped.bagua_algorithm if wrapping.is_wrapped(wrapped) else None
+        algorithm: Any = wrapped.bagua_algorithm if ddp_wrapper.is_wrapped(wrapped) else None
         if not hasattr(algorithm, "synchronize"):
             yield
             return

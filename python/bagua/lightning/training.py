@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from . import world, wrapping
-from .common import CommonMethods
+from . import ddp_wrapper, process_group
+from .strategy_base import CommonMethods
 
 __all__ = ["StrategyMethods"]
 
@@ -75,9 +75,9 @@ class StrategyMethods(CommonMethods):
         """Joins the other ranks, and makes their group Bagua's."""
         self._prepare_to_join(self.root_device)
         self.set_world_ranks()
-        world.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
+        process_group.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
         super().setup_distributed()
-        world.join()
+        process_group.join()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over all ranks, in place, and returns it; anything but a tensor is returned as it is.
@@ -104,12 +104,12 @@ class StrategyMethods(CommonMethods):
     def pre_backward(self, closure_loss: Any) -> None:
         """With manual optimization a backward runs inside the forward, and no_sync may differ between two of them."""
         super().pre_backward(closure_loss)
-        if wrapping.is_wrapped(self.model) and not self.lightning_module.automatic_optimization:
+        if ddp_wrapper.is_wrapped(self.model) and not self.lightning_module.automatic_optimization:
             self.model.bagua_ddp.decide_now()
 
     def _unwrap(self) -> None:
-        if wrapping.is_wrapped(self.model):
-            wrapping.unwrap(self.model)
+        if ddp_wrapper.is_wrapped(self.model):
+            ddp_wrapper.unwrap(self.model)
             self.model = self.lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class StrategyMethods(CommonMethods):
 
     def _averager(self) -> Any:
         """The algorithm at work if it changes the weights at times of its own."""
-        if not wrapping.is_wrapped(self.model):
+        if not ddp_wrapper.is_wrapped(self.model):
             return None
         algorithm = self.model.bagua_algorithm
         return algorithm if hasattr(algorithm, "synchronize") else None
@@ -152,7 +152,7 @@ class StrategyMethods(CommonMethods):
         """Ends the other ranks' training too."""
         super().on_exception(exception)
         self._failed = True
-        world.fail(exception)
+        process_group.fail(exception)
 
     def teardown(self) -> None:
         """Gives the LightningModule back as it was, without hooks. Nothing before a model is connected.
@@ -165,7 +165,7 @@ class StrategyMethods(CommonMethods):
         super().teardown()
         if self._failed:
             self._failed = False
-            world.leave()
+            process_group.leave()
 
 
 def _copy(value: Any) -> Any:

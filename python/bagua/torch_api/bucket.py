@@ -12,7 +12,7 @@ from bagua import engine, shared_memory
 from bagua.codecs import Compression, raw_codec
 
 from . import devices
-from .places import FlatMemory, Place
+from .bucket_memory import BucketSlice, FlatMemory
 from .process_group import Communicator, ProcessGroup, dtype_code
 from .process_group.state import group_state
 from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
@@ -20,8 +20,8 @@ from .utils import check_contiguous
 
 
 def _flat_memory(count: int, like: torch.Tensor, name: str) -> tuple[torch.Tensor, object]:
-    """Zeros of the dtype of ``like``, at its place, and who owns their memory: an arena where there is a default group
-    of several ranks, private memory otherwise; of zeros on a device the zeros themselves. Local.
+    """Zeros of the dtype of ``like``, on its device, and the owner of their memory: an arena where there is a default
+    group of several ranks, private memory otherwise; of zeros on a device the zeros themselves. Local.
     """
     if like.device.type != "cpu" or count == 0:
         flat = torch.zeros(count, dtype=like.dtype, device=like.device)
@@ -53,7 +53,7 @@ class DecentralizedSynchronousOp:
 class AsyncModelAverageOp:
     """What :meth:`BaguaBucket.append_asynchronous_model_average_op` returns.
 
-    The lock is held by whoever uses or changes the weights; the same thread may lock again.
+    A thread holds the lock while it uses or changes the weights; the same thread may lock again.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class BaguaBucket:
         self.bagua_module_name = registration(self.tensors[0]).module_name
         # When the bucket is flattened: its memory, and where in it each tensor belongs, padding included.
         self.memory: FlatMemory | None = None
-        self.places: list[Place] = []
+        self.places: list[BucketSlice] = []
         self.padding_tensor: torch.Tensor | None = None
         # What encoding lost of each element, padding left out: float32, with error feedback only.
         self.error: torch.Tensor | None = None
@@ -147,15 +147,15 @@ class BaguaBucket:
         # Tensors of the operations, by name.
         self._extra: dict[str, torch.Tensor] = {}
         self._built_for = group
-        # Whom the operations were appended for; None: whoever the model communicates with.
+        # The group that the operations were appended for; None: that of the model.
         self._group: ProcessGroup | None = None
         self._check()
         self._pad()
         if flatten:
             self._flatten()
         self.flatten = flatten
-        # What the core was told of: the bucket's own memory; unless it is flattened the tensors', which the core uses
-        # where no later address replaces it.
+        # The memory that is registered with the core: the bucket's own; unless it is flattened the tensors', which the
+        # core uses where no later address replaces it.
         self._registered = [place.own for place in self.places] or [values.detach() for values in self._effective()]
         #: The CUDA device of its tensors; None for the host.
         self.device = devices.device_of(self._registered[0])
@@ -220,7 +220,7 @@ class BaguaBucket:
         self.memory = FlatMemory(flat)
         offset = 0
         for part in parts:
-            place = Place(self.memory, part, offset)
+            place = BucketSlice(self.memory, part, offset)
             part.data = place.tensor()
             self.places.append(place)
             offset += part.numel()
@@ -338,7 +338,7 @@ class BaguaBucket:
         average: bool = True,
         group: ProcessGroup | None = None,
     ) -> BaguaBucket:
-        """Sums or averages the tensors over all ranks, through the codec or without it: the ranks time both ways in the
+        """Sums or averages the tensors over all ranks, through the codec or without it: the ranks time both in the
         first 10 communications of every 1,000, and keep the faster. ``backend_bucket.choice()`` is the codec, or "".
         NotImplementedError for tensors on a device, whose work this thread does not wait for.
         """
@@ -384,7 +384,7 @@ class BaguaBucket:
 
         ``weight`` is what both neighbours know of this member, ``left_peer_weight`` and ``right_peer_weight`` what it
         knows of them: each of the bucket's dtype and number of elements, else ValueError, and initially the values that
-        the member it stands for begins with. ``hierarchical``: the members are hosts, with the means of their ranks.
+        the member it is a copy of begins with. ``hierarchical``: the members are hosts, with the means of their ranks.
         """
         codec = raw_codec(compression)
         if codec is None:

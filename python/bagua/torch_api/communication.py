@@ -21,11 +21,11 @@ from bagua.lifecycle import forget_groups, process
 
 from . import env
 from .membership import elastic as elastic_job
-from .membership import torch_end, torch_group
+from .membership import torch_destroy, torch_init
 from .membership.environment_store import environment_store
 from .membership.store_client import StoreClient
-from .model_engine import backend
-from .model_engine.backend import Backend
+from .model_engine import bucket_engine
+from .model_engine.bucket_engine import BucketEngine
 from .process_group import (
     NON_COMM_MEMBER,
     AnyCommunicator,
@@ -210,18 +210,18 @@ def empty(
     return world.empty(shape, dtype)
 
 
-def get_backend(model_name: str, group: ProcessGroup | None = None) -> Backend:
+def get_backend(model_name: str, group: ProcessGroup | None = None) -> BucketEngine:
     """The backend of a model by its name; a new one on ``group`` (the default group) when there is none yet.
 
     Collective among the ranks of the group when it is new, in the same order on all of them; else local. ValueError
     when there is one on another group.
     """
-    found = backend.find(model_name)
+    found = bucket_engine.find(model_name)
     if found is not None and group is not None and found.group.ranks != group.ranks:
         raise ValueError(f"the backend of {model_name!r} communicates with {found.group}, not with {group}")
     if found is None:
-        found = Backend(model_name, group or _get_default_group())
-        backend.adopt(found)
+        found = BucketEngine(model_name, group or _get_default_group())
+        bucket_engine.adopt(found)
     return found
 
 
@@ -491,8 +491,8 @@ def init_process_group(
     if local_world_size >= 0:
         local_rank, local_size = rank % max(local_world_size, 1), local_world_size
     else:
-        told = launcher.found()
-        local_rank, local_size = told.local_rank, told.local_world_size
+        found = launcher.found()
+        local_rank, local_size = found.local_rank, found.local_world_size
     if local_size is not None and not 0 <= (local_rank or 0) < local_size:
         raise ValueError(f"local rank {local_rank or 0} is not one of {local_size} ranks on this host")
     metrics.check()
@@ -516,9 +516,9 @@ def init_process_group(
         try:
             # A prefix of its own for each group: torch uses the same keys for every group.
             prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
-            torch_group.begin(StoreClient(prefixed, client.connection), _world().group)
+            torch_init.begin(StoreClient(prefixed, client.connection), _world().group)
         except BaseException as failure:
-            cause = torch_group.cause_of_failure(_world().group) if isinstance(failure, Exception) else None
+            cause = torch_init.cause_of_failure(_world().group) if isinstance(failure, Exception) else None
             neutral.shutdown()
             if cause is not None:
                 raise cause from failure
@@ -536,7 +536,7 @@ def end_torch() -> None:
     if _state.initialised_torch_distributed:
         _state.initialised_torch_distributed = False
         if dist.is_initialized():
-            torch_end.destroy()
+            torch_destroy.destroy()
 
 
 def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:
@@ -587,7 +587,7 @@ def _master() -> tuple[str, int] | None:
 
 def _leave() -> None:
     """The shutdown hook of this layer, called before the group leaves."""
-    backend.shut_down_all()
+    bucket_engine.shut_down_all()
     forget_groups()
     end_torch()
 

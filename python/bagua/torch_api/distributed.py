@@ -17,9 +17,9 @@ from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
 from .membership.state import membership_state
-from .model_engine import patched
+from .model_engine import bagua_ddp
+from .model_engine.bagua_ddp import BaguaDistributedDataParallel
 from .model_engine.engine import ModelEngine, name_of
-from .model_engine.patched import BaguaDistributedDataParallel
 from .model_engine.state import model_state
 from .process_group import ProcessGroup
 
@@ -75,7 +75,7 @@ def with_bagua(
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Makes a model train alone again. Nothing happens to one that does already."""
-    patched.unwrap(module)
+    bagua_ddp.unwrap(module)
     return module
 
 
@@ -134,7 +134,7 @@ class BaguaModule:
 def _end_all() -> None:
     """Ends what communicates for every model."""
     for module in list(_wrapped):
-        patched.end_with_group(module)
+        bagua_ddp.end_with_group(module)
     model_state.wrapped_count = 0
     membership_state.rebuilding = None
 

@@ -85,7 +85,7 @@ def get_autotune_server_wait_time() -> int:
 
 
 def find_free_network_port() -> int:
-    """A port that was free a moment ago. Somebody else may take it first: where that matters, bind port 0 yourself."""
+    """A port that was free a moment ago. Another process may take it first: where that matters, bind port 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

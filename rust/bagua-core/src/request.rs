@@ -66,7 +66,7 @@ pub enum Verb<'a> {
     /// Every rank gets the combination of all, of which only records of a codec travel. In place. Works with [`Extra::error`], and on a
     /// device that has the codec encodes there.
     CompressedAllReduce(Compression<'a>),
-    /// The mean of this rank's N bytes and those of its peers, in rank order, divided once. In place: N. Split: N and N. On the host.
+    /// The mean of this rank's N bytes and those of its peers, in rank order, divided once. In place: N. Split: N and N.
     NeighborAverage {
         /// Whose are averaged; not [`PeerSelection::All`], which is an all_reduce.
         peers: PeerSelection,

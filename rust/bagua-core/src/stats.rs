@@ -1,9 +1,12 @@
 //! Counters per kind of operation, cheap enough to be always on.
 
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::types::Kind;
+use crate::wait::lock;
 
 /// Counters of one kind of operation. Bytes and nanoseconds are totals since the group was built.
 #[derive(Debug, Default)]
@@ -28,6 +31,14 @@ pub struct OpStats {
     pub encode_ns: AtomicU64,
     /// Records that this rank encoded as NaN, because what they say of is not finite.
     pub nonfinite_records: AtomicU64,
+    /// More of them, counted elsewhere.
+    more_nonfinite: Mutex<Vec<Arc<dyn Counter>>>,
+}
+
+/// A number that something else counts, such as a device.
+pub trait Counter: Send + Sync + Debug {
+    /// So far.
+    fn value(&self) -> u64;
 }
 
 /// The values of an [`OpStats`] at one time.
@@ -62,6 +73,11 @@ impl OpStats {
         self.encode_ns.fetch_add(nanos(time), Relaxed);
     }
 
+    /// Records that are not finite are from now on also those that `counter` counts.
+    pub fn also_nonfinite(&self, counter: Arc<dyn Counter>) {
+        lock(&self.more_nonfinite).push(counter);
+    }
+
     /// The current values.
     pub fn snapshot(&self) -> OpSnapshot {
         let seconds = |counter: &AtomicU64| counter.load(Relaxed) as f64 * 1e-9;
@@ -75,7 +91,8 @@ impl OpStats {
             wait_s: seconds(&self.wait_ns),
             reduce_s: seconds(&self.reduce_ns),
             encode_s: seconds(&self.encode_ns),
-            nonfinite_records: self.nonfinite_records.load(Relaxed),
+            nonfinite_records: self.nonfinite_records.load(Relaxed)
+                + lock(&self.more_nonfinite).iter().map(|counter| counter.value()).sum::<u64>(),
         }
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bagua_core::average::{Averager, Elastic, Model, Settings, State};
 use bagua_core::codec::{self, Codec};
 use bagua_core::error::Error;
-use bagua_core::group::{Door, Group, Lane};
+use bagua_core::group::{Group, JoinServer, Lane};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::Deadline;
@@ -447,18 +447,18 @@ fn ranks_that_leave_at_any_moment_of_a_round_keep_the_sum_of_those_that_stay() {
 
 const DIGEST: [u8; 32] = [3; 32];
 
-/// The doors of a job, each of which has heard of the others.
-fn doors(size: usize) -> Vec<Arc<Door>> {
-    let doors: Vec<Arc<Door>> =
-        (0..size).map(|rank| Arc::new(Door::open(config(rank, size), b"token").unwrap())).collect();
-    introduce(&doors);
-    doors
+/// The join servers of a job, each of which knows the others.
+fn servers(size: usize) -> Vec<Arc<JoinServer>> {
+    let servers: Vec<Arc<JoinServer>> =
+        (0..size).map(|rank| Arc::new(JoinServer::open(config(rank, size), b"token").unwrap())).collect();
+    introduce(&servers);
+    servers
 }
 
-fn introduce(doors: &[Arc<Door>]) {
-    for door in doors {
-        doors.iter().for_each(|other| door.note_door(other.rank(), other.address()));
-        door.enter_job();
+fn introduce(servers: &[Arc<JoinServer>]) {
+    for server in servers {
+        servers.iter().for_each(|other| server.note_server(other.rank(), other.address()));
+        server.enter_job();
     }
 }
 
@@ -472,8 +472,8 @@ fn model(rank: usize, lock: &Arc<WeightLock>, first: f32) -> (Model, *mut f32, *
     (Model { weights: vec![at(weights, 100)], buffers: vec![at(buffer, 3)] }, weights, buffer)
 }
 
-fn settings(door: &Arc<Door>, digest: [u8; 32]) -> Settings {
-    let elastic = Some(Elastic { door: Arc::clone(door), digest });
+fn settings(server: &Arc<JoinServer>, digest: [u8; 32]) -> Settings {
+    let elastic = Some(Elastic { server: Arc::clone(server), digest });
     Settings { elastic, ..plain() }
 }
 
@@ -484,22 +484,22 @@ fn value(lock: &Arc<WeightLock>, memory: *const f32) -> f32 {
 }
 
 #[test]
-fn a_process_comes_in_through_a_door_with_the_average_of_the_others() {
-    let (size, doors) = (3, doors(3));
+fn a_process_joins_through_any_server_with_the_average_of_the_others() {
+    let (size, servers) = (3, servers(3));
     let barrier = Barrier::new(size);
     std::thread::scope(|scope| {
-        let (doors, barrier) = (&doors, &barrier);
+        let (servers, barrier) = (&servers, &barrier);
         for (rank, group) in world(size).into_iter().enumerate() {
             scope.spawn(move || {
                 let mut lane = group.lane().unwrap();
                 let lock = WeightLock::new();
                 let (all, weights, _) = model(rank, &lock, 3.0 * rank as f32);
-                let averager = Averager::start(&group, &mut lane, all, settings(&doors[rank], DIGEST)).unwrap();
+                let averager = Averager::start(&group, &mut lane, all, settings(&servers[rank], DIGEST)).unwrap();
                 averager.set_forwards(100 + rank as u64);
                 until("a round of three", || averager.stats().rounds > 2);
                 barrier.wait();
                 if rank != 1 {
-                    until("the newcomer is in", || {
+                    until("the rank has joined", || {
                         let stats = averager.stats();
                         assert!(averager.check().is_ok());
                         stats.view > 2 && stats.ranks == [0, 1, 2]
@@ -511,14 +511,14 @@ fn a_process_comes_in_through_a_door_with_the_average_of_the_others() {
                 averager.stop(LONG);
                 drop(averager);
                 until("the others go on", || {
-                    doors[1].ask(0, doors[0].address(), LONG).is_ok_and(|answer| answer.in_job)
+                    servers[1].status(0, servers[0].address(), LONG).is_ok_and(|status| status.in_job)
                 });
                 // Another model is refused, and the rounds go on.
                 let (other, ..) = model(1, &lock, 500.0);
-                let refused = Averager::join(other, settings(&doors[1], [4; 32]), &Deadline::after(LONG));
+                let refused = Averager::join(other, settings(&servers[1], [4; 32]), &Deadline::after(LONG));
                 assert!(matches!(refused, Err(Error::Mismatch(text)) if text.contains("differs")));
                 let (other, joined, buffer) = model(1, &lock, 500.0);
-                let averager = Averager::join(other, settings(&doors[1], DIGEST), &Deadline::after(LONG)).unwrap();
+                let averager = Averager::join(other, settings(&servers[1], DIGEST), &Deadline::after(LONG)).unwrap();
                 assert_eq!(averager.wait_joined(LONG), Waited::Done(Ok(())));
                 // The average of all three, from before; its own 500 did not count.
                 assert_eq!(value(&lock, joined), 3.0);
@@ -535,19 +535,19 @@ fn a_process_comes_in_through_a_door_with_the_average_of_the_others() {
 
 #[test]
 fn a_rank_that_takes_part_is_not_let_in_twice() {
-    let (size, doors) = (2, doors(2));
+    let (size, servers) = (2, servers(2));
     let barrier = Barrier::new(size);
     std::thread::scope(|scope| {
-        let (doors, barrier) = (&doors, &barrier);
+        let (servers, barrier) = (&servers, &barrier);
         for (rank, group) in world(size).into_iter().enumerate() {
             scope.spawn(move || {
                 let mut lane = group.lane().unwrap();
                 let lock = WeightLock::new();
                 let (all, ..) = model(rank, &lock, 1.0);
-                let averager = Averager::start(&group, &mut lane, all, settings(&doors[rank], DIGEST)).unwrap();
+                let averager = Averager::start(&group, &mut lane, all, settings(&servers[rank], DIGEST)).unwrap();
                 if rank == 1 {
-                    let second = Arc::new(Door::open(config(1, size), b"token").unwrap());
-                    second.note_door(0, doors[0].address());
+                    let second = Arc::new(JoinServer::open(config(1, size), b"token").unwrap());
+                    second.note_server(0, servers[0].address());
                     let (all, ..) = model(1, &lock, 1.0);
                     let refused = Averager::join(all, settings(&second, DIGEST), &Deadline::after(LONG));
                     assert!(matches!(refused, Err(Error::Mismatch(text)) if text.contains("takes part already")));
@@ -562,20 +562,20 @@ fn a_rank_that_takes_part_is_not_let_in_twice() {
 }
 
 #[test]
-fn a_door_opens_to_the_secret_the_token_and_the_right_rank_only() {
-    let doors = doors(2);
-    let at = doors[0].address();
-    assert!(doors[1].ask(0, at, LONG).unwrap().in_job);
+fn a_join_server_accepts_the_secret_the_token_and_the_right_rank_only() {
+    let servers = servers(2);
+    let at = servers[0].address();
+    assert!(servers[1].status(0, at, LONG).unwrap().in_job);
     let stranger = |adjust: fn(&mut bagua_core::group::Config), token: &[u8]| {
         let mut config = config(1, 2);
         adjust(&mut config);
-        Door::open(config, token).unwrap().ask(0, at, LONG)
+        JoinServer::open(config, token).unwrap().status(0, at, LONG)
     };
     assert!(stranger(|config| config.secret = b"other".to_vec(), b"token").is_err());
     assert!(stranger(|_| (), b"another token").is_err());
     assert!(stranger(|config| config.world_size = 3, b"token").is_err());
-    assert!(doors[1].ask(1, at, LONG).is_err(), "it is rank 0's door");
-    until("four are counted", || doors[0].refused() == 4);
+    assert!(servers[1].status(1, at, LONG).is_err(), "it is rank 0's server");
+    until("four are counted", || servers[0].refused() == 4);
     // Garbage, and a connection that says nothing and closes.
     for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4000], b""] {
         use std::io::Write;
@@ -583,6 +583,6 @@ fn a_door_opens_to_the_secret_the_token_and_the_right_rank_only() {
         stream.write_all(bytes).unwrap();
         drop(stream);
     }
-    until("all are counted", || doors[0].refused() == 7);
-    assert!(doors[1].ask(0, at, LONG).is_ok());
+    until("all are counted", || servers[0].refused() == 7);
+    assert!(servers[1].status(0, at, LONG).is_ok());
 }

@@ -20,7 +20,7 @@ use bagua_core::collective::{
     Collective, CollectiveFactory, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
 };
 use bagua_core::error::Result;
-use bagua_core::group::{Bootstrap, Config, Door, TransportChoice};
+use bagua_core::group::{Bootstrap, Config, JoinServer, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::{DType, ReduceOp};
 use bagua_core::wait::{Deadline, Waited};
@@ -37,8 +37,8 @@ const LONG: Duration = Duration::from_secs(30);
 /// The label of the exchange with which a round begins.
 const STATUS: &str = "status";
 
-/// What a newcomer has before it comes in, which must not count.
-const OF_NEWCOMER: f64 = -7000.0;
+/// What a joining rank has before it joins, which must not count.
+const OF_JOINER: f64 = -7000.0;
 
 /// What the collective of a process does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ struct Part {
     how: How,
     /// The step, counted from the beginning of the first round, and what happens at it.
     fate: Option<(usize, Fate)>,
-    /// The process comes in through a door.
+    /// The process joins later.
     joins: bool,
 }
 
@@ -270,22 +270,22 @@ impl Rank {
         if part.how != How::Shm {
             config.transport = TransportChoice::Tcp;
         }
-        let door = Arc::new(Door::open(config.clone(), b"token").unwrap());
-        println!("\nDOOR {}", door.address());
+        let server = Arc::new(JoinServer::open(config.clone(), b"token").unwrap());
+        println!("\nDOOR {}", server.address());
         let bootstrap = (!part.joins).then(|| Bootstrap::bind(config).unwrap());
         println!("\nADDRESS {}", hex(bootstrap.as_ref().map_or(b"", |bootstrap| bootstrap.address())));
-        let doors: Vec<SocketAddr> = numbers(&lines.next().unwrap());
-        doors.iter().enumerate().for_each(|(other, at)| door.note_door(other, *at));
-        door.enter_job();
+        let servers: Vec<SocketAddr> = numbers(&lines.next().unwrap());
+        servers.iter().enumerate().for_each(|(other, at)| server.note_server(other, *at));
+        server.enter_job();
         let addresses: Vec<Vec<u8>> = lines.next().unwrap().split(' ').map(unhex).collect();
 
         let lock = WeightLock::new();
-        let first = if part.joins { OF_NEWCOMER } else { initial(rank) };
+        let first = if part.joins { OF_JOINER } else { initial(rank) };
         let weights = vec![first; Rank::COUNT].leak().as_mut_ptr();
         // SAFETY: leaked, and used under the lock only.
         let memory = unsafe { Weights::new(weights.cast(), Rank::COUNT, DType::F64, Arc::clone(&lock)) }.unwrap();
         let model = Model { weights: vec![memory], buffers: vec![] };
-        let elastic = Some(Elastic { door, digest: [3; 32] });
+        let elastic = Some(Elastic { server, digest: [3; 32] });
         let settings =
             Settings { name: "model".to_owned(), interval: INTERVAL, codec: None, elastic, takes_part: true };
         let averager = match bootstrap {
@@ -360,7 +360,7 @@ struct Job {
     /// By rank; `None` for a dead one.
     ranks: Vec<Option<Process>>,
     /// By rank.
-    doors: Vec<String>,
+    servers: Vec<String>,
 }
 
 impl Job {
@@ -371,10 +371,10 @@ impl Job {
             let fate = fates.iter().find(|(who, ..)| *who == rank).map(|(_, step, fate)| (*step, *fate));
             process.write(&Part { how, fate, joins: false }.line());
         }
-        let doors: Vec<String> = ranks.iter_mut().map(|process| process.read_after("DOOR ")).collect();
+        let servers: Vec<String> = ranks.iter_mut().map(|process| process.read_after("SERVER ")).collect();
         let addresses: Vec<Vec<u8>> = ranks.iter_mut().map(Process::address).collect();
         for process in &mut ranks {
-            process.write(&doors.join(" "));
+            process.write(&servers.join(" "));
             process.connect(&addresses);
         }
         for process in &mut ranks {
@@ -383,7 +383,7 @@ impl Job {
         for process in &mut ranks {
             process.write("go");
         }
-        Job { how, ranks: ranks.into_iter().map(Some).collect(), doors }
+        Job { how, ranks: ranks.into_iter().map(Some).collect(), servers }
     }
 
     /// The ranks that live.
@@ -429,8 +429,8 @@ impl Job {
     fn comes_back(&mut self, rank: usize) {
         let mut process = Process::start(ENTRY, rank, self.ranks.len(), HEARTBEAT);
         process.write(&Part { how: self.how, fate: None, joins: true }.line());
-        self.doors[rank] = process.read_after("DOOR ");
-        process.write(&self.doors.join(" "));
+        self.servers[rank] = process.read_after("SERVER ");
+        process.write(&self.servers.join(" "));
         process.connect(&[]);
         process.read_after("CONNECTED");
         self.ranks[rank] = Some(process);

@@ -1,4 +1,4 @@
-//! Openings of connections that were recorded on the line and are played back to the door of a running elastic job: none comes in, all are
+//! Openings of connections that were recorded on the line and are played back to the join server of a running elastic job: none joins, all are
 //! counted, and rounds go on.
 
 mod group_world;
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bagua_core::average::{Averager, Elastic, Model, Settings};
-use bagua_core::group::{Bootstrap, Config, Door, Group, Lane, TransportChoice};
+use bagua_core::group::{Bootstrap, Config, Group, JoinServer, Lane, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::{Deadline, Waited};
@@ -71,7 +71,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, keep: impl Fn(&[u8])) {
 /// One rank of the job.
 struct Rank {
     averager: Averager,
-    door: Arc<Door>,
+    server: Arc<JoinServer>,
     _lane: Option<Lane>,
     _group: Option<Group>,
 }
@@ -83,25 +83,26 @@ fn model() -> Model {
     Model { weights: vec![weights], buffers: vec![] }
 }
 
-fn settings(door: &Arc<Door>) -> Settings {
-    let elastic = Some(Elastic { door: Arc::clone(door), digest: [3; 32] });
+fn settings(server: &Arc<JoinServer>) -> Settings {
+    let elastic = Some(Elastic { server: Arc::clone(server), digest: [3; 32] });
     Settings { name: "model".to_owned(), interval: Duration::from_millis(2), codec: None, elastic, takes_part: true }
 }
 
 /// Three ranks.
 fn job() -> Vec<Rank> {
-    let doors: Vec<Arc<Door>> = (0..3).map(|rank| Arc::new(Door::open(config(rank, 3), b"token").unwrap())).collect();
-    for door in &doors {
-        doors.iter().for_each(|other| door.note_door(other.rank(), other.address()));
-        door.enter_job();
+    let servers: Vec<Arc<JoinServer>> =
+        (0..3).map(|rank| Arc::new(JoinServer::open(config(rank, 3), b"token").unwrap())).collect();
+    for server in &servers {
+        servers.iter().for_each(|other| server.note_server(other.rank(), other.address()));
+        server.enter_job();
     }
-    let start = |(group, door): (Group, Arc<Door>)| {
+    let start = |(group, server): (Group, Arc<JoinServer>)| {
         let mut lane = group.lane().unwrap();
-        let averager = Averager::start(&group, &mut lane, model(), settings(&door)).unwrap();
-        Rank { averager, door, _lane: Some(lane), _group: Some(group) }
+        let averager = Averager::start(&group, &mut lane, model(), settings(&server)).unwrap();
+        Rank { averager, server, _lane: Some(lane), _group: Some(group) }
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = world(3).into_iter().zip(doors).map(|one| scope.spawn(move || start(one))).collect();
+        let threads: Vec<_> = world(3).into_iter().zip(servers).map(|one| scope.spawn(move || start(one))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
@@ -126,7 +127,7 @@ fn hello_of_another_group() -> Vec<u8> {
     })
 }
 
-/// Two whole rounds of these ranks, after which the door of the first has refused so many connections.
+/// Two whole rounds of these ranks, after which the server of the first has refused so many connections.
 #[track_caller]
 fn rounds_go_on(ranks: &[&Rank], numbers: &[usize], refused: u64) {
     for rank in ranks {
@@ -137,15 +138,15 @@ fn rounds_go_on(ranks: &[&Rank], numbers: &[usize], refused: u64) {
         let stats = rank.averager.stats();
         assert_eq!((stats.ranks.as_slice(), stats.view), (numbers, view), "nobody came or went");
     }
-    until("all are counted", || ranks[0].door.refused() >= refused);
-    assert_eq!(ranks[0].door.refused(), refused);
+    until("all are counted", || ranks[0].server.refused() >= refused);
+    assert_eq!(ranks[0].server.refused(), refused);
 }
 
-/// Plays bytes to a door, and returns its answer.
+/// Plays bytes to a server, and returns its answer.
 fn play(at: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(at).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    // The door may have closed the connection before the last byte.
+    // The server may have closed the connection before the last byte.
     let _ = stream.write_all(bytes);
     let _ = stream.shutdown(Shutdown::Write);
     let mut answer = Vec::new();
@@ -154,32 +155,32 @@ fn play(at: SocketAddr, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go_on() {
+fn openings_that_are_played_back_to_a_join_server_are_refused_and_counted_and_rounds_go_on() {
     let former = hello_of_another_group();
     assert!(former.starts_with(b"BGhello\n"));
     let mut ranks = job();
-    let at = ranks[0].door.address();
+    let at = ranks[0].server.address();
     rounds_go_on(&ranks.iter().collect::<Vec<_>>(), &[0, 1, 2], 0);
 
-    // Rank 2 leaves, and a newcomer comes in through a tap on rank 0's door.
+    // Rank 2 leaves, and a rank joins through a tap on rank 0's server.
     let old = ranks.pop().unwrap();
     old.averager.stop(LONG);
     drop(old);
     rounds_go_on(&[&ranks[0], &ranks[1]], &[0, 1], 0);
     let tap = Tap::on(at);
-    let door = Arc::new(Door::open(config(2, 3), b"token").unwrap());
-    door.note_door(0, tap.address);
-    door.enter_job();
-    let averager = Averager::join(model(), settings(&door), &Deadline::after(LONG)).unwrap();
+    let server = Arc::new(JoinServer::open(config(2, 3), b"token").unwrap());
+    server.note_server(0, tap.address);
+    server.enter_job();
+    let averager = Averager::join(model(), settings(&server), &Deadline::after(LONG)).unwrap();
     assert_eq!(averager.wait_joined(LONG), Waited::Done(Ok(())));
-    let newcomer = Rank { averager, door, _lane: None, _group: None };
-    rounds_go_on(&[&ranks[0], &ranks[1], &newcomer], &[0, 1, 2], 0);
+    let joiner = Rank { averager, server, _lane: None, _group: None };
+    rounds_go_on(&[&ranks[0], &ranks[1], &joiner], &[0, 1, 2], 0);
     let openings: Vec<Vec<u8>> = tap.recorded().into_iter().filter(|bytes| !bytes.is_empty()).collect();
     let opening = openings.last().unwrap();
     // Hello, proof, and its wish to join.
     assert!(opening.starts_with(b"BGhello\n") && opening.len() > HELLO + PROOF + 32, "{}", opening.len());
 
-    // While the newcomer is in, and after it has left: its opening must not bring it in again.
+    // While it is a member, and after it has left: its opening must not let it join again.
     let mut refused = 0;
     let mixed = [&former, &opening[HELLO..]].concat();
     let parts: [&[u8]; 7] = [
@@ -191,10 +192,10 @@ fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go
         &former,
         &mixed,
     ];
-    let mut newcomer = Some(newcomer);
+    let mut joiner = Some(joiner);
     for numbers in [&[0, 1, 2][..], &[0, 1]] {
         if numbers.len() == 2 {
-            newcomer.take().unwrap().averager.stop(LONG);
+            joiner.take().unwrap().averager.stop(LONG);
             let [first, second, ..] = &ranks[..] else { unreachable!() };
             rounds_go_on(&[first, second], numbers, refused);
         }
@@ -204,11 +205,11 @@ fn openings_that_are_played_back_to_a_door_are_refused_and_counted_and_rounds_go
             assert!(!answer.ends_with(&[0]) && answer.len() <= 1 + 32 + 32 + 2, "{answer:?}");
             refused += 1;
         }
-        // At the same time, more than the door hears at a time.
+        // At the same time, more than the server serves at a time.
         std::thread::scope(|scope| (0..100).for_each(|_| _ = scope.spawn(|| play(at, opening))));
         refused += 100;
-        let all: Vec<&Rank> = ranks.iter().chain(&newcomer).collect();
+        let all: Vec<&Rank> = ranks.iter().chain(&joiner).collect();
         rounds_go_on(&all, numbers, refused);
-        assert_eq!(all.iter().skip(1).map(|rank| rank.door.refused()).sum::<u64>(), 0);
+        assert_eq!(all.iter().skip(1).map(|rank| rank.server.refused()).sum::<u64>(), 0);
     }
 }

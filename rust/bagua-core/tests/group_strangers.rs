@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bagua_core::group::{
-    Access, Book, BookServer, Bootstrap, Config, Door, RendezvousServer, TransportChoice, rendezvous_at,
+    Access, Bootstrap, Config, JoinServer, RendezvousServer, Store, StoreServer, TcpStore, TransportChoice,
+    rendezvous_at,
 };
 use group_world::{config, connect_all, port, until};
 use rustix::process::{Resource, getrlimit, setrlimit};
@@ -102,17 +103,17 @@ fn the_ranks_of_a_rendezvous_exchange_their_addresses() {
 }
 
 #[test]
-fn an_address_book_is_read_and_written() {
-    let server = BookServer::start("127.0.0.1", 0, &access(), None).unwrap();
+fn a_store_is_read_and_written() {
+    let server = StoreServer::start("127.0.0.1", 0, &access(), None).unwrap();
     let _stranger = Stranger::at(server.address().port());
-    let book = Book::connect("127.0.0.1", server.address().port(), &access(), LIMIT).unwrap();
-    book.write("rank-0", b"here").unwrap();
-    assert_eq!(book.read("rank-0").unwrap(), Some(b"here".to_vec()));
+    let store = TcpStore::connect("127.0.0.1", server.address().port(), &access(), LIMIT).unwrap();
+    store.set("rank-0", b"here").unwrap();
+    assert_eq!(store.get("rank-0").unwrap(), Some(b"here".to_vec()));
 }
 
 #[test]
 fn a_rank_of_an_elastic_job_answers() {
-    let doors = [0, 1].map(|rank| Door::open(config(rank, 2), b"token").unwrap());
-    let _stranger = Stranger::at(doors[0].address().port());
-    assert_eq!(doors[1].ask(0, doors[0].address(), LIMIT).unwrap().incarnation, doors[0].incarnation());
+    let servers = [0, 1].map(|rank| JoinServer::open(config(rank, 2), b"token").unwrap());
+    let _stranger = Stranger::at(servers[0].address().port());
+    assert_eq!(servers[1].status(0, servers[0].address(), LIMIT).unwrap().incarnation, servers[0].incarnation());
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{
-    Access, Book, BookServer, Bootstrap, Config, RendezvousServer, Tls, TransportChoice, rendezvous_at,
+    Access, Bootstrap, Config, RendezvousServer, Store, StoreServer, TcpStore, Tls, TransportChoice, rendezvous_at,
 };
 use group_world::{PATIENCE, port, try_world, until, world_with};
 
@@ -92,7 +92,7 @@ fn both_ranks_of_a_group_hear_of_another_secret() {
 fn tls_without_a_secret_is_an_invalid_argument_before_anything_listens() {
     let config = Config { tls: Some(Tls::Secret), ..Config::new(0, 2) };
     assert!(matches!(Bootstrap::bind(config).map(drop), Err(Error::InvalidArgument(text)) if text.contains("secret")));
-    let server = BookServer::start("127.0.0.1", 0, &access((b"", TLS)), None).map(drop);
+    let server = StoreServer::start("127.0.0.1", 0, &access((b"", TLS)), None).map(drop);
     assert!(matches!(server, Err(Error::InvalidArgument(_))));
 }
 
@@ -140,31 +140,31 @@ fn garbage_at_an_encrypted_port_is_refused_and_counted() {
 }
 
 #[test]
-fn a_book_keeps_entries_for_who_has_the_secret() {
+fn a_store_keeps_values_for_who_has_the_secret() {
     for tls in [None, TLS] {
-        let server = BookServer::start("127.0.0.1", 0, &access((b"s", tls)), None).unwrap();
-        let connect = |member: Member| Book::connect("127.0.0.1", server.address().port(), &access(member), LIMIT);
+        let server = StoreServer::start("127.0.0.1", 0, &access((b"s", tls)), None).unwrap();
+        let connect = |member: Member| TcpStore::connect("127.0.0.1", server.address().port(), &access(member), LIMIT);
         let (one, other) = (connect((b"s", tls)).unwrap(), connect((b"s", tls)).unwrap());
-        assert_eq!(one.read("name"), Ok(None));
-        assert_eq!(one.claim("name", b"first"), Ok(b"first".to_vec()));
-        assert_eq!(other.claim("name", b"second"), Ok(b"first".to_vec()));
-        other.write("name", b"third").unwrap();
-        assert_eq!(one.read("name"), Ok(Some(b"third".to_vec())));
+        assert_eq!(one.get("name"), Ok(None));
+        assert_eq!(one.set_new("name", b"first"), Ok(b"first".to_vec()));
+        assert_eq!(other.set_new("name", b"second"), Ok(b"first".to_vec()));
+        other.set("name", b"third").unwrap();
+        assert_eq!(one.get("name"), Ok(Some(b"third".to_vec())));
         let refusal = |member| connect(member).map(drop).unwrap_err().to_string();
         let text = refusal((b"S", tls));
         assert!(text.contains("secret"), "{text}");
         let text = refusal((b"s", if tls.is_some() { None } else { TLS }));
         assert!(text.contains("TLS"), "{text}");
         drop(server);
-        assert!(one.read("name").is_err());
+        assert!(one.get("name").is_err());
     }
 }
 
 #[test]
-fn nobody_at_the_address_of_a_book_is_a_timeout() {
+fn no_server_at_the_address_of_a_store_is_a_timeout() {
     let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = free.local_addr().unwrap().port();
     drop(free);
-    let outcome = Book::connect("127.0.0.1", port, &access((b"s", TLS)), Duration::from_millis(200));
+    let outcome = TcpStore::connect("127.0.0.1", port, &access((b"s", TLS)), Duration::from_millis(200));
     assert!(matches!(outcome.map(drop), Err(Error::Timeout { .. })));
 }

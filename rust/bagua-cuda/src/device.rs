@@ -13,7 +13,7 @@ use bagua_core::wait::{Waited, lock};
 
 use crate::api::before_anything_began;
 use crate::event::Event;
-use crate::stage::{Copier, PIECE, Stage, wait_until_reached};
+use crate::stage::{Copier, Stage, Use, wait_until_reached};
 
 /// Kind of a CUDA device in fingerprints: DLPack's number.
 pub const KIND: u8 = 2;
@@ -388,34 +388,17 @@ impl Device for Place {
     unsafe fn copy_to_host(&self, from: NonNull<u8>, into: &mut [u8]) -> Result<()> {
         self.on_lane(|stage, copier| {
             stage.order_after_last(copier.down.handle())?;
-            for (number, piece) in into.chunks_mut(PIECE).enumerate() {
-                let at = from.as_ptr() as usize + number * PIECE;
-                // SAFETY: the caller's promise, and the copy is waited for below, or its end is marked.
-                unsafe { copier.input[0].fill(0..piece.len(), at, copier.down.handle()) }?;
-                copier.arrived[0].record(copier.down.handle())?;
-                wait_until_reached(&copier.arrived[0], || stage.check())?;
-                piece.copy_from_slice(copier.input[0].bytes(piece.len()));
-            }
-            stage.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
-            Ok(())
+            // SAFETY: the caller's promise, and the copies are waited for, or their end is marked.
+            unsafe { copier.fetch(stage, from.as_ptr() as usize, into, |_| stage.check()) }
         })
     }
 
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()> {
         self.on_lane(|stage, copier| {
-            let up = copier.up.handle();
-            stage.order_after_last(up)?;
-            for (number, piece) in from.chunks(PIECE).enumerate() {
-                wait_until_reached(&copier.left[0], || stage.check())?;
-                copier.output[0].bytes_mut(piece.len()).copy_from_slice(piece);
-                let at = to.as_ptr() as usize + number * PIECE;
-                // SAFETY: as above.
-                unsafe { copier.output[0].spill(0..piece.len(), at, up) }?;
-                copier.left[0].record(up)?;
-            }
-            wait_until_reached(&copier.left[0], || stage.check())?;
-            stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
-            Ok(())
+            stage.order_after_last(copier.up.handle())?;
+            // SAFETY: as above.
+            unsafe { copier.deliver(stage, from, to.as_ptr() as usize, |_| stage.check()) }?;
+            copier.left.iter().try_for_each(|left| wait_until_reached(left, || stage.check()))
         })
     }
 
@@ -505,7 +488,7 @@ impl Device for Place {
         self.on_lane(|stage, copier| {
             let down = copier.down.handle();
             stage.order_after_last(down)?;
-            let first = copier.room(stage, from.iter().map(|(_, len)| len).sum())?;
+            let first = copier.room(stage, Use::Gathered, from.iter().map(|(_, len)| len).sum())?;
             let mut at = first;
             for (piece, len) in from {
                 // SAFETY: the caller's promise; the room is large enough, and ours.
@@ -523,7 +506,7 @@ impl Device for Place {
             let up = copier.up.handle();
             // The operation between may have been on a stream of another library.
             stage.order_after_last(up)?;
-            let mut at = copier.room(stage, to.iter().map(|(_, len)| len).sum())?;
+            let mut at = copier.room(stage, Use::Gathered, to.iter().map(|(_, len)| len).sum())?;
             for (piece, len) in to {
                 // SAFETY: as in `gather`.
                 unsafe { stage.context().copy(piece.as_ptr() as usize, at, *len, up) }?;
@@ -531,6 +514,21 @@ impl Device for Place {
             }
             self.mark_end(copier, false)
         })
+    }
+
+    fn room(&self, len: usize) -> Result<NonNull<u8>> {
+        // No step of its own where it is there: what the operation begins after must be left to its first step.
+        let address = match self.stage().copier(|copier| Ok(copier.has_room(Use::Steps, len)))? {
+            Some(address) => address,
+            None => self.on_lane(|stage, copier| {
+                // The steps of the last operation may have been on a stream of another library.
+                stage.order_after_last(copier.up.handle())?;
+                let address = copier.room(stage, Use::Steps, len)?;
+                self.mark_end(copier, true)?;
+                Ok(address)
+            })?,
+        };
+        NonNull::new(address as *mut u8).ok_or_else(|| Error::other("memory of a device at address 0"))
     }
 
     unsafe fn copy_in_operation(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize) -> Result<()> {

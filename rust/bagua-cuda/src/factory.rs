@@ -5,19 +5,21 @@ use std::sync::Arc;
 
 use bagua_core::codec::Codec;
 use bagua_core::collective::{
-    Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
+    Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, combine_on_host, over_exchange,
 };
 use bagua_core::error::{Error, Result};
-use bagua_core::memory::DeviceRef;
-use bagua_core::types::DType;
+use bagua_core::memory::{Buffer, BufferMut, DeviceRef};
+use bagua_core::types::{DType, Fingerprint, ReduceOp};
 use nccl_sys::UNIQUE_ID_BYTES;
 
 use crate::choice::{self, Candidate, Chosen, Hosts, NCCL, RECORD, Way};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, Place, Wish, place_of};
+use crate::kernels::MAX_SOURCES;
 use crate::leaders::{LEADER, Leaders};
 use crate::nccl::{Communicator, InHosts, Nccl, unique_id};
 use crate::parts::Parts;
+use crate::reduction::Reduction;
 use crate::stage::{Choice, Stage};
 use crate::staged;
 
@@ -36,7 +38,8 @@ impl CollectiveFactory for Factory {
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
         let hosts = hosts.to_vec();
         let (stages, compared) = (Vec::new(), HashSet::new());
-        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, stages, compared };
+        let memory = [Vec::new(), Vec::new()];
+        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, stages, compared, memory };
         Ok(Box::new(devices))
     }
 }
@@ -57,6 +60,8 @@ struct OnDevices {
     stages: Vec<Arc<Stage>>,
     /// Registrations of buckets whose first operation the ranks have compared.
     compared: HashSet<u64>,
+    /// Where messages of devices pass through the host, out and in.
+    memory: [Vec<u8>; 2],
 }
 
 impl Collective for OnDevices {
@@ -87,11 +92,39 @@ impl Collective for OnDevices {
         }
     }
 
+    fn combine(
+        &mut self,
+        cx: &OpContext<'_>,
+        op: ReduceOp,
+        inputs: &[Option<Buffer<'_>>],
+        into: BufferMut<'_>,
+    ) -> Result<()> {
+        let Some(place) = place_of(into.device()) else { return self.inner.combine(cx, op, inputs, into) };
+        let kernel = match inputs.len() {
+            ..=MAX_SOURCES => Reduction::new(place.stage().context(), cx.dtype(), op, inputs.len()),
+            more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel has"))),
+        };
+        // The bits are the same, so that ranks may differ in it.
+        let Some(kernel) = unless_unavailable(kernel)? else { return combine_on_host(cx, op, inputs, into) };
+        let to = into.as_buffer();
+        let sources: Vec<usize> = inputs.iter().map(|input| input.unwrap_or(to).address()).collect();
+        place.on_lane(|stage, copier| {
+            stage.order_after_last(copier.up.handle())?;
+            // SAFETY: memory of the operation, which alone writes to the target; its end on the device is marked below.
+            unsafe { kernel.launch(stage, copier.up.handle(), &sources, to.address(), to.len()) }?;
+            place.mark_end(copier, false)
+        })
+    }
+
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        let place = place_of(io.device()?);
         if verb.is_over_exchange() {
+            if let Some(place) = place {
+                self.agree_on_messages(cx, place)?;
+            }
             return over_exchange(self, cx, verb, io);
         }
-        let Some(place) = place_of(io.device()?) else { return self.inner.run(cx, verb, io) };
+        let Some(place) = place else { return self.inner.run(cx, verb, io) };
         self.agree(cx, place)?;
         let parts = Parts::new(verb, &io, self.rank(), self.size());
         if let Some(hosts) = &self.in_hosts {
@@ -116,8 +149,10 @@ impl Collective for OnDevices {
         else {
             return self.inner.exchange(cx, sends, recvs);
         };
-        self.agree(cx, place)?;
-        staged::exchange(self.inner.as_mut(), cx, sends, recvs)
+        match &self.nccl {
+            Some(nccl) => nccl.run_messages(cx, sends, recvs, place),
+            None => staged::exchange(self.inner.as_mut(), cx, sends, recvs, place, &mut self.memory),
+        }
     }
 
     fn end(&mut self) {
@@ -162,6 +197,20 @@ impl OnDevices {
         // Another device of the same lane.
         let _ = stage.choice.set(choice);
         Ok(())
+    }
+
+    /// Before a verb that is made of messages: all ranks choose, and by NCCL compare their calls. Where `staged` was asked for there is nothing
+    /// to choose, and the tensor may be on the host of some ranks.
+    fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+        if place.wish == Wish::Staged && self.chosen.is_none() {
+            return Ok(());
+        }
+        // A rank that has the tensor on the host is found out.
+        let cx = &OpContext { fingerprint: Fingerprint { device: KIND, ..cx.fingerprint }, ..*cx };
+        self.agree(cx, place)?;
+        let Some(nccl) = &self.nccl else { return Ok(()) };
+        nccl.check_device(place)?;
+        compare(self.inner.as_mut(), &mut self.compared, cx, place)
     }
 
     /// A communicator of all ranks from a fresh unique id, which rank 0 sends over the host's collective.
@@ -213,6 +262,14 @@ impl OnDevices {
 impl Drop for OnDevices {
     fn drop(&mut self) {
         self.end_nccl();
+    }
+}
+
+/// What there is, or `None` without what it needs.
+fn unless_unavailable<T>(found: Result<T>) -> Result<Option<T>> {
+    match found {
+        Err(Error::Unavailable(_)) => Ok(None),
+        other => other.map(Some),
     }
 }
 

@@ -22,6 +22,8 @@ pub(crate) struct Pinned {
 
 // SAFETY: plain memory.
 unsafe impl Send for Pinned {}
+// SAFETY: as above; shared, it is only read.
+unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// So many bytes, not 0, all zero.
@@ -50,6 +52,18 @@ impl Pinned {
         assert!(len <= self.len);
         // SAFETY: as in `bytes`; `&mut self` is the host's only access.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), len) }
+    }
+
+    /// The address of the first word, which the device knows under the same.
+    pub(crate) fn address(&self) -> usize {
+        self.at.as_ptr() as usize
+    }
+
+    /// The first word, also while the device writes it.
+    pub(crate) fn word(&self) -> u32 {
+        assert!(self.len >= 4);
+        // SAFETY: within the memory, which is aligned to a page.
+        unsafe { self.at.cast::<u32>().as_ptr().read_volatile() }
     }
 
     fn part(&self, range: &Range<usize>) -> *mut c_void {

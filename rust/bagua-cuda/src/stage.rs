@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
+use bagua_core::request::OpContext;
+use bagua_core::stats::Counter;
+use bagua_core::types::Kind;
 use bagua_core::wait::lock;
 use cudarc::driver::sys::CUdeviceptr;
 
@@ -70,7 +73,7 @@ pub struct Stage {
     pub(crate) to_device: AtomicU64,
     pub(crate) launches: AtomicU64,
     pinned: AtomicU64,
-    /// Memory of the device that the lane has for tensors that are gathered.
+    /// Memory of the device that the lane has.
     room: AtomicU64,
     /// The group's state of failure, which ends waits for the device; `None` without a group.
     health: Option<Arc<GroupHealth>>,
@@ -105,8 +108,46 @@ pub(crate) struct Copier {
     pub(crate) arrived: [Event; 2],
     /// Each output may be used again.
     pub(crate) left: [Event; 2],
-    /// Memory of the device where tensors that are not adjacent are gathered: address and bytes.
-    room: Option<(CUdeviceptr, usize)>,
+    /// Memory of the device, by its use: address and bytes.
+    rooms: [Option<(CUdeviceptr, usize)>; 2],
+    /// Where kernels count the records of NaN of operations of a kind.
+    nonfinite: Vec<(Kind, Arc<NonFinite>)>,
+}
+
+/// Records of NaN of the operations of one kind of a lane. Kernels count them in pinned memory, so that the host may read the number at any
+/// time; the last value stays when that memory goes.
+#[derive(Default)]
+struct NonFinite {
+    pinned: Mutex<Option<Pinned>>,
+    last: AtomicU64,
+}
+
+impl NonFinite {
+    fn close(&self) {
+        self.last.store(self.value(), Ordering::Relaxed);
+        lock(&self.pinned).take();
+    }
+}
+
+impl Counter for NonFinite {
+    fn value(&self) -> u64 {
+        lock(&self.pinned).as_ref().map_or_else(|| self.last.load(Ordering::Relaxed), |pinned| u64::from(pinned.word()))
+    }
+}
+
+impl std::fmt::Debug for NonFinite {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "NonFinite({})", self.value())
+    }
+}
+
+/// What a lane has memory of a device for.
+#[derive(Clone, Copy)]
+pub(crate) enum Use {
+    /// Tensors that are not adjacent are gathered there.
+    Gathered,
+    /// Operations keep there what comes between their steps.
+    Steps,
 }
 
 impl Copier {
@@ -120,33 +161,112 @@ impl Copier {
             output: [pinned()?, pinned()?],
             arrived: [event()?, event()?],
             left: [event()?, event()?],
-            room: None,
+            rooms: [None; 2],
+            nonfinite: Vec::new(),
             context: Arc::clone(context),
         })
     }
 
-    /// So many bytes of the device, the same at each call unless it needs more: their address. Work of `down`, and what comes after it, finds
-    /// them.
-    pub(crate) fn room(&mut self, stage: &Stage, bytes: usize) -> Result<usize> {
-        if let Some((address, _)) = self.room.filter(|(_, len)| *len >= bytes) {
-            return Ok(address as usize);
+    /// The address of so many bytes of the device for one use, if it has as many.
+    pub(crate) fn has_room(&self, of: Use, bytes: usize) -> Option<usize> {
+        self.rooms[of as usize].filter(|(_, len)| *len >= bytes).map(|(address, _)| address as usize)
+    }
+
+    /// So many bytes of the device for one use, the same at each call unless it needs more: their address. Work of `down`, and what comes
+    /// after it, finds them; `up` comes after all that used them before.
+    pub(crate) fn room(&mut self, stage: &Stage, of: Use, bytes: usize) -> Result<usize> {
+        if let Some(address) = self.has_room(of, bytes) {
+            return Ok(address);
         }
-        self.free_room()?;
+        let before = self.rooms[of as usize].map_or(0, |(_, len)| len);
+        self.free_room(of)?;
         let _entered = self.context.enter()?;
         let mut address: CUdeviceptr = 0;
         // SAFETY: it writes one address; the stream is ours.
         unsafe { checked!(self.context, cuMemAllocAsync(&raw mut address, bytes.max(1), self.down.handle() as _)) }?;
-        self.room = Some((address, bytes));
-        stage.room.store(bytes as u64, Ordering::Relaxed);
+        self.rooms[of as usize] = Some((address, bytes));
+        stage.room.fetch_add(bytes.wrapping_sub(before) as u64, Ordering::Relaxed);
         Ok(address as usize)
     }
 
-    /// Gives the room back, behind the work of `up`, which comes after that of `down` on it.
-    fn free_room(&mut self) -> Result<()> {
-        let Some((address, _)) = self.room.take() else { return Ok(()) };
+    /// Gives a room back, behind the work of `up`, which comes after that of `down` on it.
+    fn free_room(&mut self, of: Use) -> Result<()> {
+        let Some((address, _)) = self.rooms[of as usize].take() else { return Ok(()) };
         let _entered = self.context.enter()?;
         // SAFETY: ours, from `room`; nobody uses it after the stream has come so far.
         unsafe { checked!(self.context, cuMemFreeAsync(address, self.up.handle() as _)) }
+    }
+
+    /// The address of the number of records of NaN of operations of this kind.
+    pub(crate) fn nonfinite(&mut self, cx: &OpContext<'_>) -> Result<usize> {
+        let kind = cx.fingerprint.kind;
+        if let Some((_, known)) = self.nonfinite.iter().find(|(known, _)| *known == kind)
+            && let Some(pinned) = &*lock(&known.pinned)
+        {
+            return Ok(pinned.address());
+        }
+        let pinned = Pinned::new(&self.context, size_of::<u32>())?;
+        let address = pinned.address();
+        let counter = Arc::new(NonFinite { pinned: Mutex::new(Some(pinned)), last: AtomicU64::new(0) });
+        cx.stats.also_nonfinite(Arc::clone(&counter) as Arc<dyn Counter>);
+        self.nonfinite.push((kind, counter));
+        Ok(address)
+    }
+
+    /// Copies bytes of the device to the host, behind the work of `down`, by way of pinned memory; waits for them as long as `go_on` says so.
+    ///
+    /// # Safety
+    /// As many bytes at `from` are memory of the device, which live until the stream has come so far.
+    pub(crate) unsafe fn fetch(
+        &mut self,
+        stage: &Stage,
+        from: usize,
+        into: &mut [u8],
+        mut go_on: impl FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
+        let (total, down) = (into.len(), self.down.handle());
+        let begin = |copier: &mut Copier, number: usize| -> Result<()> {
+            let start = number * PIECE;
+            if start < total {
+                // SAFETY: the caller's promise.
+                unsafe { copier.input[number % 2].fill(0..PIECE.min(total - start), from + start, down) }?;
+                copier.arrived[number % 2].record(down)?;
+            }
+            Ok(())
+        };
+        begin(self, 0)?;
+        for (number, piece) in into.chunks_mut(PIECE).enumerate() {
+            // Its memory is free since the last piece but one was read.
+            begin(self, number + 1)?;
+            wait_until_reached(&self.arrived[number % 2], || go_on((number * PIECE) as u64))?;
+            piece.copy_from_slice(self.input[number % 2].bytes(piece.len()));
+        }
+        stage.to_host.fetch_add(total as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Copies bytes of the host to the device on the stream `up`, by way of pinned memory. The host's bytes are free when it returns.
+    ///
+    /// # Safety
+    /// As many bytes at `to` are memory of the device, which live and are used by nobody else until the stream has come so far.
+    pub(crate) unsafe fn deliver(
+        &mut self,
+        stage: &Stage,
+        from: &[u8],
+        to: usize,
+        mut go_on: impl FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
+        let up = self.up.handle();
+        for (number, piece) in from.chunks(PIECE).enumerate() {
+            let (turn, done) = (number % 2, number * PIECE);
+            wait_until_reached(&self.left[turn], || go_on(done as u64))?;
+            self.output[turn].bytes_mut(piece.len()).copy_from_slice(piece);
+            // SAFETY: the caller's promise.
+            unsafe { self.output[turn].spill(0..piece.len(), to + done, up) }?;
+            self.left[turn].record(up)?;
+        }
+        stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Another stream of ours begins after what both streams have.
@@ -175,8 +295,11 @@ impl Copier {
 
 impl Drop for Copier {
     fn drop(&mut self) {
-        // As in `Event::drop`.
-        let _ = self.free_room();
+        self.nonfinite.iter().for_each(|(_, counter)| counter.close());
+        for of in [Use::Gathered, Use::Steps] {
+            // As in `Event::drop`.
+            let _ = self.free_room(of);
+        }
     }
 }
 
@@ -265,7 +388,7 @@ impl Stage {
     pub(crate) fn unprepare(&self) {
         let mut buffers = lock(&self.buffers);
         // Not while the first operation's tensors are gathered in its room.
-        if matches!(&*buffers, Buffers::Some(copier) if copier.room.is_none()) {
+        if matches!(&*buffers, Buffers::Some(copier) if copier.rooms.iter().all(Option::is_none)) {
             *buffers = Buffers::None;
             self.pinned.store(0, Ordering::Relaxed);
         }

@@ -37,7 +37,7 @@ pub(crate) fn run(
     })
 }
 
-/// Messages, by way of ordinary memory.
+/// Messages by way of the host: `memory`, which is kept between calls. What goes to several ranks is copied from the device once.
 ///
 /// # Errors
 /// As [`Collective::exchange`].
@@ -46,20 +46,55 @@ pub(crate) fn exchange(
     cx: &OpContext<'_>,
     sends: &[Outgoing<'_>],
     recvs: &mut [Incoming<'_>],
+    place: &Place,
+    memory: &mut [Vec<u8>; 2],
 ) -> Result<()> {
-    let on_host = |buffer: Buffer<'_>| {
-        let mut host = vec![0; buffer.len()];
-        buffer.copy_to(&mut host).map(|()| host)
-    };
-    let given: Vec<_> = sends.iter().map(|message| on_host(message.data)).collect::<Result<_>>()?;
-    let mut got: Vec<_> = recvs.iter().map(|message| vec![0; message.data.len()]).collect();
-    let outgoing: Vec<_> =
-        sends.iter().zip(&given).map(|(it, data)| Outgoing::new(it.peer, it.fingerprint, data)).collect();
-    let mut incoming: Vec<_> =
-        recvs.iter().zip(&mut got).map(|(it, data)| Incoming::new(it.peer, it.fingerprint, data)).collect();
-    inner.exchange(cx, &outgoing, &mut incoming)?;
-    // These copies are waited for, so that the operation's end is theirs.
-    recvs.iter_mut().zip(&got).try_for_each(|(message, data)| message.data.copy_from(data))
+    let mut given: Vec<Buffer<'_>> = Vec::new();
+    for message in sends {
+        if !given.iter().any(|data| is_same(*data, message.data)) {
+            given.push(message.data);
+        }
+    }
+    let [sent, received] = memory;
+    sent.resize(given.iter().map(Buffer::len).sum(), 0);
+    received.resize(recvs.iter().map(|message| message.data.len()).sum(), 0);
+    place.on_lane(|stage, copier| {
+        stage.order_after_last(copier.down.handle())?;
+        stage.order_after_last(copier.up.handle())?;
+        let total = (sent.len() + received.len()) as u64;
+        let mut rest = sent.as_mut_slice();
+        let mut copies = Vec::with_capacity(given.len());
+        for data in &given {
+            let (copy, behind) = rest.split_at_mut(data.len());
+            // SAFETY: memory of the operation, which holds it until its end on the device.
+            unsafe { copier.fetch(stage, data.address(), copy, |done| cx.check(&[], done, total)) }?;
+            copies.push(&*copy);
+            rest = behind;
+        }
+        let copy_of = |data: Buffer<'_>| copies[given.iter().position(|other| is_same(*other, data)).unwrap_or(0)];
+        let outgoing: Vec<_> =
+            sends.iter().map(|it| Outgoing::new(it.peer, it.fingerprint, copy_of(it.data))).collect();
+        let mut rest = received.as_mut_slice();
+        let mut incoming = Vec::with_capacity(recvs.len());
+        for it in recvs.iter() {
+            let (data, behind) = rest.split_at_mut(it.data.len());
+            rest = behind;
+            incoming.push(Incoming::new(it.peer, it.fingerprint, data));
+        }
+        inner.exchange(cx, &outgoing, &mut incoming)?;
+        let mut at = 0;
+        for it in recvs.iter() {
+            let data = &received[at..at + it.data.len()];
+            at += data.len();
+            // SAFETY: as above; the operation alone uses them until its end on the device.
+            unsafe { copier.deliver(stage, data, it.data.as_buffer().address(), |done| cx.check(&[], done, total)) }?;
+        }
+        place.mark_end(copier, false)
+    })
+}
+
+fn is_same(one: Buffer<'_>, other: Buffer<'_>) -> bool {
+    (one.address(), one.len()) == (other.address(), other.len())
 }
 
 /// One operation, range by range.

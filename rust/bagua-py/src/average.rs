@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bagua_core::average as core;
 use bagua_core::codec::Codec;
 use bagua_core::error::{Error, Progress, Result};
-use bagua_core::group::Door;
+use bagua_core::group::JoinServer;
 use bagua_core::memory::{self, Device, Owner};
 use bagua_core::wait::{Waited, lock, wait_in_slices};
 use bagua_cuda::{Averaging, Place, Stage, WeightOrder};
@@ -258,7 +258,7 @@ impl Averager {
         })
     }
 
-    /// Waits for at most `timeout` seconds until a newcomer's weights are the average of a round in which its own did not count.
+    /// Waits for at most `timeout` seconds until a joining rank's weights are the average of a round in which its own did not count.
     fn wait_joined(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         let timed_out = |after| self.timed_out(after, "the first round of averaging");
@@ -267,7 +267,7 @@ impl Averager {
         })
     }
 
-    /// The caller's count of forwards, which a newcomer takes over from the job.
+    /// The caller's count of forwards, which a joining rank takes over from the job.
     #[getter]
     fn forwards(&self) -> u64 {
         self.core.forwards()
@@ -325,10 +325,10 @@ pub fn settings(
     name: &str,
     interval: f64,
     codec: Option<Arc<dyn Codec>>,
-    elastic: Option<(Arc<Door>, [u8; 32])>,
+    elastic: Option<(Arc<JoinServer>, [u8; 32])>,
     takes_part: bool,
 ) -> PyResult<core::Settings> {
-    let elastic = elastic.map(|(door, digest)| core::Elastic { door, digest });
+    let elastic = elastic.map(|(server, digest)| core::Elastic { server, digest });
     Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec, takes_part, elastic })
 }
 

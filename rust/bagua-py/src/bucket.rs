@@ -135,7 +135,7 @@ impl Bucket {
         self.append(py, || Ok(Arc::new(CompressedOp::new(codec.core(), average, hierarchical, error_feedback))))
     }
 
-    /// Adds an all_reduce with or without a codec: both ways are timed now and then, and the faster is kept. Raises as
+    /// Adds an all_reduce with or without a codec: both are timed now and then, and the faster is kept. Raises as
     /// append_compressed.
     fn append_automatic(&self, py: Python<'_>, codec: &Codec, average: bool, hierarchical: bool) -> PyResult<()> {
         self.append(py, || {
@@ -273,7 +273,7 @@ impl AsyncModelAverage {
     }
 }
 
-/// Refuses a way to choose peers that does not exist, or does not work among so many members: ValueError.
+/// Refuses a peer selection that does not exist, or does not work among so many members: ValueError.
 #[pyfunction]
 pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: usize) -> PyResult<()> {
     let check = PeerSelection::by_name(peer_selection_mode).and_then(|selection| selection.check(members));

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 unsafe extern "C-unwind" {
-    // As PyO3 declares it, but that it may unwind: the compiler leaves no way up from a function that is declared not to.
+    // As PyO3 declares it, but that it may unwind: the compiler cannot unwind through a function that is declared not to.
     fn PyObject_CallObject(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObject) -> *mut ffi::PyObject;
 }
 

@@ -122,7 +122,7 @@ impl Codec {
     ) -> PyResult<bool> {
         let work = || -> Result<bool> {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
-            // SAFETY: the caller's promise, see the class: both stay valid, and nobody else uses `dst`, while this call lasts.
+            // SAFETY: the caller's promise, see the class: both stay valid, and no other code uses `dst`, while this call lasts.
             let (src, dst) = unsafe { (tensor::region_at(src, count, dtype), tensor::region_at(dst, len, DType::U8)) };
             let (src, mut dst) = (src?, dst?);
             tensor::check_apart(&src, &dst)?;

@@ -159,7 +159,7 @@ pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Opti
 
 /// The value of BAGUA_CUDA_COLLECTIVE with this name.
 pub fn wish_named(name: &str) -> Result<Wish> {
-    let text = || format!("BAGUA_CUDA_COLLECTIVE='{name}' is no way to communicate");
+    let text = || format!("BAGUA_CUDA_COLLECTIVE='{name}': expected auto, nccl or staged");
     Wish::named(name).ok_or_else(|| Error::InvalidArgument(text()))
 }
 

@@ -138,7 +138,7 @@ impl Engine {
         py.detach(mark).map_err(|e| self.origin.raise(py, e))
     }
 
-    /// Waits until every scheduled bucket is done, at most `timeout` seconds, and returns how many were. Hears Ctrl-C.
+    /// Waits until every scheduled bucket is done, at most `timeout` seconds, and returns how many were. Ctrl-C ends the wait.
     ///
     /// Of buckets on a device, work that `stream` (None: the legacy stream) gets from now on sees the results; the device may still have work.
     ///

@@ -18,7 +18,7 @@ static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 /// The module `bagua.records`, imported at the first failure of a group.
 static RECORDS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// The group whose operation an error ended. Holds no reference to the group: a handle that nobody waits for does not keep it.
+/// The group whose operation an error ended. Holds no reference to the group: a handle that is not waited for does not keep it.
 #[derive(Clone)]
 pub struct Origin(Arc<FailedGroup>);
 

@@ -25,12 +25,12 @@ use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
 use crate::cuda_call::{self, CudaCall, CudaDevice, LaneJob, Stages};
-use crate::door::Door;
 use crate::engine::Engine;
 use crate::errors::{self, Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::handle::{Handle, Outcome};
 use crate::interrupt;
+use crate::joining::JoinServer;
 use crate::request::{self, Call, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::TensorReader;
@@ -482,14 +482,14 @@ impl Communicator {
     /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
     /// ranks, through a codec if there is one. Every rank of the group calls it, in the same order.
     ///
-    /// In an elastic job `door` is this rank's: ranks that are lost leave the averaging, and processes that come in through a door get
+    /// In an elastic job `join_server` is this rank's: ranks that are lost leave the averaging, and processes that join get
     /// the average, and a rank's `buffers`; `digest` is that of what must be equal on all ranks.
     ///
     /// Entries of `weights` and `buffers` end in whether they are on the CUDA device of `device`, a tuple (device, stream, keep): the first
     /// snapshot comes behind what the stream has now, and `keep` is held until the averager has stopped and the device is done.
     ///
     /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
-    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, door, digest, takes_part, device=None))]
+    #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, join_server, digest, takes_part, device=None))]
     fn averager(
         &self,
         py: Python<'_>,
@@ -499,12 +499,12 @@ impl Communicator {
         interval: f64,
         codec: Option<&Codec>,
         buffers: Vec<average::Described>,
-        door: Option<&Door>,
+        join_server: Option<&JoinServer>,
         digest: [u8; 32],
         takes_part: bool,
         device: Option<average::OnDevice<'_>>,
     ) -> PyResult<Averager> {
-        let elastic = door.map(|door| (door.core(), digest));
+        let elastic = join_server.map(|server| (server.core(), digest));
         let settings = average::settings(name, interval, codec.map(Codec::core), elastic, takes_part)?;
         let group = self.group();
         let on_device = |device: &CudaDevice| {

@@ -60,7 +60,7 @@ impl Handle {
         py.detach(|| place.order(stream)).map_err(|e| self.failed(py, e))
     }
 
-    /// The exception for a failure of the device, which the group's other ranks hear of.
+    /// The exception for a failure of the device, which is reported to the group's other ranks.
     fn failed(&self, py: Python<'_>, error: Error) -> PyErr {
         match &self.origin {
             Some(origin) => origin.fail(py, error),

@@ -42,7 +42,7 @@ struct State {
     main_thread: Option<ThreadId>,
     /// The end of the socket pair that Python writes signal numbers to. Never closed, because Python keeps its number.
     wakeup: Option<UnixStream>,
-    /// Blocking verbs of the main thread so far: tells whether it is still in the same one.
+    /// Blocking verbs of the main thread so far: equal as long as it is still in the same one.
     verbs: u64,
     /// Group of the blocking verb that the main thread is in.
     group: Option<Group>,

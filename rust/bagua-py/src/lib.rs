@@ -14,11 +14,11 @@
 //! | [`codec`] | `Codec`: compression |
 //! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | [`cuda_call`] | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
-//! | [`book`] | `BookServer`, `Book`: the address book of elastic jobs |
-//! | [`door`] | `Door`: where a running elastic job lets processes in |
+//! | [`joining`] | `JoinServer`: the server by which processes join a running elastic job |
 //! | [`request`] | a verb's codes and addresses become one request |
 //! | [`recorder`] | the flight recorder |
 //! | [`rendezvous`] | exchanging addresses; the version of this build |
+//! | [`store`] | `StoreServer`, `Store`: a key-value store for the processes of a job |
 //! | [`tls`] | `Tls`: encrypted connections |
 //! | [`gil`] | releasing the GIL around blocking operations and drops |
 //! | [`interrupt`] | Ctrl-C during waits |
@@ -31,7 +31,6 @@
 
 mod arena;
 mod average;
-mod book;
 mod bootstrap;
 mod bucket;
 mod call_user;
@@ -39,7 +38,6 @@ mod codec;
 mod config;
 mod cuda;
 mod cuda_call;
-mod door;
 mod engine;
 mod errors;
 mod fast_path;
@@ -47,9 +45,11 @@ mod gil;
 mod group;
 mod handle;
 mod interrupt;
+mod joining;
 mod recorder;
 mod rendezvous;
 mod request;
+mod store;
 mod tensor;
 mod tensor_reader;
 mod tls;
@@ -61,8 +61,6 @@ mod _bagua {
     use crate::arena::Arena;
     #[pymodule_export]
     use crate::average::{Averager, WeightLock};
-    #[pymodule_export]
-    use crate::book::{Book, BookServer};
     #[pymodule_export]
     use crate::bootstrap::Bootstrap;
     #[pymodule_export]
@@ -76,8 +74,6 @@ mod _bagua {
     #[pymodule_export]
     use crate::cuda_call::{CudaCall, CudaDevice};
     #[pymodule_export]
-    use crate::door::Door;
-    #[pymodule_export]
     use crate::engine::Engine;
     #[pymodule_export]
     use crate::group::Communicator;
@@ -86,11 +82,15 @@ mod _bagua {
     #[pymodule_export]
     use crate::interrupt::listen_for_interrupts;
     #[pymodule_export]
+    use crate::joining::JoinServer;
+    #[pymodule_export]
     use crate::recorder::{flight_recorder, set_recording};
     #[pymodule_export]
     use crate::rendezvous::{
         RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp, version,
     };
+    #[pymodule_export]
+    use crate::store::{Store, StoreServer};
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
     #[pymodule_export]

@@ -30,6 +30,7 @@ CUresult copy(const Copy &asked, void *handle) {
         Place to, from;
         if (const CUresult code = resolve(asked.function, asked.to, asked.bytes, asked.to_side, &to)) return code;
         if (const CUresult code = resolve(asked.function, asked.from, asked.bytes, asked.from_side, &from)) return code;
+        if (to.on_device() != from.on_device()) count_copy(to.on_device() ? "to_device" : "to_host", asked.bytes);
         const bool captured = stream->capture != nullptr;
         const std::size_t bytes = asked.asynchronous && broken("short-copy") ? asked.bytes - 1 : asked.bytes;
         const unsigned char *source = from.data();

@@ -30,6 +30,11 @@ std::map<std::string, unsigned long> &host_waits() {
     return *map;
 }
 
+std::map<std::string, unsigned long> &copies() {
+    static auto *map = new std::map<std::string, unsigned long>;
+    return *map;
+}
+
 std::vector<std::string> &faults() {
     static auto *list = new std::vector<std::string>;
     return *list;
@@ -89,6 +94,8 @@ void count_call(const char *function) { ++calls()[function]; }
 
 void count_host_wait(const char *function) { ++host_waits()[std::string(function) + "@" + thread_name()]; }
 
+void count_copy(const char *direction, unsigned long bytes) { copies()[std::string(direction) + "@" + thread_name()] += bytes; }
+
 void fault(const std::string &text) { faults().push_back(text); }
 
 CUresult wanted_failure(const char *function) {
@@ -122,8 +129,8 @@ void write_report(unsigned long leaked) {
     for (const auto &text : faults()) list += (list.empty() ? "" : ", ") + quoted(text);
     const std::string path = std::string(prefix) + "." + std::to_string(getpid());
     if (FILE *file = std::fopen(path.c_str(), "w")) {
-        std::fprintf(file, "{\"calls\": %s, \"host_waits\": %s, \"faults\": [%s], \"leaked\": %lu}\n",
-                     object(calls()).c_str(), object(host_waits()).c_str(), list.c_str(), leaked);
+        std::fprintf(file, "{\"calls\": %s, \"copies\": %s, \"host_waits\": %s, \"faults\": [%s], \"leaked\": %lu}\n",
+                     object(calls()).c_str(), object(copies()).c_str(), object(host_waits()).c_str(), list.c_str(), leaked);
         std::fclose(file);
     }
 }

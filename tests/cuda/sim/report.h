@@ -13,6 +13,9 @@ void count_call(const char *function);
 // Counts that a function makes the calling thread wait for the device, whether or not work is pending.
 void count_host_wait(const char *function);
 
+// Counts bytes that are copied between host and device, "to_host" or "to_device", for the calling thread.
+void count_copy(const char *direction, unsigned long bytes);
+
 // Records a mistake of the caller.
 void fault(const std::string &text);
 

@@ -23,18 +23,18 @@ from bagua.errors import BaguaError, DeviceError
 
 from .. import devices
 from ..bucket import BaguaBucket
+from ..bucket_memory import BucketSlice, FlatMemory
 from ..membership import elastic
-from ..model_engine.backend import AveragedMemory
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import AveragedMemory
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.weights import WeightTensors, check_floating
-from ..places import FlatMemory, Place
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, one_bucket_per_dtype
 
 #: Seconds that a training may pause between a forward and its backward before a round goes on without it.
 _PAUSE = 1.0
 
-#: Seconds after which an optimizer's step whose end was not heard of counts as over: somebody keeps the exception that
+#: Seconds after which an optimizer's step without a reported end counts as over: the program keeps the exception that
 #: it raised, and with it the frames of the step.
 _STEP = 60.0
 
@@ -96,11 +96,11 @@ class _Buffers:
 
     def __init__(self, ddp: WrappedModel) -> None:
         self._module = weakref.ref(ddp.module)
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, BucketSlice] = {}
         for name, buffer in ddp.module.named_buffers():
             if name not in ddp.parameters_to_ignore and buffer.numel():
                 flat = FlatMemory(torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device))
-                self._places[name] = Place(flat, buffer.contiguous(), 0)
+                self._places[name] = BucketSlice(flat, buffer.contiguous(), 0)
         self.move_back()
 
     def memory(self) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         check_options(peer_selection_mode, sync_interval_ms, warmup_steps)
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
-        # Who comes into a running job gets weights that were warmed up.
+        # A rank that joins a running job gets weights that were warmed up.
         self.warmup_steps = 0 if elastic.rejoined() else warmup_steps
         self.compression = compression
         self._weights: _AveragedWeights | None = None
@@ -230,7 +230,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._buffers = None if job is None else _Buffers(ddp)
         buffers = [] if self._buffers is None else self._buffers.memory()
         self._memory = weights + buffers
-        described = AveragedMemory(weights, buffers, self._lock, job.door if job else None, ddp.digest)
+        described = AveragedMemory(weights, buffers, self._lock, job.join_server if job else None, ddp.digest)
         self._device = described.device
         interval, codec, limit = self.sync_interval_ms / 1000, raw_codec(self.compression), self._communicator().timeout
         if job is None or not job.rejoined:
@@ -264,11 +264,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             try:
                 self._averager.check()
             except DeviceError as error:
-                # No other rank knows of it.
+                # It is an error of this rank alone.
                 bagua_ddp.backend.reported(error)
                 raise
             if elastic.job() is None:
-                # A loss, or an exception of another rank, that the averaging does not need to hear of.
+                # A loss, or an exception of another rank, that need not reach the averaging.
                 self._communicator().cause()
             self._averager.set_forwards(bagua_ddp.bagua_train_step_counter)
         self._lock.begin_training(**self._stream)

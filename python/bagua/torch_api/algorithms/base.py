@@ -16,8 +16,8 @@ from bagua.codecs import Codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..model_engine.backend import Backend
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import BucketEngine
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange
 from ..model_engine.sparse import SparseExchange, sparse_parameters
 from ..process_group import ProcessGroup, ReduceOp
@@ -39,7 +39,7 @@ class WrappedModel(Protocol):
     #: Names of parameters and buffers that each rank has for itself.
     parameters_to_ignore: frozenset[str]
     process_group: ProcessGroup
-    backend: Backend
+    backend: BucketEngine
     exchange: Exchange
     find_unused_parameters: bool
     #: Buckets own the memory of their tensors.
@@ -131,7 +131,7 @@ class AlgorithmImpl:
         """Called before each step of an optimizer that holds parameters of the model, given to it or not."""
 
     def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called after each such step, also when it raised: then when nobody keeps the exception any more."""
+        """Called after each such step, also when it raised: then when the exception is freed."""
 
     def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
         """Called last before each forward, evaluation too. ``with_grad``: in training, with gradients enabled."""

@@ -12,7 +12,7 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.exchange import Exchange
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange
 from ..process_group import Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
@@ -47,7 +47,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         return exchange
 
     def _give_back(self, name: str, result: torch.Tensor, given: torch.Tensor | None) -> None:
-        """Puts what error memory contributed to a result that nobody uses back into it, in equal shares."""
+        """Returns to the error memory, in equal shares, what it contributed to a result that is not used."""
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
         ranks, holders = communicator.nranks(), communicator.members(self.hierarchical)

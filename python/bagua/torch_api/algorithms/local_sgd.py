@@ -33,8 +33,8 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.backend import Backend
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import BucketEngine
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.steps import AwaitedSteps
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
@@ -50,7 +50,7 @@ class OuterExchange(Exchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         outer_lr: float,
@@ -71,7 +71,7 @@ class OuterExchange(Exchange):
             for name, anchor in self.anchors.items()
             if outer_momentum
         }
-        #: anchor - x on the way out, D on the way in.
+        #: anchor - x before the exchange, D after it.
         self._differences: dict[str, torch.Tensor] = {}
 
     def register(self) -> list[torch.Tensor]:

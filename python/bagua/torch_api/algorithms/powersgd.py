@@ -28,8 +28,8 @@ import torch
 from bagua.linalg import is_finite, orthonormal, wide
 
 from ..bucket import BaguaBucket
-from ..model_engine.backend import Backend
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import BucketEngine
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import SparseExchange
 from ..process_group import ProcessGroup, ReduceOp
@@ -91,7 +91,7 @@ class PowerSGDExchange(GradientExchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
@@ -233,7 +233,7 @@ class _Flat:
                 self.parts[name] = flat[start:end].view(rows, columns)
             self._flats.append(flat)
 
-    def all_reduce(self, backend: Backend, op: ReduceOp) -> None:
+    def all_reduce(self, backend: BucketEngine, op: ReduceOp) -> None:
         """In place."""
         for handle in [backend.all_reduce(flat, op) for flat in self._flats]:
             handle.wait()

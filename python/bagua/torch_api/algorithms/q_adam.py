@@ -29,8 +29,8 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
-from ..model_engine.backend import Backend
-from ..model_engine.exchange import Exchange
+from ..model_engine.bucket_engine import BucketEngine
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import SparseExchange
 from ..process_group import DTYPES, ProcessGroup, ReduceOp
@@ -118,7 +118,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks this; with True it leaves two attributes for :meth:`step`, which tell that it calls."""
+        """GradScaler reads this; with True it sets two attributes, by which :meth:`step` recognises the call."""
         return self.warmed_up and bool(self._averaged)
 
     def _refuse_scaled(self) -> None:
@@ -126,8 +126,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             for name in ("found_inf", "grad_scale"):
                 self.__dict__.pop(name, None)
             raise BaguaError(
-                "GradScaler with qadam after its warm-up: backward exchanged moments of scaled gradients, and nobody "
-                "can divide these by the scale; train in bfloat16, or make GradScaler(enabled=False) after "
+                "GradScaler with qadam after its warm-up: backward exchanged moments of scaled gradients, which "
+                "cannot be divided by the scale; train in bfloat16, or make GradScaler(enabled=False) after "
                 f"{self.warmup_steps} steps"
             )
 
@@ -242,7 +242,7 @@ class MomentExchange(GradientExchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
@@ -378,7 +378,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             raise ValueError("with_bagua needs the algorithm's q_adam_optimizer among its optimizers")
         codec = raw_codec(self.compression)
         if codec is not None:
-            # The first use comes after the warm-up, which is late to hear of it.
+            # The first use comes after the warm-up, which is late for the error.
             for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
                 codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
         if self._owner is not None:

@@ -5,7 +5,7 @@
         mp_rank_00_model_states.pt                      iteration, model, optimizer, lr_scheduler
         expert_<expert>_mp_rank_00_model_states.pt      with experts: the parameters of one, under its number in the job
         expert_parallel_rank_<rank>_mp_rank_00_optim_states.pt      with experts: the optimizer of one rank
-    <path>/iter_0000005.saving/                         being written; whoever finds it later may delete it
+    <path>/iter_0000005.saving/                         being written; a later process may delete it
     <path>/iter_0000005.replaced/                       the former checkpoint of that iteration, while the new one
                                                         takes its place
 

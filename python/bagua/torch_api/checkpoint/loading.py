@@ -12,8 +12,8 @@ import torch
 
 from bagua.errors import BaguaError
 
+from .coordination import Coordinator
 from .layout import RELEASE, ExpertKeys, expert_file, find, model_file, optimizer_file, read_tracker, tracker_file
-from .team import Team
 
 
 def load_checkpoint(
@@ -31,25 +31,25 @@ def load_checkpoint(
     FileNotFoundError: the tracker names what is not there. BaguaError: the checkpoint holds no state for the optimizer
     or scheduler that is given, or another rank failed.
     """
-    team, path = Team(), Path(checkpoints_path)
+    ranks, path = Coordinator(), Path(checkpoints_path)
 
     def look() -> int | str | None:
-        return read_tracker(path) if team.rank == 0 else None
+        return read_tracker(path) if ranks.rank == 0 else None
 
-    iteration = team.from_first(team.together("read the tracker", look))
+    iteration = ranks.from_first(ranks.together("read the tracker", look))
     if iteration is None:
         return 0
 
     def load() -> int:
         folder = find(path, iteration)
         whole = _read(model_file(folder))
-        keys = ExpertKeys(model, team.rank)
+        keys = ExpertKeys(model, ranks.rank)
         state, states = dict(whole["model"]), whole
         if keys:
             for number, layer in keys.files():
                 state.update(keys.localise(_read(expert_file(folder, number, layer))))
             if optimizer is not None:
-                states = {**whole, **_read_optimizer(folder, team)}
+                states = {**whole, **_read_optimizer(folder, ranks)}
         for what, target in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
             if target is not None and what not in states:
                 raise BaguaError(f"{folder} holds no state for the {what} that is to be loaded")
@@ -64,15 +64,15 @@ def load_checkpoint(
             raise BaguaError(f"{tracker_file(path)} says {iteration}, and the file in {folder} {whole['iteration']}")
         return int(iteration)
 
-    return team.together("load a checkpoint", load)
+    return ranks.together("load a checkpoint", load)
 
 
-def _read_optimizer(folder: Path, team: Team) -> dict[str, Any]:
+def _read_optimizer(folder: Path, ranks: Coordinator) -> dict[str, Any]:
     """The optimizer of this rank."""
     saved = len(list(folder.glob(optimizer_file(folder, 0).name.replace("_0_", "_*_", 1))))
-    if saved != team.size:
-        raise BaguaError(f"{folder} was saved by {saved} ranks, and {team.size} load it: their optimizers do not fit")
-    return _read(optimizer_file(folder, team.rank))
+    if saved != ranks.size:
+        raise BaguaError(f"{folder} was saved by {saved} ranks, and {ranks.size} load it: their optimizers do not fit")
+    return _read(optimizer_file(folder, ranks.rank))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .coordination import Coordinator
 from .layout import (
     REPLACED,
     SAVING,
@@ -22,7 +23,6 @@ from .layout import (
     sync_directory,
     tracker_file,
 )
-from .team import Team
 
 # What torch.load reads with weights_only=True, besides tensors and containers.
 _SAFE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -46,20 +46,20 @@ def save_checkpoint(
     """
     if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
         raise ValueError(f"iteration must be an integer from 0 on, not {iteration!r}")
-    team, path = Team(), Path(checkpoints_path)
+    ranks, path = Coordinator(), Path(checkpoints_path)
     final = directory(path, iteration)
     folder = final.with_name(final.name + SAVING)
     files: dict[Path, dict[str, Any]] = {}
 
     def collect() -> None:
-        files.update(_contents(iteration, folder, model, optimizer, lr_scheduler, team.rank))
+        files.update(_contents(iteration, folder, model, optimizer, lr_scheduler, ranks.rank))
         for content in files.values():
             _require_safe(content, "")
 
-    team.together("collect their state", collect)
-    team.first_only("begin a checkpoint", lambda: _begin(path, final, folder))
-    team.together("write a checkpoint", lambda: _write_all(files))
-    team.first_only("finish a checkpoint", lambda: _finish(path, final, folder, iteration))
+    ranks.together("collect their state", collect)
+    ranks.first_only("begin a checkpoint", lambda: _begin(path, final, folder))
+    ranks.together("write a checkpoint", lambda: _write_all(files))
+    ranks.first_only("finish a checkpoint", lambda: _finish(path, final, folder, iteration))
 
 
 def _contents(

@@ -291,7 +291,7 @@ def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
         try:
             return RedisStore(**redis)
         except RuntimeError as failure:
-            # Every rank hears of it when one host has no server, so that all of them choose the same.
+            # Raised on every rank when one host has no server, so that all of them choose the same.
             _log.info("no Redis for the cache: %s", failure)
     rest = {name: value for name, value in options.items() if name in ("path", "capacity_per_node")}
     if find_spec("lmdb") is not None:
@@ -301,7 +301,7 @@ def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
 
 
 def _secret(store: Store) -> bytes:
-    """What pickles are signed with: the job's secret, or one that everybody who sees the store knows."""
+    """The key that signs pickles: the job's secret, or one that every process with access to the store has."""
     if secret := config.settings().secret:
         return secret
     if isinstance(store, RedisStore) and store.secret:

@@ -86,7 +86,7 @@ class CachedDataset(Dataset[Any]):
         chosen = list(indices)
         before = self.cache_loader.stats()["misses"]
         batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
-        # Spares the way from the worker to here: samples are wanted in the store only.
+        # Samples are wanted in the store only, not sent from the worker to here.
         loader: DataLoader[int] = DataLoader(
             _Touch(self), batch_sampler=batches, num_workers=num_workers, collate_fn=_first
         )

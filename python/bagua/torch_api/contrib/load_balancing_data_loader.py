@@ -1,4 +1,4 @@
-"""Samplers that give all ranks samples of similar cost at each step, so that nobody waits for the longest.
+"""Samplers that give all ranks samples of similar cost at each step, so that no rank waits for the longest.
 
 Samples are sorted by their complexity and cut into chunks of one sample per rank: the ranks hold neighbours in that
 order at every step. The order of chunks is shuffled. This is the original's method; what it did not have is that the
@@ -122,14 +122,14 @@ class LoadBalancingDistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch, and with it the order when ``shuffle`` is set. Equal on all ranks.
 
-        Calling it with the epoch that a loaded state speaks of keeps the position in it.
+        Calling it with the epoch of a loaded state keeps the position in it.
         """
         if epoch != self.epoch:
             self._position = _Position()
         self.epoch = epoch
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where this epoch stands, for :meth:`load_state_dict` on a sampler with the same arguments.
+        """The position in this epoch, for :meth:`load_state_dict` on a sampler with the same arguments.
 
         ``consumed`` is how many of this epoch's indices training has used. Without it, how many were taken from the
         sampler: more than were used, if DataLoader workers fetch ahead.

@@ -95,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _communicator(self) -> Communicator | None:
-        """Whom to synchronise with; ``None``: nobody."""
+        """The ranks to synchronise with; ``None``: this one alone."""
         if self.process_group is None and not is_initialized() and env.get_world_size() == 1:
             return None
         group = to_bagua_process_group(self.process_group)

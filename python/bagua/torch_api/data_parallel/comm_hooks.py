@@ -23,7 +23,7 @@ from bagua.errors import BaguaError
 from ..algorithms.base import WrappedModel
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from ..bucket import BaguaBucket
-from ..model_engine.exchange import Exchange
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import SparseExchange, sparse_parameters
 from ..process_group import ReduceOp
@@ -56,7 +56,7 @@ class GradBucket:
         return self
 
     def index(self) -> int:
-        """Place of the bucket in the order of communication, from 0."""
+        """Index of the bucket in the order of communication, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:

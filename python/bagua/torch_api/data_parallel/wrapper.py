@@ -151,7 +151,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _at_work(self) -> WrapperEngine:
         engine = self._engine
         if engine is None:
-            # Whoever reads all attributes of an object takes no other error.
+            # Code that reads all attributes of an object handles no other error.
             raise AttributeError("this wrapper communicates nothing: its group has ended, or it is an untrained copy")
         return engine
 

@@ -31,7 +31,7 @@ class WrapperEngine(ModelEngine):
         evaluates_together: bool = False,
         **options: Any,
     ) -> None:
-        # The wrapper, which torch's Join tells that its ranks have uneven inputs.
+        # The wrapper, which torch's Join configures for uneven inputs.
         self._owner = owner
         self._comm_hook: tuple[Any, CommHook] | None = None
         # Bytes of a bucket as the user gave them.

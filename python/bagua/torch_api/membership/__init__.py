@@ -1,1 +1,1 @@
-"""Finding and losing ranks: stores by which they meet, torch.distributed beside the group, `rebuild`, elastic jobs."""
+"""Membership: stores, torch.distributed beside the group, `rebuild`, elastic jobs."""

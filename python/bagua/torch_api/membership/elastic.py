@@ -1,22 +1,20 @@
-"""Elastic jobs: how the processes find each other at a first start, and how one comes back into a running job.
+"""Elastic jobs: the first start of all processes, and the return of one into a running job.
 
-Each rank listens at a door (``rust/bagua-core/src/group/door``) and writes into an address book where that is. The book
-only helps to find: who answers at an address proves by a handshake that it belongs to the job. When the doors of all
-ranks answer and none is in a job, rank 0 writes where the first group is built; a process that finds a door in a job
-comes in by the averaging of its models instead (:mod:`..algorithms.async_model_average`).
+Each rank has a join server (``rust/bagua-core/src/group/joining``) and puts its address into an address book. The book
+only distributes addresses: the process that answers at one proves by a handshake that it belongs to the job. When the
+servers of all ranks answer and none is in a job, rank 0 writes the address of the rendezvous of the first group; a
+process that reaches a rank in a job joins the averaging of its models instead
+(:mod:`..algorithms.async_model_average`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bagua import config, engine
 from bagua import group as neutral
@@ -28,90 +26,45 @@ from ..process_group import Communicator
 from ..process_group.collectives import Collectives
 from .state import membership_state
 
-# Seconds: for an answer at a door, and between two looks at the book.
+# Seconds: for the answer of a join server, and between two reads of the book.
 _ANSWER, _PAUSE = 2.0, 0.1
 
 
-class _Book(Protocol):
-    """An address book: named entries. Errors are OSError or BaguaError."""
+class _AddressBook:
+    """The address book: JSON objects in a store, which are files or what ``python -m bagua.distributed.store`` or a
+    runner serves (``rust/bagua-core/src/group/store``)."""
 
-    @property
-    def towards(self) -> tuple[str, int] | None:
-        """A host and a port in whose direction the others are; None where it does not say."""
+    def __init__(self, url: str) -> None:
+        """ValueError for what is no URL of a book, BaguaTimeoutError when no server answers there."""
+        place = config.book_place(url)
+        if isinstance(place, Path):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            #: A host and a port in whose direction the other ranks are; None where it is not known.
+            self.towards: tuple[str, int] | None = None
+            self._store = engine.Store.files(place)
+            return
+        self.towards = place
+        chosen = config.settings()
+        try:
+            self._store = engine.Store.tcp(*place, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
+        except BaguaTimeoutError as failure:
+            text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
+            raise BaguaTimeoutError(text, missing=(), after=chosen.timeout, noticed_by=-1) from failure
 
     def read(self, name: str) -> dict[str, Any] | None:
         """An entry; None when there is none."""
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        """Replaces an entry."""
-
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """Writes an entry that does not exist yet, and returns what is there then."""
-
-
-class _FileBook:
-    """A directory that all ranks see; an entry is a file, readable by its owner only."""
-
-    towards: tuple[str, int] | None = None
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """See :class:`_Book`."""
-        try:
-            return _entry((self._directory / name).read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        """See :class:`_Book`."""
-        os.replace(self._written(entry), self._directory / name)
-
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`_Book`."""
-        written = self._written(entry)
-        try:
-            with contextlib.suppress(FileExistsError):
-                # Whole or not at all, and only if nobody was first.
-                os.link(written, self._directory / name)
-        finally:
-            os.unlink(written)
-        found = self.read(name)
-        if found is None:
-            raise BaguaError(f"{self._directory / name} is no entry of an address book")
-        return found
-
-    def _written(self, entry: dict[str, Any]) -> str:
-        handle, path = tempfile.mkstemp(dir=self._directory, prefix=".new-")
-        with os.fdopen(handle, "w") as file:
-            json.dump(entry, file)
-        return path
-
-
-class _ServedBook:
-    """What ``python -m bagua.distributed.store`` or a runner serves (``rust/bagua-core/src/group/book``)."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.towards: tuple[str, int] | None = (host, port)
-        chosen = config.settings()
-        self._book = engine.Book(host, port, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """See :class:`_Book`."""
-        found = self._book.read(name)
+        found = self._store.get(name)
         return None if found is None else _entry(found)
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
-        """See :class:`_Book`."""
-        self._book.write(name, json.dumps(entry).encode())
+        """Replaces an entry."""
+        self._store.set(name, json.dumps(entry).encode())
 
-    def claim(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`_Book`."""
-        found = _entry(self._book.claim(name, json.dumps(entry).encode()))
+    def write_new(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """Writes an entry that does not exist yet, and returns what is there then."""
+        found = _entry(self._store.set_new(name, json.dumps(entry).encode()))
         if found is None:
-            raise BaguaError(f"the address book at {self.towards} has garbage as {name!r}")
+            raise BaguaError(f"{name!r} in the address book is no entry")
         return found
 
 
@@ -123,24 +76,11 @@ def _entry(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _open_book(url: str) -> _Book:
-    """The book at a URL. ValueError for what is none, BaguaTimeoutError when nobody serves it."""
-    place = config.book_place(url)
-    if isinstance(place, Path):
-        return _FileBook(place)
-    try:
-        return _ServedBook(*place)
-    except BaguaTimeoutError as failure:
-        limit = config.settings().timeout
-        text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
-        raise BaguaTimeoutError(text, missing=(), after=limit, noticed_by=-1) from failure
-
-
 @dataclass
 class Job:
     """The elastic job that this process is in."""
 
-    door: engine.Door
+    join_server: engine.JoinServer
     #: Whether it found the job running.
     rejoined: bool
     rank: int
@@ -162,22 +102,22 @@ def rejoined() -> bool:
 def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_size: int) -> neutral.Group:
     """Forms the job with all other ranks, or finds it running; returns its group, or a group of this process alone.
 
-    BaguaError when a living process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
+    BaguaError when a running process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
     """
     chosen = config.settings()
-    book = _open_book(url)
+    book = _AddressBook(url)
     until = time.monotonic() + chosen.timeout
-    token = str(book.claim("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
-    # The token keeps strangers out where the user has no secret.
+    token = str(book.write_new("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
+    # The token excludes other processes where the user has no secret.
     secret = chosen.secret + token
     towards = book.towards if local_world_size < world_size else None
     host = neutral.listen_host(towards, world_size, local_world_size)
     entering = neutral.parameters(chosen, rank, world_size, name="elastic", listen_host=host, secret=secret)
-    door = engine.Door(entering, token)
-    other = _ask(door, rank, book.read(f"rank-{rank}"))
+    own = engine.JoinServer(entering, token)
+    other = _status(own, rank, book.read(f"rank-{rank}"))
     if other is not None:
         raise BaguaError(f"rank {rank} is alive: another process of this job has it")
-    book.write(f"rank-{rank}", {"door": door.address, "incarnation": door.incarnation})
+    book.write(f"rank-{rank}", {"server": own.address, "incarnation": own.incarnation})
 
     def alone() -> neutral.Group:
         def spread(address: bytes) -> list[bytes]:
@@ -186,9 +126,9 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         return neutral.join(0, 1, spread, local_rank=0, local_world_size=1, secret=secret, timeout=chosen.timeout)
 
     while True:
-        answers = _look(book, door, rank, world_size)
+        answers = _look(book, own, rank, world_size)
         left = max(until - time.monotonic(), 0.001)
-        start = _start(book, rank, door, answers, world_size, host)
+        start = _start(book, rank, own, answers, world_size, host)
         if start is not None:
             server, place = start
 
@@ -221,67 +161,71 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                     timeout=chosen.timeout,
                 )
             )
-            # The others may have come later than the last look.
-            _look(book, door, rank, world_size)
+            # The others may have written their entries since.
+            _look(book, own, rank, world_size)
             break
         if any(answer["in_job"] for answer in answers.values()):
             group = alone()
             break
         if time.monotonic() > until:
             missing = tuple(sorted(set(range(world_size)) - set(answers) - {rank}))
-            text = (
-                f"init_process_group: no word from rank(s) {', '.join(map(str, missing))} after {chosen.timeout:.1f} s"
-            )
+            ranks = ", ".join(map(str, missing))
+            text = f"init_process_group: timed out after {chosen.timeout:.1f} s waiting for rank(s) {ranks}"
             raise BaguaTimeoutError(text, missing=missing, after=chosen.timeout, noticed_by=rank)
         time.sleep(_PAUSE)
-    membership_state.elastic = Job(door, start is None, rank, world_size)
+    membership_state.elastic = Job(own, start is None, rank, world_size)
     process.elastic_stats = stats
-    door.enter_job()
+    own.enter_job()
     return group
 
 
-def _ask(door: engine.Door, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a rank answers at the door in an entry; None when nobody of the job answers there."""
+def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The state of a rank, from the server in an entry; None when no process of the job answers there."""
     if entry is None:
         return None
     try:
-        return door.ask(rank, str(entry.get("door", "")), _ANSWER)
+        return own.status(rank, str(entry.get("server", "")), _ANSWER)
     except (BaguaError, ValueError):
         return None
 
 
-def _look(book: _Book, door: engine.Door, own: int, world_size: int) -> dict[int, dict[str, Any]]:
-    """The answers of the other ranks, by rank; their doors are noted."""
+def _look(book: _AddressBook, own: engine.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
+    """The answers of the other ranks, by rank; the own server gets their addresses."""
     answers = {}
     for rank in range(world_size):
-        if rank == own:
+        if rank == own_rank:
             continue
         try:
             entry = book.read(f"rank-{rank}")
-        except (OSError, BaguaError):
+        except BaguaError:
             continue
-        answer = _ask(door, rank, entry)
+        answer = _status(own, rank, entry)
         if answer is not None and entry is not None:
-            door.note_door(rank, str(entry["door"]))
+            own.note_server(rank, str(entry["server"]))
             answers[rank] = answer
     return answers
 
 
 def _start(
-    book: _Book, rank: int, door: engine.Door, answers: dict[int, dict[str, Any]], world_size: int, host: str
+    book: _AddressBook,
+    rank: int,
+    own: engine.JoinServer,
+    answers: dict[int, dict[str, Any]],
+    world_size: int,
+    host: str,
 ) -> tuple[engine.RendezvousServer | None, tuple[str, int]] | None:
-    """Where the first group is built, with rank 0's server; None while it is not."""
+    """The address of the first group's rendezvous, with rank 0's server; None while there is none."""
     if rank == 0:
         if len(answers) < world_size - 1 or any(answer["in_job"] for answer in answers.values()):
             return None
         server = engine.RendezvousServer(host, 0)
-        place = server.address()
+        host, port = server.address()
         incarnations = {str(other): answer["incarnation"] for other, answer in answers.items()}
-        book.write("start", {"host": place[0], "port": place[1], "incarnations": incarnations})
-        return server, place
+        book.write("start", {"host": host, "port": port, "incarnations": incarnations})
+        return server, (host, port)
     start = book.read("start")
     # An entry of an earlier start names earlier processes.
-    if start is None or start.get("incarnations", {}).get(str(rank)) != door.incarnation:
+    if start is None or start.get("incarnations", {}).get(str(rank)) != own.incarnation:
         return None
     return None, (str(start["host"]), int(start["port"]))
 
@@ -289,15 +233,15 @@ def _start(
 def _refusing(name: str) -> Any:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise BaguaError(
-            f"{name}: this process came into a running elastic job, whose ranks are in no group with it; only the "
-            "averaging of models reaches them"
+            f"{name}: this process rejoined a running elastic job and is in no group with its other ranks; only the "
+            "averaging of models communicates with them"
         )
 
     return refuse
 
 
 class RejoinedCommunicator(Communicator):
-    """The default group's communicator in a process that came back: its verbs raise BaguaError."""
+    """The default group's communicator in a process that rejoined: its verbs raise BaguaError."""
 
 
 for _name, _method in vars(Collectives).items():
@@ -317,4 +261,4 @@ def stats() -> dict[str, Any] | None:
             numbers = algorithm.stats()
             membership = {"view": numbers["view"], "ranks": numbers["ranks"]}
             break
-    return {**membership, "door": found.door.address, "connections_refused": found.door.refused}
+    return {**membership, "door": found.join_server.address, "connections_refused": found.join_server.refused}

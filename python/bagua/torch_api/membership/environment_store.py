@@ -1,4 +1,4 @@
-"""The store of torch.distributed that the environment names, by which the ranks of a job find each other."""
+"""The store of torch.distributed that the environment names, through which the ranks of a job exchange addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rebuild()``: the ranks that are left of a failed job go on with its training, in memory."""
+"""``rebuild()``: the surviving ranks of a failed job go on with its training, in memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bagua.lifecycle import forget_groups
 
 from .. import communication
 from ..algorithms.base import Algorithm
-from ..model_engine import backend
+from ..model_engine import bucket_engine
+from ..model_engine.bagua_ddp import end_with_group
 from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
 from ..model_engine.engine import ModelEngine, Progress
-from ..model_engine.patched import end_with_group
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
 from ..process_group.state import group_state
-from . import restart, torch_group
+from . import torch_init, torch_reinit
 from .state import membership_state
 
 __all__ = ["Rebuilt", "rebuild"]
@@ -56,17 +56,17 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
     """Goes on with the ranks that are left, from the last completed step.
 
     Called by every rank that is left after PeerLostError or PeerRaisedError. It waits, for ``timeout`` seconds
-    (``None``: the group's), for those that live and have not called. Then the models on the default group are wrapped
+    (``None``: the group's), for those that run and have not called. Then the models on the default group are wrapped
     as before, on the new one, and all ranks have the parameters, buffers and optimizer state of the lowest rank with
     the most completed steps, bitwise. Gradients are dropped: the step in flight is to be made again, with all its
     micro-batches. Models on other groups are unwrapped, with a RuntimeWarning; all other groups are gone. ``RANK``,
     ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the new ones, and torch.distributed is initialised anew
     if ``init_process_group`` had initialised it.
 
-    ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that live and have not called,
-    BaguaError says "quorum" and who may live on: after both, the call can be repeated. PeerLostError names this rank
-    when the others went on without it. An error of an algorithm that cannot work with so many ranks is raised on all of
-    them; its model is unwrapped then, and the group works.
+    ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that run and have not called,
+    BaguaError says "quorum" and which ranks may still run: after both, the call can be repeated. PeerLostError names
+    this rank when the others went on without it. An error of an algorithm that cannot work with so many ranks is
+    raised on all of them; its model is unwrapped then, and the group works.
     """
     default = communication._get_default_group()
     world: neutral.Group = communication._world().group
@@ -82,7 +82,7 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
         try:
             return plan.carry_out(world)
         except Exception:
-            if torch_group.cause_of_failure(world) is None:
+            if torch_init.cause_of_failure(world) is None:
                 raise
 
 
@@ -191,7 +191,7 @@ class _Plan:
         self._ranks = [self._ranks[rank] for rank in former]
         for model in self.models:
             model.end()
-        backend.shut_down_all()
+        bucket_engine.shut_down_all()
         forget_groups()
         communication.set_world(world)
         config.announce(
@@ -208,7 +208,7 @@ class _Plan:
         assert group is not None
         self._take_state(communicator, self._source(communicator))
         if group_state.initialised_torch_distributed:
-            restart.restart(world, communicator)
+            torch_reinit.restart(world, communicator)
         refusal: Exception | None = None
         for model in self.models:
             try:
@@ -238,7 +238,7 @@ class _Plan:
                 raise MismatchError(
                     f"the ranks' models differ: rank 0 has {sorted(everybody[0])}, rank {rank} has {sorted(said)}"
                 )
-        # Every rank makes the steps of its models in the same order, so that the sum says who is ahead.
+        # Every rank makes the steps of its models in the same order, so the rank that is ahead has the largest sum.
         done = [sum(progress.steps for progress in said.values()) for said in everybody]
         source = done.index(max(done))
         self._found = everybody[source]

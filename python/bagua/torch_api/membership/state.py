@@ -1,4 +1,4 @@
-"""What this process knows of stores, and of the membership of its job."""
+"""The stores of this process, and its membership in an elastic job."""
 
 from __future__ import annotations
 

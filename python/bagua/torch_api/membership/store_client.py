@@ -12,7 +12,7 @@ from functools import partial
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from bagua.store_requests import Connection, StoreRequests
+from bagua.tcp_store_requests import Connection, StoreRequests
 
 __all__ = ["StoreClient", "connect"]
 
@@ -20,7 +20,7 @@ __all__ = ["StoreClient", "connect"]
 #: one before.
 _ATTEMPT = 1.0
 
-#: Seconds between two attempts while nobody listens: at first, and at most.
+#: Seconds between two attempts while no process listens: at first, and at most.
 _PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 
 
@@ -73,7 +73,7 @@ def connect(
 
 
 def _open(host: str, port: int, world_size: int, limit: float) -> TCPStore:
-    # Whether anybody listens there: torch would try for three times as long as it is told.
+    # Checks that a process listens there: torch would try for three times its timeout.
     socket.create_connection((host, port), limit).close()
     # Without waiting for workers: a rank that is missing is found, and named, when addresses are exchanged.
     return TCPStore(host, port, world_size, False, timedelta(seconds=limit), wait_for_workers=False)

@@ -1,1 +1,1 @@
-"""What communicates for one model: its buckets in order, and the exchange of its gradients or weights."""
+"""Communicates for one model: its buckets in order, and the exchange of its gradients or weights."""

@@ -12,13 +12,13 @@ from ..tensor import effective
 def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
     """Buckets of at most ``limit`` bytes (a larger tensor has one of its own), each of one dtype and device.
 
-    Tensors keep their order, which is the order in which they become ready. A bucket stands where its last tensor
-    stands: it cannot go before that one, and must not hold up buckets that can.
+    Tensors keep their order, which is the order in which they become ready. A bucket has the position of its last
+    tensor: it cannot be sent before that one is ready, and must not delay buckets that can.
     """
     if limit <= 0:
         raise ValueError(f"a bucket size of {limit} bytes is not positive")
     closed: list[tuple[int, list[torch.Tensor]]] = []
-    # Per dtype and device: where the last tensor stood, bytes, tensors.
+    # Per dtype and device: the position of the last tensor, bytes, tensors.
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, int, list[torch.Tensor]]] = {}
     for position, tensor in enumerate(tensors):
         kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()

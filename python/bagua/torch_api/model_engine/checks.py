@@ -1,4 +1,4 @@
-"""What a model may be when it is wrapped, and what of it must stay as it was."""
+"""Checks a model when it is wrapped, and afterwards that it is still the one that was wrapped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tracked:
         before = dict(self._parameters)
         new = [name for name, param in after.items() if before.get(name) is not param]
         gone = [name for name in before if name not in after]
-        # Without a gradient it counts as unused, and whoever asked for that knows how to go on.
+        # Without a gradient it counts as unused, and a caller that allows this can go on.
         if not new and may_go:
             return
         parts = [f"{names} {what}" for names, what in ((new, "now need(s) one"), (gone, "no longer do(es)")) if names]

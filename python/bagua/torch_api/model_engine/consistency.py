@@ -1,4 +1,4 @@
-"""Starting equal: the ranks compare their models, then take over rank 0's parameters, buffers and optimizer state."""
+"""Makes the ranks equal: they compare their models, then take rank 0's parameters, buffers and optimizer state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ALIGN = 16
 def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exception | None = None) -> None:
     """Raises MismatchError on every rank, with the first line that differs from rank 0's, unless all say the same.
 
-    ``failure`` is what this rank found wrong with its own arguments: it is raised here, and the others hear of it,
-    without any harm to the group.
+    ``failure`` is what this rank found wrong with its own arguments: it is raised here, and its text in the
+    MismatchError of the others. The group stays usable.
     """
     said = [f"{type(failure).__name__}: {failure}"] if failure is not None else list(lines)
     head = "refused" if failure is not None else "agreed"
@@ -159,7 +159,7 @@ def _nothing() -> None:
 
 
 class _Slot:
-    """Stands for a tensor in a pickled state."""
+    """Replaces a tensor in a pickled state."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

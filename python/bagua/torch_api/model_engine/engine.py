@@ -1,4 +1,4 @@
-"""A model at work on several ranks: its buckets, the readiness of its gradients, its steps, however it is wrapped."""
+"""The engine of a model on several ranks: its buckets, the readiness of its gradients, its steps, for every wrapper."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..bucket import BaguaBucket
 from ..membership import elastic
 from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
-from . import backend as backends
+from . import bucket_engine as backends
 from . import bucketing
 from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
 from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
@@ -38,7 +38,7 @@ def _never() -> bool:
     return False
 
 
-# torch before 2.7 does not tell an export from a compilation.
+# torch before 2.7 does not distinguish an export from a compilation.
 _is_exporting = getattr(torch.compiler, "is_exporting", _never)
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
@@ -121,8 +121,8 @@ class Progress(NamedTuple):
 class ModelEngine:
     """What communicates for one model, however it is wrapped.
 
-    Its owner calls :meth:`before_forward` and :meth:`after_forward` around each forward of the model; the gradients and
-    the optimizers it hears of by hooks of its own. Ends with its model, its group, or :meth:`close`.
+    Its owner calls :meth:`before_forward` and :meth:`after_forward` around each forward of the model; hooks of its own
+    report gradients and optimizer steps. Ends with its model, its group, or :meth:`close`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ModelEngine:
         self._thread = 0
         # Gradients that came in it, and that a later hook of the user's may have changed since.
         self._late: list[tuple[str, torch.nn.Parameter]] = []
-        # The same, with backwards under `no_sync`; only for an algorithm that is told.
+        # The same, with backwards under `no_sync`; only for an algorithm that uses the hooks of passes.
         self._in_any_backward = False
         # A training forward whose backward should communicate, while no gradient has come since.
         self._forward_waits = False
@@ -184,7 +184,7 @@ class ModelEngine:
         self._tracked_ids = {id(param) for _, param in self._tracked}
         self._agree(module, algorithm)
         self._unchanged = Tracked(name, self._tracked)
-        self.backend = backends.Backend(name, process_group)
+        self.backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
             if broadcast_state:
@@ -233,8 +233,8 @@ class ModelEngine:
             self.bagua_algorithm.attach(self, algorithm.registered_name)
             if elastic.rejoined() and not self.bagua_algorithm.comes_back:
                 raise BaguaError(
-                    f"this process came into a running elastic job, where {type(algorithm).__name__} reaches nobody: "
-                    "only asynchronous averaging does"
+                    f"{type(algorithm).__name__} cannot be used by a rank that rejoined an elastic job: use "
+                    "AsyncModelAverageAlgorithm"
                 )
             sparse = sparse_parameters(module, self._tracked)
             if sparse and sparse[0][1].is_cuda:

@@ -1,11 +1,11 @@
-"""The way of a gradient from the hook that sees it first to the moment when backward returns.
+"""Communicates gradients: from the hook that gets one first to the moment when backward returns.
 
 With flattening each bucket owns one piece of memory, and a gradient that is elsewhere (always after ``zero_grad()``,
 which drops it) is copied there and then replaced by a tensor over its place in the bucket. Without, the core works on
-the gradient's own memory, which becomes ours (see ``places``), or on a copy: where another tensor may have that memory,
-where its layout is not that of the other ranks, and where the gradient is a lazy negation or conjugate (``is_neg()``,
-``is_conj()``). What has happened to a gradient since the last backward is seen when it is handed over, and what happens
-to it from then on when all are communicated.
+the gradient's own memory, which becomes ours (see ``bucket_memory``), or on a copy: where another tensor may have that
+memory, where its layout is not that of the other ranks, and where the gradient is a lazy negation or conjugate
+(``is_neg()``, ``is_conj()``). What has happened to a gradient since the last backward is seen when it is handed over,
+and what happens to it from then on when all are communicated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..places import Place, over
+from ..bucket_memory import BucketSlice, over
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration
-from .backend import Backend
-from .exchange import Exchange
+from .bucket_engine import BucketEngine
+from .exchange_interface import Exchange
 from .sparse import SparseExchange
 
 
@@ -63,8 +63,8 @@ class Slot:
     strides: tuple[int, ...]
     dtype: torch.dtype
     # Its place in the bucket's memory; None when the bucket is not flattened.
-    place: Place | None = None
-    # Otherwise what the core was told of last, which no user has; alive as long as the core may look there.
+    place: BucketSlice | None = None
+    # Otherwise the tensor that was marked ready last, which no user has; alive as long as the core may read it.
     wire: torch.Tensor | None = None
     # Handed to the engine in this backward; and what, with torch's count of its changes.
     sent: bool = False
@@ -98,7 +98,7 @@ class GradientExchange(Exchange):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         find_unused: bool,
@@ -271,7 +271,7 @@ class GradientExchange(Exchange):
         self._backend.wait_pending_comm_ops()
 
     def _settle(self) -> None:
-        """The results are in the memory that the engine was told of: gradients elsewhere get them."""
+        """Copies the results from the memory that was marked ready to gradients that are elsewhere."""
         for slot in self._slots.values():
             grad = slot.grad
             if grad is None:
@@ -372,7 +372,7 @@ class GradientExchange(Exchange):
     def abandon(self) -> None:
         """Forgets a backward that never came to its end."""
         with contextlib.suppress(BaguaError, ValueError):
-            # Incomplete buckets are an error that nobody needs to hear twice; what broke the backward was raised there.
+            # Incomplete buckets would be a second error after the one that ended the backward, which was raised there.
             self._backend.wait_pending_comm_ops()
         self._reset()
 

@@ -20,7 +20,7 @@ from bagua.errors import BaguaError
 
 from ..process_group import ReduceOp
 from ..tensor import resolved
-from .backend import Backend
+from .bucket_engine import BucketEngine
 from .consistency import ALIGN
 
 # Rows are added in these, and rounded once, as in the core's reductions.
@@ -80,7 +80,7 @@ class SparseExchange:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         op: ReduceOp,

@@ -21,7 +21,7 @@ class ModelState(Record):
     def __init__(self) -> None:
         #: Tensor -> its name, model and closures.
         self.registrations: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
-        #: Model name -> its Backend; and every Backend that has not been collected.
+        #: Model name -> its BucketEngine; and every BucketEngine that has not been collected.
         self.backends: dict[str, Any] = {}
         self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Parameter -> the ModelEngine that communicates its gradient.

@@ -1,6 +1,6 @@
-"""Weights that travel instead of gradients: how they reach the core, and how its results reach the parameters.
+"""Communicates weights instead of gradients: copies them for the core, and applies its results to the parameters.
 
-Two ways, for two kinds of algorithms:
+Two classes, for two kinds of algorithms:
 
 - :class:`WeightAverage`: the exchange begins with a step's first forward and its result is taken over when the step's
   backward ends. The core reads a copy of the weights that is made when the exchange begins, and never the parameters:
@@ -10,7 +10,7 @@ Two ways, for two kinds of algorithms:
   changed keeps its change: it becomes weight + (mean - copy). An unchanged one becomes the mean to the bit. The price
   is one copy of the weights per communication, and their size in memory.
 - :class:`WeightUpdate`: the exchange runs between two steps and replaces the weights in place. The training thread
-  waits for it, so nobody else writes.
+  waits for it, so no other code writes the weights.
 
 Both raise the version counters of the parameters that they write: a graph that saved weights before (a second backward
 with ``retain_graph=True``) raises torch's error about in-place changes, instead of silently using other weights; a
@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..places import Place
+from ..bucket_memory import BucketSlice
 from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
-from .backend import Backend
-from .exchange import Exchange
+from .bucket_engine import BucketEngine
+from .exchange_interface import Exchange
 from .steps import AwaitedSteps
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -70,7 +70,7 @@ class _Slot:
     param: torch.nn.Parameter
     # Its place in the bucket's memory, in which the core may work where the parameter lies in it; None when the bucket
     # is not flattened. The parameter lies there until torch or its user gives it other memory.
-    place: Place | None
+    place: BucketSlice | None
     # Of the layout in which the ranks exchange it.
     like: torch.Tensor
     # The engine's number of it.
@@ -84,7 +84,7 @@ class _Slot:
 class WeightTensors(Exchange):
     """The parameters of one model as the tensors of its buckets."""
 
-    def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
+    def __init__(self, backend: BucketEngine, module_name: str, parameters: Parameters) -> None:
         self._backend = backend
         self._module_name = module_name
         self._parameters = list(parameters)
@@ -140,7 +140,7 @@ class WeightAverage(WeightTensors):
     See the module for what the core reads, and for weights that change meanwhile.
     """
 
-    def __init__(self, backend: Backend, module_name: str, parameters: Parameters) -> None:
+    def __init__(self, backend: BucketEngine, module_name: str, parameters: Parameters) -> None:
         super().__init__(backend, module_name, parameters)
         self._averaged: list[_Averaged] = []
         # Communicated since the step's first forward, and not taken over yet.
@@ -161,7 +161,7 @@ class WeightAverage(WeightTensors):
             self._averaged += [_Averaged(slots[name], copies[name], means[name]) for name in copies]
 
     def begin(self) -> None:
-        """Copies the weights and hands the copy to the engine. A rank alone has nobody to average with."""
+        """Copies the weights and hands the copy to the engine. Nothing in a world of one rank."""
         if self._backend.size == 1 or not self._averaged:
             return
         self._begun = True
@@ -225,7 +225,7 @@ class WeightUpdate(WeightTensors):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BucketEngine,
         module_name: str,
         parameters: Parameters,
         optimizers: Sequence[torch.optim.Optimizer],

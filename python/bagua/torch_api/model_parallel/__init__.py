@@ -1,4 +1,4 @@
-"""Models whose parts live on different ranks."""
+"""Models whose parts are on different ranks."""
 
 from . import moe
 

@@ -11,7 +11,7 @@ use super::round::{Rounds, rooms};
 use super::shared::{Control, Shared};
 use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
-use crate::group::{Asked, Group, Lane, Options};
+use crate::group::{Group, JoinRequest, Lane, Options};
 use crate::memory::ArenaBuffer;
 use crate::types::ReduceOp;
 use crate::wait::{Deadline, Waited, lock};
@@ -49,23 +49,27 @@ impl Averager {
         Averager::over(peers, rooms, model, settings, false)
     }
 
-    /// Comes into the averaging of a running elastic job through the doors that this rank's door has heard of, tried in turn until
+    /// Joins the averaging of a running elastic job through the servers that this rank's server knows, tried in turn until
     /// `deadline`. The weights and buffers are not the job's yet: see [`Averager::wait_joined`].
     ///
     /// # Errors
-    /// `Mismatch` for a model that does not fit; `Timeout`, with the last door's reason, after the deadline.
+    /// `Mismatch` for a model that does not fit; `Timeout`, with the last server's reason, after the deadline.
     pub fn join(model: Model, settings: Settings, deadline: &Deadline) -> Result<Averager> {
         check(&model, &settings)?;
-        let Some(Elastic { door, digest }) = &settings.elastic else {
+        let Some(Elastic { server, digest }) = &settings.elastic else {
             return Err(Error::InvalidArgument("only a process of an elastic job comes in later".to_owned()));
         };
-        let mut why = "no door of another rank is known".to_owned();
+        let mut why = "no join server of another rank is known".to_owned();
         loop {
-            for (host, _) in door.doors().into_iter().filter(|(rank, _)| *rank != door.rank()) {
-                let asked =
-                    Asked { model: settings.name.clone(), digest: *digest, door: door.address(), returns: false };
-                // A newcomer that loses the others before it has begun tries again.
-                let entered = Peers::join(door, host, asked).and_then(|peers| {
+            for (host, _) in server.servers().into_iter().filter(|(rank, _)| *rank != server.rank()) {
+                let request = JoinRequest {
+                    model: settings.name.clone(),
+                    digest: *digest,
+                    server: server.address(),
+                    returns: false,
+                };
+                // A joining rank that loses the others before it has begun tries again.
+                let entered = Peers::join(server, host, request).and_then(|peers| {
                     let rooms = rooms(&peers, &model.weights, &settings);
                     rooms.map(|rooms| (peers, rooms)).map_err(|error| Refused::Now(error.to_string()))
                 });
@@ -77,7 +81,7 @@ impl Averager {
             }
             if deadline.passed() {
                 let progress = Progress { what: format!("joining the averaging: {why}"), ..Progress::default() };
-                let (after, noticed_by) = (deadline.limit(), door.rank());
+                let (after, noticed_by) = (deadline.limit(), server.rank());
                 let progress = Some(Box::new(progress));
                 return Err(Error::Timeout { after, missing: Vec::new(), noticed_by, progress });
             }
@@ -97,12 +101,12 @@ impl Averager {
         Ok(Averager { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Waits for at most `limit` until the weights of a newcomer are the average of a round in which its own did not count.
+    /// Waits for at most `limit` until the weights of a joining rank are the average of a round in which its own did not count.
     pub fn wait_joined(&self, limit: Duration) -> Waited<()> {
         self.wait(limit, |control| !control.is_new)
     }
 
-    /// The caller's count of forwards; that of the job after a newcomer has joined.
+    /// The caller's count of forwards; that of the job after a rank has joined.
     pub fn forwards(&self) -> u64 {
         self.shared.forwards.load(Relaxed)
     }

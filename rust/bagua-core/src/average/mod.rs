@@ -20,7 +20,7 @@
 //! device's work, and nobody who holds it waits for the device ([`crate::memory::DeviceWeights`]).
 //!
 //! In an elastic job ranks may be lost at any moment, and the others go on ([`Settings::elastic`]): the group of the averaging is replaced
-//! by a smaller one (`Group::shrink`), or by one with a newcomer (`admit`), which gets the average of a round in which its own
+//! by a smaller one (`Group::shrink`), or by one with a joining rank (`admit`), which gets the average of a round in which its own
 //! weights did not count.
 //!
 //! After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3; there ranks hold the lock while they communicate.
@@ -39,7 +39,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::codec::Codec;
-use crate::group::Door;
+use crate::group::JoinServer;
 use crate::memory::Weights;
 
 /// How a model is averaged. Equal on all ranks.
@@ -59,7 +59,7 @@ pub struct Settings {
 /// How ranks come back.
 pub struct Elastic {
     /// This rank's.
-    pub door: Arc<Door>,
+    pub server: Arc<JoinServer>,
     /// Digest of what must be equal on all ranks: parameters, buffers, options.
     pub digest: [u8; 32],
 }
@@ -68,7 +68,7 @@ pub struct Elastic {
 pub struct Model {
     /// What is averaged: contiguous weights, one for each dtype.
     pub weights: Vec<Weights>,
-    /// What a newcomer gets from a rank beside the average: buffers.
+    /// What a joining rank gets from a rank beside the average: buffers.
     pub buffers: Vec<Weights>,
 }
 

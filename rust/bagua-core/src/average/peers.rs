@@ -25,8 +25,8 @@ pub(super) struct Status {
     pub(super) is_due: bool,
     /// It has no weights of the job yet.
     pub(super) is_new: bool,
-    /// Rank in the job of the first newcomer at its door.
-    pub(super) newcomer: Option<usize>,
+    /// Rank in the job of the first joining rank whose connection it holds.
+    pub(super) joiner: Option<usize>,
     /// Number of the last membership that it knows.
     pub(super) view: u64,
     /// Exchanges before this one, as far as it knows.
@@ -37,10 +37,10 @@ pub(super) struct Status {
 
 impl Status {
     fn encode(self) -> [u8; FIELDS * 8] {
-        let Status { takes_part, synchronizes, is_due, is_new, newcomer, view, exchanges, agreed } = self;
+        let Status { takes_part, synchronizes, is_due, is_new, joiner, view, exchanges, agreed } = self;
         let flags = [takes_part, synchronizes, is_new].map(u64::from);
-        let newcomer = newcomer.map_or(0, |rank| rank as u64 + 1);
-        let fields = [flags[0], flags[1], flags[2], newcomer, view, exchanges, agreed, u64::from(is_due)];
+        let joiner = joiner.map_or(0, |rank| rank as u64 + 1);
+        let fields = [flags[0], flags[1], flags[2], joiner, view, exchanges, agreed, u64::from(is_due)];
         let mut bytes = [0; FIELDS * 8];
         for (slot, field) in bytes.chunks_exact_mut(8).zip(fields) {
             slot.copy_from_slice(&field.to_le_bytes());
@@ -54,7 +54,7 @@ impl Status {
             takes_part: field(0) == 1,
             synchronizes: field(1) == 1,
             is_new: field(2) == 1,
-            newcomer: field(3).checked_sub(1).map(|rank| rank as usize),
+            joiner: field(3).checked_sub(1).map(|rank| rank as usize),
             view: field(4),
             exchanges: field(5),
             agreed: field(6),
@@ -228,12 +228,12 @@ mod tests {
             synchronizes: false,
             is_due: true,
             is_new: true,
-            newcomer: Some(0),
+            joiner: Some(0),
             view: 7,
             exchanges: 3,
             agreed: u64::MAX,
         };
-        for status in [Status::default(), other, Status { synchronizes: true, newcomer: None, ..other }] {
+        for status in [Status::default(), other, Status { synchronizes: true, joiner: None, ..other }] {
             assert_eq!(Status::decode(&status.encode()), status);
         }
     }

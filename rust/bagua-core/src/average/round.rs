@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use super::admit::{Newcomer, Refused};
+use super::admit::{Joiner, Refused};
 use super::part::{self, Part};
 use super::peers::{Peers, Status};
 use super::shared::{Control, Shared};
 use super::{Elastic, Model, Settings, State};
 use crate::error::{Error, Result, Source};
-use crate::group::{Asked, Door, Group, Options};
+use crate::group::{Group, JoinRequest, JoinServer, Options};
 use crate::health::LEFT;
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
 use crate::reduce;
@@ -27,12 +27,12 @@ const ALONE: Duration = Duration::from_secs(10);
 /// Pause between two looks for the others of a part of the job that was cut off.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// How long it waits at a door for an answer, which takes three round trips; and how long every fourth time, for slow lines. No round
+/// How long it waits for the answer of a join server, which takes three round trips; and how long every fourth time, for slow lines. No round
 /// begins meanwhile.
 const GLANCE: Duration = Duration::from_millis(500);
 const LONG_GLANCE: Duration = Duration::from_secs(2);
 
-/// Pause between two rounds of visits.
+/// Pause between two attempts to join.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The averaging thread among the owners of weight locks; threads of callers have other numbers.
@@ -44,7 +44,7 @@ pub(super) struct Rounds {
     /// `None` only while it is replaced.
     peers: Option<Peers>,
     parts: Vec<Part>,
-    /// What a newcomer gets beside the average.
+    /// What a joining rank gets beside the average.
     buffers: Vec<Weights>,
     settings: Settings,
     /// When the next round begins.
@@ -96,8 +96,8 @@ impl Rounds {
         let Model { weights, buffers } = model;
         let parts = weights.into_iter().zip(rooms).map(|(weights, average)| Part::new(weights, average));
         let (parts, set) = (parts.collect(), peers.world_ranks.clone());
-        if let Some(Elastic { door, digest }) = &settings.elastic {
-            door.welcome(&settings.name, *digest);
+        if let Some(Elastic { server, digest }) = &settings.elastic {
+            server.accept_joins(&settings.name, *digest);
         }
         let (looked, due) = (Instant::now(), Instant::now() + settings.interval);
         let (peers, view, exchanges) = (Some(peers), 1, 0);
@@ -126,8 +126,8 @@ impl Rounds {
                 },
             };
         };
-        if let Some(Elastic { door, .. }) = &self.settings.elastic {
-            door.close_to(&self.settings.name);
+        if let Some(Elastic { server, .. }) = &self.settings.elastic {
+            server.refuse_joins(&self.settings.name);
         }
         let Rounds { shared, peers, parts, buffers, .. } = self;
         let failure = peers.as_ref().map_or(failure.clone(), |peers| peers.named(failure));
@@ -212,36 +212,37 @@ impl Rounds {
 
     /// Comes back into the job that goes on without this rank. Alone where nobody is there any more.
     fn rejoin(&self, own: usize, cause: &Error) -> Result<Peers> {
-        let Some(Elastic { door, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
-        // A rank that looks for the job itself lets nobody in.
-        door.close_to(&self.settings.name);
-        let found = self.find_job(door, *digest, own, cause)?;
-        door.welcome(&self.settings.name, *digest);
+        let Some(Elastic { server, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
+        // A rank that looks for the job itself admits no rank.
+        server.refuse_joins(&self.settings.name);
+        let found = self.find_job(server, *digest, own, cause)?;
+        server.accept_joins(&self.settings.name, *digest);
         Ok(found)
     }
 
-    /// Enters the job through the door of any other rank. Where others only look for it too, the lowest of them begins it anew: a rank
-    /// that thaws looks for the others while they leave their part because the door of a lower rank answers again.
-    fn find_job(&self, door: &Door, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
+    /// Joins the job through the server of any other rank. Where others only look for it too, the lowest of them begins it anew: a rank
+    /// that thaws looks for the others while they leave their part because the server of a lower rank answers again.
+    fn find_job(&self, server: &JoinServer, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
         let start = Instant::now();
         let mut attempt = 0;
         loop {
             let mut looking = Vec::new();
             let mut found = false;
-            for (host, at) in door.doors().into_iter().filter(|(rank, _)| *rank != own) {
+            for (host, at) in server.servers().into_iter().filter(|(rank, _)| *rank != own) {
                 if self.shared.lock().stopping {
                     return Err(cause.clone());
                 }
-                match door.ask(host, at, patience(attempt)) {
-                    Ok(answer) if answer.in_job && !answer.models.contains(&self.settings.name) => {
+                match server.status(host, at, patience(attempt)) {
+                    Ok(status) if status.in_job && !status.models.contains(&self.settings.name) => {
                         looking.push(host);
                         continue;
                     }
                     Ok(_) => found = true,
                     Err(_) => continue,
                 }
-                let asked = Asked { model: self.settings.name.clone(), digest, door: door.address(), returns: true };
-                match Peers::join(door, host, asked) {
+                let request =
+                    JoinRequest { model: self.settings.name.clone(), digest, server: server.address(), returns: true };
+                match Peers::join(server, host, request) {
                     Ok(peers) => {
                         self.shared.lock().stats.joined += 1;
                         return Ok(peers);
@@ -252,7 +253,7 @@ impl Rounds {
             }
             let begins = !found && looking.first().is_some_and(|lowest| own < *lowest);
             if begins || start.elapsed() > ALONE {
-                let group = door.bind(self.view + 1, 0, 1, &self.settings.name)?;
+                let group = server.bind(self.view + 1, 0, 1, &self.settings.name)?;
                 let address = group.address().to_vec();
                 return Peers::new(group.connect(&[address])?, vec![own]);
             }
@@ -264,7 +265,7 @@ impl Rounds {
     /// Looks now and then for the part of the job with the lowest rank, where this part was cut off from it; then this rank leaves its
     /// part and joins that one.
     fn meet(&mut self) -> Result<()> {
-        let Some(Elastic { door, .. }) = &self.settings.elastic else { return Ok(()) };
+        let Some(Elastic { server, .. }) = &self.settings.elastic else { return Ok(()) };
         let patience = patience(self.looks);
         if self.looked.elapsed() < LOOK.max(2 * patience) {
             return Ok(());
@@ -274,10 +275,10 @@ impl Rounds {
         let away: Vec<usize> = self.shared.lock().stats.lost.keys().copied().filter(|rank| *rank < lowest).collect();
         // One after the other: those that are dead answer nothing.
         let Some(sought) = away.get(self.looks as usize % away.len().max(1)) else { return Ok(()) };
-        let at = door.doors().into_iter().find(|(known, _)| known == sought);
-        let answer = at.and_then(|(rank, at)| door.ask(rank, at, patience).ok());
+        let at = server.servers().into_iter().find(|(known, _)| known == sought);
+        let found = at.and_then(|(rank, at)| server.status(rank, at, patience).ok());
         self.looked = Instant::now();
-        if !answer.is_some_and(|answer| answer.models.contains(&self.settings.name)) {
+        if !found.is_some_and(|status| status.models.contains(&self.settings.name)) {
             self.looks = self.looks.saturating_add(1);
             return Ok(());
         }
@@ -288,34 +289,34 @@ impl Rounds {
         self.enter(peers)
     }
 
-    /// Lets the first newcomer in that stands at a door of any rank. False when there is none, or it did not come in.
+    /// Admits the first joining rank whose connection any rank holds. False when there is none, or it did not join.
     fn admit(&mut self, all: &[Status]) -> Result<bool> {
         let Rounds { settings, peers: Some(peers), view, .. } = self else { return Ok(false) };
-        let (Some(Elastic { door, .. }), Some(host)) =
-            (&settings.elastic, all.iter().position(|status| status.newcomer.is_some()))
+        let (Some(Elastic { server, .. }), Some(host)) =
+            (&settings.elastic, all.iter().position(|status| status.joiner.is_some()))
         else {
             return Ok(false);
         };
-        let Some(joiner) = all[host].newcomer else { return Ok(false) };
-        let mut newcomer = None;
+        let Some(joiner) = all[host].joiner else { return Ok(false) };
+        let mut held = None;
         if host == peers.group.rank()
-            && let Some((rank, asked, visit)) = door.take_visitor(&settings.name)
+            && let Some((rank, request, conn)) = server.take_joiner(&settings.name)
         {
-            let visitor = Newcomer { asked, visit };
+            let found = Joiner { request, conn };
             if rank == joiner {
-                door.note_door(rank, visitor.asked.door);
-                newcomer = Some(visitor);
+                server.note_server(rank, found.request.server);
+                held = Some(found);
             } else {
-                visitor.refuse(false, "another newcomer came first".to_owned());
+                found.refuse(false, "another rank came first".to_owned());
             }
         }
-        match peers.admit(joiner, newcomer, *view + 1, door)? {
+        match peers.admit(joiner, held, *view + 1, server)? {
             Some(peers) => self.enter(peers).map(|()| true),
             None => Ok(false),
         }
     }
 
-    /// Gives newcomers the weights of the job, the buffers and the count of forwards of one of `ranks`, or of the first rank that has
+    /// Gives joining ranks the weights of the job, the buffers and the count of forwards of one of `ranks`, or of the first rank that has
     /// them. `averaged`: the ranks have an average of more than one.
     fn hand_over(&mut self, ranks: &[usize], all: &[Status], averaged: bool) -> Result<()> {
         let Rounds { shared, peers: Some(peers), parts, buffers, settings, .. } = self else { return Ok(()) };
@@ -378,14 +379,14 @@ impl Rounds {
         let (own, calls) = {
             let mut control = self.shared.lock();
             control.in_round = control.takes_part || self.open.is_some();
-            let newcomer =
-                self.settings.elastic.as_ref().and_then(|elastic| elastic.door.first_visitor(&self.settings.name));
+            let joiner =
+                self.settings.elastic.as_ref().and_then(|elastic| elastic.server.first_joiner(&self.settings.name));
             let own = Status {
                 takes_part: control.takes_part && !control.is_new,
                 synchronizes: control.takes_part && !control.synchronizing.is_empty(),
                 is_due: Instant::now() >= self.due,
                 is_new: control.is_new,
-                newcomer,
+                joiner,
                 view: self.view,
                 exchanges: self.exchanges,
                 agreed: self.agreed,
@@ -534,7 +535,7 @@ impl Rounds {
     }
 }
 
-/// How long to wait at a door after so many attempts.
+/// How long to wait for the answer of a join server after so many attempts.
 fn patience(attempt: u32) -> Duration {
     if attempt % 4 == 3 { LONG_GLANCE } else { GLANCE }
 }

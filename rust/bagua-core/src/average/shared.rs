@@ -29,7 +29,7 @@ pub(super) struct Shared<G = Group> {
     changed: Condvar,
     /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
     pub(super) steps: AtomicU64,
-    /// The caller's count of forwards, which a newcomer takes over.
+    /// The caller's count of forwards, which a joining rank takes over.
     pub(super) forwards: AtomicU64,
     pub(super) owner: OwnerProcess,
     /// The group of the thread; leaving it ends the thread's waits.

@@ -8,7 +8,7 @@
 //! 1. **Same bytes everywhere.** A record depends on the elements, the options and the draw alone, not on the processor.
 //! 2. **Nothing becomes finite silently.** What a codec cannot express comes back as NaN, and `encode` says so.
 //! 3. **No trust.** `decode` checks a record that came from a peer and never panics.
-//! 4. **No allocation once warm.** What an encoder needs beside its arguments lives in a [`Scratch`] that the caller keeps.
+//! 4. **No allocation once warm.** What an encoder needs beside its arguments is in a [`Scratch`] that the caller keeps.
 
 mod block_i8;
 pub mod chunks;
@@ -66,7 +66,7 @@ pub struct Scratch {
     pub places: Vec<u32>,
 }
 
-/// A way to encode elements. Stateless: what must be equal on all ranks, and what comes back, follows from the arguments.
+/// Encodes and decodes elements. Stateless: what must be equal on all ranks, and what comes back, follows from the arguments.
 pub trait Codec: Send + Sync + Debug {
     /// Code in message headers; never 0, which is no codec.
     fn id(&self) -> u8;

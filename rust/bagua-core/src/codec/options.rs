@@ -64,7 +64,7 @@ impl<'a> Options<'a> {
     }
 
     /// # Errors
-    /// `UnsupportedType` that names an option which nobody took.
+    /// `UnsupportedType` that names an option that the codec does not have.
     pub fn finish(self) -> Result<()> {
         match self.left.first() {
             None => Ok(()),

@@ -10,8 +10,8 @@
 //! the next tensor. Invariant: at every step, the sum over ranks of (given + error before) = divisor * result + the sum of (error after),
 //! within float32 rounding. So the owner of a chunk keeps what its second encoding lost, times the divisor.
 //!
-//! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes there, and the records travel through host memory.
-//! They are the host's, byte for byte, so that some members may do it there and others on the host.
+//! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes there, and the records are there too. They are the
+//! host's, byte for byte, so that some members may do it there and others on the host where messages pass through that.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
@@ -20,7 +20,7 @@ use super::{Chunks, Collective, DeviceCodec, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::codec::{Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
-use crate::memory::BufferMut;
+use crate::memory::{Buffer, BufferMut};
 use crate::reduce::sum_over;
 use crate::request::{Compression, Extra, Workspace};
 use crate::types::DType;
@@ -152,12 +152,12 @@ fn two_shot(
         }
     }
     cx.stats.add_encode(start.elapsed());
-    all_to_all(collective, cx, sent, received, record)?;
+    all_to_all(collective, cx, sent.as_slice().into(), received.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
     combine(cx, how, &records(received, record), decoded, mean)?;
-    let own = &mut sent[..record];
+    let own = &mut sent[me * record..][..record];
     encode(cx, how, mean, own, scratch);
     let mine = &mut data[me * chunk..][..chunk];
     how.codec.decode(dtype, own, mine)?;
@@ -165,10 +165,10 @@ fn two_shot(
         for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean, decoded: mine, times: how.divisor });
     }
     cx.stats.add_encode(start.elapsed());
-    all_gather(collective, cx, &sent[..record], received)?;
+    all_gather(collective, cx, sent.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
-    for (j, (elements, record)) in data.chunks_mut(chunk).zip(received.chunks(record)).enumerate() {
+    for (j, (elements, record)) in data.chunks_mut(chunk).zip(sent.chunks(record)).enumerate() {
         if j != me {
             how.codec.decode(dtype, record, elements)?;
         }
@@ -177,7 +177,7 @@ fn two_shot(
     Ok(())
 }
 
-/// As `two_shot`, where the tensor is on a device. What encoding took is counted with the copies of records.
+/// As `two_shot`, where the tensor is on a device: so are the records.
 fn two_shot_on(
     codec: &mut dyn DeviceCodec,
     collective: &mut dyn Collective,
@@ -192,27 +192,23 @@ fn two_shot_on(
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
     let chunks = Chunks { dtype, chunks: members, count, elements: how.elements.min(total), record };
-    resize(work, members * record, 0, 0);
-    let Workspace { sent, received, .. } = work;
+    let room = BufferMut::room(data.device(), &mut work.received, 2 * members * record)?;
+    let (mut sent, mut received) = room.split_at(members * record);
+    let own = me * record..(me + 1) * record;
 
     let start = Instant::now();
-    codec.encode(cx, &chunks, data.as_buffer(), sent)?;
-    let lost = |sent: &[u8]| sent.chunks(record).filter(|record| codec.is_nonfinite(&chunks, record)).count() as u64;
-    cx.stats.nonfinite_records.fetch_add(lost(sent), Relaxed);
+    codec.encode(cx, &chunks, data.as_buffer(), sent.reborrow())?;
+    received.part(own.clone()).copy_in_place(sent.as_buffer().slice(own.clone()))?;
     cx.stats.add_encode(start.elapsed());
-    all_to_all(collective, cx, sent, received, record)?;
+    all_to_all(collective, cx, sent.as_buffer(), received.reborrow(), record)?;
 
     let start = Instant::now();
-    received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
-    let own = &mut sent[..record];
-    codec.combine(cx, &chunks, received, how.divisor, own)?;
-    cx.stats.nonfinite_records.fetch_add(u64::from(codec.is_nonfinite(&chunks, own)), Relaxed);
+    codec.combine(cx, &chunks, received.as_buffer(), how.divisor, sent.part(own))?;
     cx.stats.add_encode(start.elapsed());
-    all_gather(collective, cx, own, received)?;
+    all_gather(collective, cx, sent.reborrow(), record)?;
 
     let start = Instant::now();
-    received[me * record..][..record].copy_from_slice(own);
-    codec.decode(cx, &chunks, received, data)?;
+    codec.decode(cx, &chunks, sent.as_buffer(), data)?;
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }
@@ -230,18 +226,18 @@ fn one_shot(
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
     resize(work, members * record, members * data.len(), 0);
-    let Workspace { sent, received, decoded, error, scratch, .. } = work;
+    let Workspace { received, decoded, error, scratch, .. } = work;
     let start = Instant::now();
-    encode(cx, how, data, &mut sent[..record], scratch);
+    let own = &mut received[me * record..][..record];
+    encode(cx, how, data, own, scratch);
     if feedback {
         let decoded = &mut decoded[..data.len()];
-        how.codec.decode(dtype, &sent[..record], decoded)?;
+        how.codec.decode(dtype, own, decoded)?;
         for_dtype(dtype, Lose { error, decoded });
     }
     cx.stats.add_encode(start.elapsed());
-    all_gather(collective, cx, &sent[..record], received)?;
+    all_gather(collective, cx, received.as_mut_slice().into(), record)?;
     let start = Instant::now();
-    received[me * record..][..record].copy_from_slice(&sent[..record]);
     combine(cx, how, &records(received, record), decoded, data)?;
     cx.stats.add_encode(start.elapsed());
     Ok(())
@@ -303,44 +299,37 @@ fn sum_all(dtype: DType, decoded: &[u8], result: &mut [u8], divisor: usize) {
 fn all_to_all(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
-    sent: &[u8],
-    received: &mut [u8],
+    sent: Buffer<'_>,
+    received: BufferMut<'_>,
     record: usize,
 ) -> Result<()> {
-    let me = collective.rank();
-    let others = |(peer, _): &(usize, _)| *peer != me;
+    let (me, fingerprint) = (collective.rank(), cx.fingerprint);
     let sends: Vec<_> = sent
         .chunks(record)
         .enumerate()
-        .filter(others)
-        .map(|(peer, data)| Outgoing::new(peer, cx.fingerprint, data))
+        .filter(|(peer, _)| *peer != me)
+        .map(|(peer, data)| Outgoing { peer, fingerprint, data })
         .collect();
-    exchange(collective, cx, &sends, received, record)
+    let recvs = received.chunks(record).enumerate().filter(|(peer, _)| *peer != me);
+    let mut recvs: Vec<_> = recvs.map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
+    collective.exchange(cx, &sends, &mut recvs)
 }
 
-/// One record for all other members, and theirs.
-fn all_gather(collective: &mut dyn Collective, cx: &OpContext<'_>, own: &[u8], received: &mut [u8]) -> Result<()> {
-    let (me, members) = (collective.rank(), collective.size());
-    let peers = (0..members).filter(|peer| *peer != me);
-    let sends: Vec<_> = peers.map(|peer| Outgoing::new(peer, cx.fingerprint, own)).collect();
-    exchange(collective, cx, &sends, received, own.len())
-}
-
-fn exchange(
+/// Each member's record, which is at its own place, for all others.
+fn all_gather(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
-    sends: &[Outgoing<'_>],
-    received: &mut [u8],
+    records: BufferMut<'_>,
     record: usize,
 ) -> Result<()> {
-    let me = collective.rank();
-    let mut recvs: Vec<_> = received
-        .chunks_mut(record)
-        .enumerate()
-        .filter(|(peer, _)| *peer != me)
-        .map(|(peer, data)| Incoming::new(peer, cx.fingerprint, data))
-        .collect();
-    collective.exchange(cx, sends, &mut recvs)
+    let (me, members, fingerprint) = (collective.rank(), collective.size(), cx.fingerprint);
+    let mut others: Vec<_> = records.chunks(record).collect();
+    let own = others.remove(me);
+    let peers = (0..members).filter(|peer| *peer != me);
+    let send = |peer| Outgoing { peer, fingerprint, data: own.as_buffer() };
+    let sends: Vec<_> = peers.clone().map(send).collect();
+    let mut recvs: Vec<_> = peers.zip(others).map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
+    collective.exchange(cx, &sends, &mut recvs)
 }
 
 /// The float32 values of bytes, and back.

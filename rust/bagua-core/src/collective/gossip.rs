@@ -5,12 +5,11 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-use super::{Chunks, Collective, HostIo, Incoming, OpContext, Outgoing};
+use super::{Chunks, Collective, Incoming, Io, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
-use crate::codec::{Codec, Encoded};
+use crate::codec::{Codec, Encoded, Scratch};
 use crate::error::{Error, Result};
-use crate::memory::BufferMut;
-use crate::reduce::combine;
+use crate::memory::{Buffer, BufferMut};
 use crate::request::{Extra, PeerSelection, Replicas, Workspace};
 use crate::types::ReduceOp;
 
@@ -23,31 +22,32 @@ pub(super) fn average(
     cx: &OpContext<'_>,
     selection: PeerSelection,
     round: u64,
-    mut io: HostIo<'_>,
+    io: Io<'_>,
 ) -> Result<()> {
-    let weights = io.input();
+    let (len, place) = (io.len(), io.device()?);
+    if len == 0 {
+        return Ok(());
+    }
     let mut fresh = Workspace::default();
     let extra = &mut *cx.extra.borrow_mut();
     let Workspace { received, .. } = extra.work.as_deref_mut().unwrap_or(&mut fresh);
     let (me, n) = (collective.rank(), collective.size());
     let peers = selection.peers(me, n, round);
     let takers = selection.takers(me, n, round);
-    received.resize(peers.len() * weights.len(), 0);
-    if weights.is_empty() {
-        return Ok(());
-    }
-    let sends: Vec<_> = takers.iter().map(|peer| Outgoing::new(*peer, cx.fingerprint, weights)).collect();
-    let parts = peers.iter().zip(received.chunks_mut(weights.len()));
-    let mut recvs: Vec<_> = parts.map(|(peer, data)| Incoming::new(*peer, cx.fingerprint, data)).collect();
+    let mut received = BufferMut::room(place, received, peers.len() * len)?;
+    let (own, mean) = match io {
+        Io::InPlace(data) => (None, data),
+        Io::Split { src, dst } => (Some(src), dst),
+    };
+    let (fingerprint, data) = (cx.fingerprint, own.unwrap_or(mean.as_buffer()));
+    let sends: Vec<_> = takers.iter().map(|peer| Outgoing { peer: *peer, fingerprint, data }).collect();
+    let parts = peers.iter().zip(received.reborrow().chunks(len));
+    let mut recvs: Vec<_> = parts.map(|(peer, data)| Incoming { peer: *peer, fingerprint, data }).collect();
     collective.exchange(cx, &sends, &mut recvs)?;
     let start = Instant::now();
-    let mut inputs: Vec<_> = received.chunks(weights.len()).map(Some).collect();
-    let (own, mean) = match &mut io {
-        HostIo::InPlace(data) => (None, &mut **data),
-        HostIo::Split { src, dst } => (Some(*src), &mut **dst),
-    };
+    let mut inputs: Vec<_> = received.as_buffer().chunks(len).map(Some).collect();
     inputs.insert(peers.partition_point(|peer| *peer < me), own);
-    combine(cx.dtype(), ReduceOp::Avg, &inputs, mean);
+    collective.combine(cx, ReduceOp::Avg, &inputs, mean)?;
     cx.stats.add_reduce(start.elapsed());
     Ok(())
 }
@@ -56,7 +56,7 @@ pub(super) fn average(
 /// neighbours; L and R take up the neighbours' differences, W its own, and x becomes W. So W is to the bit what both neighbours
 /// hold. Alone, W becomes x.
 ///
-/// On a device that has the codec all of it stays there, and only records come to the host: those of the host, byte for byte.
+/// On a device that has the codec all of it stays there, records too: those of the host, byte for byte.
 ///
 /// # Errors
 /// `UnsupportedType` on a device where the collective has not the codec; otherwise as [`Collective::codec_on`] and [`Collective::run`].
@@ -77,13 +77,33 @@ pub(super) fn compressed_ring(
     let count = weights.len() / cx.dtype().size();
     codec.check_count(count)?;
     let record = codec.record_len(count, cx.dtype());
-    work.sent.resize(record, 0);
-    // Of the left neighbour, then of the right one.
-    work.received.resize(2 * record, 0);
+    let Workspace { received, decoded, scratch, .. } = work;
+    let room = BufferMut::room(weights.device(), received, 3 * record)?;
+    let (own, neighbours) = room.split_at(record);
+    let (left, right) = neighbours.split_at(record);
+    let records = Records { own, left, right };
     match weights.device() {
-        None => ring_on_host(collective, cx, codec, draw, weights.into_host()?, replicas, work),
-        Some(_) => ring_on_device(collective, cx, codec, weights, replicas, work),
+        None => {
+            let encoder = Encoder { codec, draw, decoded, scratch };
+            ring_on_host(collective, cx, encoder, weights.into_host()?, replicas, records)
+        }
+        Some(_) => ring_on_device(collective, cx, codec, weights, replicas, records),
     }
+}
+
+/// The records of a round of the compressed ring.
+struct Records<'a> {
+    own: BufferMut<'a>,
+    left: BufferMut<'a>,
+    right: BufferMut<'a>,
+}
+
+/// What encodes on the host.
+struct Encoder<'a> {
+    codec: &'a dyn Codec,
+    draw: u64,
+    decoded: &'a mut Vec<u8>,
+    scratch: &'a mut Scratch,
 }
 
 /// For a ring without replicas.
@@ -94,27 +114,25 @@ pub(crate) fn no_replicas() -> Error {
 fn ring_on_host(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
-    codec: &dyn Codec,
-    draw: u64,
+    Encoder { codec, draw, decoded, scratch }: Encoder<'_>,
     weights: &mut [u8],
     replicas: Replicas<'_>,
-    work: &mut Workspace,
+    mut records: Records<'_>,
 ) -> Result<()> {
     let dtype = cx.dtype();
     let (own, left, right) = (replicas.own.into_host()?, replicas.left.into_host()?, replicas.right.into_host()?);
-    work.decoded.resize(weights.len(), 0);
+    decoded.resize(weights.len(), 0);
     let start = Instant::now();
-    for_dtype(dtype, Difference { weights, own, left, right, out: &mut work.decoded });
-    if codec.encode(dtype, &work.decoded, &mut work.sent, draw, &mut work.scratch) == Encoded::NonFinite {
+    for_dtype(dtype, Difference { weights, own, left, right, out: decoded });
+    if codec.encode(dtype, decoded, records.own.reborrow().into_host()?, draw, scratch) == Encoded::NonFinite {
         cx.stats.nonfinite_records.fetch_add(1, Relaxed);
     }
     cx.stats.add_encode(start.elapsed());
-    with_neighbours(collective, cx, work)?;
+    let received = with_neighbours(collective, cx, &mut records)?;
     let start = Instant::now();
-    let (from_left, from_right) = work.received.split_at(work.sent.len());
-    for (record, replica) in [(from_left, left), (from_right, right), (&work.sent, &mut *own)] {
-        codec.decode(dtype, record, &mut work.decoded)?;
-        for_dtype(dtype, Take { replica, difference: &work.decoded });
+    for (record, replica) in received.into_iter().zip([left, right, &mut *own]) {
+        codec.decode(dtype, record.as_host()?, decoded)?;
+        for_dtype(dtype, Take { replica, difference: decoded });
     }
     weights.copy_from_slice(own);
     cx.stats.add_encode(start.elapsed());
@@ -127,7 +145,7 @@ fn ring_on_device(
     codec: &dyn Codec,
     mut weights: BufferMut<'_>,
     replicas: Replicas<'_>,
-    work: &mut Workspace,
+    mut records: Records<'_>,
 ) -> Result<()> {
     let dtype = cx.dtype();
     let Some(mut on_device) = collective.codec_on(weights.device(), codec, dtype)? else {
@@ -135,16 +153,14 @@ fn ring_on_device(
     };
     let Replicas { mut own, left, right } = replicas;
     let count = weights.len() / dtype.size();
-    let chunks = Chunks { dtype, chunks: 1, count, elements: count, record: work.sent.len() };
+    let chunks = Chunks { dtype, chunks: 1, count, elements: count, record: records.own.len() };
     let start = Instant::now();
     let known = [left.as_buffer(), right.as_buffer(), own.as_buffer()];
-    on_device.encode_difference(cx, &chunks, weights.as_buffer(), known, &mut work.sent)?;
-    cx.stats.nonfinite_records.fetch_add(u64::from(on_device.is_nonfinite(&chunks, &work.sent)), Relaxed);
+    on_device.encode_difference(cx, &chunks, weights.as_buffer(), known, records.own.reborrow())?;
     cx.stats.add_encode(start.elapsed());
-    with_neighbours(collective, cx, work)?;
+    let received = with_neighbours(collective, cx, &mut records)?;
     let start = Instant::now();
-    let (from_left, from_right) = work.received.split_at(work.sent.len());
-    for (record, replica) in [(from_left, left), (from_right, right), (&work.sent, own.reborrow())] {
+    for (record, replica) in received.into_iter().zip([left, right, own.reborrow()]) {
         on_device.add(cx, &chunks, record, replica)?;
     }
     weights.copy_in_place(own.as_buffer())?;
@@ -152,23 +168,25 @@ fn ring_on_device(
     Ok(())
 }
 
-/// The record goes to both neighbours, and theirs come.
-fn with_neighbours(collective: &mut dyn Collective, cx: &OpContext<'_>, work: &mut Workspace) -> Result<()> {
-    let (me, n) = (collective.rank(), collective.size());
+/// The record goes to both neighbours, and theirs come: those of the left and of the right one, and the own.
+fn with_neighbours<'a>(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    records: &'a mut Records<'_>,
+) -> Result<[Buffer<'a>; 3]> {
+    let (me, n, fingerprint) = (collective.rank(), collective.size(), cx.fingerprint);
     let (before, after) = ((me + n - 1) % n, (me + 1) % n);
-    let mut sends = vec![Outgoing::new(before, cx.fingerprint, &work.sent)];
-    let (left, right) = work.received.split_at_mut(work.sent.len());
-    let mut recvs = vec![Incoming::new(before, cx.fingerprint, left)];
+    let Records { own, left, right } = records;
+    let mut sends = vec![Outgoing { peer: before, fingerprint, data: own.as_buffer() }];
+    let mut recvs = vec![Incoming { peer: before, fingerprint, data: left.reborrow() }];
     // Of two members each is both neighbours of the other: one record serves for both.
     if before != after {
-        sends.push(Outgoing::new(after, cx.fingerprint, &work.sent));
-        recvs.push(Incoming::new(after, cx.fingerprint, right));
+        sends.push(Outgoing { peer: after, fingerprint, data: own.as_buffer() });
+        recvs.push(Incoming { peer: after, fingerprint, data: right.reborrow() });
     }
     collective.exchange(cx, &sends, &mut recvs)?;
-    if before == after {
-        work.received.copy_within(..work.sent.len(), work.sent.len());
-    }
-    Ok(())
+    let right = if before == after { left.as_buffer() } else { right.as_buffer() };
+    Ok([left.as_buffer(), right, own.as_buffer()])
 }
 
 /// out = weights + left / 3 + right / 3 - 5/3 own, in float32 with one rounding per operation, rounded.

@@ -34,7 +34,8 @@ use std::fmt::Debug;
 use crate::codec::Codec;
 use crate::error::Result;
 use crate::memory::{Buffer, BufferMut, DeviceRef};
-use crate::types::DType;
+use crate::reduce;
+use crate::types::{DType, ReduceOp};
 
 /// The equal chunks that a tensor is cut into, of which each member combines one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,14 +52,15 @@ pub struct Chunks {
     pub record: usize,
 }
 
-/// A two-shot codec on a device, for compressed all_reduce and for the compressed ring. Its records are in host memory, and those of the codec
-/// on the host, byte for byte; the tensor is on the device. Each method returns when the host's bytes are there, and may leave work on the tensor to the device.
+/// A two-shot codec on a device, for compressed all_reduce and for the compressed ring. Its records are on the device too, and those of the
+/// codec on the host, byte for byte. Each method is a step of the operation that runs, and may leave the work to the device; records that are
+/// not finite are counted, at the latest when the device is done.
 pub trait DeviceCodec {
     /// Encodes all chunks into one record after the other.
     ///
     /// # Errors
     /// Whatever the device reports; the first cause of the group's failure, `Timeout`.
-    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: &mut [u8]) -> Result<()>;
+    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: BufferMut<'_>) -> Result<()>;
 
     /// The records of all members for one chunk become the one of their sum, added in member order, divided, and rounded.
     ///
@@ -68,16 +70,16 @@ pub trait DeviceCodec {
         &mut self,
         cx: &OpContext<'_>,
         chunks: &Chunks,
-        records: &[u8],
+        records: Buffer<'_>,
         divisor: usize,
-        record: &mut [u8],
+        record: BufferMut<'_>,
     ) -> Result<()>;
 
     /// Decodes the records of all chunks into the tensor, with zeros behind the elements that carry values.
     ///
     /// # Errors
     /// As [`DeviceCodec::encode`].
-    fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: &[u8], data: BufferMut<'_>) -> Result<()>;
+    fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, data: BufferMut<'_>) -> Result<()>;
 
     /// Encodes what the compressed ring sends, see [`Verb::CompressedRing`], as the only chunk: of the weights, and of the replicas of the left
     /// neighbour, of the right one, and of this member.
@@ -90,17 +92,14 @@ pub trait DeviceCodec {
         chunks: &Chunks,
         weights: Buffer<'_>,
         replicas: [Buffer<'_>; 3],
-        record: &mut [u8],
+        record: BufferMut<'_>,
     ) -> Result<()>;
 
     /// Adds what the record of the only chunk decodes to to a replica, rounded.
     ///
     /// # Errors
     /// As [`DeviceCodec::encode`].
-    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: &[u8], replica: BufferMut<'_>) -> Result<()>;
-
-    /// Whether a record is one of elements that are not all finite.
-    fn is_nonfinite(&self, chunks: &Chunks, record: &[u8]) -> bool;
+    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: Buffer<'_>, replica: BufferMut<'_>) -> Result<()>;
 }
 
 /// The operations of a group of ranks. The caller ([`crate::group::Lane`]) has checked sizes and ranks: implementations rely on
@@ -134,6 +133,21 @@ pub trait Collective: Send {
         Ok(None)
     }
 
+    /// Inputs that lie where `into` does, at a place that this collective reaches, become their combination: in their order, divided once.
+    /// `None` is what `into` holds. A step of the operation that runs; it sends nothing, and may leave the work to the device.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    fn combine(
+        &mut self,
+        cx: &OpContext<'_>,
+        op: ReduceOp,
+        inputs: &[Option<Buffer<'_>>],
+        into: BufferMut<'_>,
+    ) -> Result<()> {
+        combine_on_host(cx, op, inputs, into)
+    }
+
     /// Runs a verb. [`Verb`] says which bytes of `io` each verb reads and writes.
     ///
     /// # Errors
@@ -151,6 +165,33 @@ pub trait Collective: Send {
     /// # Errors
     /// As [`Collective::run`].
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
+}
+
+/// [`Collective::combine`] on the host; what lies on a device, by copies.
+///
+/// # Errors
+/// Whatever a device reports.
+pub fn combine_on_host(
+    cx: &OpContext<'_>,
+    op: ReduceOp,
+    inputs: &[Option<Buffer<'_>>],
+    mut into: BufferMut<'_>,
+) -> Result<()> {
+    if into.device().is_none() {
+        let inputs: Vec<_> =
+            inputs.iter().map(|input| input.map(|input| input.as_host()).transpose()).collect::<Result<_>>()?;
+        reduce::combine(cx.dtype(), op, &inputs, into.into_host()?);
+        return Ok(());
+    }
+    let copy = |from: Buffer<'_>| {
+        let mut host = vec![0; from.len()];
+        from.copy_to(&mut host).map(|()| host)
+    };
+    let given: Vec<_> = inputs.iter().map(|input| input.map(copy).transpose()).collect::<Result<_>>()?;
+    let inputs: Vec<_> = given.iter().map(Option::as_deref).collect();
+    let mut host = copy(into.as_buffer())?;
+    reduce::combine(cx.dtype(), op, &inputs, &mut host);
+    into.copy_from(&host)
 }
 
 /// The seam for collectives of other crates: a device's own, or another route. Given in the group's configuration.

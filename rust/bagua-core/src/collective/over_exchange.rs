@@ -2,7 +2,7 @@
 
 use super::{Collective, Incoming, Io, OpContext, Outgoing, Verb, compressed, gossip};
 use crate::error::{Error, Result};
-use crate::memory::{Buffer, BufferMut};
+use crate::memory::BufferMut;
 use crate::request::PartLayout;
 
 /// Runs a verb by [`Collective::exchange`], on the host or on a device.
@@ -13,7 +13,7 @@ pub fn over_exchange(collective: &mut dyn Collective, cx: &OpContext<'_>, verb: 
     match verb {
         Verb::AllToAllV { send, recv } => all_to_all_v(collective, cx, io, &send, &recv),
         Verb::CompressedAllReduce(how) => compressed::all_reduce(collective, cx, in_place(verb, io)?, &how),
-        Verb::NeighborAverage { peers, round } => gossip::average(collective, cx, peers, round, io.into_host()?),
+        Verb::NeighborAverage { peers, round } => gossip::average(collective, cx, peers, round, io),
         Verb::CompressedRing { codec, draw } => {
             gossip::compressed_ring(collective, cx, codec, draw, in_place(verb, io)?)
         }
@@ -42,19 +42,20 @@ fn all_to_all_v(
     recv: &PartLayout<'_>,
 ) -> Result<()> {
     let (rank, size, element) = (collective.rank(), collective.size(), cx.dtype().size());
-    let copy;
+    let place = io.device()?;
+    let mut memory = Vec::new();
+    let mut copy;
     let (src, dst) = match io {
         Io::InPlace(data) => {
-            let mut bytes = vec![0; data.len()];
-            data.as_buffer().copy_to(&mut bytes)?;
-            copy = bytes;
-            (Buffer::from(copy.as_slice()), data)
+            copy = BufferMut::room(place, &mut memory, data.len())?;
+            copy.copy_in_place(data.as_buffer())?;
+            (copy.as_buffer(), data)
         }
         Io::Split { src, dst } => (src, dst),
     };
     let part = |to: usize| src.slice(send.range(to, element));
     let mut targets = recv.split(dst, element);
-    targets[rank].copy_from_buffer(part(rank))?;
+    targets[rank].copy_in_place(part(rank))?;
     // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
     let fingerprint = cx.fingerprint;
     let others = |peer: &usize| *peer != rank;

@@ -106,7 +106,7 @@ impl CompletionThread {
         loop {
             if let Some((pending, result)) = state.ready.pop_front() {
                 drop(state);
-                // The panic hook has reported it, and there is nobody to return it to.
+                // The panic hook has reported it, and there is no caller to return it to.
                 let _ = catch_unwind(AssertUnwindSafe(|| (pending.callback)(&result)));
                 drop(result);
                 state = self.state();

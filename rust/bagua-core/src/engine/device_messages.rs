@@ -16,7 +16,7 @@ use crate::group::OwnerProcess;
 use crate::memory::{Device, HostMemory, Region};
 use crate::wait::{Deadline, lock, wait_on};
 
-/// The first pause between two looks at what is under way, and the longest.
+/// The first pause between two looks at running copies, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// A call: some messages that end together.

@@ -67,7 +67,7 @@ impl SharedBucket {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Bucket> {
-        // Nothing in Bucket panics half-way through a change.
+        // Nothing in Bucket panics in the middle of a change.
         lock(&self.bucket)
     }
 

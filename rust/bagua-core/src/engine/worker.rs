@@ -112,7 +112,7 @@ impl LaneWorker {
 
     /// Runs a job on this thread, after everything that was submitted before.
     ///
-    /// While nothing is pending this is one lock and no thread change. An error of an earlier job whose result nobody can read any more,
+    /// While nothing is pending this is one lock and no thread change. An error of an earlier job whose handle was dropped,
     /// because its handle is gone, is returned here instead, and the job does not run.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lanes) -> Result<T>) -> Result<T> {
         self.check()?;
@@ -231,7 +231,7 @@ impl Shared {
             match self.lanes.try_lock() {
                 Ok(lanes) => return lanes,
                 Err(TryLockError::Poisoned(lanes)) => return lanes.into_inner(),
-                // Somebody else may have it again when this returns.
+                // Another thread may have it again when this returns.
                 Err(TryLockError::WouldBlock) => blocking_wait(|| drop(self.lanes())),
             }
         }
@@ -269,7 +269,7 @@ impl Shared {
             drop(unread);
             self.jobs.settle();
         }
-        // What it says has nobody to hear it.
+        // Its result has no handle left.
         let _ = catch_unwind(AssertUnwindSafe(|| self.lanes().end()));
     }
 

@@ -16,7 +16,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -48,16 +47,6 @@ impl Admission {
     /// Number of connections in the table.
     pub(super) fn count(&self) -> usize {
         lock(&self.table).entries.len()
-    }
-
-    /// Accepts a TCP connection when there is a place for it.
-    pub(super) async fn accept(
-        self: &Arc<Admission>,
-        listener: &TcpListener,
-    ) -> std::io::Result<(TcpStream, Candidate)> {
-        self.place().await;
-        let (stream, from) = listener.accept().await?;
-        Ok((stream, self.enter(Some(from))))
     }
 
     /// Waits until one more connection may be accepted: at most [`FIRST_BYTES`]. Ends the oldest connection if there is no place.

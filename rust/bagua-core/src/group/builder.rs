@@ -18,9 +18,9 @@ use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{Collective, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
-use crate::memory::{Arena, DeviceRef, Registry};
+use crate::memory::{Arena, Buffer, BufferMut, DeviceRef, Registry};
 use crate::transport::{Mesh, Transport};
-use crate::types::DType;
+use crate::types::{DType, ReduceOp};
 use crate::wait::{Deadline, SLICE};
 
 /// `index` of the streams between all ranks.
@@ -331,6 +331,16 @@ impl Collective for ProcessBound {
 
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         self.inner().reaches(place)
+    }
+
+    fn combine(
+        &mut self,
+        cx: &OpContext<'_>,
+        op: ReduceOp,
+        inputs: &[Option<Buffer<'_>>],
+        into: BufferMut<'_>,
+    ) -> Result<()> {
+        self.checked()?.combine(cx, op, inputs, into)
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {

@@ -31,7 +31,8 @@ impl Frames {
         Frames { socket, _fork_fd: fork_fd, whom }
     }
 
-    /// Connects, and authenticates, within `limit`; tries again when the server ends the connection. The inner error is that of the last attempt.
+    /// Connects, and authenticates, within `limit`; tries again after failures for which `retries` says so. The inner error is that of the last
+    /// attempt.
     ///
     /// # Errors
     /// `System` when the process cannot try.
@@ -41,27 +42,28 @@ impl Frames {
         (key, tls): (&Key, Option<&Ends>),
         whom: String,
         limit: Duration,
+        retries: fn(&Failed) -> bool,
     ) -> Result<std::result::Result<Frames, Failed>> {
         let attempt = async || {
             let mut conn = ControlConn::connect(tokio::net::TcpStream::connect(&at).await?, tls).await?;
             handshake::connect(&mut conn.socket, hello, key).await?;
             Ok::<_, Failed>(conn.into_data()?)
         };
+        let mut last = Failed::broken(format!("no answer within {:.1} s", limit.as_secs_f64()));
         let connecting = async {
             loop {
                 match attempt().await {
-                    Err(why) if why.ended_by_server() => tokio::time::sleep(RETRY_PAUSE).await,
+                    Err(why) if retries(&why) => last = why,
                     outcome => return outcome,
                 }
+                tokio::time::sleep(RETRY_PAUSE).await;
             }
         };
         let runtime = runtime()?;
         let outcome = runtime.block_on(async { tokio::time::timeout(limit, connecting).await });
         // A name lookup that is still running must not delay the return.
         runtime.shutdown_background();
-        let outcome =
-            outcome.unwrap_or_else(|_| Err(Failed::broken(format!("no answer within {:.1} s", limit.as_secs_f64()))));
-        Ok(outcome.map(|conn| Frames::over(conn, whom)))
+        Ok(outcome.unwrap_or(Err(last)).map(|conn| Frames::over(conn, whom)))
     }
 
     /// Who is at the other end, for error texts.

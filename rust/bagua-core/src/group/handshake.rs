@@ -116,10 +116,10 @@ pub(super) enum Purpose {
     Segment = 3,
     /// Exchange of addresses before the group exists.
     Rendezvous = 4,
-    /// A visit at the door of an elastic job.
-    Door = 5,
-    /// Requests to the server of an address book.
-    Book = 6,
+    /// Joining an elastic job.
+    Join = 5,
+    /// Requests to the server of a store.
+    Store = 6,
     /// Messages of one direction.
     Messages = 7,
     /// Asks whether the rank runs; needs no proof.
@@ -173,8 +173,8 @@ impl Hello {
             2 => Purpose::Stream,
             3 => Purpose::Segment,
             4 => Purpose::Rendezvous,
-            5 => Purpose::Door,
-            6 => Purpose::Book,
+            5 => Purpose::Join,
+            6 => Purpose::Store,
             7 => Purpose::Messages,
             8 => Purpose::Probe,
             _ => return Err(Malformed("an unknown purpose")),

@@ -6,12 +6,12 @@
 //! | `address` | a rank's address blob, which the caller exchanges between the ranks |
 //! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
 //! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
-//! | `door` | where a running elastic job lets processes in |
-//! | `book` | the address book by which the processes of an elastic job find each other |
-//! | `frames` | frames over one connection, for threads that wait: doors, address books |
+//! | `joining` | joining a running elastic job |
+//! | `frames` | frames over one connection, for threads that wait: joining, stores |
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `serve` | servers: accepting connections, their authentication, the thread |
 //! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
@@ -21,22 +21,22 @@
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
 //! | `fork` | closing the descriptors of a group in forked children |
 //! | `views` | agreement of a failed group's ranks on a smaller group |
+//! | `store` | the key-value store through which processes find each other: by a server, or in files |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 
 pub(crate) mod address;
 mod admission;
-mod book;
 mod bootstrap;
 mod builder;
 mod config;
 mod connection;
 mod control;
 mod descriptors;
-mod door;
 mod duplicate;
 mod fork;
 mod frames;
 mod handshake;
+mod joining;
 mod lane;
 mod lanes;
 mod listen;
@@ -44,24 +44,26 @@ mod membership;
 mod messages;
 mod rendezvous;
 mod segment;
+mod serve;
+mod store;
 #[cfg(all(test, not(model)))]
 mod tests;
 mod tls;
 mod views;
 mod wire;
 
-pub use book::{Book, BookServer};
 pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
-pub use door::{Answer, Asked, Door};
-pub(crate) use door::{DoorMessage, Visit};
 pub(crate) use fork::OwnerProcess;
 pub use fork::PerProcess;
+pub use joining::{JobStatus, JoinRequest, JoinServer};
+pub(crate) use joining::{JoinConnection, JoinMessage};
 pub use lane::{Lane, Options};
 pub use lanes::Lanes;
 pub use membership::{Group, flight_recorder};
 pub(crate) use messages::MessageStreams;
 pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use store::{FileStore, Store, StoreServer, TcpStore};
 pub use tls::{Access, Tls, tls_pair};
 pub(crate) use views::carry_data;
 pub use views::{Quorum, View};

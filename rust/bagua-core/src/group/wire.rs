@@ -1,4 +1,4 @@
-//! The encoding of all messages of the control plane, of the rendezvous, the address book and joining: structs and enums, by serde and
+//! The encoding of all messages of the control plane, of the rendezvous, the store and joining: structs and enums, by serde and
 //! postcard, in bounded frames. [`Encoding`] is the trait of a message.
 //!
 //! Received bytes are untrusted: every length is checked against the bytes that are there, and no input causes a panic. The handshake,

@@ -30,7 +30,7 @@ impl Arena {
         let failed = |e| Error::system(&format!("shared memory of {len} bytes"), e);
         let fd = rustix::fs::memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(failed)?;
-        // A peer that shrank the file could make this process die of SIGBUS: nobody may change its size from here on.
+        // A peer that shrank the file could make this process die of SIGBUS: no process may change its size from here on.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(failed)?;
         Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }
@@ -72,7 +72,7 @@ impl Arena {
         &self.mapping
     }
 
-    /// The mapping alone: nobody else can get the memory from this process any more.
+    /// The mapping alone: no other process can get the memory from this one any more.
     pub fn into_mapping(self) -> Mapping {
         self.mapping
     }
@@ -103,7 +103,7 @@ impl Arena {
     /// When the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice lives nobody, in any process, writes to the range.
+    /// While the slice exists no code, in any process, writes to the range.
     pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
         // SAFETY: by this function's promise.
         unsafe { self.mapping.slice(range) }
@@ -115,7 +115,7 @@ impl Arena {
     /// When the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice lives nobody else, in any process, reads or writes the range.
+    /// While the slice exists no other code, in any process, reads or writes the range.
     #[expect(
         clippy::mut_from_ref,
         reason = "exclusion is across processes, which only the caller's protocol can promise"

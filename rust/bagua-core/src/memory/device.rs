@@ -118,6 +118,15 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// So many bytes of the device's own, of which nothing is known, for steps of the operation that runs: the caller's until the next call.
+    /// `gather` does not use them.
+    ///
+    /// # Errors
+    /// `NotImplemented` for a device that has none; whatever the device reports.
+    fn room(&self, len: usize) -> Result<NonNull<u8>> {
+        Err(Error::NotImplemented(format!("{len} bytes of {} for an operation", self.name())))
+    }
+
     /// Copies `len` bytes within the device, as a step of the operation that runs: on the communication thread.
     ///
     /// # Errors
@@ -272,6 +281,14 @@ impl<'a> Buffer<'a> {
         Buffer { ptr, len: range.len(), ..*self }
     }
 
+    /// All bytes, so many at a time; the last part may be shorter.
+    ///
+    /// # Panics
+    /// For no bytes at a time.
+    pub fn chunks(self, len: usize) -> impl Iterator<Item = Buffer<'a>> {
+        (0..self.len).step_by(len).map(move |at| self.slice(at..self.len.min(at + len)))
+    }
+
     /// Copies all bytes to the host.
     ///
     /// # Errors
@@ -353,6 +370,39 @@ impl<'a> BufferMut<'a> {
     pub fn reborrow(&mut self) -> BufferMut<'_> {
         // SAFETY: `&mut self` is the only access for as long as the result lives.
         unsafe { BufferMut::new(self.bytes.ptr, self.bytes.len, self.bytes.device) }
+    }
+
+    /// So many bytes for steps of the operation that runs, of which nothing is known: of the device's own, or on the host `memory`.
+    ///
+    /// # Errors
+    /// As [`Device::room`].
+    pub(crate) fn room(place: DeviceRef<'a>, memory: &'a mut Vec<u8>, len: usize) -> Result<BufferMut<'a>> {
+        match place {
+            Some(device) if len > 0 => {
+                let first = device.room(len)?;
+                // SAFETY: memory of the device, which is the caller's until the next call: an operation asks once, and those of a lane run
+                // one after another.
+                Ok(unsafe { BufferMut::new(first, len, place) })
+            }
+            _ => {
+                memory.resize(len, 0);
+                // SAFETY: of no bytes, or on the host.
+                Ok(unsafe { BufferMut::new(NonNull::from(memory.as_mut_slice()).cast(), len, place) })
+            }
+        }
+    }
+
+    /// All bytes, so many at a time, as [`Buffer::chunks`].
+    pub(crate) fn chunks(self, len: usize) -> impl Iterator<Item = BufferMut<'a>> {
+        self.bytes.chunks(len).map(|bytes| BufferMut { bytes, borrowed: PhantomData })
+    }
+
+    /// Some of the bytes, for a shorter time.
+    ///
+    /// # Panics
+    /// When the range is not within the buffer.
+    pub(crate) fn part(&mut self, range: Range<usize>) -> BufferMut<'_> {
+        BufferMut { bytes: self.bytes.slice(range), borrowed: PhantomData }
     }
 
     /// The bytes before `mid` and those from it on.

@@ -1,4 +1,4 @@
-//! Host memory of the core's own, for bytes on their way to or from a device.
+//! Host memory of the core's own, for bytes that are copied to or from a device.
 
 use std::cell::UnsafeCell;
 use std::sync::Arc;

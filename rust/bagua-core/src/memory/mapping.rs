@@ -84,7 +84,7 @@ impl Mapping {
     /// When the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice lives nobody, in any process, writes to the range.
+    /// While the slice exists no code, in any process, writes to the range.
     pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (checked); no writer by this function's promise.
@@ -99,7 +99,7 @@ impl Mapping {
     /// When the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice lives nobody else, in any process, reads or writes the range.
+    /// While the slice exists no other code, in any process, reads or writes the range.
     #[expect(
         clippy::mut_from_ref,
         reason = "exclusion is across processes, which only the caller's protocol can promise"

@@ -186,12 +186,28 @@ impl Region {
         parts: &mut [Region],
         work: impl FnOnce(BufferMut<'_>) -> Result<R>,
     ) -> Result<Option<R>> {
+        Region::gathered(parts, true, work)
+    }
+
+    /// The same, to read: no copy goes back.
+    ///
+    /// # Errors
+    /// As [`Region::whole_on_device`].
+    pub fn read_on_device<R>(parts: &mut [Region], work: impl FnOnce(Buffer<'_>) -> Result<R>) -> Result<Option<R>> {
+        Region::gathered(parts, false, |whole| work(whole.as_buffer()))
+    }
+
+    fn gathered<R>(
+        parts: &mut [Region],
+        back: bool,
+        work: impl FnOnce(BufferMut<'_>) -> Result<R>,
+    ) -> Result<Option<R>> {
         let Some(device) = parts.first().and_then(|first| first.device.clone()) else { return Ok(None) };
         if let Some(whole) = Region::joined(parts) {
             return work(whole).map(Some);
         }
         if parts.iter().any(|part| !same_place(part.device(), Some(&device))) {
-            return Err(Error::other("tensors of several places are no whole"));
+            return Err(Error::other("the tensors of a bucket are on different devices"));
         }
         let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
         // SAFETY: memory of that device, by the promise of `on`; the exclusive borrow of all parts keeps the core away from it.
@@ -199,8 +215,10 @@ impl Region {
         let bytes = pieces.iter().map(|(_, len)| len).sum();
         // SAFETY: so many bytes of the device's own, ours until the next `gather`.
         let result = work(unsafe { BufferMut::new(at, bytes, Some(&device)) })?;
-        // SAFETY: as for `gather`.
-        unsafe { device.scatter(&pieces) }?;
+        if back {
+            // SAFETY: as for `gather`.
+            unsafe { device.scatter(&pieces) }?;
+        }
         Ok(Some(result))
     }
 

@@ -163,7 +163,7 @@ impl SharedArena {
     /// The bytes.
     ///
     /// # Safety
-    /// While the slice lives nobody writes to them: neither this process nor, by an operation on it, a peer.
+    /// While the slice exists no code writes to them: neither this process nor, by an operation on it, a peer.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: by this function's promise.
         unsafe { self.mapping().slice(0..self.len()) }
@@ -172,7 +172,7 @@ impl SharedArena {
     /// The bytes, to write.
     ///
     /// # Safety
-    /// While the slice lives nobody else reads or writes them, except the operation that it is given to.
+    /// While the slice exists no other code reads or writes them, except the operation that it is given to.
     #[expect(clippy::mut_from_ref, reason = "tensors use the memory; only the caller knows which are in use")]
     pub unsafe fn bytes_mut(&self) -> &mut [u8] {
         // SAFETY: by this function's promise.
@@ -414,13 +414,13 @@ mod tests {
         let registry = Arc::default();
         let mut finder = Finder::new(Arc::clone(&registry));
         let (mine, second) = (arena(1000, &registry), arena(1000, &registry));
-        // SAFETY: nobody writes.
+        // SAFETY: no code writes.
         let (bytes, others) = unsafe { (mine.bytes(), second.bytes()) };
         let mut found = |bytes: &[u8]| finder.find(bytes).map(|(arena, at)| (arena.address(), at));
         assert_eq!(found(&bytes[8..1000]), Some((mine.address(), 8)));
         assert_eq!(found(&others[..1]), Some((second.address(), 0)));
         assert_eq!(found(&[0; 8]), None);
-        // SAFETY: nobody writes; the rest of the page belongs to the arena's mapping.
+        // SAFETY: no code writes; the rest of the page belongs to the arena's mapping.
         let beyond = unsafe { mine.mapping().slice(8..1001) };
         assert_eq!(found(beyond), None);
     }
@@ -435,7 +435,7 @@ mod tests {
         assert!(maps(address));
         drop(clone);
         assert!(!maps(address));
-        // SAFETY: nobody writes.
+        // SAFETY: no code writes.
         assert!(finder.find(unsafe { kept.bytes() }).is_some());
         assert_eq!(registry.lock().len(), 1);
     }

@@ -6,7 +6,7 @@
 //! 2. Who asks first is served first, whatever it asks for.
 //! 3. A training hold lapses: `pause` gives it a time limit, after which the next in the queue takes the lock, and the training
 //!    takes it again where it goes on, behind those who wait. So neither a backward that never comes nor forwards without a
-//!    backward, one after the other, stop anybody.
+//!    backward, one after the other, stop a thread.
 //! 4. A wait that is given up leaves the queue, and wakes who came after it.
 
 use std::collections::VecDeque;
@@ -71,7 +71,7 @@ impl WeightLock {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing under this lock panics half-way through a change.
+        // Nothing under this lock panics in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -295,7 +295,7 @@ mod tests {
         assert!(taken(&lock, 1, true));
         lock.pause(Duration::ZERO);
         assert!(taken(&lock, 2, false), "invariant 3");
-        // The training's hold is gone: ending it changes nothing, and it waits like anybody else.
+        // The training's hold is gone: ending it changes nothing, and it waits like any other thread.
         lock.end_training();
         assert!(!taken(&lock, 1, true));
         lock.unlock(2).unwrap();
@@ -310,7 +310,7 @@ mod tests {
         assert!(taken(&lock, 1, true));
         let mut second = lock.ask(2, false);
         lock.pause(Duration::ZERO);
-        // Nobody has looked at the lock since: the training must not take it once more.
+        // No thread has looked at the lock since: the training must not take it once more.
         let mut again = lock.ask(1, true);
         assert!(!again.wait(Duration::ZERO));
         assert!(second.wait(Duration::ZERO));

@@ -10,7 +10,7 @@ use crate::types::DType;
 
 /// Memory of another library that both sides use under one [`WeightLock`].
 ///
-/// A [`super::Region`] is lent until a call is done. These weights are not: their owner reads and writes them all the time, and the
+/// A [`super::Region`] belongs to a call until it is done. These weights do not: their owner reads and writes them all the time, and the
 /// core does so while it holds the lock.
 pub struct Weights {
     place: Place,
@@ -73,7 +73,7 @@ impl Weights {
     ///
     /// # Safety
     /// Until the value is dropped, the memory stays valid and writable for `count * dtype.size()` bytes; while an owner of `lock`
-    /// holds it, no other thread reads or writes the memory, and nobody writes it without the lock.
+    /// holds it, no other thread reads or writes the memory, and no code writes it without the lock.
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Result<Weights> {
         let fits = count.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
         let ptr = match NonNull::new(ptr) {
@@ -81,7 +81,9 @@ impl Weights {
             None if count == 0 => NonNull::dangling(),
             _ => {
                 let name = dtype.name();
-                return Err(Error::InvalidArgument(format!("{count} {name} elements at {ptr:p} are no weights")));
+                return Err(Error::InvalidArgument(format!(
+                    "{count} {name} at {ptr:p}: null or oversized weight buffer"
+                )));
             }
         };
         Ok(Weights { place: Place::Host(ptr), count, dtype, lock })
@@ -133,8 +135,8 @@ impl Weights {
         assert!(guard.holds(&self.lock), "the guard of another lock");
         let len = self.len();
         match &mut self.place {
-            // SAFETY: valid for len() bytes, and nobody else's while the lock is held, by the promise of `new`; `&mut self` keeps the
-            // core to one access.
+            // SAFETY: valid for len() bytes, and used by this thread alone while the lock is held, by the promise of `new`; `&mut
+            // self` keeps the core to one access.
             Place::Host(ptr) => Locked::Host(unsafe { std::slice::from_raw_parts_mut(ptr.as_ptr(), len) }),
             Place::Device(device) => Locked::Device(&mut **device),
         }

@@ -1,8 +1,8 @@
 //! The centralized operation with or without a codec, whichever is faster here.
 //!
-//! In the first [`TRIALS`] communications of every [`PERIOD`] a bucket goes both ways in turns. The ranks then compare: the time of a
-//! communication is that of its slowest rank, the faster way by the median is kept, and the plain one where it is within 5 %. All
-//! ranks decide alike, because they compare the same numbers.
+//! In the first [`TRIALS`] communications of every [`PERIOD`] a bucket goes with and without the codec in turns. The ranks then
+//! compare: the time of a communication is that of its slowest rank, the faster one by the median is kept, and the plain one
+//! where it is within 5 %. All ranks decide alike, because they compare the same numbers.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -15,11 +15,11 @@ use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// Communications of a bucket that are timed, half of them each way.
+/// Communications of a bucket that are timed, half of them with the codec.
 pub const TRIALS: usize = 10;
-/// Communications after which the ways are compared again.
+/// Communications after which the two are compared again.
 pub const PERIOD: u64 = 1000;
-/// Times as long as the codec's way that the plain one may take and still be kept.
+/// Times as long as with the codec that the plain communication may take and still be kept.
 const PREFER_PLAIN: f64 = 1.05;
 
 /// See the module.
@@ -31,16 +31,16 @@ pub struct AutoOp {
 
 #[derive(Default)]
 struct State {
-    /// Communications so far. Not the bucket's step: a training that is resumed times the ways anew.
+    /// Communications so far. Not the bucket's step: a training that is resumed times both anew.
     count: u64,
     /// Seconds of the trials of this period.
     trials: Vec<f64>,
-    /// Whether the codec's way is the faster one.
+    /// Whether the codec makes it faster.
     compress: bool,
 }
 
 impl AutoOp {
-    /// Both ways must give the same, within what the codec loses.
+    /// Both must give the same result, within what the codec loses.
     pub fn new(plain: CentralizedOp, compressed: CompressedOp) -> AutoOp {
         AutoOp { plain, compressed, state: Mutex::default() }
     }
@@ -114,7 +114,7 @@ impl Op for AutoOp {
     }
 }
 
-/// Whether the codec's way, which the odd trials took, is the faster one.
+/// Whether the codec, which the odd trials used, makes it faster.
 fn compresses(trials: &[f64]) -> bool {
     let median = |odd: usize| {
         let mut seconds: Vec<f64> = trials.iter().skip(odd).step_by(2).copied().collect();

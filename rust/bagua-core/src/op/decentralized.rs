@@ -6,7 +6,7 @@ use super::whole::{OnHost, read_whole};
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::error::Result;
 use crate::group::Options;
-use crate::memory::Region;
+use crate::memory::{Buffer, Region, same_place};
 use crate::request::{Extra, Io, Operands, PeerSelection, Verb, Workspace};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
@@ -15,7 +15,7 @@ use crate::wait::lock;
 pub const PEER_WEIGHT: &str = "peer_weight";
 
 /// See the module and [`Verb::NeighborAverage`]. The round is the bucket's step. `hierarchical`: members are the hosts, with the
-/// means of their ranks.
+/// means of their ranks, by way of the host. Otherwise what is on a device stays there.
 pub struct DecentralizedOp {
     selection: PeerSelection,
     hierarchical: bool,
@@ -57,12 +57,23 @@ impl Op for DecentralizedOp {
         let options = Options::of_bucket(cx.bucket, self.hierarchical);
         let BucketCx { bucket, step, tensors, extra, lanes, .. } = cx;
         let Memory { tensors: scratch, mean, work } = &mut *lock(&self.memory);
-        let mut mean = OnHost::to_fill(extra_of(extra, bucket, PEER_WEIGHT)?, mean);
-        let bytes = mean.bytes()?;
+        let result = extra_of(extra, bucket, PEER_WEIGHT)?;
         let verb = match self.selection {
             PeerSelection::All => Verb::AllReduce(ReduceOp::Avg),
             peers => Verb::NeighborAverage { peers, round: *step },
         };
+        let place = tensors.first().and_then(Region::device);
+        if same_place(result.device(), place) && place.is_some() && !self.hierarchical && lanes.reaches(place, false) {
+            let run = |weights: Buffer<'_>| {
+                let io = Io::Split { src: weights, dst: result.buffer_mut() };
+                lanes.run(&options, dtype, verb, Operands { io, extra: Extra { work: Some(work), ..Extra::default() } })
+            };
+            if Region::read_on_device(tensors, run)?.is_some() {
+                return Ok(());
+            }
+        }
+        let mut mean = OnHost::to_fill(result, mean);
+        let bytes = mean.bytes()?;
         read_whole(tensors, scratch, |weights| {
             let extra = Extra { work: Some(work), ..Extra::default() };
             lanes.run(&options, dtype, verb, Operands { io: Io::split(weights, bytes), extra })

@@ -14,7 +14,7 @@ use crate::types::DType;
 use crate::wait::lock;
 
 /// Names of the extra tensors: the bucket's weights as both neighbours have them, and those of the neighbours. Each is as long as
-/// the bucket, and begins with the initial weights of the member that it stands for.
+/// the bucket, and begins with the initial weights of the member whose copy it is.
 pub const REPLICAS: [&str; 3] = ["weight", "left_peer_weight", "right_peer_weight"];
 
 /// See the module and [`Verb::CompressedRing`]. `hierarchical`: members are the hosts, with the means of their ranks.

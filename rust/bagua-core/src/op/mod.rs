@@ -130,7 +130,7 @@ pub trait Op: Send + Sync {
         Ok(())
     }
 
-    /// Which of several ways it takes now, where it chooses one: the codec, or nothing for none.
+    /// Which codec it uses now, where it chooses one; nothing for none.
     fn choice(&self) -> Option<String> {
         None
     }

@@ -173,7 +173,7 @@ const INTERLEAVE: [u16; 32] = {
 /// The class of subnormal numbers, as `vfpclassps` numbers them.
 const SUBNORMAL: i32 = 1 << 5;
 
-/// The instruction rounds as [`to_bf16`] does and makes NaNs quiet, but takes subnormal numbers for zeros: those go the other way.
+/// The instruction rounds as [`to_bf16`] does and makes NaNs quiet, but takes subnormal numbers for zeros: those use [`to_bf16`].
 #[inline(always)]
 fn to_bf16_by_instruction(acc: Pair<Acc16>) -> [u8; 64] {
     let Pair(lower, upper) = acc;

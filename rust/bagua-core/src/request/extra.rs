@@ -41,7 +41,7 @@ pub struct Workspace {
     pub(crate) padded: Vec<u8>,
     /// Records of this member.
     pub(crate) sent: Vec<u8>,
-    /// Records or weights of the other members.
+    /// Records or weights of the other members; on a device, memory of its own takes the place of this.
     pub(crate) received: Vec<u8>,
     /// Elements that records decode to, or that are encoded next.
     pub(crate) decoded: Vec<u8>,

@@ -51,11 +51,11 @@ impl std::error::Error for TlsFault {}
 impl std::fmt::Display for TlsFault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            // What the check of a key that is derived from the secret returns, and what it makes the other end hear.
+            // What the check of a key that is derived from the secret returns, and the alert that the other end gets for it.
             Fault::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
             | Fault::AlertReceived(AlertDescription::AccessDenied) => f.write_str("TLS: the other end has another secret"),
             Fault::InvalidMessage(InvalidMessage::InvalidContentType) => {
-                f.write_str("TLS: the other end does not use TLS (BAGUA_TLS), or bytes were changed on the way")
+                f.write_str("TLS: the other end does not use TLS (BAGUA_TLS), or bytes were changed on the line")
             }
             Fault::PeerIncompatible(why) => {
                 write!(f, "TLS: one end proves itself by the secret, the other by a certificate ({why:?})")
@@ -179,7 +179,7 @@ pub struct Session {
     plain: Buffer,
     /// Scratch for a record that has bytes of `head` and of `body`.
     joined: Vec<u8>,
-    /// One byte more than the caller was told is encrypted: see [`Session::write`].
+    /// One byte more than the caller knows of is encrypted: see [`Session::write`].
     held: bool,
     /// The peer will send nothing more.
     closed: bool,
@@ -238,7 +238,7 @@ impl Session {
     /// `send` are the socket's.
     ///
     /// # Errors
-    /// [`TlsFault`] when the other end cannot be trusted or does not use TLS; the other end has been told so, if possible. Otherwise errors
+    /// [`TlsFault`] when the other end cannot be trusted or does not use TLS; the other end gets an alert, if possible. Otherwise errors
     /// of the socket, `UnexpectedEof` when it was closed.
     pub fn handshake(
         &mut self,
@@ -248,7 +248,7 @@ impl Session {
         loop {
             let advanced = self.advance(&mut [], Wish::Nothing);
             if let Err(error) = advanced {
-                // The alert that tells the other end; best effort.
+                // The alert for the other end; best effort.
                 let _ = self.flush(&mut send);
                 return Err(error);
             }
@@ -375,7 +375,7 @@ impl Session {
         Ok(true)
     }
 
-    /// Tells the peer that nothing more will be sent, with the next [`Session::flush`].
+    /// Announces to the peer that nothing more will be sent, with the next [`Session::flush`].
     pub fn close(&mut self) {
         // A connection that failed has no end to announce.
         while matches!(self.advance(&mut [], Wish::Close), Ok((Next::Again, _))) {}
@@ -512,7 +512,7 @@ fn take<Data>(
     (discard, next)
 }
 
-/// Does what a ready connection was wished for.
+/// Does what a ready connection was asked for.
 fn grant<Data>(mut traffic: WriteTraffic<'_, Data>, outgoing: &mut Buffer, wish: Wish<'_>) -> Result<(), Fault> {
     loop {
         let room = outgoing.end;

@@ -24,7 +24,7 @@ fn wait_for_work(bell: &Doorbell, work: &AtomicU32, all: u32) {
 }
 
 /// Deadlocks when any of the four accesses of `ring` and `wait` that are `SeqCst` is weaker, and when the sleeper is counted after the
-/// rings are compared; also when a ring wakes nobody, or is counted or read with `Relaxed`.
+/// rings are compared; also when a ring wakes no thread, or is counted or read with `Relaxed`.
 #[test]
 fn a_ring_between_looking_and_sleeping_is_not_missed() {
     explore(|| {

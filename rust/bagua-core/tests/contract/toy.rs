@@ -6,9 +6,10 @@
 
 use std::any::Any;
 use std::ptr::NonNull;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
-use bagua_core::codec::{Codec, MinMaxU8, Scratch};
+use bagua_core::codec::{Codec, Encoded, MinMaxU8, Scratch};
 use bagua_core::collective::{
     Chunks, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
 };
@@ -31,6 +32,8 @@ pub struct Toy {
     copying: Mutex<()>,
     /// What it was told of buckets.
     heard: Mutex<Vec<String>>,
+    /// Memory for steps of operations.
+    room: Mutex<Option<Mapping>>,
 }
 
 impl Toy {
@@ -38,7 +41,12 @@ impl Toy {
     pub const REFUSED: usize = 99;
 
     pub fn device(index: usize) -> Arc<dyn Device> {
-        Arc::new(Toy { name: format!("toy:{index}"), copying: Mutex::default(), heard: Mutex::default() })
+        Arc::new(Toy {
+            name: format!("toy:{index}"),
+            copying: Mutex::default(),
+            heard: Mutex::default(),
+            room: Mutex::default(),
+        })
     }
 
     /// What a toy device was told of buckets.
@@ -97,6 +105,10 @@ impl Device for Toy {
         })
     }
 
+    fn room(&self, len: usize) -> Result<NonNull<u8>> {
+        Ok(NonNull::new(self.room.lock().unwrap().insert(Mapping::new(len)).at.cast()).unwrap())
+    }
+
     fn prepare(&self) -> Result<()> {
         self.heard.lock().unwrap().push("prepare".to_owned());
         Ok(())
@@ -120,22 +132,45 @@ impl Device for Toy {
     }
 }
 
+/// Pages without access rights.
+#[derive(Debug)]
+struct Mapping {
+    at: *mut std::ffi::c_void,
+    bytes: usize,
+}
+
+// SAFETY: plain memory.
+unsafe impl Send for Mapping {}
+
+impl Mapping {
+    fn new(len: usize) -> Mapping {
+        let bytes = len.max(1).next_multiple_of(rustix::param::page_size());
+        // SAFETY: a new mapping, which nothing refers to.
+        let at = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), MapFlags::PRIVATE) }.unwrap();
+        Mapping { at, bytes }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping of `new`, whose buffers are all gone.
+        unsafe { munmap(self.at, self.bytes) }.unwrap();
+    }
+}
+
 /// Bytes of the toy device.
 pub struct ToyMemory {
     region: Region,
-    mapped: usize,
+    _mapping: Mapping,
 }
 
 impl ToyMemory {
     /// A copy of these bytes.
     pub fn of(device: &Arc<dyn Device>, bytes: &[u8]) -> ToyMemory {
-        let mapped = bytes.len().max(1).next_multiple_of(rustix::param::page_size());
-        // SAFETY: a new mapping, which nothing refers to.
-        let at =
-            unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE) }.unwrap();
+        let mapping = Mapping::new(bytes.len());
         // SAFETY: the mapping lives as long as this value, and only the device's copy functions reach it.
-        let region = unsafe { Region::on(Arc::clone(device), at.cast(), bytes.len(), DType::U8) }.unwrap();
-        let mut memory = ToyMemory { region, mapped };
+        let region = unsafe { Region::on(Arc::clone(device), mapping.at.cast(), bytes.len(), DType::U8) }.unwrap();
+        let mut memory = ToyMemory { region, _mapping: mapping };
         memory.region.buffer_mut().copy_from(bytes).unwrap();
         memory
     }
@@ -156,13 +191,6 @@ impl ToyMemory {
 
     pub fn address(&self) -> usize {
         self.region.address()
-    }
-}
-
-impl Drop for ToyMemory {
-    fn drop(&mut self) {
-        // SAFETY: the mapping of `of`, whose buffers are all gone.
-        unsafe { munmap(self.region.address() as *mut _, self.mapped) }.unwrap();
     }
 }
 
@@ -251,45 +279,44 @@ impl ToyCodec {
 }
 
 impl DeviceCodec for ToyCodec {
-    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: &mut [u8]) -> Result<()> {
+    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: BufferMut<'_>) -> Result<()> {
         self.hear("encode");
         let mut host = on_host(data)?;
         host.truncate(chunks.elements * 4);
         host.resize(chunks.chunks * chunks.count * 4, 0);
-        for (elements, record) in host.chunks(chunks.count * 4).zip(records.chunks_mut(chunks.record)) {
-            let _ = MinMaxU8.encode(cx.dtype(), elements, record, 0, &mut Scratch::default());
-        }
-        Ok(())
+        encode_all(cx, &host, chunks, records)
     }
 
     fn combine(
         &mut self,
         cx: &OpContext<'_>,
         chunks: &Chunks,
-        records: &[u8],
+        records: Buffer<'_>,
         divisor: usize,
-        record: &mut [u8],
+        record: BufferMut<'_>,
     ) -> Result<()> {
         self.hear("combine");
         let mut sum = vec![0f32; chunks.count];
         for (number, record) in records.chunks(chunks.record).enumerate() {
-            let mut elements = vec![0; chunks.count * 4];
-            MinMaxU8.decode(cx.dtype(), record, &mut elements)?;
-            for (sum, bytes) in sum.iter_mut().zip(elements.as_chunks().0) {
-                let value = f32::from_ne_bytes(*bytes);
+            for (sum, value) in sum.iter_mut().zip(decoded(cx, record, chunks)?) {
                 *sum = if number == 0 { value } else { *sum + value };
             }
         }
         let mean: Vec<u8> = sum.iter().flat_map(|sum| (sum / divisor as f32).to_ne_bytes()).collect();
-        let _ = MinMaxU8.encode(cx.dtype(), &mean, record, 0, &mut Scratch::default());
-        Ok(())
+        encode_all(cx, &mean, chunks, record)
     }
 
-    fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: &[u8], mut data: BufferMut<'_>) -> Result<()> {
+    fn decode(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        records: Buffer<'_>,
+        mut data: BufferMut<'_>,
+    ) -> Result<()> {
         self.hear("decode");
-        let mut host = vec![0; chunks.chunks * chunks.count * 4];
-        for (elements, record) in host.chunks_mut(chunks.count * 4).zip(records.chunks(chunks.record)) {
-            MinMaxU8.decode(cx.dtype(), record, elements)?;
+        let mut host = Vec::new();
+        for record in records.chunks(chunks.record) {
+            host.extend(decoded(cx, record, chunks)?.into_iter().flat_map(f32::to_ne_bytes));
         }
         host[chunks.elements * 4..].fill(0);
         data.copy_from(&host[..data.len()])
@@ -301,28 +328,44 @@ impl DeviceCodec for ToyCodec {
         chunks: &Chunks,
         weights: Buffer<'_>,
         [left, right, own]: [Buffer<'_>; 3],
-        record: &mut [u8],
+        record: BufferMut<'_>,
     ) -> Result<()> {
         self.hear("difference");
         let (x, l, r, w) = (floats(weights)?, floats(left)?, floats(right)?, floats(own)?);
         let one = |i: usize| x[i] + l[i] * (1.0 / 3.0) + r[i] * (1.0 / 3.0) - w[i] * (5.0 / 3.0);
         let difference: Vec<u8> = (0..chunks.count).flat_map(|i| one(i).to_ne_bytes()).collect();
-        let _ = MinMaxU8.encode(cx.dtype(), &difference, record, 0, &mut Scratch::default());
-        Ok(())
+        encode_all(cx, &difference, chunks, record)
     }
 
-    fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: &[u8], mut replica: BufferMut<'_>) -> Result<()> {
+    fn add(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        record: Buffer<'_>,
+        mut replica: BufferMut<'_>,
+    ) -> Result<()> {
         self.hear("add");
-        let mut difference = vec![0; chunks.count * 4];
-        MinMaxU8.decode(cx.dtype(), record, &mut difference)?;
-        let difference = difference.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
+        let difference = decoded(cx, record, chunks)?;
         let sums = floats(replica.as_buffer())?.into_iter().zip(difference).map(|(value, more)| value + more);
         replica.copy_from(&sums.flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
     }
+}
 
-    fn is_nonfinite(&self, _chunks: &Chunks, record: &[u8]) -> bool {
-        f32::from_ne_bytes(*record.first_chunk().unwrap()).is_nan()
+/// Chunks on the host become records of toy memory.
+fn encode_all(cx: &OpContext<'_>, host: &[u8], chunks: &Chunks, mut records: BufferMut<'_>) -> Result<()> {
+    let mut encoded = vec![0; records.len()];
+    for (elements, record) in host.chunks(chunks.count * 4).zip(encoded.chunks_mut(chunks.record)) {
+        let outcome = MinMaxU8.encode(cx.dtype(), elements, record, 0, &mut Scratch::default());
+        cx.stats.nonfinite_records.fetch_add(u64::from(outcome == Encoded::NonFinite), Relaxed);
     }
+    records.copy_from(&encoded)
+}
+
+/// What a record of toy memory decodes to.
+fn decoded(cx: &OpContext<'_>, record: Buffer<'_>, chunks: &Chunks) -> Result<Vec<f32>> {
+    let mut elements = vec![0; chunks.count * 4];
+    MinMaxU8.decode(cx.dtype(), &on_host(record)?, &mut elements)?;
+    Ok(elements.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
 }
 
 /// Makes [`Staged`] collectives.

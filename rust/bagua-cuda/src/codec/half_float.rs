@@ -1,4 +1,5 @@
-//! `f16` and `bf16`: encoding, combining and decoding are one launch each, for any number of chunks and members.
+//! `f16` and `bf16`: encoding, combining and decoding are one launch each, for any number of chunks and members. What is not finite is encoded
+//! as such, so no record is of NaN.
 //!
 //! Elements of the record's own type are converted too, not copied: as on the host, a signalling NaN becomes quiet.
 
@@ -80,6 +81,7 @@ impl Kernels for HalfKernels {
         from: Elements,
         chunks: usize,
         to: usize,
+        _nonfinite: usize,
     ) -> Result<u64> {
         let count = from.count / chunks;
         let elements = Parts { dtype: from.dtype, address: from.address, step: count };
@@ -109,6 +111,7 @@ impl Kernels for HalfKernels {
         chunks: &Chunks,
         divisor: usize,
         to: usize,
+        _nonfinite: usize,
     ) -> Result<u64> {
         let kernel = context.kernel(&self.names(Part::Combine, chunks.dtype)[0])?;
         let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
@@ -119,10 +122,5 @@ impl Kernels for HalfKernels {
         // SAFETY: the caller's promise.
         unsafe { context.launch(kernel, grid, stream, &mut arguments) }?;
         Ok(1)
-    }
-
-    fn is_nonfinite(&self, _dtype: DType, _record: &[u8]) -> bool {
-        // What is not finite is encoded as such.
-        false
     }
 }

@@ -44,10 +44,11 @@ pub(crate) trait Kernels: Send + Sync {
     /// The names of those that a part of the work needs.
     fn names(&self, part: Part, dtype: DType) -> Vec<String>;
 
-    /// Encodes elements, at least one, in equal chunks.
+    /// Encodes elements, at least one, in equal chunks. The number (u32) at the address `nonfinite`, if that is not 0, becomes larger by the
+    /// records that are of NaN, as the codec counts them.
     ///
     /// # Safety
-    /// The elements, and the records' bytes from `to` on, are memory of the context's device, which lives and is used by nobody else until the
+    /// The elements, the records' bytes from `to` on, and the number, are memory of the context's device, which lives and is used by nobody else until the
     /// stream has come so far; the elements are aligned to their type.
     ///
     /// # Errors
@@ -59,6 +60,7 @@ pub(crate) trait Kernels: Send + Sync {
         from: Elements,
         chunks: usize,
         to: usize,
+        nonfinite: usize,
     ) -> Result<u64>;
 
     /// Decodes records into elements, at least one, in equal chunks.
@@ -93,8 +95,6 @@ pub(crate) trait Kernels: Send + Sync {
         chunks: &Chunks,
         divisor: usize,
         to: usize,
+        nonfinite: usize,
     ) -> Result<u64>;
-
-    /// Whether a record is one of elements that are not all finite, as the codec counts them.
-    fn is_nonfinite(&self, dtype: DType, record: &[u8]) -> bool;
 }

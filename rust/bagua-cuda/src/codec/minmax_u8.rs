@@ -31,6 +31,7 @@ impl Kernels for MinMaxU8Kernels {
         from: Elements,
         chunks: usize,
         to: usize,
+        nonfinite: usize,
     ) -> Result<u64> {
         let name = short_name(from.dtype);
         let range = context.kernel(&format!("minmax_u8_range_{name}"))?;
@@ -44,7 +45,8 @@ impl Kernels for MinMaxU8Kernels {
         for pass in passes() {
             let elements = from.address as u64 + pass.first * (count * from.dtype.size()) as u64;
             let records = to as u64 + pass.first * MinMaxU8.record_len(count, from.dtype) as u64;
-            let mut arguments = [elements, count as u64, pass.chunks, ranges.address() as u64, records, 0];
+            let mut arguments =
+                [elements, count as u64, pass.chunks, ranges.address() as u64, records, nonfinite as u64];
             // SAFETY: the caller's promise for both arrays; the ranges are as many as the passes ask for, and freed on the stream after both
             // launches.
             unsafe {
@@ -82,6 +84,7 @@ impl Kernels for MinMaxU8Kernels {
         chunks: &Chunks,
         divisor: usize,
         to: usize,
+        nonfinite: usize,
     ) -> Result<u64> {
         let name = short_name(chunks.dtype);
         let make_tables = context.kernel(&format!("minmax_u8_tables_{name}"))?;
@@ -99,21 +102,11 @@ impl Kernels for MinMaxU8Kernels {
             context.launch(make_tables, sizes.tables, stream, &mut [from, count, values])?;
             let ranks = u64::from(ranks);
             context.launch(range, sizes.grid, stream, &mut [from, count, ranks, divisor, values, found])?;
-            let mut arguments = [from, count, ranks, divisor, values, found, to as u64, 0, 0];
+            let mut arguments = [from, count, ranks, divisor, values, found, to as u64, 0, nonfinite as u64];
             context.launch(reduce, sizes.grid, stream, &mut arguments)?;
         }
         tables.free()?;
         ranges.free()?;
         Ok(3)
-    }
-
-    fn is_nonfinite(&self, dtype: DType, record: &[u8]) -> bool {
-        // The smallest element is NaN then, and finite otherwise.
-        let half = u16::from_le_bytes([record[0], record[1]]);
-        match dtype {
-            DType::F16 => half & 0x7fff > 0x7c00,
-            DType::BF16 => half & 0x7fff > 0x7f80,
-            _ => f32::from_le_bytes([record[0], record[1], record[2], record[3]]).is_nan(),
-        }
     }
 }

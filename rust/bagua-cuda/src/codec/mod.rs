@@ -70,7 +70,7 @@ pub unsafe fn encode(place: &Place, codec: &dyn Codec, from: Elements, chunks: u
     let context = stage.context();
     load(&*kernels, context, from.dtype, &[Part::Encode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
-    place.on_stream(|stream| unsafe { kernels.encode(context, stream, from, chunks, to.address) }.map(drop))
+    place.on_stream(|stream| unsafe { kernels.encode(context, stream, from, chunks, to.address, 0) }.map(drop))
 }
 
 /// Decodes records into elements, in `chunks` equal parts. Never waits for the device.

@@ -317,6 +317,16 @@ pub(crate) struct Reduction {
     pub(crate) op: ncclRedOp_t,
 }
 
+/// Bytes from or to another rank.
+#[derive(Clone, Copy)]
+pub(crate) struct Message {
+    /// Of the first byte.
+    pub(crate) address: usize,
+    pub(crate) bytes: usize,
+    /// The other rank.
+    pub(crate) peer: usize,
+}
+
 /// Addresses are those of the communicator's device. The callers of this module, which got them with an operation, promise that the memory
 /// has the sizes that the calls mean, and that nobody else uses it until the operation's end on the device.
 impl Calls<'_> {
@@ -371,23 +381,23 @@ impl Calls<'_> {
         self.check("ncclAllGather", result)
     }
 
-    /// Messages of `bytes` bytes, which go together: from addresses, and to addresses, with the other rank of each.
-    pub(crate) fn exchange(&self, sends: &[(usize, usize)], recvs: &[(usize, usize)], bytes: usize) -> Result<()> {
+    /// Messages, which go together.
+    pub(crate) fn exchange(&self, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let (dtype, stream) = (ncclDataType_t::UINT8, self.owner.stream() as *mut _);
         // SAFETY: it takes nothing.
         self.check("ncclGroupStart", unsafe { (self.functions.group_start)() })?;
         let put = || -> Result<()> {
-            for (from, peer) in sends {
+            for Message { address, bytes, peer } in sends.iter().copied() {
                 // SAFETY: as above.
                 let result = unsafe {
-                    (self.functions.send)(*from as *const _, bytes, dtype, *peer as i32, self.communicator, stream)
+                    (self.functions.send)(address as *const _, bytes, dtype, peer as i32, self.communicator, stream)
                 };
                 self.check("ncclSend", result)?;
             }
-            for (to, peer) in recvs {
+            for Message { address, bytes, peer } in recvs.iter().copied() {
                 // SAFETY: as above.
                 let result = unsafe {
-                    (self.functions.recv)(*to as *mut _, bytes, dtype, *peer as i32, self.communicator, stream)
+                    (self.functions.recv)(address as *mut _, bytes, dtype, peer as i32, self.communicator, stream)
                 };
                 self.check("ncclRecv", result)?;
             }

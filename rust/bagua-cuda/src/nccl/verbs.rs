@@ -1,11 +1,12 @@
 //! The verbs as calls of NCCL: five of its collectives; gather, scatter and all_to_all as messages that go together.
 
 use bagua_core::error::Result;
-use bagua_core::request::{OpContext, Verb};
+use bagua_core::memory::Buffer;
+use bagua_core::request::{Incoming, OpContext, Outgoing, Verb};
 use bagua_core::types::{DType, ReduceOp};
 use nccl_sys::ncclRedOp_t;
 
-use super::communicator::{Communicator, Reduction, elements};
+use super::communicator::{Communicator, Message, Reduction, elements};
 use crate::device::Place;
 use crate::memory::Scratch;
 use crate::parts::Parts;
@@ -97,9 +98,14 @@ impl Communicator {
         root: usize,
     ) -> Result<()> {
         let rank = self.rank();
-        let with_ranks = |shards: &[usize]| -> Vec<(usize, usize)> {
+        let with_others = |shards: &[usize]| -> Vec<Message> {
             let alone = shards.len() == 1;
-            shards.iter().enumerate().map(|(at, address)| (*address, if alone { root } else { at })).collect()
+            let message = |(at, address): (usize, &usize)| Message {
+                address: *address,
+                bytes,
+                peer: if alone { root } else { at },
+            };
+            shards.iter().enumerate().map(message).filter(|message| message.peer != rank).collect()
         };
         let own = |shards: &[usize]| match shards {
             [] => None,
@@ -113,14 +119,32 @@ impl Communicator {
             // SAFETY: as many bytes each, of the operation's own arrays, on the stream.
             unsafe { self.context().copy(to, from, bytes, self.stream()) }?;
         }
-        let mut sends = with_ranks(from);
-        let mut recvs = with_ranks(to);
-        sends.retain(|(_, peer)| *peer != rank);
-        recvs.retain(|(_, peer)| *peer != rank);
+        self.put_messages(cx, &with_others(from), &with_others(to))
+    }
+
+    fn put_messages(&self, cx: &OpContext<'_>, sends: &[Message], recvs: &[Message]) -> Result<()> {
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
         }
-        self.call(cx, "ncclGroupEnd", |nccl| nccl.exchange(&sends, &recvs, bytes))
+        self.call(cx, "ncclGroupEnd", |nccl| nccl.exchange(sends, recvs))
+    }
+
+    /// Messages of buffers on the communicator's device, a step of the operation that runs. Those of no bytes are not sent.
+    ///
+    /// # Errors
+    /// As [`Communicator::operate`].
+    pub(crate) fn run_messages(
+        &self,
+        cx: &OpContext<'_>,
+        sends: &[Outgoing<'_>],
+        recvs: &[Incoming<'_>],
+        place: &Place,
+    ) -> Result<()> {
+        let message = |data: Buffer<'_>, peer| Message { address: data.address(), bytes: data.len(), peer };
+        let some = |message: &Message| message.bytes > 0;
+        let sends: Vec<_> = sends.iter().map(|it| message(it.data, it.peer)).filter(some).collect();
+        let recvs: Vec<_> = recvs.iter().map(|it| message(it.data.as_buffer(), it.peer)).filter(some).collect();
+        self.operate(cx, place, || self.put_messages(cx, &sends, &recvs))
     }
 }
 

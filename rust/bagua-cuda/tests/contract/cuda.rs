@@ -196,6 +196,7 @@ impl Collective for OnCuda {
             .collect();
         self.staged.exchange(cx, &outgoing, &mut incoming)?;
         drop(incoming);
+        OnCuda::done(&place)?;
         recvs.iter_mut().zip(&got).try_for_each(|(message, data)| message.data.copy_from(&data.bytes()))
     }
 }

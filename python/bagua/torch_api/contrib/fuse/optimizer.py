@@ -16,9 +16,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from . import layout
+from . import memory_layout
 from .elementwise import plain_step, require_elementwise, twin
-from .run import Run, signature
+from .flat_parameters import FlatParameters, signature
 
 # What belongs to a group, and not to its parameters' update.
 _MEMBERS = ("params", "param_names")
@@ -55,7 +55,7 @@ class _Group:
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.params = list(params)
-        self.runs: list[Run] = []
+        self.runs: list[FlatParameters] = []
         # Stepped one by one.
         self.single: list[torch.nn.Parameter] = []
         # Had no gradient.
@@ -71,7 +71,7 @@ class FusedOptimizer:
         self._check_flatten = check_flatten
         self._inner = twin(optimizer)
         self._groups: list[_Group] | None = None
-        # The states as they were after the last step here, to notice when somebody else changed them.
+        # The states as they were after the last step here, to notice when the program changed them.
         self._entries: list[dict[str, Any]] = []
         # Keys of states that belong to no parameter.
         self._common: list[Any] = []
@@ -210,7 +210,7 @@ class FusedOptimizer:
 
         def end() -> None:
             if len(stretch) > 1:
-                group.runs.append(Run(stretch, state))
+                group.runs.append(FlatParameters(stretch, state))
                 group.runs[-1].look_for_gradients()
             else:
                 group.single.extend(stretch)
@@ -223,7 +223,7 @@ class FusedOptimizer:
         for param in sorted((p for p in active if id(p) in movable), key=lambda p: p.data_ptr()):
             form = signature(param, state.get(param, {}))
             kind = (form, param.dtype, param.device)
-            if stretch and (form is None or kind != last or not layout.adjacent(stretch[-1], param)):
+            if stretch and (form is None or kind != last or not memory_layout.adjacent(stretch[-1], param)):
                 end()
             stretch.append(param)
             last = kind
@@ -250,7 +250,7 @@ def _movable(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
             raise ValueError("a parameter has no shape yet: run one forward before fuse_optimizer")
         plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
         # A scalar parameter's state looks like a counter of steps.
-        if plain and param.dim() > 0 and param.numel() > 0 and layout.is_dense(param):
+        if plain and param.dim() > 0 and param.numel() > 0 and memory_layout.is_dense(param):
             found.append(param)
     ordered = sorted(found, key=lambda p: (str(p.device), p.data_ptr()))
     shared: set[int] = set()
@@ -273,9 +273,9 @@ def _flatten(params: Sequence[torch.nn.Parameter]) -> None:
         # Frozen ones last, where they do not divide the others.
         members.sort(key=lambda p: not p.requires_grad)
         with torch.no_grad():
-            if layout.whole(sorted(members, key=lambda p: p.data_ptr())) is not None:
+            if memory_layout.whole(sorted(members, key=lambda p: p.data_ptr())) is not None:
                 continue
-            flat = layout.room_for(members)
-            for param, view in zip(members, layout.cut(flat, members), strict=True):
+            flat = memory_layout.room_for(members)
+            for param, view in zip(members, memory_layout.cut(flat, members), strict=True):
                 view.copy_(param)
                 param.data = view

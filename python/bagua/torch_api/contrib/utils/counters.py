@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["SharedCounters"]
 
-# How many counts gather in a process before they are added to everybody's.
+# How many counts gather in a process before they are added to the shared ones.
 _BATCH = 64
 
 
@@ -22,7 +22,7 @@ class SharedCounters:
     """Named counters of one loader, equal in a training process and its DataLoader workers.
 
     Each process counts for itself and adds now and then under a file lock, which the kernel releases when its holder is
-    killed; a lock of multiprocessing would stay, and stop everybody.
+    killed; a lock of multiprocessing would stay, and block all processes.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class SharedCounters:
             self.publish()
 
     def publish(self) -> None:
-        """Adds what this process counted to everybody's counts."""
+        """Adds what this process counted to the shared counts."""
         with self._guard:
             waiting, self._waiting = self._waiting, [0] * len(self._names)
             self._events = 0

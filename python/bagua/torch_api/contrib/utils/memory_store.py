@@ -22,7 +22,7 @@ class MemoryStore(Store):
             raise ValueError(f"the capacity is {capacity} bytes; it must be positive")
         self._capacity = capacity
         self._values: dict[str, bytes] = {}
-        # Every key once, in any order, so that a random one is found at once; and where each stands in it.
+        # Every key once, in any order, so that a random one is found at once; and the index of each.
         self._keys: list[str] = []
         self._place: dict[str, int] = {}
         self._bytes = 0

@@ -21,8 +21,8 @@ __all__ = ["RedisServer", "address_towards", "start_redis_server_cli"]
 _START_S = 20.0
 
 # The shell becomes the server, so the process that was started is the server. Its child holds the reading end of a pipe
-# whose writing end only the owner has: the pipe breaks when the owner ends in whatever way, SIGKILL included, and the
-# child kills the server. A word on the pipe means that the owner has seen to it. The name is checked because the
+# whose writing end only the owner has: the pipe breaks when the owner ends for any reason, SIGKILL included, and the
+# child kills the server. A line on the pipe means that the owner has ended it. The name is checked because the
 # number could belong to another process by then. (PR_SET_PDEATHSIG would not do: it fires when the starting *thread*
 # ends.) The configuration comes through the pipe too: a command line can be read by every user of the machine.
 _GUARDED = """
@@ -43,7 +43,7 @@ class RedisServer:
     """One ``redis-server`` of this process.
 
     ``host`` is the address it listens on, ``port`` 0 takes a free one, ``capacity`` is its limit in bytes, ``password``
-    ``None`` lets everybody in who reaches the address. RuntimeError with the server's words if it does not start.
+    ``None`` admits every process that reaches the address. RuntimeError with the server's output if it does not start.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RedisServer:
             said = self._start(program, capacity, password, settings)
             if said is None:
                 break
-            # Somebody took the port between looking and listening.
+            # Another process took the port between looking and listening.
             if port or attempt == 19 or "in use" not in said:
-                raise RuntimeError(f"redis-server did not start on {host}:{self.port}: {said.strip() or 'no word'}")
+                raise RuntimeError(f"redis-server did not start on {host}:{self.port}: {said.strip() or 'no message'}")
         # After the loaders' own (priority 100), whose buffers may go here; and after multiprocessing has ended its
         # children, which is why the priority is negative.
         self._end = exits.Finalize(self, _stop, (self._process, self._line), exitpriority=-10)
@@ -159,7 +159,7 @@ def _free_port(host: str) -> int:
 def address_towards(host: str) -> str:
     """This host's own address on the route to another, as the routing table says; nothing is sent.
 
-    A host's name would not do: on many systems it resolves to a loopback address that nobody else reaches.
+    A host's name would not do: on many systems it resolves to a loopback address that no other host reaches.
     """
     kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -168,7 +168,7 @@ def address_towards(host: str) -> str:
 
 
 def new_password() -> str:
-    """A password that nobody guesses."""
+    """A random password of 256 bits."""
     return secrets.token_urlsafe(32)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...env import get_node_rank
-from .redis_job import job_servers, stop_job_servers
+from .redis_job_servers import job_servers, stop_job_servers
 from .redis_server import start_redis_server_cli
 from .store import ClusterStore, LossyStore, Shared
 
@@ -214,7 +214,7 @@ class RedisStore(ClusterStore):
                 raise ValueError("redis_cluster=True needs hosts: the job starts single servers, not a Redis Cluster")
             servers, mine = job_servers(capacity_per_node)
             hosts = servers
-            # Every rank knows every server's password, and nobody else does.
+            # The ranks, and no other process, know every server's password.
             self.secret = str(servers[0]["password"]).encode()
         options = [_options(host, timeout) for host in hosts]
         if not options:
@@ -247,8 +247,8 @@ class RedisStore(ClusterStore):
             except (redis.exceptions.RedisError, OSError) as failure:
                 failures[node.name] = failure
         if len(failures) == len(nodes):
-            told = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
-            raise ConnectionError(f"no cache server answered within {timeout} s: {told}")
+            reasons = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
+            raise ConnectionError(f"no cache server answered within {timeout} s: {reasons}")
 
     def shutdown(self) -> None:
         super().shutdown()

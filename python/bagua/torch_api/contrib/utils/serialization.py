@@ -6,8 +6,8 @@ and tensors. With ``allow_pickle=True`` other values are pickled, and then carry
 job's secret over key and pickle; one that does not match is not unpickled.
 
 One value: ``"bg", kind, 8 bytes of the data set, length of the structure``, the structure, then the raw buffers of
-arrays and tensors in the order in which the structure names them, so that a large tensor is copied once on either
-way.
+arrays and tensors in the order in which the structure names them, so that a large tensor is copied once when it is
+written, and once when it is read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _NUMPY = {dtype: _numpy_dtype(dtype) for dtype in _NAMES}
 
 
 class UnreadableError(ValueError):
-    """Bytes that are no value of this data set: foreign, cut off, damaged, or a pickle that nobody may read."""
+    """Bytes that are no value of this data set: foreign, cut off, damaged, or a pickle without the right HMAC."""
 
 
 class Serializer:
@@ -95,12 +95,12 @@ class Serializer:
         if allow_pickle and not secret:
             raise ValueError("allow_pickle=True needs a secret: set BAGUA_JOB_SECRET, the same on all ranks")
         self._msgpack: Any = msgpack
-        # "a_b" + "_" + "c" and "a" + "_" + "b_c" are one key: the data set in the value tells them apart.
+        # "a_b" + "_" + "c" and "a" + "_" + "b_c" are one key: the data set in the value distinguishes them.
         self._tag = hashlib.sha256(dataset_name.encode()).digest()[:8]
         self._allow_pickle = allow_pickle
         self._secret = hashlib.sha256(b"bagua cache pickle\0" + secret).digest() if secret else b""
         # Samples that are one array or tensor: by header and structure, type, shape and whole length. The samples of a
-        # data set have few of them, and this way takes 1.2 us instead of 2.3 for 4 KiB.
+        # data set have few of them, and this takes 1.2 us instead of 2.3 for 4 KiB.
         self._lone: dict[bytes, tuple[Any, Any, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Serializer:
         reader = _Reader(self._msgpack, memoryview(raw), end)
         try:
             value = reader.unpack(raw[_HEADER.size : end])
-        # A damaged value fails in as many ways as there are types; each means that it is computed again.
+        # A damaged value raises an error of any type; each means that it is computed again.
         except Exception as failure:
             raise UnreadableError(f"damaged: {failure}") from failure
         if reader.place != len(raw):

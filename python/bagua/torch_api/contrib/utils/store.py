@@ -1,4 +1,4 @@
-"""Key-value stores of bytes: the seam that the cache writes to, and several stores that act as one.
+"""Key-value stores of bytes: the interface that the cache writes to, and several stores that act as one.
 
 Stores of a cache may lose what they were given: a value that is gone is computed again. So a store that fails says
 "not here" instead of raising, warns once, and counts (:class:`LossyStore`).
@@ -25,7 +25,7 @@ Shared = Literal["job", "host", "process"]
 class Store(ABC):
     """Bytes by key. Keys are text; a text value is stored as UTF-8; what is not there is ``None``."""
 
-    #: Who sees the same values: every rank, the processes of one host, or this process alone.
+    #: The processes that share its values: those of every rank, those of one host, or this one alone.
     shared_by: Shared = "process"
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -46,11 +46,11 @@ class Store(ABC):
 
     @abstractmethod
     def num_keys(self) -> int:
-        """How many values the store holds, whoever stored them."""
+        """How many values the store holds, of all processes."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Removes every value, whoever stored it."""
+        """Removes every value, of all processes."""
 
     def status(self) -> bool:
         """True if the store answers now."""
@@ -61,11 +61,11 @@ class Store(ABC):
         return
 
     def failures(self) -> dict[str, int]:
-        """``failed_reads`` and ``failed_writes`` of this process, in values. Asks nobody."""
+        """``failed_reads`` and ``failed_writes`` of this process, in values. Sends nothing."""
         return {"failed_reads": 0, "failed_writes": 0}
 
     def stats(self) -> dict[str, int]:
-        """``stored_bytes`` and ``evictions`` of the whole store, whoever caused them, and ``lost_servers``."""
+        """``stored_bytes`` and ``evictions`` of the whole store, by all processes, and ``lost_servers``."""
         return {"stored_bytes": 0, "evictions": 0, "lost_servers": 0}
 
 

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: tokens travel to the ranks of their experts and back, gradients the same way.
+"""A mixture-of-experts layer: sends tokens to the ranks of their experts and back, and gradients likewise.
 
 Expert parallelism after GShard (Lepikhin et al., arXiv:2006.16668): one all_to_all to the experts, one back.
 """
@@ -18,7 +18,7 @@ from .gate import Routing, TopKGate
 
 
 class _AllToAll(torch.autograd.Function):
-    """Chunk r along the first dimension goes to rank r; the gradient takes the way back."""
+    """Chunk r along the first dimension goes to rank r; the gradient comes back."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, communicator: Communicator) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _communicator() -> Communicator | None:
 
 
 class MOELayer(torch.nn.Module):
-    """The gate, this rank's experts, and the way between the tokens and the experts of all ranks."""
+    """The gate, this rank's experts, and the all_to_all between the tokens and the experts of all ranks."""
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()

@@ -67,13 +67,13 @@ fn a_job_that_is_submitted_beside_a_shutdown_is_refused_or_handed_out_once() {
         };
         worker.shutdown();
         let taken = submitting.join().unwrap();
-        assert!(worker.0.take_thread().is_none(), "a thread that nobody joins");
+        assert!(worker.0.take_thread().is_none(), "a thread that is never joined");
         assert_eq!(taken, [0, 1].map(|job| worker.was_handed_out(job)));
         assert!(!worker.0.is_busy());
     });
 }
 
-/// Deadlocks when `settle_dropped` notifies nobody, or `settle` only one of two.
+/// Deadlocks when `settle_dropped` notifies no waiter, or `settle` only one of two.
 #[test]
 fn a_wait_for_what_was_submitted_ends_beside_a_shutdown() {
     explore(|| {

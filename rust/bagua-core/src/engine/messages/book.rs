@@ -1,4 +1,4 @@
-//! What a messenger has been given, and how far it has come: messages to send, receives, and messages that nobody has asked for yet.
+//! Posted sends and receives of a messenger and their progress, and the queue of unexpected messages.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -84,7 +84,7 @@ struct Receiving {
 enum Waiting {
     /// Its bytes are with the sender.
     Offered(Frame),
-    /// Its bytes are here, or on the way.
+    /// Its bytes are here, or arriving.
     Kept(u64),
 }
 
@@ -109,7 +109,7 @@ pub(super) struct Book {
     receives: HashMap<u64, Receiving>,
     matching: Matching<Waiting>,
     kept: HashMap<u64, Kept>,
-    /// The receive of each message that a sender was told to send.
+    /// The receive of each message whose sender got the request for its bytes.
     incoming: HashMap<(usize, u64), u64>,
     /// Bytes of eager messages that each rank has not matched yet, and those of each such message.
     unmatched: (Vec<usize>, HashMap<(usize, u64), usize>),
@@ -200,7 +200,7 @@ impl Book {
         }
     }
 
-    /// A receive gets this message: the frame that tells its sender.
+    /// A receive gets this message: the frame for its sender.
     ///
     /// # Errors
     /// What differs between the two.
@@ -310,7 +310,7 @@ impl Book {
         Some((call.deadline.limit(), missing, call.progress()))
     }
 
-    /// The peers of the messages of some calls; `None` for a receive from anybody.
+    /// The peers of the messages of some calls; `None` for a receive from any source.
     fn waited_for(&self, of: impl Fn(u64) -> bool + Copy) -> impl Iterator<Item = Option<usize>> {
         let sends = self.sends.values().filter(move |message| of(message.call)).map(|message| Some(message.to));
         sends.chain(self.receives.values().filter(move |message| of(message.call)).map(|message| message.from))

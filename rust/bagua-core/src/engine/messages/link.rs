@@ -143,7 +143,7 @@ impl Link {
     /// No more bytes move, because the peer sends none.
     pub(super) fn close(&mut self) {
         self.broken = Some(Broken::new(LEFT));
-        // The descriptors are closed with the link; the peer must hear of it now.
+        // The descriptors are closed with the link; the peer must see the end now.
         let _ = rustix::net::shutdown(&self.descriptor, rustix::net::Shutdown::Both);
     }
 

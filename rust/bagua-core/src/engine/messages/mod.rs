@@ -1,6 +1,6 @@
 //! The messages of a group: send, recv and exchange, beside its collectives and without an order among the two.
 //!
-//! A message goes to the first posted receive that names its sender (or anybody) and its tag. Messages of one sender and tag match in
+//! A message goes to the first posted receive that names its sender (or any source) and its tag. Messages of one sender and tag match in
 //! order; those of different tags do not wait for each other. All posted messages progress together, on one thread per group that starts
 //! with the first of them. That thread uses no lane, so a message neither waits for a collective nor keeps one waiting.
 //!

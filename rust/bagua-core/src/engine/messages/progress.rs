@@ -21,10 +21,10 @@ use crate::wait::{SLICE, lock};
 /// How long a messenger that ends waits for its peers to take what it sent.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// How long after a peer's departure its last messages may still be on the way.
+/// How long after a peer's departure its last messages may still arrive.
 const FAREWELL: Duration = Duration::from_millis(100);
 
-/// What other threads tell the messenger's.
+/// Events that other threads send to the messenger's.
 pub(super) enum Event {
     /// A stream to this rank was opened, or could not be.
     Dialled(usize, Result<Opened>),
@@ -232,7 +232,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Tells the handles of calls that they have ended.
+    /// Completes the handles of calls that have ended.
     fn end(&self, ended: Vec<(Call, Result<()>)>) {
         for (Call { handle, running, keep, .. }, result) in ended {
             if let (Some(recorder), Some(running)) = (&self.recorder, running) {
@@ -328,7 +328,7 @@ impl Shared {
                 Ok(any) => moved |= any,
                 Err(error) => drop(wrong.get_or_insert(error)),
             }
-            // Closing it tells the peer that everything has arrived.
+            // The peer takes its end as the acknowledgement that everything has arrived.
             if link.ended && !link.wants_to_send() && *inbound {
                 link.close();
             }

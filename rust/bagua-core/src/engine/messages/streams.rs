@@ -11,7 +11,7 @@ use crate::transport::Transport;
 /// A message to send, or to receive.
 #[derive(Debug)]
 pub struct Message {
-    /// Group rank of the other end; `None` in a receive: anybody.
+    /// Group rank of the other end; `None` in a receive: any source.
     pub peer: Option<usize>,
     /// Only messages and receives of one tag match.
     pub tag: u32,

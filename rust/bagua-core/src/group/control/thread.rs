@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use tokio::sync::mpsc;
 
-use super::accept::{self, Listeners};
+use super::super::serve::serve;
+use super::accept::Listeners;
 use super::plane::{LINGER, Plane};
 use crate::error::{Error, Result};
 use crate::wait::lock;
@@ -49,9 +50,11 @@ impl Control {
         let shared = Arc::clone(&plane);
         let body = move || {
             runtime.block_on(async {
-                tokio::spawn(accept::accept(Arc::clone(&shared), listeners));
-                stopped.recv().await;
-                shared.announce_leave().await;
+                let left = async {
+                    stopped.recv().await;
+                    shared.announce_leave().await;
+                };
+                serve(&shared, listeners.sockets, &shared.admission, left).await;
             });
             // Closes every connection of the tasks; no task blocks, so this returns.
             drop(runtime);

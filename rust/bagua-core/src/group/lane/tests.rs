@@ -73,6 +73,9 @@ impl Device for Closed {
     unsafe fn copy_from_host(&self, _: &[u8], _: NonNull<u8>) -> Result<()> {
         Err(Error::other("a copy"))
     }
+    fn room(&self, _: usize) -> Result<NonNull<u8>> {
+        Err(Error::other("a copy"))
+    }
 }
 
 struct Fixture {

@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::handshake::{Failed, Hello, Purpose, Refusal};
+use super::super::listen::listen;
 use super::super::tls::Access;
 use super::super::wire::Encoding;
 use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime, timed_out};
@@ -50,13 +51,14 @@ pub fn rendezvous_tcp<'a>(
     if rank > 0 {
         return exchange_addresses(server, false, rank, world_size, address, &access, limits.into());
     }
-    let listener = match TcpListener::bind(server) {
+    let listener = match listen(server) {
         // The name resolves to the address of a proxy or load balancer, which forwards to this host.
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => listen(("0.0.0.0", port)),
         other => other,
     };
-    let listener = listener.map_err(|e| Error::system(&format!("listening on {host}:{port} for the rendezvous"), e))?;
-    RendezvousServer::on(listener, format!("{host}:{port}"))?.serve(world_size, address, access, limits)
+    let name = format!("{host}:{port}");
+    let listener = listener.map_err(|e| Error::system(&format!("listening on {name} for the rendezvous"), e))?;
+    RendezvousServer { listener, name }.serve(world_size, address, access, limits)
 }
 
 /// As [`rendezvous_tcp`] on ranks other than 0, through a [`RendezvousServer`], which listens before its address is published: a failed

@@ -2,17 +2,17 @@
 //!
 //! Files of an earlier job may exist, and ranks start in any order. Rank 0 therefore writes a random number to `path.0`; rank r writes
 //! `path.r` with the same number; when rank 0 has read its own number from every rank, it writes `path.all`, which a rank accepts only
-//! with that number and the rank's own address in it. Every file is created under another name and renamed, so that no rank reads a part
-//! of it. `path.0` and `path.all` remain, because rank 0 does not know which ranks have read them.
+//! with that number and the rank's own address in it. The files are a store's ([`FileStore`]), in which no key is new for long: so each rank
+//! looks for its number again and again. `path.0` and `path.all` remain, because rank 0 does not know which ranks have read them.
 
 use std::cell::Cell;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::super::handshake::random;
+use super::super::store::{FileStore, Store};
 use super::super::wire::{AtMost, Encoding, Malformed, VERSION, WORLD_LIMIT, rank};
 use super::exchange::{check_arguments, timed_out};
 use crate::error::{Error, Result};
@@ -24,9 +24,6 @@ const MAGIC: [u8; 4] = *b"BGrf";
 /// First bytes of a file that does not say its version: [`LAST_UNNAMED`] or an older one.
 const UNNAMED: [u8; 4] = *b"BGrv";
 const LAST_UNNAMED: u16 = 6;
-
-/// Larger files are ignored.
-const LIMIT: u64 = 64 << 20;
 
 /// Exchanges addresses through files next to `path`, on a file system that all ranks share.
 ///
@@ -41,7 +38,8 @@ pub fn rendezvous_file(
     timeout: Duration,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
-    let exchange = FileExchange { path, rank, world_size, deadline: Deadline::after(timeout), other: Cell::default() };
+    let (store, deadline) = (FileStore::next_to(path), Deadline::after(timeout));
+    let exchange = FileExchange { path, store, rank, world_size, deadline, other: Cell::default() };
     if rank == 0 { exchange.run_as_root(address) } else { exchange.run_as_peer(address) }
 }
 
@@ -84,6 +82,8 @@ impl Content {
 /// One rank's part of an exchange.
 struct FileExchange<'a> {
     path: &'a Path,
+    /// The files next to it; a key is what follows `path.`.
+    store: FileStore,
     rank: usize,
     world_size: usize,
     deadline: Deadline,
@@ -92,41 +92,17 @@ struct FileExchange<'a> {
 }
 
 impl FileExchange<'_> {
-    /// The path of the file with this suffix.
-    fn file(&self, suffix: &str) -> PathBuf {
-        let mut name = self.path.as_os_str().to_owned();
-        name.push(".");
-        name.push(suffix);
-        name.into()
-    }
-
-    fn write(&self, suffix: &str, content: &Content) -> Result<()> {
-        let file = self.file(suffix);
-        let failed = |e: std::io::Error| Error::system(&format!("writing {}", file.display()), e);
-        let draft = self.file(&format!("{suffix}.{:032x}", u128::from_le_bytes(random()?)));
-        std::fs::write(&draft, content.encode()).map_err(failed)?;
-        std::fs::rename(&draft, &file).map_err(|e| {
-            let _ = std::fs::remove_file(&draft);
-            failed(e)
-        })
+    fn write(&self, key: &str, content: &Content) -> Result<()> {
+        self.store.set(key, &content.encode())
     }
 
     /// The content of a file; `None` while it does not exist, or when it is malformed.
-    fn read(&self, suffix: &str) -> Result<Option<Content>> {
-        let file = self.file(suffix);
-        let read = std::fs::metadata(&file)
-            .and_then(|about| if about.len() > LIMIT { Ok(Vec::new()) } else { std::fs::read(&file) });
-        match read {
-            Ok(bytes) => {
-                if let Some(version) = Content::version(&bytes).filter(|version| *version != VERSION) {
-                    self.other.set(Some((file, version)));
-                }
-                Ok(Content::parse(&bytes).ok())
-            }
-            // Network file systems report a stale handle while a file is being replaced.
-            Err(e) if e.kind() == ErrorKind::NotFound || e.kind() == ErrorKind::StaleNetworkFileHandle => Ok(None),
-            Err(e) => Err(Error::system(&format!("reading {}", file.display()), e)),
+    fn read(&self, key: &str) -> Result<Option<Content>> {
+        let Some(bytes) = self.store.get(key)? else { return Ok(None) };
+        if let Some(version) = Content::version(&bytes).filter(|version| *version != VERSION) {
+            self.other.set(Some((self.store.file(key), version)));
         }
+        Ok(Content::parse(&bytes).ok())
     }
 
     /// Pauses between two polls, longer after more of them; false once the deadline has passed.
@@ -196,12 +172,15 @@ impl FileExchange<'_> {
                 });
                 if let Some(all) = self.read("all")?.filter(|all| all.number == first.number) {
                     if all.addresses.len() == self.world_size && all.addresses[self.rank] == address {
-                        // Best effort: a file that remains does no harm.
-                        let _ = std::fs::remove_file(self.file(&own));
+                        // A file that remains does no harm.
+                        self.store.remove(&own);
                         return Ok(all.addresses);
                     }
                     mismatch.get_or_insert_with(|| {
-                        format!("{} has the address of another process for rank {own}", self.file("all").display())
+                        format!(
+                            "{} has the address of another process for rank {own}",
+                            self.store.file("all").display()
+                        )
                     });
                 }
             }

@@ -2,24 +2,24 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::{SocketAddr, TcpListener as StdListener};
+use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::super::address::Address;
-use super::super::admission::{Admission, Candidate};
-use super::super::connection::AsyncSocket;
-use super::super::handshake::{self, Hello, Purpose, Refusal};
-use super::super::listen::raise_backlog;
-use super::super::tls::Access;
+use super::super::admission::Admission;
+use super::super::connection::{AsyncSocket, ControlConn};
+use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
+use super::super::listen::{Listener, listen};
+use super::super::serve::{Service, serve as serve_until};
+use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame, socket};
-use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime};
+use super::exchange::{Limits, check_arguments, finish_sending, runtime};
 use super::tree::{self, Answer, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
 use crate::error::{Error, Result, Source};
 use crate::wait::lock;
@@ -30,9 +30,9 @@ const REGISTRATION_LIMIT: usize = FRAME_LIMIT + 128;
 /// Rank 0's server of a rendezvous. It listens from its creation on, so that ranks that get its address can connect at once.
 #[derive(Debug)]
 pub struct RendezvousServer {
-    listener: StdListener,
+    pub(super) listener: TcpListener,
     /// Host and port, for error texts.
-    name: String,
+    pub(super) name: String,
 }
 
 impl RendezvousServer {
@@ -48,15 +48,8 @@ impl RendezvousServer {
             )));
         }
         let failed = |e| Error::system(&format!("listening on {address} for the rendezvous"), e);
-        let listener = StdListener::bind(address).map_err(failed)?;
+        let listener = listen(address).map_err(failed)?;
         let name = listener.local_addr().map_err(failed)?.to_string();
-        RendezvousServer::on(listener, name)
-    }
-
-    pub(super) fn on(listener: StdListener, name: String) -> Result<RendezvousServer> {
-        let failed = |e| Error::system(&format!("listening on {name} for the rendezvous"), e);
-        raise_backlog(&listener).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
         Ok(RendezvousServer { listener, name })
     }
 
@@ -189,8 +182,10 @@ struct State {
     refused: Mutex<BTreeMap<usize, &'static str>>,
     /// Why the last process was refused that did not get as far as to say its rank.
     stranger: Mutex<Option<String>>,
-    /// Notified after every registration.
-    registered: Notify,
+    /// Notified after every registration, and when the connection of a registered rank has ended.
+    changed: Notify,
+    /// What is sent to every registered rank, once it is known.
+    outcome: watch::Sender<Option<Arc<Outcome>>>,
 }
 
 impl State {
@@ -222,6 +217,7 @@ impl State {
             lock(&self.ended).insert(rank, (Instant::now(), host));
         }
         ranks.set(rank, None);
+        self.changed.notify_one();
     }
 
     /// The registered rank whose connection ended first, without another one since: when, and its host.
@@ -266,25 +262,21 @@ async fn serve(
 ) -> Result<(Result<Vec<Vec<u8>>>, JoinSet<()>)> {
     let deadline = Instant::now() + limits.timeout;
     let RendezvousServer { listener, name } = server;
-    let listener = TcpListener::from_std(listener).map_err(|e| Error::system("starting the rendezvous", e))?;
     let mut ranks = Ranks::default();
     ranks.register(0, Registration { address: address.to_vec(), relay: None });
-    let (ranks, registered) = (Mutex::new(ranks), Notify::new());
     let state = Arc::new(State {
         world_size,
         proofs,
-        ranks,
+        ranks: Mutex::new(ranks),
         ended: Mutex::default(),
         refused: Mutex::default(),
         stranger: Mutex::default(),
-        registered,
+        changed: Notify::new(),
+        outcome: watch::Sender::new(None),
     });
-    let (publish, published) = watch::channel(None::<Arc<Outcome>>);
-    let mut connections = JoinSet::new();
-    let admission = Admission::new(world_size + EXTRA_CONNECTIONS);
     let all_registered = async {
         loop {
-            let registered = state.registered.notified();
+            let changed = state.changed.notified();
             if state.is_complete() {
                 return None;
             }
@@ -294,21 +286,13 @@ async fn serve(
                 }
                 first => first.map_or(deadline, |(_, at, _)| at + limits.lost_after),
             };
-            tokio::select! {
-                () = registered => {}
-                () = tokio::time::sleep_until(due) => {}
-                accepted = admission.accept(&listener) => match accepted {
-                    Ok((stream, candidate)) => {
-                        let serve = serve_connection(Arc::clone(&state), stream, candidate, published.clone());
-                        _ = connections.spawn(serve);
-                    }
-                    Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
-                },
-                Some(_) = connections.join_next() => {}
-            }
+            let _ = timeout_at(due, changed).await;
         }
     };
-    let (outcome, result) = match timeout_at(deadline, all_registered).await {
+    let (listener, admission) = (Listener::new(listener, None), Admission::new(world_size + EXTRA_CONNECTIONS));
+    let (ended, mut connections) =
+        serve_until(&state, listener, &admission, timeout_at(deadline, all_registered)).await;
+    let (outcome, result) = match ended {
         Ok(None) => {
             let (all, relays) = state.all();
             (Outcome::Complete { list: Answer::Complete(all.clone()).frame(), relays }, Ok(all))
@@ -321,8 +305,7 @@ async fn serve(
             (Outcome::Ended(Answer::Missing(missing.clone()).frame()), Err(missing.timed_out(limits.timeout, 0, what)))
         }
     };
-    publish.send_replace(Some(Arc::new(outcome)));
-    drop(publish);
+    state.outcome.send_replace(Some(Arc::new(outcome)));
     // Every connection ends once the outcome is sent. A client that does not read delays the return by LINGER at most.
     let all_sent = async { while connections.join_next().await.is_some() {} };
     let _ = tokio::time::timeout(LINGER, all_sent).await;
@@ -339,94 +322,81 @@ fn lost(rank: usize, host: String, name: &str, limits: &Limits) -> Error {
     Error::PeerLost { rank, host, reason, noticed_by: 0, progress: None, source: Source::default() }
 }
 
-/// Serves one connection, from the handshake to the outcome.
-async fn serve_connection(
-    state: Arc<State>,
-    stream: TcpStream,
-    candidate: Candidate,
-    mut published: watch::Receiver<Option<Arc<Outcome>>>,
-) {
-    let Some(Some((rank, mut stream))) = candidate.prove(prove(&state, stream, &candidate)).await else { return };
-    drop(candidate);
-    if let Err(why) = register(&state, rank, &mut stream).await {
-        return handshake::refuse(&mut stream, why).await;
-    }
-    let outcome = match tree::next_event(&mut stream, &mut published).await {
-        Event::Outcome(outcome) => Some(outcome),
-        Event::Question => match state.time_out(rank) {
-            Some(missing) => {
-                // Best effort: the client ends with a timeout in any case.
-                let _ = stream.write_all(&Answer::Missing(missing).frame()).await;
-                let _ = stream.shutdown().await;
-                return;
-            }
-            // All have registered, and the outcome is about to be published.
-            None => published.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone()),
-        },
-        Event::Closed => None,
-    };
-    match outcome {
-        // A client that has ended meanwhile is detected by its peers.
-        Some(outcome) => _ = outcome.send(rank, &mut stream).await,
-        // The client has ended: another process may register with its rank.
-        None => state.end(rank),
-    }
-}
+impl Service for State {
+    /// The rank of a process of the job.
+    type Client = usize;
 
-/// The rank and the connection of a client that belongs to the job; any other one is refused.
-async fn prove(state: &State, stream: TcpStream, candidate: &Candidate) -> Option<(usize, AsyncSocket)> {
-    let mut stream = match AsyncSocket::accept(stream, state.proofs.tls.as_ref()).await {
-        Ok(stream) => stream,
-        Err(refused) => {
-            if refused.text.is_some() {
-                *lock(&state.stranger) = refused.text;
-            }
-            return None;
+    fn tls(&self) -> Option<&Ends> {
+        self.proofs.tls.as_ref()
+    }
+
+    async fn authenticate(
+        &self,
+        received: ReceivedHello,
+        socket: &mut AsyncSocket,
+    ) -> std::result::Result<usize, Refusal> {
+        let Hello { world_size, from, to, purpose, .. } = received.hello;
+        if purpose != Purpose::Rendezvous {
+            return Err(Refusal::Purpose);
         }
-    };
-    match authenticate(state, &mut stream, candidate).await {
-        Ok(rank) => Some((rank, stream)),
-        Err(why) => {
+        // `from` is not authenticated here: the note is only for the error text, and there is one per rank at most.
+        let note_refusal = |why| {
+            if from < self.world_size {
+                lock(&self.refused).insert(from, why);
+            }
+        };
+        if let Err(why) = handshake::authenticate(socket, &received, &self.proofs.key).await {
+            // A client with another secret closes the connection after the proof of this rank.
+            note_refusal("it does not have this rank's secret");
+            return Err(why);
+        }
+        if world_size != self.world_size {
+            note_refusal("it has another world size");
+            return Err(Refusal::WorldSize);
+        }
+        if to != 0 || from == 0 || from >= world_size {
+            return Err(Refusal::Rank);
+        }
+        Ok(from)
+    }
+
+    /// Serves one connection, from its registration to the outcome.
+    async fn serve(self: Arc<Self>, rank: usize, conn: ControlConn) -> std::result::Result<(), Refusal> {
+        let ControlConn { fork_fd: _fork_fd, socket: mut stream } = conn;
+        if let Err(why) = register(&self, rank, &mut stream).await {
             handshake::refuse(&mut stream, why).await;
-            None
+            return Err(why);
         }
+        let mut published = self.outcome.subscribe();
+        let outcome = match tree::next_event(&mut stream, &mut published).await {
+            Event::Outcome(outcome) => Some(outcome),
+            Event::Question => match self.time_out(rank) {
+                Some(missing) => {
+                    // Best effort: the client ends with a timeout in any case.
+                    let _ = stream.write_all(&Answer::Missing(missing).frame()).await;
+                    let _ = stream.shutdown().await;
+                    return Ok(());
+                }
+                // All have registered, and the outcome is about to be published.
+                None => published.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone()),
+            },
+            Event::Closed => None,
+        };
+        match outcome {
+            // A client that has ended meanwhile is detected by its peers.
+            Some(outcome) => _ = outcome.send(rank, &mut stream).await,
+            // The client has ended: another process may register with its rank.
+            None => self.end(rank),
+        }
+        Ok(())
     }
-}
 
-/// The rank of a client that belongs to the job.
-async fn authenticate(
-    state: &State,
-    stream: &mut AsyncSocket,
-    candidate: &Candidate,
-) -> std::result::Result<usize, Refusal> {
-    let received = candidate.read_hello(stream).await.inspect_err(|why| {
-        if *why == Refusal::NoTls {
-            *lock(&state.stranger) = Some(why.to_string());
+    fn refused(&self, Refused { why, text }: &Refused) {
+        let explains = *why == Refusal::NoTls;
+        if let Some(text) = text.clone().or_else(|| explains.then(|| why.to_string())) {
+            *lock(&self.stranger) = Some(text);
         }
-    })?;
-    let Hello { world_size, from, to, purpose, .. } = received.hello;
-    if purpose != Purpose::Rendezvous {
-        return Err(Refusal::Purpose);
     }
-    // `from` is not authenticated here: the note is only for the error text, and there is one per rank at most.
-    let note_refusal = |why| {
-        if from < state.world_size {
-            lock(&state.refused).insert(from, why);
-        }
-    };
-    if let Err(why) = handshake::authenticate(stream, &received, &state.proofs.key).await {
-        // A client with another secret closes the connection after the proof of this rank.
-        note_refusal("it does not have this rank's secret");
-        return Err(why);
-    }
-    if world_size != state.world_size {
-        note_refusal("it has another world size");
-        return Err(Refusal::WorldSize);
-    }
-    if to != 0 || from == 0 || from >= world_size {
-        return Err(Refusal::Rank);
-    }
-    Ok(from)
 }
 
 /// Registers the rank of a client.
@@ -445,6 +415,6 @@ async fn register(state: &State, from: usize, stream: &mut AsyncSocket) -> std::
     };
     lock(&state.ranks).register(from, registration);
     lock(&state.ended).remove(&from);
-    state.registered.notify_one();
+    state.changed.notify_one();
     Ok(())
 }

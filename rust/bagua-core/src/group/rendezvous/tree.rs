@@ -12,14 +12,16 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
+use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::super::admission::{Admission, Candidate};
-use super::super::connection::AsyncSocket;
-use super::super::handshake::{self, Failed, Hello, Key, Purpose, Refusal, STEP_TIMEOUT};
-use super::super::tls::{Access, Ends};
+use super::super::admission::Admission;
+use super::super::connection::{AsyncSocket, ControlConn};
+use super::super::handshake::{self, Failed, Hello, Key, Purpose, ReceivedHello, Refusal, STEP_TIMEOUT};
+use super::super::listen::{Listener, listen};
+use super::super::serve::{Service, serve};
+use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{AtMost, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
 use super::exchange::timed_out;
 use crate::error::Error;
@@ -163,7 +165,7 @@ pub(super) async fn fetch(
 pub(super) struct Relay {
     /// The address that it listens on.
     pub(super) address: SocketAddr,
-    frame: watch::Sender<Option<Arc<Vec<u8>>>>,
+    parent: Arc<Parent>,
     /// One task, which ends when all children have the frame. Dropping it closes all connections.
     serving: JoinSet<()>,
 }
@@ -173,98 +175,91 @@ impl Relay {
     /// without children, and for a rank that cannot listen, whose children get the list from rank 0.
     pub(super) async fn listen(to_root: &AsyncSocket, hello: &Hello, proofs: &Proofs) -> Option<Relay> {
         let Hello { world_size, from: rank, .. } = *hello;
-        if children(rank, world_size).is_empty() {
+        let missing: BTreeSet<usize> = children(rank, world_size).collect();
+        if missing.is_empty() {
             return None;
         }
         let mut address = to_root.local_addr().ok()?;
         address.set_port(0);
-        let listener = TcpListener::bind(address).await.ok()?;
+        let listener = listen(address).ok()?;
         let address = listener.local_addr().ok()?;
-        let (frame, published) = watch::channel(None);
+        let parent = Arc::new(Parent {
+            rank,
+            world_size,
+            proofs: proofs.clone(),
+            missing: watch::Sender::new(missing),
+            frame: watch::Sender::new(None),
+        });
         let mut serving = JoinSet::new();
-        serving.spawn(serve(listener, Parent { rank, world_size, proofs: proofs.clone() }, published));
-        Some(Relay { address, frame, serving })
+        serving.spawn(serve_children(Arc::clone(&parent), Listener::new(listener, None)));
+        Some(Relay { address, parent, serving })
     }
 
     /// Sends the frame of the list, or of an error, to the children; returns when all have it, or after [`LINGER`], with the task that
     /// still sends it.
     pub(super) async fn publish(mut self, frame: Vec<u8>) -> JoinSet<()> {
-        self.frame.send_replace(Some(Arc::new(frame)));
+        self.parent.frame.send_replace(Some(Arc::new(frame)));
         let _ = tokio::time::timeout(LINGER, self.serving.join_next()).await;
         self.serving
     }
 }
 
 /// The rank that serves the list to its children.
-#[derive(Clone)]
 struct Parent {
     rank: usize,
     world_size: usize,
     proofs: Proofs,
+    /// Children that do not have the list.
+    missing: watch::Sender<BTreeSet<usize>>,
+    /// What they get, once it is known.
+    frame: watch::Sender<Option<Arc<Vec<u8>>>>,
 }
 
 /// Serves the list until all children have it.
-async fn serve(listener: TcpListener, parent: Parent, published: watch::Receiver<Option<Arc<Vec<u8>>>>) {
-    let mut missing: BTreeSet<usize> = children(parent.rank, parent.world_size).collect();
-    let mut connections = JoinSet::new();
-    let admission = Admission::new(FANOUT + EXTRA_CONNECTIONS);
-    while !missing.is_empty() {
-        tokio::select! {
-            accepted = admission.accept(&listener) => match accepted {
-                Ok((stream, candidate)) => {
-                    _ = connections.spawn(serve_connection(parent.clone(), stream, candidate, published.clone()));
-                }
-                // The client has closed the connection already, or the process has no free descriptor: retry.
-                Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
-            },
-            Some(served) = connections.join_next() => {
-                if let Ok(Some(child)) = served {
-                    missing.remove(&child);
-                }
-            }
-        }
-    }
+async fn serve_children(parent: Arc<Parent>, listener: Listener) {
+    let mut missing = parent.missing.subscribe();
+    let all_have_it = async { missing.wait_for(BTreeSet::is_empty).await.is_ok() };
+    serve(&parent, listener, &Admission::new(FANOUT + EXTRA_CONNECTIONS), all_have_it).await;
 }
 
-/// Serves one connection; the child that now has the list, if it was one.
-async fn serve_connection(
-    parent: Parent,
-    stream: TcpStream,
-    candidate: Candidate,
-    mut published: watch::Receiver<Option<Arc<Vec<u8>>>>,
-) -> Option<usize> {
-    let prove = async {
-        let mut stream = AsyncSocket::accept(stream, parent.proofs.tls.as_ref()).await.ok()?;
-        match authenticate(&parent, &mut stream, &candidate).await {
-            Ok(child) => Some((child, stream)),
-            Err(why) => {
-                handshake::refuse(&mut stream, why).await;
-                None
-            }
-        }
-    };
-    let (child, mut stream) = candidate.prove(prove).await??;
-    drop(candidate);
-    handshake::accept(&mut stream).await.ok()?;
-    let Event::Outcome(list) = next_event(&mut stream, &mut published).await else { return None };
-    stream.write_all(&list).await.ok()?;
-    stream.shutdown().await.ok()?;
-    Some(child)
-}
+impl Service for Parent {
+    /// The rank of a child.
+    type Client = usize;
 
-/// The rank of an authenticated child.
-async fn authenticate(parent: &Parent, stream: &mut AsyncSocket, candidate: &Candidate) -> Result<usize, Refusal> {
-    let received = candidate.read_hello(stream).await?;
-    let Hello { world_size, from, to, purpose, .. } = received.hello;
-    if purpose != Purpose::Rendezvous {
-        return Err(Refusal::Purpose);
+    fn tls(&self) -> Option<&Ends> {
+        self.proofs.tls.as_ref()
     }
-    handshake::authenticate(stream, &received, &parent.proofs.key).await?;
-    if world_size != parent.world_size {
-        return Err(Refusal::WorldSize);
+
+    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Result<usize, Refusal> {
+        let Hello { world_size, from, to, purpose, .. } = received.hello;
+        if purpose != Purpose::Rendezvous {
+            return Err(Refusal::Purpose);
+        }
+        handshake::authenticate(socket, &received, &self.proofs.key).await?;
+        if world_size != self.world_size {
+            return Err(Refusal::WorldSize);
+        }
+        if to != self.rank || !children(self.rank, world_size).contains(&from) {
+            return Err(Refusal::Rank);
+        }
+        Ok(from)
     }
-    if to != parent.rank || !children(parent.rank, world_size).contains(&from) {
-        return Err(Refusal::Rank);
+
+    async fn serve(self: Arc<Self>, child: usize, conn: ControlConn) -> Result<(), Refusal> {
+        let ControlConn { fork_fd: _fork_fd, socket: mut stream } = conn;
+        let sent = async {
+            handshake::accept(&mut stream).await?;
+            if let Event::Outcome(list) = next_event(&mut stream, &mut self.frame.subscribe()).await {
+                stream.write_all(&list).await?;
+                stream.shutdown().await?;
+                self.missing.send_modify(|missing| _ = missing.remove(&child));
+            }
+            Ok::<_, std::io::Error>(())
+        };
+        // A child that did not get it connects again.
+        let _ = sent.await;
+        Ok(())
     }
-    Ok(from)
+
+    fn refused(&self, _: &Refused) {}
 }

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::super::address::Address;
-use super::super::book::{Reply, Request};
 use super::super::control::Message;
-use super::super::door::{Answer as DoorAnswer, Asked, COUNT_LIMIT, DoorMessage};
 use super::super::handshake::{Hello, Purpose};
+use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
 use super::super::rendezvous::{Answer, Content, MissingRanks, Registration};
+use super::super::store::{Reply, Request};
 use super::super::views::{GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
 use super::super::wire::{Encoding, RANKS_LIMIT, WORLD_LIMIT, framed};
 use super::allocations::peak;
@@ -164,19 +164,19 @@ fn agreements() -> Vec<Vec<u8>> {
     vec![whole.concat(), without_zero.concat(), ends.concat()]
 }
 
-fn door_messages() -> Vec<DoorMessage> {
+fn join_messages() -> Vec<JoinMessage> {
     let models = vec!["net".to_owned(), String::new()];
-    let asked = |door| Asked { model: "net".to_owned(), digest: [7; 32], door, returns: true };
+    let request = |server| JoinRequest { model: "net".to_owned(), digest: [7; 32], server, returns: true };
     vec![
-        DoorMessage::Ask,
-        DoorMessage::Answer(DoorAnswer { rank: 3, incarnation: u64::MAX, in_job: true, models }),
-        DoorMessage::Join(asked(v4())),
-        DoorMessage::Join(asked(v6())),
-        DoorMessage::Refused { for_ever: true, text: "rank 1 is alive".to_owned() },
-        DoorMessage::Bind { view: 4, place: 1, ranks: vec![0, 2, 3] },
-        DoorMessage::Address(address(1).encode()),
-        DoorMessage::Addresses(vec![address(0).encode(), Vec::new(), address(1).encode()]),
-        DoorMessage::Welcome,
+        JoinMessage::GetStatus,
+        JoinMessage::Status(JobStatus { rank: 3, incarnation: u64::MAX, in_job: true, models }),
+        JoinMessage::Join(request(v4())),
+        JoinMessage::Join(request(v6())),
+        JoinMessage::Refused { for_ever: true, text: "rank 1 is alive".to_owned() },
+        JoinMessage::Bind { view: 4, place: 1, ranks: vec![0, 2, 3] },
+        JoinMessage::Address(address(1).encode()),
+        JoinMessage::Addresses(vec![address(0).encode(), Vec::new(), address(1).encode()]),
+        JoinMessage::Joined,
     ]
 }
 
@@ -223,15 +223,16 @@ fn messages() -> Vec<Any> {
         Answer::Fetch(v6()),
         Answer::Failed(lost),
     ];
-    let (name, entry) = ("rank-3".to_owned(), br#"{"door": "192.168.10.7:40123"}"#.to_vec());
+    let (key, value) = ("rank-3".to_owned(), br#"{"server": "192.168.10.7:40123"}"#.to_vec());
     let requests = [
-        Request::Read(name.clone()),
-        Request::Write(name, entry.clone()),
-        Request::Claim("token".to_owned(), Vec::new()),
+        Request::Get(key.clone()),
+        Request::Set(key, value.clone()),
+        Request::SetNew("token".to_owned(), Vec::new()),
+        Request::Add("count".to_owned(), -1),
     ];
-    let replies = [Reply::Nothing, Reply::Entry(entry), Reply::Full];
+    let replies = [Reply::Nothing, Reply::Value(value), Reply::Full, Reply::NoNumber];
     let mut all: Vec<Any> = control_messages().into_iter().map(Any::Control).collect();
-    all.extend(door_messages().into_iter().map(Any::Door));
+    all.extend(join_messages().into_iter().map(Any::Join));
     all.extend([None, Some(v4()), Some(v6())].map(|relay| Any::Registration(registration(relay))));
     all.extend(answers.map(Any::Answer));
     all.extend(requests.map(Any::Request));
@@ -248,8 +249,8 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
         Purpose::Stream,
         Purpose::Segment,
         Purpose::Rendezvous,
-        Purpose::Door,
-        Purpose::Book,
+        Purpose::Join,
+        Purpose::Store,
         Purpose::Probe,
     ];
     let hello = |purpose| {
@@ -300,7 +301,7 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
     };
     // The types of `Any`; the kinds of each type that is an enum; what a group is told about a failure or a view.
     assert_eq!(kinds(&[]), (0..=7).collect());
-    for (of, most) in [(0, 5), (1, 7), (3, 3), (4, 2), (5, 2)] {
+    for (of, most) in [(0, 5), (1, 7), (3, 3), (4, 3), (5, 3)] {
         assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");
     }
     assert_eq!(kinds(&[0, 5]), (0..=6).collect());
@@ -340,7 +341,7 @@ fn bytes_and_texts_beyond_the_end_of_a_message_take_no_memory() {
         ("the second address of a list", &[3, 0, 2, 0]),
         ("a text", &[0, 2, 1, 4]),
         ("a model", &[1, 1, 0, 0, 1, 1]),
-        ("an entry", &[4, 1, 0]),
+        ("a value", &[4, 1, 0]),
     ] {
         let (parsed, held) = peak(|| Any::parse(&[head, &huge, &[0; 9]].concat()));
         assert!(parsed.is_err() && held <= AT_LEAST, "{what}: {held} bytes");

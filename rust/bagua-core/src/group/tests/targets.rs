@@ -10,12 +10,12 @@ use std::task::{Context, Poll, Waker};
 use serde::{Deserialize, Serialize};
 
 use super::super::address::{Address, LIMIT};
-use super::super::book::{Reply, Request};
 use super::super::config::Config;
 use super::super::control::Message;
-use super::super::door::DoorMessage;
 use super::super::handshake::{HELLO_LEN, Hello};
+use super::super::joining::JoinMessage;
 use super::super::rendezvous::{Answer, Content, Registration};
+use super::super::store::{Reply, Request};
 use super::super::views::replay;
 use super::super::wire::{Encoding, FRAME_LIMIT, Malformed, read_frame};
 use super::allocations::peak;
@@ -34,7 +34,7 @@ pub(super) const AT_LEAST: usize = 2 << 10;
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Any {
     Control(Message),
-    Door(DoorMessage),
+    Join(JoinMessage),
     Registration(Registration),
     Answer(Answer),
     Request(Request),
@@ -47,7 +47,7 @@ impl Encoding for Any {
     fn check(&self) -> Result<(), Malformed> {
         match self {
             Any::Control(message) => message.check(),
-            Any::Door(message) => message.check(),
+            Any::Join(message) => message.check(),
             Any::Registration(message) => message.check(),
             Any::Answer(message) => message.check(),
             Any::Request(message) => message.check(),

@@ -92,7 +92,7 @@ impl Ends {
 
     /// The server's end of a new connection, within [`STEP_TIMEOUT`].
     pub(super) async fn accept(&self, stream: TcpStream) -> std::result::Result<TlsSocket, Refused> {
-        let session = Session::server(&self.server).map_err(|_| Refused::quietly())?;
+        let session = Session::server(&self.server).map_err(|_| Refusal::Protocol)?;
         let mut socket = TlsSocket::new(stream, session);
         match tokio::time::timeout(STEP_TIMEOUT, socket.handshake()).await {
             Ok(Ok(())) => Ok(socket),
@@ -106,7 +106,7 @@ impl Ends {
                 handshake::dismiss(&mut stream).await;
                 Err(Refused { why: Refusal::Protocol, text: TlsFault::of(&error) })
             }
-            Err(_) => Err(Refused::quietly()),
+            Err(_) => Err(Refusal::Protocol.into()),
         }
     }
 }
@@ -134,7 +134,7 @@ pub fn tls_pair(access: &Access<'_>, sockets: (StdStream, StdStream)) -> Result<
     }
 }
 
-/// A connection that the server's end of TLS refused, and has closed.
+/// A connection that a server refuses.
 #[derive(Debug)]
 pub(super) struct Refused {
     pub(super) why: Refusal,
@@ -142,8 +142,8 @@ pub(super) struct Refused {
     pub(super) text: Option<String>,
 }
 
-impl Refused {
-    fn quietly() -> Refused {
-        Refused { why: Refusal::Protocol, text: None }
+impl From<Refusal> for Refused {
+    fn from(why: Refusal) -> Refused {
+        Refused { why, text: None }
     }
 }

@@ -17,7 +17,7 @@ fn change(weights: &AtomicU32) {
     weights.store(weights.load(Relaxed) + 1, Relaxed);
 }
 
-/// Deadlocks when `unlock`, `end_training` or a request that is dropped wakes nobody; loses a change when two hold the lock.
+/// Deadlocks when `unlock`, `end_training` or a request that is dropped wakes no thread; loses a change when two hold the lock.
 #[test]
 fn a_training_the_averaging_and_a_wait_that_is_given_up_exclude_each_other() {
     explore(|| {

@@ -44,7 +44,7 @@ impl Chunk {
         out
     }
 
-    /// Parses a header. A header without position stands for a whole message of unknown number.
+    /// Parses a header. A header without position means a whole message of unknown number.
     pub fn decode(bytes: &[u8]) -> Result<Chunk, BadFrame> {
         let (head, position) = bytes.split_first_chunk().expect("a header has at least the length of a message's");
         let header = Header::decode(head)?;

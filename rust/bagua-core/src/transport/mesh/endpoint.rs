@@ -16,7 +16,7 @@ use crate::transport::{Broken, Readiness, Transport};
 const LINGER: Duration = Duration::from_millis(200);
 
 /// The most bytes sent on a stream before the rank receives again. Alternating at this size keeps few bytes in flight between two ranks,
-/// and these in the cache; filling the sockets first took 1.3 times as long (16 MiB each way on one machine).
+/// and these in the cache; filling the sockets first took 1.3 times as long (16 MiB in each direction on one machine).
 const SEND_QUANTUM: usize = 256 << 10;
 
 /// In [`Endpoint::missing`]: a message of which nothing has arrived.

@@ -1,6 +1,6 @@
 //! Models of the ring: two threads for two ranks, over one mapping, with rings of 512 bytes.
 //!
-//! loom reports a byte that one end writes while the other may still read it, or the other way round, and a wake that is missed.
+//! loom reports a byte that one end writes while the other may still read it, or the reverse, and a wake that is missed.
 //! Each model found the mistakes that are named beside it, when they were made by hand in `transport/shm.rs`.
 
 use std::sync::Arc;

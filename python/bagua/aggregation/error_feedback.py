@@ -1,0 +1,117 @@
+"""The base of the compressing aggregations: gradients of a model, with an error memory for each parameter.
+
+What a step does not send stays in the memory and is added to the next gradient ("error feedback"): Stich, Cordonnier
+and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et al., "Error Feedback Fixes SignSGD and other
+Gradient Compression Schemes", ICML 2019.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from bagua.linalg import wide
+
+from .aggregation import Aggregation, Closure, Denominator, gradient_of, put_gradient
+from .peers import Group, Peers, find
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class CompressingAggregation(Aggregation):
+    """Base: aggregates the gradients of the model that it was made for; weights are NotImplementedError.
+
+    ``memories`` holds one tensor per parameter, in the shape of the parameter: what has not been sent yet.
+    """
+
+    def __init__(self, model: torch.nn.Module, use_cuda: bool = False, *, group: Group = None) -> None:
+        super().__init__(use_cuda)
+        self.group = group
+        self.parameters = list(model.parameters())
+        for index, parameter in enumerate(self.parameters):
+            if not parameter.is_floating_point():
+                raise TypeError(f"parameter {index} has dtype {parameter.dtype}: only real gradients can be compressed")
+        self.memories = [
+            torch.zeros(parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
+            for parameter in self.parameters
+        ]
+
+    def _peers(self) -> Peers:
+        return find(self.group)
+
+    @abstractmethod
+    def _combine(self, chosen: Sequence[int], gradients: Gradients, op: str, denom: Denominator) -> None:
+        """Aggregates the gradients of some parameters (by index), and replaces them in the list ``gradients``."""
+
+    def _begin(self, gradients: Gradients) -> None:
+        """Called once per step, before the parameters are aggregated all at once or one by one."""
+
+    def agg_model(self, by_layer: bool = False) -> Closure:
+        """NotImplementedError: weights that are only partly sent would be partly lost."""
+        self._refuse()
+
+    def _agg_weights_by_layer(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
+        self._refuse()
+
+    def _agg_weights_by_model(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(f"{type(self).__name__} aggregates gradients, not weights: use agg_grad()")
+
+    def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
+        """The aggregated gradients: from a list to a list, each in its parameter's shape or ``None``."""
+        return self._step(data, op, denom, by_layer=False)
+
+    def _agg_gradients_by_model(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
+        """All gradients at once."""
+        self._aggregate_model(model, op, denom, by_layer=False)
+
+    def _agg_gradients_by_layer(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
+        """The gradients one by one: the same numbers in more messages."""
+        self._aggregate_model(model, op, denom, by_layer=True)
+
+    def _aggregate_model(self, model: torch.nn.Module, op: str, denom: Denominator, by_layer: bool) -> None:
+        parameters = list(model.parameters())
+        found, expected = [p.shape for p in parameters], [p.shape for p in self.parameters]
+        if found != expected:
+            raise ValueError(f"the model's parameters have shapes {found}, the aggregation was made for {expected}")
+        gradients = [gradient_of(parameter, index) for index, parameter in enumerate(parameters)]
+        results = self._step(gradients, op, denom, by_layer)
+        with torch.no_grad():
+            for parameter, result in zip(parameters, results, strict=True):
+                if result is not None:
+                    put_gradient(parameter, result)
+
+    @torch.no_grad()
+    def _step(self, gradients: Gradients, op: str, denom: Denominator, by_layer: bool) -> list[torch.Tensor | None]:
+        self._check(op, denom)
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
+        results = list(gradients)
+        self._begin(results)
+        everything = range(len(results))
+        for chosen in [[index] for index in everything] if by_layer else [list(everything)]:
+            if chosen:
+                self._combine(chosen, results, op, denom)
+        return results
+
+    def _with_memory(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        memory = self.memories[index]
+        return memory.clone() if gradient is None else gradient.to(memory.dtype) + memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on bit for bit. It differs from rank to rank: save it on each."""
+        return {"memories": [memory.clone() for memory in self.memories]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned on this rank. ValueError if it is that of another model."""
+        memories = state["memories"]
+        found, expected = [tuple(m.shape) for m in memories], [tuple(m.shape) for m in self.memories]
+        if found != expected:
+            raise ValueError(f"the state has memories of shapes {found}, this aggregation has {expected}")
+        for memory, saved in zip(self.memories, memories, strict=True):
+            memory.copy_(saved)

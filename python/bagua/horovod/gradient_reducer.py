@@ -1,0 +1,222 @@
+"""Reduces the gradients of an optimizer: in an order that is equal on all ranks, each message as early as possible."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from bagua.handle import Handle
+from bagua.torch_api import env
+from bagua.torch_api.model_engine.bucketing import split
+from bagua.torch_api.process_group import check_on_cpu
+
+from .reductions import Reduction, reduce_all
+
+
+class GradientReducer:
+    """The gradients of one DistributedOptimizer.
+
+    The parameters are divided into units: messages, in the reverse of the optimizer's order, which is about the order
+    in which a backward makes the gradients. A unit is sent when all of its gradients are there and the units before it
+    were sent; those that are left in :meth:`synchronize`. So every rank sends the same units in the same order,
+    whichever gradients it has.
+    """
+
+    def __init__(self, how: Reduction, passes: int, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+        #: How gradients are reduced.
+        self.how = how
+        #: Whether step() calls synchronize().
+        self.step_synchronizes = True
+        #: Whether synchronize() was called since the last step.
+        self.synchronized = False
+        #: Whether sparse gradients are made dense.
+        self.sparse_as_dense = False
+        # Backward passes per step.
+        self._passes = 1
+        self._groups = groups
+        _check_groups(groups)
+        self._names: dict[torch.Tensor, str] = {}
+        self._params: list[torch.Tensor] = []
+        self._units: list[list[torch.Tensor]] = []
+        # Parameter -> the number of its unit, and of the backward passes of this step that gave it a gradient.
+        self._unit_of: dict[torch.Tensor, int] = {}
+        self._arrived: dict[torch.Tensor, int] = {}
+        # How many gradients each unit waits for; and the handles of the units that were sent, which are the first ones.
+        self._waiting: list[int] = []
+        self._sent: list[tuple[list[torch.Tensor], Handle[Any]]] = []
+        self._hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self.set_passes(passes)
+
+    def set_passes(self, passes: int) -> None:
+        """Sets the number of backward passes per step. AssertionError while gradients are being reduced."""
+        passes = operator.index(passes)
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step is {passes}, which is not positive")
+        if passes != self._passes:
+            self.forget()
+        self._passes = passes
+
+    def name(self, named: Iterable[tuple[str, torch.Tensor]], param_groups: list[dict[str, Any]]) -> None:
+        """Takes over the parameters' names. ValueError for a name twice, or a parameter without one."""
+        pairs = list(named)
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+                raise ValueError("named_parameters are pairs of a name and a parameter, as model.named_parameters()")
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"named_parameters has these names twice: {', '.join(twice)}")
+        self._names = {param: name for name, param in pairs}
+        nameless = sum(param not in self._names for group in param_groups for param in group["params"])
+        if nameless:
+            raise ValueError(f"named_parameters lacks {nameless} of the optimizer's parameters")
+
+    def watch(self, param_groups: list[dict[str, Any]]) -> None:
+        """Divides the parameters of an optimizer into units, and watches their gradients. ValueError for bad groups."""
+        if not self.how.process_set.included():
+            return
+        self.forget()
+        params = [param for group in param_groups for param in group["params"] if param.requires_grad]
+        for param in params:
+            what = f"the gradient of {self._called(param)}"
+            check_on_cpu(param, what)
+            self.how.core_op(param, what)
+        self._units = _units(params, self._groups)
+        self._params = params
+        self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit}
+        self._reset()
+        reference = weakref.ref(self)
+        for param in params:
+            if param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(_Arrived(reference))
+
+    def _called(self, param: torch.Tensor) -> str:
+        if name := self._names.get(param):
+            return f"parameter {name!r}"
+        return f"a parameter of shape {list(param.shape)}"
+
+    def _reset(self) -> None:
+        self._arrived = dict.fromkeys(self._params, 0)
+        self._waiting = [len(unit) for unit in self._units]
+        self._sent = []
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """A backward pass has added to a parameter's gradient. Sends what can be sent."""
+        count = self._arrived.get(param)
+        if count is None:
+            return
+        if count >= self._passes:
+            raise AssertionError(
+                f"{self._called(param)} got a gradient in more than {self._passes} backward pass(es) before step(): "
+                "raise backward_passes_per_step"
+            )
+        self.synchronized = False
+        self._arrived[param] = count + 1
+        if count + 1 < self._passes:
+            return
+        self._waiting[self._unit_of[param]] -= 1
+        while len(self._sent) < len(self._units) and self._waiting[len(self._sent)] == 0:
+            self._send()
+
+    def _send(self) -> None:
+        """Starts the next unit's reduction."""
+        unit = self._units[len(self._sent)]
+        self._sent.append((unit, reduce_all([self._dense(param) for param in unit], self.how, None)))
+
+    def _dense(self, param: torch.Tensor) -> torch.Tensor:
+        grad = param.grad
+        if grad is None:
+            return torch.zeros_like(param, memory_format=torch.contiguous_format)
+        if grad.layout != torch.strided:
+            if not self.sparse_as_dense:
+                raise NotImplementedError(
+                    f"the gradient of {self._called(param)} is sparse: pass sparse_as_dense=True to "
+                    "DistributedOptimizer"
+                )
+            return grad.to_dense()
+        return grad
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Sends what was not sent, waits for all, and puts the results into ``.grad``."""
+        while len(self._sent) < len(self._units):
+            self._send()
+        sent = self._sent
+        self._reset()
+        for unit, handle in sent:
+            for param, value in zip(unit, handle.wait(), strict=True):
+                if param.grad is None or param.grad.layout != torch.strided:
+                    param.grad = value.to(param.dtype)
+                else:
+                    param.grad.copy_(value)
+        self.synchronized = True
+
+    def forget(self) -> None:
+        """Begins a step anew. AssertionError when gradients of this one are being reduced, or ready for it."""
+        if any(count >= self._passes for count in self._arrived.values()):
+            raise AssertionError(
+                "gradients are being reduced: call optimizer.step() or optimizer.synchronize() after backward first"
+            )
+        self._reset()
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+
+class _Arrived:
+    """The hook of a parameter. Holds no reference that would keep the optimizer alive."""
+
+    def __init__(self, reducer: weakref.ref[GradientReducer]) -> None:
+        self._reducer = reducer
+
+    def __call__(self, param: torch.Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.arrived(param)
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if isinstance(groups, int):
+        if groups < 1:
+            raise ValueError(f"groups is {groups}, which is not positive")
+        return
+    if not isinstance(groups, Sequence) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise TypeError("groups is a number, or a list of lists of parameters")
+
+
+def _units(
+    params: list[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
+    """The messages of some parameters, in the order in which they are sent."""
+    backwards = params[::-1]
+    if groups is None:
+        return split(backwards, env.get_default_bucket_size())
+    if isinstance(groups, int):
+        count = max(1, min(groups, len(backwards)))
+        edges = [len(backwards) * number // count for number in range(count + 1)]
+        return [backwards[start:end] for start, end in itertools.pairwise(edges) if end > start]
+    known = set(params)
+    group_of: dict[torch.Tensor, int] = {}
+    for number, group in enumerate(groups):
+        for param in group:
+            if not isinstance(param, torch.Tensor):
+                raise TypeError(f"groups[{number}] has a {type(param).__name__} among its parameters")
+            if param in group_of:
+                raise ValueError(f"a parameter of shape {list(param.shape)} is in groups twice")
+            if param not in known and param.requires_grad:
+                raise ValueError(f"a parameter of shape {list(param.shape)} in groups is not the optimizer's")
+            group_of[param] = number
+    made: dict[int, list[torch.Tensor]] = {}
+    for position, param in enumerate(backwards):
+        made.setdefault(group_of.get(param, -1 - position), []).append(param)
+    return list(made.values())

@@ -1,0 +1,50 @@
+"""Horovod's functions that this package lacks: each raises NotImplementedError that names what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+class _Elastic:
+    """The module ``hvd.elastic``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            f"hvd.elastic.{name} does not exist here: use bagua.torch_api.rebuild() after a rank is lost, or the "
+            "elastic jobs of python -m bagua.distributed.run --keep-going (docs/elastic.md)"
+        )
+
+
+elastic = _Elastic()
+
+
+def join(device: int = -1) -> NoReturn:
+    """NotImplementedError."""
+    raise NotImplementedError(
+        "hvd.join does not exist here: give every rank as many batches, as DistributedSampler does, or use the join() "
+        "of torch's DistributedDataParallel"
+    )
+
+
+def sparse_allreduce_async(*args: Any, **kwargs: Any) -> NoReturn:
+    """NotImplementedError."""
+    raise NotImplementedError(
+        "hvd.sparse_allreduce_async does not exist here: use allreduce of tensor.to_dense(), "
+        "DistributedOptimizer(sparse_as_dense=True), or model.with_bagua of bagua.torch_api, which sends sparse "
+        "gradients"
+    )
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
+    """NotImplementedError."""
+    raise NotImplementedError(
+        "the timeline does not exist here: use `bagua top` and bagua.stats() for times, and the flight recorder of "
+        "`bagua trace` for the order of operations (docs/commands.md, docs/flight_recorder.md)"
+    )
+
+
+def stop_timeline() -> NoReturn:
+    """NotImplementedError."""
+    start_timeline("")

@@ -1,0 +1,90 @@
+"""The algorithm and options of a strategy, checked before any process is launched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, device, nn, optim, zeros
+
+__all__ = ["QADAM", "Refused", "check", "check_device", "make", "needs_optimizers"]
+
+#: What qadam says of other optimizers, word for word as Lightning 1.9 did.
+QADAM = "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
+
+# Algorithms that act on each step of the optimizers, so that these have to be given with the model.
+_WITH_OPTIMIZERS = frozenset({"qadam", "low_precision_decentralized", "local_sgd", "diloco"})
+
+
+class Refused(ValueError):
+    """These arguments cannot be used; the text says what to change."""
+
+
+def check_device(device: device) -> None:
+    """:class:`Refused` unless it is the CPU."""
+    if device.type != "cpu":
+        raise Refused(f"the device is {device}, and only the CPU is served: pass accelerator='cpu'")
+
+
+def check(algorithm: Any, options: Mapping[str, Any]) -> None:
+    """:class:`Refused` with what is wrong, unless ``algorithm`` is an ``Algorithm`` or the name of one with these
+    options.
+    """
+    from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
+
+    if isinstance(algorithm, Algorithm):
+        if options:
+            raise Refused(f"{sorted(options)} go to the constructor of the {type(algorithm).__name__} that was given")
+        return
+    if not isinstance(algorithm, str):
+        raise Refused(f"algorithm is the name of one or an Algorithm, not {algorithm!r}")
+    names = GlobalAlgorithmRegistry.available_algorithms()
+    if algorithm not in names:
+        raise Refused(f"there is no algorithm {algorithm!r}; there are {', '.join(names)}")
+    made = GlobalAlgorithmRegistry[algorithm]["algorithm"]
+    taken = inspect.signature(made).parameters
+    unknown = [name for name in options if name not in taken or name == "q_adam_optimizer"]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        known = [name for name in taken if name != "q_adam_optimizer"]
+        raise Refused(f"{algorithm!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
+    try:
+        # The values: each constructor checks its own.
+        Algorithm.init(algorithm, **_first(algorithm, _placeholder_optimizer), **options)
+    except (TypeError, ValueError) as wrong:
+        raise Refused(f"algorithm {algorithm!r}: {wrong}") from wrong
+
+
+def make(algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.Optimizer], schedulers: int = 0) -> Any:
+    """The ``Algorithm``. :class:`Refused` with :data:`QADAM` where qadam has other optimizers than it takes."""
+    from bagua.torch_api.algorithms import Algorithm
+
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if algorithm == "qadam" and (len(optimizers) != 1 or not _is_qadam(optimizers[0]) or schedulers > 1):
+        raise Refused(QADAM)
+    return Algorithm.init(algorithm, **_first(algorithm, lambda: optimizers[0]), **options)
+
+
+def needs_optimizers(algorithm: Any, options: Mapping[str, Any]) -> bool:
+    """Whether it acts on the steps of the optimizers."""
+    name = algorithm if isinstance(algorithm, str) else algorithm.registered_name
+    warms_up = name == "async" and bool(options.get("warmup_steps", getattr(algorithm, "warmup_steps", 0)))
+    return warms_up or name in _WITH_OPTIMIZERS
+
+
+def _first(algorithm: str, optimizer: Any) -> dict[str, Any]:
+    return {"q_adam_optimizer": optimizer()} if algorithm == "qadam" else {}
+
+
+def _placeholder_optimizer() -> optim.Optimizer:
+    from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
+
+    nothing: Tensor = zeros(1)
+    return QAdamOptimizer([nn.Parameter(nothing)])
+
+
+def _is_qadam(optimizer: optim.Optimizer) -> bool:
+    from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
+
+    return isinstance(optimizer, QAdamOptimizer)

@@ -1,0 +1,57 @@
+"""Wraps a module for communication, and unwraps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["inner", "is_wrapped", "unwrap", "wrap"]
+
+
+def wrap(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Any,
+    *,
+    flatten: bool,
+    find_unused_parameters: bool,
+    broadcast_buffers: bool,
+    bucket_size: int | None,
+) -> torch.nn.Module:
+    """The module in a ``DistributedDataParallel`` of Bagua. Collective. ``bucket_size`` in bytes."""
+    from bagua.torch_api.data_parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(
+        module,
+        bucket_cap_mb=None if bucket_size is None else bucket_size / 2**20,
+        find_unused_parameters=find_unused_parameters,
+        broadcast_buffers=broadcast_buffers,
+        gradient_as_bucket_view=flatten,
+        optimizers=optimizers,
+        algorithm=algorithm,
+    )
+    engine: Any = wrapped.bagua_ddp
+    # All ranks evaluate under Lightning.
+    engine.evaluates_together = True
+    return wrapped
+
+
+def is_wrapped(module: Any) -> bool:
+    """Whether :func:`wrap` made it."""
+    from bagua.torch_api.data_parallel import DistributedDataParallel
+
+    return isinstance(module, DistributedDataParallel)
+
+
+def unwrap(wrapped: Any) -> None:
+    """Removes the wrapper's hooks and ends its engine: the module inside trains alone again."""
+    from bagua.torch_api.distributed import unwrap as end
+
+    end(wrapped)
+
+
+def inner(module: Any) -> Any:
+    """What was wrapped; a module that is not wrapped itself."""
+    return module.module if is_wrapped(module) else module

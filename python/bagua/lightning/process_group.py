@@ -1,0 +1,122 @@
+"""Joins and leaves the group of ranks that a strategy trains in, and reduces single tensors over it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from bagua import config
+from bagua.group import default
+from bagua.lifecycle import Record, process, record, report
+
+__all__ = ["fail", "join", "leave", "reduce", "restart"]
+
+_OPS = {
+    None: dist.ReduceOp.AVG,
+    "mean": dist.ReduceOp.AVG,
+    "avg": dist.ReduceOp.AVG,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# With these in the environment Lightning takes a process for a launched one, which it is not after a world of one.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class _Restart(Record):
+    """What a fit that failed leaves for the next one."""
+
+    def __init__(self) -> None:
+        #: Store, world size, and the number of the next world.
+        self.after_failure: tuple[Any, int, int] | None = None
+
+
+_restart = record(_Restart)
+
+
+def join() -> None:
+    """Makes the world of torch.distributed that of Bagua too, unless it is already."""
+    import bagua.torch_api as bagua
+
+    if bagua.is_initialized():
+        if process.torchs_world in (None, default()):
+            return
+        # That of an earlier world of torch.distributed, which was destroyed.
+        bagua.destroy_process_group()
+    if dist.get_world_size() > 1:
+        bagua.init_process_group()
+        return
+    with config.keeping(*_RANK_VARIABLES):
+        bagua.init_process_group()
+
+
+def fail(exception: BaseException) -> None:
+    """Reports to the other ranks that this one raised: their calls end with PeerRaisedError instead of a timeout."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        report(type(exception), exception)
+
+
+def leave() -> None:
+    """Ends a failed world, so that the next fit of this process can have another one."""
+    import bagua.torch_api as bagua
+
+    if not dist.is_initialized() or dist.get_backend() != "bagua":
+        return
+    # The store goes on: a rank that is early would reach that of the failed world at the same port.
+    store: Any = dist.distributed_c10d._get_default_store()
+    number = 1 if _restart.after_failure is None else _restart.after_failure[2] + 1
+    _restart.after_failure = store, dist.get_world_size(), number
+    bagua.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def restart(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Where the last world of these ranks failed: initialises torch.distributed by its store."""
+    after_failure = _restart.after_failure
+    if dist.is_initialized() or after_failure is None or after_failure[1] != world_size:
+        return
+    store, _, number = after_failure
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"bagua/lightning/{number}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+
+
+def reduce(who: str, tensor: Any, group: Any, reduce_op: Any) -> Any:
+    """Reduces a tensor over all ranks, in place; anything else is returned as it is.
+
+    ``reduce_op``: "mean", "avg" and None, which are the same, "sum", "min", "max", "product" (in any case), or a
+    ``torch.distributed.ReduceOp``. A mean of integers is cut towards zero. ValueError for anything else, or a group.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if group is not None:
+        raise ValueError(f"{who} reduces over all ranks: group must be None, not {group!r}")
+    if isinstance(reduce_op, str) or reduce_op is None:
+        name = reduce_op if reduce_op is None else reduce_op.lower()
+        if name not in _OPS:
+            names = ", ".join(repr(known) for known in _OPS if known)
+            raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes {names}, None or a ReduceOp")
+        op: Any = _OPS[name]
+    elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        op = reduce_op
+    else:
+        raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes a name, None or a ReduceOp")
+    if not dist.is_initialized():
+        return tensor
+    # gloo has no average.
+    divided = op == dist.ReduceOp.AVG and dist.get_backend() == "gloo"
+    dist.all_reduce(tensor, dist.ReduceOp.SUM if divided else op)
+    if divided:
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        tensor.div_(dist.get_world_size(), rounding_mode="trunc" if whole else None)
+    return tensor

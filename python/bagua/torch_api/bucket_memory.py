@@ -1,0 +1,117 @@
+"""Memory that the core works in, and the tensors over it that users have.
+
+torch can replace the memory under every tensor that a user reaches. ``tensor.data = ...`` and ``set_`` do so for one
+tensor; ``share_memory_()``, and a queue of torch.multiprocessing on a thread of its own, for all tensors of a storage,
+whose old memory they free. So a tensor with which we keep memory alive, or by which we find it, is never given to a
+user, nor is another tensor of its storage: a user gets tensors over the same memory, each in a storage of its own.
+Whatever becomes of that storage, the memory stays, and comparing addresses shows that a tensor has other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .tensor import is_lazy_value, layout_of
+
+_to_dlpack: Any = torch._C._to_dlpack
+_from_dlpack: Any = torch._C._from_dlpack
+
+
+def over(memory: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same host memory in a storage of its own, which begins at the first element, and which keeps
+    ``memory`` alive; the reverse does not hold. On a device, where no storage is moved, in the same storage.
+    """
+    if memory.device.type != "cpu" or memory.numel() == 0:
+        return memory.detach()
+    found: torch.Tensor = _from_dlpack(_to_dlpack(memory.detach()))
+    return found
+
+
+def window(flat: torch.Tensor, shape: torch.Size, strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor without gaps over a part of a flat tensor, from element ``offset``; :func:`flat_under` finds the part.
+
+    In host memory it has a storage of its own, which begins there. torch up to 2.15 adds a sparse COO tensor without
+    dense dimensions to a view at twice the view's storage offset: to another parameter, were they in one storage.
+    """
+    # Flat: DLPack changes strides of dimensions with one element in older versions of torch.
+    part = flat.as_strided((shape.numel(),), (1,), flat.storage_offset() + offset)
+    found = over(part)
+    storage = found.untyped_storage()
+    if storage._cdata != part.untyped_storage()._cdata:
+        # torch keeps a storage's Python object, with its attributes, as long as the storage.
+        vars(storage)["_bagua_part"] = part
+    return found.as_strided(shape, strides)
+
+
+def flat_under(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a flat tensor that a :func:`window` was made over, in the flat one's storage; else the tensor."""
+    part = vars(tensor.untyped_storage()).get("_bagua_part")
+    # share_memory_() gives the same storage other memory.
+    return part if part is not None and part.data_ptr() == tensor.data_ptr() else tensor
+
+
+class FlatMemory:
+    """The memory of a flattened bucket."""
+
+    def __init__(self, own: torch.Tensor) -> None:
+        #: One-dimensional, without gaps; never given to a user.
+        self.own = own
+        self._shown = over(own)
+
+    def shown(self) -> torch.Tensor:
+        """The same memory, for users."""
+        if self._shown.data_ptr() != self.own.data_ptr():
+            self._shown = over(self.own)
+        return self._shown
+
+
+class BucketSlice:
+    """The slice of a bucket's memory that belongs to one tensor of the bucket."""
+
+    __slots__ = ("_flat", "_offset", "_shown", "address", "dtype", "own", "shape", "strides")
+
+    def __init__(self, flat: FlatMemory, like: torch.Tensor, offset: int) -> None:
+        self._flat = flat
+        self._offset = offset
+        self.shape, self.strides, self.dtype = like.shape, layout_of(like), like.dtype
+        #: Never given to a user.
+        self.own = flat.own.as_strided(self.shape, self.strides, flat.own.storage_offset() + offset)
+        self.address = self.own.data_ptr()
+        self._shown = self._window()
+
+    def _window(self) -> torch.Tensor:
+        return window(self._flat.own, self.shape, self.strides, self._offset)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's values are those of the slice, element by element."""
+        return (
+            tensor.data_ptr() == self.address
+            and tensor.stride() == self.strides
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and not is_lazy_value(tensor)
+        )
+
+    def tensor(self) -> torch.Tensor:
+        """A new tensor over the slice, for users."""
+        if self._shown.data_ptr() != self.address:
+            self._shown = self._window()
+        return self._shown.data
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Gives a tensor that got other memory its slice again, with the values it has now. Not one of another type
+        or shape, which was changed on purpose.
+        """
+        if tensor.dtype is self.dtype and tensor.shape == self.shape:
+            self.take(tensor)
+            tensor.data = self.tensor()
+
+    def take(self, values: torch.Tensor) -> None:
+        """Copies values into the slice."""
+        if values.requires_grad:
+            values = values.detach()
+        # Other strides over the same memory: torch does not see that the two overlap, as their storages differ.
+        self.own.copy_(values.clone() if values.data_ptr() == self.address else values)

@@ -1,0 +1,56 @@
+"""Where tensors lie: whether they follow each other in memory, and how to make them do so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from ...bucket_memory import flat_under, window
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if every element of the tensor's memory is one of its elements, once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True if ``second`` begins where ``first`` ends, in one piece of memory."""
+    return (
+        second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
+        and flat_under(first).untyped_storage().data_ptr() == flat_under(second).untyped_storage().data_ptr()
+    )
+
+
+def whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over the memory of dense pieces that lie one after the other; ``None`` if they do not."""
+    if any(not is_dense(piece) for piece in pieces):
+        return None
+    if any(not adjacent(one, other) for one, other in pairwise(pieces)):
+        return None
+    return flat_under(pieces[0]).detach().as_strided((sum(piece.numel() for piece in pieces),), (1,))
+
+
+def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a flat tensor, one after the other, each with the shape and strides of its model."""
+    views = []
+    start = 0
+    for model in like:
+        views.append(window(flat, model.shape, model.stride(), start))
+        start += model.numel()
+    return views
+
+
+def room_for(like: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new flat tensor, uninitialised, as long as the models together."""
+    return torch.empty(
+        sum(model.numel() for model in like), dtype=like[0].dtype if dtype is None else dtype, device=like[0].device
+    )

@@ -1,0 +1,140 @@
+"""The servers of one job: each host starts one, and all ranks get the addresses of all of them from torch's store."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from bagua import config
+from bagua.errors import BaguaTimeoutError
+from bagua.torch_api import env
+
+from .cache_state import cache_state
+from .redis_server import RedisServer, address_towards, new_password
+
+__all__ = ["Server", "job_servers", "stop_job_servers"]
+
+#: host, port and password of one server.
+Server = dict[str, Any]
+
+_state = cache_state()
+
+
+def job_servers(capacity: int) -> tuple[list[Server], int]:
+    """The job's servers, ordered by host, and the index of this host's; started at the first call.
+
+    Collective over torch.distributed's world when that is initialised. ``capacity`` is in bytes per host.
+    RuntimeError on every rank, with the reason, if a host cannot start its server; BaguaTimeoutError names ranks that
+    did not come.
+    """
+    with _state.job_lock:
+        if _state.job_servers is None:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                _state.job_servers = _together(capacity)
+            else:
+                _state.own_server = RedisServer("127.0.0.1", capacity, password=new_password())
+                _state.job_servers = [_described(_state.own_server)], 0
+        return _state.job_servers
+
+
+def stop_job_servers() -> None:
+    """Ends the server that this process started, if it did. The next call of :func:`job_servers` starts anew."""
+    with _state.job_lock:
+        if _state.own_server is not None:
+            _state.own_server.stop()
+        _state.job_servers = _state.own_server = None
+
+
+def _described(server: RedisServer) -> Server:
+    return {"host": server.host, "port": server.port, "password": server.password}
+
+
+def _together(capacity: int) -> tuple[list[Server], int]:
+    board = _StoreExchange()
+    hosts = board.all_gather("host", _host_identity())
+    # The lowest rank of each host starts its server.
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    mine = leaders.index(hosts.index(hosts[board.rank]))
+    if board.rank in leaders:
+        try:
+            address = _own_address(board, leaders)
+            _state.own_server = RedisServer(address, capacity, password=new_password())
+            said: dict[str, Any] = _described(_state.own_server)
+        except Exception as failure:
+            # The others wait for a word, not for a deadline.
+            said = {"error": f"rank {board.rank}: {failure}"}
+        board.write("server", json.dumps(said))
+    servers: list[Server] = [json.loads(text) for text in board.read("server", leaders)]
+    if wrong := [str(server["error"]) for server in servers if "error" in server]:
+        if _state.own_server is not None:
+            _state.own_server.stop()
+            _state.own_server = None
+        raise RuntimeError("the job's cache servers did not start: " + "; ".join(wrong))
+    return servers, mine
+
+
+class _StoreExchange:
+    """Texts that ranks exchange through torch's default store, once per call of :func:`job_servers`."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        store: Any = dist.distributed_c10d._get_default_store()
+        # Each rank counts its own calls, so a restarted job does not read what its predecessor wrote.
+        count = store.add(f"bagua/cache/rank{self.rank}/calls", 1)
+        self._store: Any = PrefixStore(f"bagua/cache/{count}", store)
+
+    def write(self, what: str, text: str) -> None:
+        self._store.set(f"{what}{self.rank}", text)
+
+    def read(self, what: str, ranks: list[int]) -> list[str]:
+        limit = config.settings().timeout
+        keys = [f"{what}{rank}" for rank in ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=limit))
+        except Exception as failure:
+            missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key]))
+            ranks_missing = ", ".join(map(str, missing))
+            text = f"starting cache servers: timed out after {limit:.1f} s waiting for rank(s) {ranks_missing}"
+            raise BaguaTimeoutError(text, missing=missing, after=limit, noticed_by=self.rank) from failure
+        return [self._store.get(key).decode() for key in keys]
+
+    def all_gather(self, what: str, text: str) -> list[str]:
+        self.write(what, text)
+        return self.read(what, list(range(self.size)))
+
+
+def _host_identity() -> str:
+    """Equal for ranks that reach each other by loopback: BAGUA_HOST_ID, or the machine's boot and network namespace."""
+    if given := config.settings().host_id:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return f"node {env.get_node_rank()}"
+
+
+def _own_address(board: _StoreExchange, leaders: list[int]) -> str:
+    """Where the other hosts reach this one: loopback if there are none."""
+    if len(leaders) == 1:
+        return "127.0.0.1"
+    try:
+        found = address_towards(env.get_master_addr())
+    except OSError:
+        # The master's name means nothing here; another host's address may.
+        found = "127.0.0.1"
+    board.write("address", found)
+    others = board.read("address", leaders)
+    if ipaddress.ip_address(found).is_loopback:
+        # The master's own name may resolve to its loopback: then the route to another host has this host's address.
+        for other in others:
+            if not ipaddress.ip_address(other).is_loopback:
+                return address_towards(other)
+    return found

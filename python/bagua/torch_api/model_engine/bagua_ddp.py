@@ -1,0 +1,130 @@
+"""A model that ``with_bagua`` has changed in place: hooks on the model call its engine around each forward."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from .checks import allow_training
+from .engine import ModelEngine, call_after_forward, call_before_forward, is_recorded
+from .state import model_state
+
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
+_ended = model_state.ended
+
+
+def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
+    """The forward hook of a copy of a wrapped model: without effect, as the copy trains alone."""
+
+
+def _unwrapped_after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    """As :func:`_unwrapped`, after a forward."""
+
+
+def _unwrapped_hook() -> Any:
+    """The forward hook of a model that was pickled."""
+    return _unwrapped
+
+
+def _unwrapped_after_hook() -> Any:
+    """As :func:`_unwrapped_hook`, after a forward."""
+    return _unwrapped_after
+
+
+def _no_engine() -> None:
+    """Where an engine was."""
+
+
+class _ForwardHook:
+    """Calls a model's engine before each forward; without one it is that of a model whose group has ended."""
+
+    def __init__(self, ddp: ModelEngine | None) -> None:
+        self._ddp: Callable[[], ModelEngine | None] = _no_engine if ddp is None else weakref.ref(ddp)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not is_recorded():
+            call_before_forward(self._ddp, module, inputs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _unwrapped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_hook, ()
+
+
+class _AfterForwardHook:
+    """Calls a model's engine after each forward, also after one that raised."""
+
+    def __init__(self, ddp: ModelEngine) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not is_recorded():
+            call_after_forward(self._ddp, output)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _unwrapped_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_after_hook, ()
+
+
+def _is_ours(hook: Any) -> bool:
+    return hook in (_unwrapped, _unwrapped_after) or isinstance(hook, (_ForwardHook, _AfterForwardHook))
+
+
+@contextlib.contextmanager
+def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
+    hidden = []
+    for child in module.modules():
+        both: tuple[Any, Any] = (child._forward_pre_hooks, child._forward_hooks)
+        for hooks in both:
+            for key, hook in list(hooks.items()):
+                if _is_ours(hook):
+                    hidden.append((hooks, key, hook, list(hooks)))
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, key, hook, order in hidden:
+            hooks[key] = hook
+            for later in order[order.index(key) + 1 :]:
+                if later in hooks:
+                    hooks[later] = hooks.pop(later)
+
+
+class BaguaDistributedDataParallel(ModelEngine):
+    """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
+
+    Ends with its model, its group, or the next ``with_bagua``.
+    """
+
+    def _hook_forward(self, module: torch.nn.Module) -> None:
+        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
+        if self.bagua_algorithm.hears_forward_and_backward:
+            self._handles.append(module.register_forward_hook(_AfterForwardHook(self), always_call=True))
+
+
+def unwrap(wrapped: torch.nn.Module) -> None:
+    """Ends what communicates for a model, or refuses its training; nothing where neither is so."""
+    ddp = _wrapped.pop(wrapped, None)
+    if ddp is not None:
+        ddp.close()
+    allow_training(wrapped)
+
+
+def end_with_group(wrapped: torch.nn.Module) -> None:
+    """Ends what communicates for a model whose group has ended, without communication. When there is another group, its
+    next training forward is a BaguaError, rather than the begin of a training that no other rank takes part in.
+    """
+    ddp = _wrapped.pop(wrapped)
+    ddp.close(at_exit=True)
+    # A wrapper of ours asks by itself.
+    by_hook = isinstance(ddp, BaguaDistributedDataParallel)
+    handle = wrapped.register_forward_pre_hook(_ForwardHook(None)) if by_hook else None
+    _ended[wrapped] = ddp.bagua_module_name, handle
