@@ -33,11 +33,14 @@ impl CollectiveFactory for Factory {
         "cuda"
     }
 
-    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
+    fn device(&self) -> u8 {
+        KIND
+    }
+
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
         let hosts = hosts.to_vec();
         let (stages, compared) = (Vec::new(), HashSet::new());
-        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, stages, compared };
-        Ok(Box::new(devices))
+        Box::new(OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, stages, compared })
     }
 }
 
@@ -80,7 +83,12 @@ impl Collective for OnDevices {
         place.is_none_or(|device| device.kind() == KIND) || self.inner.reaches(place)
     }
 
-    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
         match place {
             Some(device) if place_of(place).is_some() => CodecOnDevice::open(device, codec, dtype),
             _ => self.inner.codec_on(place, codec, dtype),

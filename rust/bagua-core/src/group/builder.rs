@@ -15,10 +15,12 @@ use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::Purpose;
 use crate::codec::Codec;
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{Collective, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
+use crate::collective::{
+    Collective, CollectiveFactory, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb,
+};
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
-use crate::memory::{Arena, DeviceRef, Registry};
+use crate::memory::{Arena, Device, DeviceRef, Registry};
 use crate::transport::{Mesh, Transport};
 use crate::types::DType;
 use crate::wait::{Deadline, SLICE};
@@ -69,7 +71,7 @@ impl LaneBuilder<'_> {
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
         let size = self.health.size();
         if size == 1 {
-            return self.bound(Box::new(Solo::new()), self.hosts, Vec::new());
+            return Ok(self.bound(Box::new(Solo::new()), self.hosts, Vec::new()));
         }
         let (host, local) = self.host()?;
         let arena = if host.len() > 1 { Some(Arc::new(self.segment(host, segment_len(host.len()))?)) } else { None };
@@ -92,7 +94,7 @@ impl LaneBuilder<'_> {
                 Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
             }
         };
-        self.bound(inner, self.hosts, fork_fds)
+        Ok(self.bound(inner, self.hosts, fork_fds))
     }
 
     /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
@@ -113,11 +115,11 @@ impl LaneBuilder<'_> {
             let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
             Box::new(self.mesh(machine.clone(), streams, None))
         };
-        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds)?;
+        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds);
         let mut fork_fds = Vec::new();
         let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
         let inter = self.leaders(machines, &mut fork_fds)?;
-        let inter = inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?;
+        let inter = inter.map(|inter| self.bound(inter, &alone, fork_fds));
         Ok(HostCollectives { intra, inter })
     }
 
@@ -139,10 +141,12 @@ impl LaneBuilder<'_> {
         collective: Box<dyn Collective>,
         hosts: &[Vec<usize>],
         fork_fds: Vec<ForkFd>,
-    ) -> Result<Box<dyn Collective>> {
-        let factories = &self.control.plane.config.factories;
-        let inner = factories.iter().try_fold(collective, |inner, factory| factory.wrap(inner, hosts))?;
-        Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
+    ) -> Box<dyn Collective> {
+        let factories = self.control.plane.config.factories.iter().cloned();
+        let (unused, at_once): (Vec<_>, Vec<_>) = factories.partition(|factory| factory.device() != 0);
+        let inner = at_once.iter().fold(collective, |inner, factory| factory.wrap(inner, hosts));
+        let owner = self.control.plane.owner;
+        Box::new(ProcessBound { fork_fds, inner: Some(inner), owner, unused, hosts: hosts.to_vec() })
     }
 
     /// The group ranks on this rank's host, and this rank's index among them.
@@ -278,13 +282,17 @@ impl LaneBuilder<'_> {
 }
 
 /// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them
-/// nor may their owners be dropped.
+/// nor may their owners be dropped. The first operation on memory of a device puts the collective of that device over it.
 struct ProcessBound {
     /// Unregistered before the collective closes the descriptors.
     fork_fds: Vec<ForkFd>,
     /// `None` only during drop.
     inner: Option<Box<dyn Collective>>,
     owner: OwnerProcess,
+    /// The factories of devices on which no memory has come yet.
+    unused: Vec<Arc<dyn CollectiveFactory>>,
+    /// The ranks of each host, for those.
+    hosts: Vec<Vec<usize>>,
 }
 
 impl ProcessBound {
@@ -292,8 +300,14 @@ impl ProcessBound {
         self.inner.as_deref().expect("there until drop")
     }
 
-    fn checked(&mut self) -> Result<&mut dyn Collective> {
+    /// The collective for memory in this place, in the process that built it.
+    fn checked(&mut self, place: DeviceRef<'_>) -> Result<&mut dyn Collective> {
         self.owner.check()?;
+        if let Some(device) = place {
+            for factory in self.unused.extract_if(.., |factory| factory.device() == device.kind()) {
+                self.inner = self.inner.take().map(|inner| factory.wrap(inner, &self.hosts));
+            }
+        }
         Ok(self.inner.as_deref_mut().expect("there until drop"))
     }
 }
@@ -325,24 +339,33 @@ impl Collective for ProcessBound {
         self.inner().transports()
     }
 
-    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
-        self.inner().codec_on(place, codec, dtype)
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
+        self.checked(place)?.codec_on(place, codec, dtype)
     }
 
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
-        self.inner().reaches(place)
+        let serves = |device: &Arc<dyn Device>| self.unused.iter().any(|factory| factory.device() == device.kind());
+        self.inner().reaches(place) || place.is_some_and(serves)
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.run(cx, verb, io)
+        self.checked(io.device()?)?.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.checked()?.exchange(cx, sends, recvs)
+        let sent = sends.iter().find_map(|message| message.data.device());
+        let place = sent.or_else(|| recvs.iter().find_map(|message| message.data.device()));
+        let inner = self.checked(place)?;
+        inner.exchange(cx, sends, recvs)
     }
 
     fn end(&mut self) {
-        if let Ok(inner) = self.checked() {
+        if let Ok(inner) = self.checked(None) {
             inner.end();
         }
     }

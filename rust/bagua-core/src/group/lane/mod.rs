@@ -211,7 +211,7 @@ impl Lane {
     /// # Errors
     /// As [`Collective::codec_on`].
     pub fn codec_on(
-        &self,
+        &mut self,
         place: DeviceRef<'_>,
         codec: &dyn Codec,
         dtype: DType,

@@ -124,7 +124,7 @@ impl Lanes {
     /// # Errors
     /// As [`Collective::codec_on`].
     pub fn encodes_on(
-        &self,
+        &mut self,
         place: DeviceRef<'_>,
         codec: &dyn Codec,
         dtype: DType,
