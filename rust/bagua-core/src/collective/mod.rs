@@ -15,13 +15,13 @@
 
 mod compressed;
 pub(crate) mod gossip;
-pub mod hier;
+mod hier;
 mod net;
 mod over_exchange;
 pub mod shm;
 mod solo;
 
-pub use hier::Hier;
+pub use hier::{ByHost, Hier};
 pub use net::{Algorithm, Net};
 pub use over_exchange::over_exchange;
 pub use shm::Shm;
@@ -137,6 +137,12 @@ pub trait Collective: Send {
     ) -> Result<Option<Box<dyn DeviceCodec>>> {
         let _ = (place, codec, dtype);
         Ok(None)
+    }
+
+    /// Its parts by host, as MPI_Comm_split makes them of a communicator: the ranks of this host, and the first ranks of all hosts. They have
+    /// no sequence of their own: all ranks run this one and its parts in the same order. `None` where it has no such parts.
+    fn split(&mut self) -> Option<ByHost<'_>> {
+        None
     }
 
     /// Runs a verb. [`Verb`] says which bytes of `io` each verb reads and writes.

@@ -55,84 +55,83 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
-/// The collectives by machine, of one lane.
-pub(super) struct HostCollectives {
-    /// The ranks of this machine; ranks in it are indices on the machine.
-    pub(super) intra: Box<dyn Collective>,
-    /// The machines' first ranks, on those only; ranks in it are indices of machines.
-    pub(super) inter: Option<Box<dyn Collective>>,
-}
-
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl LaneBuilder<'_> {
     /// Connects the lane and returns its collective.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let size = self.health.size();
-        if size == 1 {
-            return Ok(self.bound(Box::new(Solo::new()), self.hosts, Vec::new()));
-        }
-        let (host, local) = self.host()?;
-        let arena = if host.len() > 1 { Some(Arc::new(self.segment(host, segment_len(host.len()))?)) } else { None };
-        let shm = |arena| Shm::new(arena, local, host.to_vec()).map(|shm| self.knowing_arenas(shm));
-        let mut fork_fds: Vec<ForkFd> = arena.iter().map(|arena| ForkFd::new(&arena.fd())).collect();
-        let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
-            Box::new(shm(Arc::clone(arena))?)
+        let (size, mut fork_fds) = (self.health.size(), Vec::new());
+        let inner = if self.hosts.len() == 1 || self.hosts.len() == size {
+            let all: Vec<usize> = (0..size).collect();
+            self.part(&all, FLAT, &mut fork_fds)?
         } else {
-            let remote: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
-            let streams = self.streams(&remote, FLAT, &mut fork_fds)?;
-            if self.hosts.iter().all(|host| host.len() == 1) {
-                Box::new(self.mesh((0..size).collect(), streams, None))
-            } else {
-                let flat = self.mesh((0..size).collect(), streams, arena.as_ref().map(|arena| (arena, local, host)));
-                let intra: Box<dyn Collective> = match arena {
-                    Some(arena) => Box::new(shm(arena)?),
-                    None => Box::new(Solo::new()),
-                };
-                let inter = self.leaders(self.hosts, &mut fork_fds)?;
-                Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
-            }
+            Box::new(self.shm_and_net(&mut fork_fds)?)
         };
         Ok(self.bound(inner, self.hosts, fork_fds))
     }
 
-    /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
-    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<HostCollectives> {
+    /// Connects the lane's ranks by machine: those of one machine, and the machines' first ranks.
+    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<Hier> {
         let rank = self.health.rank();
-        let (host, local) = self.host()?;
         let machine = machines.iter().find(|machine| machine.contains(&rank));
         let machine = machine.ok_or_else(|| Error::other("this rank is on no machine of its group"))?;
         let mut fork_fds = Vec::new();
-        let intra: Box<dyn Collective> = if machine.len() == 1 {
-            Box::new(Solo::new())
-        } else if machine.as_slice() == host {
-            let arena = Arc::new(self.segment(host, segment_len(host.len()))?);
-            fork_fds.push(ForkFd::new(&arena.fd()));
-            Box::new(self.knowing_arenas(Shm::new(arena, local, host.to_vec())?))
-        } else {
-            let others: Vec<usize> = machine.iter().copied().filter(|other| *other != rank).collect();
-            let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
-            Box::new(self.mesh(machine.clone(), streams, None))
-        };
+        let intra = self.part(machine, MACHINE, &mut fork_fds)?;
         let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds);
         let mut fork_fds = Vec::new();
         let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
         let inter = self.leaders(machines, &mut fork_fds)?;
         let inter = inter.map(|inter| self.bound(inter, &alone, fork_fds));
-        Ok(HostCollectives { intra, inter })
+        Ok(Hier::new(intra, inter, machines.to_vec(), rank))
+    }
+
+    /// Shared memory inside hosts and streams between them. All ranks have the best link to each other for what is not hierarchical: a stream
+    /// to another host, rings in the segment on this one.
+    fn shm_and_net(&self, fork_fds: &mut Vec<ForkFd>) -> Result<Hier> {
+        let (size, rank) = (self.health.size(), self.health.rank());
+        let (host, local) = self.host()?;
+        let shared = if host.len() > 1 { Some(self.shm(fork_fds)?) } else { None };
+        let remote: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
+        let streams = self.streams(&remote, FLAT, fork_fds)?;
+        let rings = shared.as_ref().map(|(_, arena)| (arena, local, host));
+        let flat = self.mesh((0..size).collect(), streams, rings);
+        let intra: Box<dyn Collective> = match shared {
+            Some((shm, _)) => Box::new(shm),
+            None => Box::new(Solo::new()),
+        };
+        let inter = self.leaders(self.hosts, fork_fds)?;
+        Ok(Hier::new(intra, inter, self.hosts.to_vec(), rank).with_flat(flat))
     }
 
     /// The collective of the hosts' first ranks, if this is one of them.
     fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
-        let rank = self.health.rank();
         let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
-        if !leaders.contains(&rank) {
-            return Ok(None);
+        let is_one = leaders.contains(&self.health.rank());
+        is_one.then(|| self.part(&leaders, LEADERS, fork_fds)).transpose()
+    }
+
+    /// A collective of some ranks of the group, this one among them, as ncclCommSplit makes one: in shared memory where they are the ranks of
+    /// this host, else over streams of this `index`.
+    fn part(&self, members: &[usize], index: u32, fork_fds: &mut Vec<ForkFd>) -> Result<Box<dyn Collective>> {
+        if members.len() == 1 {
+            return Ok(Box::new(Solo::new()));
         }
-        let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
-        let streams = self.streams(&others, LEADERS, fork_fds)?;
-        Ok(Some(Box::new(self.mesh(leaders, streams, None))))
+        if members == self.host()?.0 {
+            return Ok(Box::new(self.shm(fork_fds)?.0));
+        }
+        let others: Vec<usize> = members.iter().copied().filter(|other| *other != self.health.rank()).collect();
+        let streams = self.streams(&others, index, fork_fds)?;
+        Ok(Box::new(self.mesh(members.to_vec(), streams, None)))
+    }
+
+    /// The collective of this host's ranks, and its segment.
+    fn shm(&self, fork_fds: &mut Vec<ForkFd>) -> Result<(Shm, Arc<Arena>)> {
+        let (host, local) = self.host()?;
+        let arena = Arc::new(self.segment(host, segment_len(host.len()))?);
+        fork_fds.push(ForkFd::new(&arena.fd()));
+        let shm = Shm::new(Arc::clone(&arena), local, host.to_vec())?;
+        Ok((self.knowing_arenas(shm), arena))
     }
 
     /// The collective as the factories of the configuration wrap it, for this process only.
